@@ -1,0 +1,75 @@
+"""Validated Parquet → prompts as token ids, and the order in which they are trained on.
+
+The order is a pure function of seed and rollout number, so a run's place in its data is one number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from grpo_core.plan import Plan
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows of a prompt dataset and, row by row, their token ids."""
+
+    rows: list[dict[str, Any]]
+    ids: list[list[int]]
+
+    @property
+    def max_length(self) -> int:
+        return max(map(len, self.ids))
+
+
+def load_prompts(path: Path, tokenizer: Any) -> Prompts:
+    """Read a validated Parquet file (column `prompt`: text or a list of messages) and tokenize its prompts."""
+    rows = pq.read_table(path).to_pylist()
+    return Prompts(rows, encode_prompts([row["prompt"] for row in rows], tokenizer))
+
+
+def encode_prompts(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
+    """Token ids of standard (text) or conversational prompts, the latter through the chat template."""
+    if isinstance(prompts[0], str):
+        return tokenizer(list(prompts))["input_ids"]
+    return tokenizer.apply_chat_template(list(prompts), add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def decode_completions(rows: Sequence[Mapping[str, Any]], ids: Sequence[list[int]], tokenizer: Any) -> list[Any]:
+    """Completions as rewards see them: text, or one assistant message where the prompt is a conversation."""
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return [
+        text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
+        for row, text in zip(rows, texts, strict=True)
+    ]
+
+
+def rollout_prompts(plan: Plan, seed: int, rollout: int) -> list[int]:
+    """Dataset rows of generation batch `rollout`: chunk after chunk of one permutation an epoch, the rest dropped. (P,)"""
+    epoch, chunk = divmod(rollout, plan.rollouts_per_epoch)
+    order = np.random.default_rng([seed, epoch]).permutation(plan.num_prompts)
+    size = plan.prompts_per_generation
+    return order[chunk * size : (chunk + 1) * size].tolist()
+
+
+def training_order(plan: Plan, seed: int, rollout: int) -> np.ndarray:
+    """Which rows of the generation batch each process trains on at each slice. (S, W, b)
+
+    Shuffled, so that an update that takes only a part of the batch sees parts of many groups; the same rows whatever
+    way an update is cut into processes and micro-steps.
+    """
+    order = np.random.default_rng([seed, rollout, 1]).permutation(plan.generation_batch_size)
+    return order.reshape(plan.steps_per_generation, plan.num_processes, plan.per_device_train_batch_size)
+
+
+def derive_seed(*parts: int) -> int:
+    """A 48-bit seed from integers; equal parts give equal seeds on every machine and in every process."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=6)
+    return int.from_bytes(digest.digest(), "big")

@@ -1,0 +1,120 @@
+"""The reward contract: resolve a function by name, know which columns it reads, score completions with it.
+
+A reward has TRL's signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`; None means "does
+not apply to this row". It may take fewer of these arguments; every other parameter without a default is a column of the
+data or one of the config's `args`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_core.config import RewardConfig
+from grpo_core.rewards import builtin
+
+ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
+BUILTIN = {
+    "exact_match": builtin.exact_match,
+    "numeric_match": builtin.numeric_match,
+    "format_regex": builtin.format_regex,
+    "length": builtin.length,
+}
+
+
+class RewardError(RuntimeError):
+    """A reward function that cannot be used, or that broke its contract; the message names it."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A resolved reward function. `columns`: what it needs of the data; `accepts`: what it may be given."""
+
+    name: str
+    function: Callable[..., list[float | None]]
+    weight: float
+    args: Mapping[str, Any]
+    columns: tuple[str, ...]
+    accepts: frozenset[str] | None  # None: takes **kwargs
+
+
+def resolve(config: RewardConfig) -> Reward:
+    """Find the function and read its signature; RewardError when it is missing or cannot be called as configured."""
+    function = _find(config.function)
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    accepts = {p.name for p in named}
+    unknown = set(config.args) - accepts
+    if unknown and not takes_any:
+        raise RewardError(f"reward {config.name!r} takes no argument {sorted(unknown)}; it takes {sorted(accepts)}")
+    given = {*ROLLOUT_ARGUMENTS, *config.args}
+    columns = tuple(p.name for p in named if p.default is p.empty and p.name not in given)
+    return Reward(
+        config.name, function, config.weight, config.args, columns, None if takes_any else frozenset(accepts)
+    )
+
+
+def source_of(config: RewardConfig) -> bytes:
+    """Bytes that change when the reward function does: the whole source file it is defined in."""
+    function = _find(config.function)
+    return Path(inspect.getsourcefile(inspect.unwrap(function)) or "").read_bytes()
+
+
+def score(
+    reward: Reward,
+    rows: Sequence[Mapping[str, Any]],  # B dataset rows, "prompt" among their columns
+    completions: Sequence[Any],  # B texts, or conversations for conversational prompts
+    completion_ids: Sequence[list[int]],
+) -> tuple[list[float], float]:
+    """The B rewards (NaN for None) and the seconds they took; RewardError when the function breaks its contract."""
+    columns = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
+    available = {
+        **columns,
+        "prompts": [row["prompt"] for row in rows],
+        "completions": list(completions),
+        "completion_ids": list(completion_ids),
+        **reward.args,
+    }
+    accepts = reward.accepts
+    arguments = available if accepts is None else {k: v for k, v in available.items() if k in accepts}
+    start = time.perf_counter()
+    try:
+        values = reward.function(**arguments)
+    except Exception as error:
+        raise RewardError(f"reward {reward.name!r} raised {type(error).__name__}: {error}") from error
+    seconds = time.perf_counter() - start
+    if not isinstance(values, Sequence) or len(values) != len(rows):
+        got = f"{len(values)} values" if isinstance(values, Sequence) else type(values).__name__
+        raise RewardError(f"reward {reward.name!r} returned {got} for {len(rows)} completions; one each is needed")
+    for row, completion, value in zip(rows, completions, values, strict=True):
+        if value is not None and not math.isfinite(value):
+            raise RewardError(
+                f"reward {reward.name!r} returned {value} for prompt {row['prompt']!r}, completion {completion!r}; "
+                "return a finite number, or None where it does not apply"
+            )
+    return [math.nan if value is None else float(value) for value in values], seconds
+
+
+def _find(function: str) -> Callable[..., list[float | None]]:
+    if function in BUILTIN:
+        return BUILTIN[function]
+    module, separator, name = function.partition(":")
+    if not separator:
+        raise RewardError(
+            f"no built-in reward is called {function!r}; there are {', '.join(BUILTIN)}; "
+            "your own is written package.module:function"
+        )
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise RewardError(f"reward {function!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise RewardError(f"reward {function!r} is a {type(found).__name__}, not a function")
+    return found

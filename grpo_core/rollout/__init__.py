@@ -1,0 +1,1 @@
+"""Rollout engines: what samples completions. One file per engine, all behind `engine.Engine`."""

@@ -1,0 +1,94 @@
+"""What an engine is asked and answers, and the Rollout that training reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from grpo_core.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; temperature 0 is greedy."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """`num_completions` of one prompt; completion i is drawn with `seed + i`, whatever else is in the batch."""
+
+    prompt_ids: list[int]
+    num_completions: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Sampled tokens (the end token included), each token's log-probability, and whether the length limit cut it."""
+
+    ids: list[int]
+    logprobs: list[float]
+    truncated: bool
+
+
+class Engine(Protocol):
+    """Samples from the policy; it has the policy's weights as of the last `sync_weights`."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Completions in the order of the requests, a request's own next to each other."""
+        ...
+
+    def sync_weights(self, model: nn.Module) -> None:
+        """Take over the model's weights."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A generation batch, the same on every process: B completions, groups in a row, right-padded to T tokens."""
+
+    index: int
+    prompt_ids: list[list[int]]  # B
+    completion_ids: Tensor  # (B, T) int64
+    completion_mask: Tensor  # (B, T) float32, 1 on the tokens that are trained
+    completion_lengths: Tensor  # (B,) int64, the end token included
+    truncated: Tensor  # (B,) bool
+    sampling_logprobs: Tensor  # (B, T) the engine's
+    advantages: Tensor  # (B,)
+    old_logprobs: Tensor | None = None  # (B, T) the trainer's, before the first update; None when on-policy
+    ref_logprobs: Tensor | None = None  # (B, T)
+
+
+def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    """Rows of different lengths as one tensor, zeros on the right. (B, T)"""
+    return nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
+
+
+def make_engine(
+    config: RunConfig, model_path: Path | str, model: nn.Module, tokenizer: object, max_length: int
+) -> Engine:
+    """The configured engine, holding `model`'s weights; `max_length`: the longest prompt plus completion, in tokens.
+
+    `model_path` is the folder or hub name the model came from: vLLM reads the architecture there.
+    """
+    device = next(model.parameters()).device
+    name = config.rollout.engine
+    if name == "auto":
+        name = "vllm" if device.type == "cuda" else "transformers"
+    if name == "transformers":
+        from grpo_core.rollout.transformers import TransformersEngine
+
+        return TransformersEngine(model, tokenizer)
+    from grpo_core.rollout.vllm import VLLMEngine
+
+    return VLLMEngine(config, model_path, model, max_length)

@@ -1,0 +1,135 @@
+"""Sampling with the training model itself: nothing to install, nothing to synchronise; the default on a CPU.
+
+Each completion draws from its own stream of uniforms, so its tokens depend on its seed alone and not on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from grpo_core.rollout.engine import Completion, Request, Sampling
+
+MAX_ROWS = 512
+
+
+class TransformersEngine:
+    """Satisfies `engine.Engine` with a decoding loop over a Hugging Face causal LM."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any):
+        self.model: Any = model
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        end = getattr(model.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
+        self.end_ids = torch.tensor([end] if isinstance(end, int) else end)
+
+    def sync_weights(self, model: nn.Module) -> None:
+        self.model = model
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        completions: list[Completion] = []
+        for chunk in _chunks(requests, MAX_ROWS):
+            completions += self._generate(chunk, sampling)
+        return completions
+
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        device = next(self.model.parameters()).device
+        end_ids = self.end_ids.to(device)
+        width = max(len(request.prompt_ids) for request in requests)
+        padding = [width - len(request.prompt_ids) for request in requests]
+        ids = [[self.pad_id] * n + request.prompt_ids for n, request in zip(padding, requests, strict=True)]
+        mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=device)  # (R, width)
+        input_ids = torch.tensor(ids, device=device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        cache = DynamicCache()
+        # Each prompt is computed once; its completions then share the result.
+        logits = self._step(input_ids, mask, positions, cache)
+        copies = torch.tensor([request.num_completions for request in requests], device=device)
+        rows = torch.arange(len(requests), device=device).repeat_interleave(copies)  # (B,)
+        cache.batch_select_indices(rows)
+        logits, mask, position = logits[rows], mask[rows], positions[rows, -1]
+        uniforms = _uniforms(requests, sampling.max_tokens).to(device)  # (B, T)
+        finished = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        tokens: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        alive: list[Tensor] = []
+        for t in range(sampling.max_tokens):
+            token, logprob = _draw(logits, uniforms[:, t], sampling)
+            token = torch.where(finished, self.pad_id, token)
+            tokens.append(token)
+            logprobs.append(logprob)
+            alive.append(~finished)
+            finished = finished | torch.isin(token, end_ids)
+            if t + 1 == sampling.max_tokens or bool(finished.all()):
+                break
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+            position = position + 1
+            logits = self._step(token[:, None], mask, position[:, None], cache)
+        lengths = torch.stack(alive, dim=1).sum(dim=1).tolist()
+        token_rows = torch.stack(tokens, dim=1).tolist()
+        logprob_rows = torch.stack(logprobs, dim=1).tolist()
+        return [
+            Completion(ids[:n], values[:n], truncated=not done)
+            for ids, values, n, done in zip(token_rows, logprob_rows, lengths, finished.tolist(), strict=True)
+        ]
+
+    def _step(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float()
+
+
+def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """One token a row, and its log-probability under the distribution it was drawn from. (B, V), (B,) → (B,), (B,)"""
+    if sampling.temperature == 0:
+        logprobs = logits.log_softmax(-1)
+        token = logits.argmax(-1)
+    else:
+        logprobs = _truncate((logits / sampling.temperature).log_softmax(-1), sampling)
+        # float64: the sum of V float32 probabilities must not reach a uniform below 1 too early.
+        cumulative = logprobs.double().exp().cumsum(-1)
+        target = uniform[:, None].double() * cumulative[:, -1:]
+        token = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return token, logprobs.gather(1, token[:, None]).squeeze(1)
+
+
+def _truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
+    """Top-k, then top-p, renormalised."""
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        return logprobs
+    ordered, order = logprobs.sort(descending=True)
+    drop = torch.zeros_like(ordered, dtype=torch.bool)
+    if sampling.top_k:
+        drop[:, sampling.top_k :] = True
+    kept = ordered.masked_fill(drop, -torch.inf).softmax(-1)
+    drop |= (kept.cumsum(-1) - kept) >= sampling.top_p
+    return logprobs.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf).log_softmax(-1)
+
+
+def _uniforms(requests: Sequence[Request], length: int) -> Tensor:
+    """One stream of uniforms a completion, from its own seed. (B, length) float32 on the CPU"""
+    seeds = [request.seed + i for request in requests for i in range(request.num_completions)]
+    return torch.stack([torch.rand(length, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+
+
+def _chunks(requests: Sequence[Request], rows: int) -> list[list[Request]]:
+    """Requests in order, cut where a chunk would hold more than `rows` completions."""
+    chunks: list[list[Request]] = [[]]
+    size = 0
+    for request in requests:
+        if chunks[-1] and size + request.num_completions > rows:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(request)
+        size += request.num_completions
+    return chunks

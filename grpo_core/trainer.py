@@ -1,0 +1,240 @@
+"""The GRPO loop: sample prompts, roll out, score, advantages, update, sync, log, save.
+
+Group-relative policy optimisation (DeepSeekMath, arXiv:2402.03300) with the variations of `losses` and `advantages`. The
+plan fixes how many updates there are and what each reads; a run's place in it is the number of updates done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor
+from transformers import get_scheduler
+
+from grpo_core import checkpoint
+from grpo_core.batching import MicroBatch, join, micro_batch
+from grpo_core.checkpoint import Progress
+from grpo_core.config import RunConfig, TrainConfig, load_config
+from grpo_core.data import load_prompts, training_order
+from grpo_core.losses import token_losses
+from grpo_core.plan import MicroStep, Plan, load_plan
+from grpo_core.policy import Policy, load_model, load_tokenizer
+from grpo_core.records import Records
+from grpo_core.rewards import resolve
+from grpo_core.rollout.collect import collect
+from grpo_core.rollout.engine import Rollout, make_engine
+
+
+class TrainingError(RuntimeError):
+    """Training that must not go on; the message gives the step, the figure and what to try."""
+
+
+def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, Any]:
+    """Train RUN's model as configured and planned; returns (and writes) result.json's content.
+
+    Reads config.toml, plan.json and dataset/train.parquet under `run`; writes checkpoints/, metrics.jsonl, completions/,
+    model/ and result.json under `output`, continuing from the newest checkpoint there. `report_to`: an Accelerate
+    tracker's name ("mlflow") that gets the metrics live.
+    """
+    config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
+    accelerator = Accelerator(mixed_precision=config.train.mixed_precision, log_with=report_to)
+    if accelerator.num_processes != plan.num_processes:
+        raise TrainingError(
+            f"the plan is for num_processes={plan.num_processes}, but {accelerator.num_processes} were started: "
+            f"launch with `accelerate launch --num_processes {plan.num_processes}` or change train.num_processes and plan again"
+        )
+    tokenizer = load_tokenizer(config.model)
+    prompts = load_prompts(run / "dataset" / "train.parquet", tokenizer)
+    rewards = [resolve(reward) for reward in config.rewards]
+
+    model = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
+    reference = _reference(config, accelerator)
+    optimizer = _optimizer(model, config.train)
+    scheduler = get_scheduler(config.train.lr_scheduler_type, optimizer, plan.warmup_steps, plan.max_steps)
+    max_length = prompts.max_length + config.rollout.max_completion_length
+    engine = make_engine(config, config.model.name_or_path, model, tokenizer, max_length)
+    set_seed(config.seed)
+    policy, optimizer = accelerator.prepare(Policy(model, config.rollout.temperature), optimizer)
+    accelerator.register_for_checkpointing(scheduler)
+
+    fingerprint = _fingerprint(config, plan)
+    progress = checkpoint.restore(accelerator, output / "checkpoints", fingerprint)
+    records = Records(accelerator, output, plan, resumed_at=progress.updates, project=config.registry.experiment)
+    engine_is_stale = True
+    rollout_metrics: dict[str, float] = {}
+
+    for step in range(progress.updates, plan.max_steps):
+        start = time.perf_counter()
+        micro_batches = []
+        micro_steps = list(plan.micro_steps(step))
+        for micro_step in micro_steps:
+            if progress.rollout is None or progress.rollout.index != micro_step.rollout:
+                if engine_is_stale:
+                    engine.sync_weights(model)
+                    engine_is_stale = False
+                rollout, samples, rollout_metrics = collect(
+                    micro_step.rollout, config, plan, prompts, tokenizer, rewards, engine, accelerator.process_index
+                )
+                if not plan.on_policy:
+                    rollout = replace(rollout, old_logprobs=_score(policy, rollout, plan, accelerator))
+                if reference is not None:
+                    rollout = replace(rollout, ref_logprobs=_score(reference, rollout, plan, accelerator))
+                records.completions(step + 1, samples, rollout.advantages, prompts, [r.name for r in rewards])
+                progress = _count(progress, rollout)
+            assert progress.rollout is not None
+            micro_batches.append(_micro_batch(progress.rollout, micro_step, len(micro_steps), config, plan, accelerator))
+        metrics = update(policy, optimizer, scheduler, micro_batches, config.train, accelerator, step + 1)
+        engine_is_stale = True
+        progress = replace(
+            progress,
+            updates=progress.updates + 1,
+            train_seconds=progress.train_seconds + time.perf_counter() - start,
+        )
+        records.step(
+            step + 1,
+            {
+                **metrics,
+                **rollout_metrics,
+                "epoch": plan.epoch(step + 1),
+                "num_tokens": progress.completion_tokens,
+                "step_time": time.perf_counter() - start,
+            },
+        )
+        if progress.updates % config.train.save_steps == 0 and progress.updates < plan.max_steps:
+            pending = next(plan.micro_steps(progress.updates)).rollout
+            unfinished = progress.rollout is not None and progress.rollout.index == pending
+            saved = progress if unfinished else replace(progress, rollout=None)
+            checkpoint.save(accelerator, output / "checkpoints", saved, fingerprint, config.train.save_total_limit)
+
+    if accelerator.is_main_process:
+        model.save_pretrained(output / "model")
+        tokenizer.save_pretrained(output / "model")
+    return records.finish(progress)
+
+
+def update(
+    policy: torch.nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    micro_batches: list[MicroBatch],
+    config: TrainConfig,
+    accelerator: Accelerator,
+    step: int,
+) -> dict[str, float]:
+    """One optimizer update from the process's micro-batches; metrics over all processes."""
+    sums: dict[str, Tensor] = {}
+    gap = torch.zeros((), device=accelerator.device)
+    learning_rate = scheduler.get_last_lr()[0]
+    for position, batch in enumerate(micro_batches):
+        last = position == len(micro_batches) - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(policy):
+            logprobs, entropy = policy(batch.sequences)
+            old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+            losses = token_losses(
+                logprobs,
+                old_logprobs,
+                batch.mask,
+                batch.advantages,
+                epsilon=config.epsilon,
+                epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
+                importance_sampling_level=config.importance_sampling_level,
+                ref_logprobs=batch.ref_logprobs,
+                beta=config.beta,
+                use_bias_correction_kl=config.use_bias_correction_kl,
+            )
+            loss = (batch.weights * losses.loss).sum()
+            accelerator.backward(loss)
+        difference = ((old_logprobs - batch.sampling_logprobs) * batch.mask).abs()
+        gap = torch.maximum(gap, difference.max())
+        tokens = {
+            "entropy": entropy,
+            "sampling/sampling_logp_difference/mean": difference,
+            "clip_ratio/low_mean": losses.clipped_low,
+            "clip_ratio/high_mean": losses.clipped_high,
+            "clip_ratio/region_mean": losses.clipped_low | losses.clipped_high,
+            **({} if losses.kl is None else {"kl": losses.kl}),
+        }
+        for name, values in {"loss": loss.detach(), "tokens": batch.mask.sum()}.items():
+            sums[name] = sums.get(name, 0.0) + values
+        for name, values in tokens.items():
+            sums[name] = sums.get(name, 0.0) + (values * batch.mask).sum()
+    grad_norm = accelerator.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
+    names = list(sums)
+    totals = accelerator.reduce(torch.stack([sums[name] for name in names]).float(), "sum").tolist()
+    values = dict(zip(names, totals, strict=True))
+    tokens_total = max(values.pop("tokens"), 1.0)
+    loss_mean = values.pop("loss") / accelerator.num_processes
+    if not math.isfinite(loss_mean) or not math.isfinite(float(grad_norm)):
+        raise TrainingError(
+            f"step {step}: loss {loss_mean}, gradient norm {float(grad_norm)}: the update would destroy the model. "
+            "Lower learning_rate or max_grad_norm, or look at the completions of this step; the last checkpoint is intact"
+        )
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    return {
+        "loss": loss_mean,
+        "grad_norm": float(grad_norm),
+        "learning_rate": learning_rate,
+        **{name: total / tokens_total for name, total in values.items()},
+        "sampling/sampling_logp_difference/max": float(accelerator.gather(gap).max()),
+    }
+
+
+@torch.no_grad()
+def _score(policy: torch.nn.Module, rollout: Rollout, plan: Plan, accelerator: Accelerator) -> Tensor:
+    """Log-probabilities of the whole rollout, each process computing its share. (B, T) on the CPU"""
+    share = plan.generation_batch_size // plan.num_processes
+    first = accelerator.process_index * share
+    scored = torch.zeros(share, rollout.completion_ids.shape[1], device=accelerator.device)
+    for start in range(0, share, plan.per_device_train_batch_size):
+        rows = list(range(first + start, first + start + plan.per_device_train_batch_size))
+        with accelerator.autocast():
+            logprobs, _ = policy(join(rollout, rows).to(accelerator.device))
+        scored[start : start + len(rows), : logprobs.shape[1]] = logprobs
+    return accelerator.gather(scored).cpu()
+
+
+def _micro_batch(
+    rollout: Rollout, micro_step: MicroStep, micro_steps: int, config: RunConfig, plan: Plan, accelerator: Accelerator
+) -> MicroBatch:
+    rows = training_order(plan, config.seed, rollout.index)[micro_step.slice, accelerator.process_index].tolist()
+    limit = config.rollout.max_completion_length
+    return micro_batch(rollout, rows, plan, config.train.loss_type, limit, micro_steps, accelerator.device)
+
+
+def _count(progress: Progress, rollout: Rollout) -> Progress:
+    tokens = progress.completion_tokens + int(rollout.completion_lengths.sum())
+    return replace(progress, rollouts=progress.rollouts + 1, completion_tokens=tokens, rollout=rollout)
+
+
+def _reference(config: RunConfig, accelerator: Accelerator) -> Policy | None:
+    """The base model, frozen, when the KL term needs it."""
+    if config.train.beta == 0:
+        return None
+    model = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
+    return Policy(model.requires_grad_(False), config.rollout.temperature)
+
+
+def _optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]  # biases and norms: no weight decay
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon)
+
+
+def _fingerprint(config: RunConfig, plan: Plan) -> str:
+    """What a checkpoint belongs to: the parts of the configuration that training reads, and the plan."""
+    values = config.model_dump(mode="json", include={"seed", "model", "rewards", "rollout", "train"})
+    return hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,113 @@
+"""Small real inputs: a character tokenizer, a random Qwen2 model, an addition dataset, a run directory ready to train."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Before any library is imported: tests reach no network and report nothing.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    DO_NOT_TRACK="1",
+    MLFLOW_DISABLE_TELEMETRY="true",
+    PREFECT_SERVER_ANALYTICS_ENABLED="false",
+    VLLM_NO_USAGE_STATS="1",
+    TOKENIZERS_PARALLELISM="false",
+    # One thread a process: deterministic, and two test workers share two cores without spinning on each other.
+    OMP_NUM_THREADS="1",
+)
+
+CHARACTERS = ["<pad>", "<eos>", "<unk>", *"0123456789+="]
+
+
+def make_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=64
+    )
+
+
+def make_model(folder: Path, *, tie_word_embeddings: bool = False, seed: int = 0) -> Path:
+    """A random Qwen2 model of about 30,000 parameters and its tokenizer, saved to `folder`."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(CHARACTERS),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=tie_word_embeddings,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def write_sums(path: Path, first: int, last: int) -> Path:
+    """Additions `n+(n mod 7)=` for n in [first, last), as Parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [(f"{n}+{n % 7}=", str(n + n % 7)) for n in range(first, last)]
+    pq.write_table(pa.table({"prompt": [r[0] for r in rows], "answer": [r[1] for r in rows]}), path)
+    return path
+
+
+def config_values(model: Path, data: Path, **train: Any) -> dict[str, Any]:
+    """A configuration that trains for a few updates in seconds."""
+    return {
+        "name": "test",
+        "model": {"name_or_path": str(model)},
+        "data": {"train": str(data / "train.parquet"), "eval": str(data / "eval.parquet")},
+        "rewards": [
+            {"function": "numeric_match"},
+            {"function": "length", "weight": 0.5, "args": {"target": 3}},
+        ],
+        "rollout": {"engine": "transformers", "num_generations": 4, "max_completion_length": 6},
+        "train": {
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 4,
+            "learning_rate": 1e-2,
+            **train,
+        },
+    }
+
+
+def make_run(folder: Path, values: dict[str, Any], num_prompts: int = 24) -> Path:
+    """A run directory as the validate and plan stages leave it."""
+    from grpo_core.config import dump_config, parse_config
+    from grpo_core.plan import make_plan, plan_inputs
+
+    config = parse_config(values)
+    (folder / "dataset").mkdir(parents=True)
+    write_sums(folder / "dataset" / "train.parquet", 10, 10 + num_prompts)
+    write_sums(folder / "dataset" / "eval.parquet", 60, 76)
+    (folder / "config.toml").write_text(dump_config(config))
+    plan = make_plan(plan_inputs(config, num_prompts))
+    (folder / "plan.json").write_text(json.dumps({"plan": asdict(plan)}))
+    return folder
