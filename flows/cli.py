@@ -1,0 +1,129 @@
+"""The command line: `grpo run`, `grpo plan`, `grpo up`. Heavy libraries are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from flows.environment import configure
+from grpo_core.config import ConfigError, RunConfig, load_config
+from grpo_core.plan import PlanError, make_plan, plan_inputs
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+console = Console()
+
+ConfigFile = Annotated[Path, typer.Argument(help="run configuration (TOML), such as configs/quickstart.toml")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key, such as train.max_steps=50")
+]
+
+
+@app.command()
+def run(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Run the pipeline here: validate, plan, train, evaluate, register. Finished stages are skipped."""
+    resolved = _load(config, overrides)
+    configure()
+    start = time.monotonic()
+    from flows.pipeline import pipeline
+    from tasks.stage import StageError
+
+    try:
+        folder = pipeline(resolved)
+    except (StageError, PlanError) as error:
+        _fail(f"{resolved.name}: {error}", code=1)
+    _summary(folder, time.monotonic() - start)
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    num_prompts: Annotated[int, typer.Option(help="prompts in the training data")],
+    overrides: Overrides = None,
+) -> None:
+    """Show what a run would do, or why it is refused. In under a second, without torch."""
+    try:
+        figures = make_plan(plan_inputs(_load(config, overrides), num_prompts))
+    except PlanError as error:
+        _fail(str(error), code=2)
+    table = Table("quantity", "value", title=str(config))
+    for quantity, value in dataclasses.asdict(figures).items():
+        table.add_row(quantity, f"{value:,}")
+    console.print(table)
+
+
+@app.command()
+def up(
+    prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
+    mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
+) -> None:
+    """Start the Prefect and MLflow servers on 127.0.0.1 over this storage, until Ctrl-C."""
+    configure()
+    from tasks.tracking import connect, tracking_uri
+
+    connect()
+    commands = {
+        f"Prefect  http://127.0.0.1:{prefect_port}": ["prefect", "server", "start", "--port", str(prefect_port)],
+        f"MLflow   http://127.0.0.1:{mlflow_port}": [
+            *("mlflow", "server", "--port", str(mlflow_port), "--workers", "1"),
+            *("--backend-store-uri", tracking_uri()),
+        ],
+    }
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    servers = []
+    try:
+        for name, command in commands.items():
+            console.print(name)
+            servers.append(subprocess.Popen([sys.executable, "-m", *command, "--host", "127.0.0.1"]))
+        console.print("Ctrl-C stops both.")
+        for server in servers:
+            server.wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for server in servers:
+            server.terminate()
+        for server in servers:
+            server.wait()
+
+
+def _load(path: Path, overrides: list[str] | None) -> RunConfig:
+    try:
+        return load_config(path, overrides)
+    except ConfigError as error:
+        _fail(f"{path}: not a valid configuration\n{error}", code=2)
+
+
+def _fail(message: str, code: int) -> None:
+    Console(stderr=True).print(message, style="red", markup=False, highlight=False)
+    raise typer.Exit(code)
+
+
+def _summary(folder: Path, seconds: float) -> None:
+    """What happened and where to look."""
+    from tasks.stage import EVALUATE, REGISTER, TRAIN
+
+    report, training, registration = (stage.read_receipt(folder) for stage in (EVALUATE, TRAIN, REGISTER))
+    base, trained, gain = report["base"], report["trained"], report["difference"]
+    table = Table("", "base", "trained", "difference", title=f"{report['num_prompts']} held-out prompts, greedy")
+    for name, form in (("accuracy", ".1%"), ("reward", ".3f")):
+        interval = f"{gain[name]['mean']:+{form}}  [{gain[name]['low']:+{form}}, {gain[name]['high']:+{form}}]"
+        table.add_row(name, f"{base[name]:{form}}", f"{trained[name]:{form}}", interval)
+    console.print(table)
+    console.print(
+        f"{training['updates']} of {training['planned_updates']} planned updates, "
+        f"{training['completions']:,} completions; pipeline took {seconds:.0f} s\n"
+        f"registered  {registration['model_name']} version {registration['version']}, "
+        f"alias {registration['alias']}\n"
+        f"run         {folder}\n"
+        "look at it  make ui  (Prefect on http://127.0.0.1:4200, MLflow on http://127.0.0.1:5000)",
+        highlight=False,
+    )

@@ -1,0 +1,20 @@
+"""Where Prefect and MLflow keep their data, set before either is imported; neither reports home."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from grpo_core.environment import quiet_libraries
+from tasks.storage import storage_root
+
+
+def configure() -> None:
+    """Put Prefect's home under the storage root unless the environment says where it is."""
+    quiet_libraries()
+    os.environ.setdefault("PREFECT_HOME", str(storage_root() / "prefect"))
+    Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # Prefect's database does not make its folder
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    # The first start makes the database; on a busy two-core machine that takes longer than the default 20 s.
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -1,0 +1,1 @@
+"""The stages: one module each with the Prefect task and what it needs. Knows grpo_core, not flows."""

@@ -1,0 +1,41 @@
+"""Run a stage's own process under supervision, its output line by line."""
+
+from __future__ import annotations
+
+import collections
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from tasks.stage import StageError
+
+TAIL_LINES = 25
+
+
+def run_process(command: Sequence[str], on_line: Callable[[str], None], env: Mapping[str, str] | None = None) -> None:
+    """Run `python COMMAND…` to its end; StageError with its last lines when it fails.
+
+    Whatever ends the caller (an exception, a signal, SIGKILL) ends the process and all it started.
+    """
+    tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+    with subprocess.Popen(
+        [sys.executable, "-m", "tasks.supervise", sys.executable, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                tail.append(line.rstrip())
+                on_line(line.rstrip())
+            code = process.wait()
+        finally:
+            process.terminate()
+    if code:
+        raise StageError(f"{' '.join(command)} ended with status {code}; its last lines:\n" + "\n".join(tail))

@@ -1,0 +1,61 @@
+"""`python -m tasks.supervise COMMAND…`: run a command so that nothing of it outlives whoever asked for it.
+
+Stands between a task and its training. SIGTERM, or the end of its standard input (the task's process died, even by
+SIGKILL), ends the command: SIGTERM to its process group, a grace period, SIGKILL to every descendant. As the
+subreaper it also finds descendants that made sessions of their own (ranks, engine processes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+
+import psutil
+
+GRACE_SECONDS = 20.0
+PR_SET_CHILD_SUBREAPER = 36
+
+
+async def supervise(command: list[str]) -> int:
+    """Run the command to its end or until told to stop; its exit status, 128 + n when signal n ended it."""
+    loop = asyncio.get_running_loop()
+    told_to_stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told_to_stop.set)
+    loop.add_reader(sys.stdin, lambda: os.read(sys.stdin.fileno(), 4096) or told_to_stop.set())
+    child = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+    )
+    exited = asyncio.create_task(child.wait())
+    stopped = asyncio.create_task(told_to_stop.wait())
+    await asyncio.wait({exited, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    loop.remove_reader(sys.stdin)
+    if not exited.done():
+        os.killpg(child.pid, signal.SIGTERM)
+        await asyncio.wait({exited}, timeout=GRACE_SECONDS)
+    kill_descendants()
+    code = await exited
+    return code if code >= 0 else 128 - code
+
+
+def kill_descendants() -> None:
+    """SIGKILL until none is left; a process killed here may still be starting another."""
+    while children := [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]:
+        for child in children:
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(children, timeout=1)
+
+
+def main() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    sys.exit(asyncio.run(supervise(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""MLflow: where it keeps its data, and the one run that a pipeline run's stages write to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import mlflow
+
+from grpo_core.config import RunConfig
+from tasks.storage import storage_root, write_text
+
+RUN_ID_FILE = "mlflow_run_id"
+
+
+def tracking_uri() -> str:
+    """$MLFLOW_TRACKING_URI, else a SQLite file under the storage root."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{storage_root() / 'mlflow' / 'mlflow.db'}"
+
+
+def connect() -> mlflow.MlflowClient:
+    """A client of the tracking store, which is made when it is not there."""
+    (storage_root() / "mlflow").mkdir(parents=True, exist_ok=True)
+    mlflow.set_tracking_uri(tracking_uri())
+    return mlflow.MlflowClient()
+
+
+def open_tracking_run(config: RunConfig, folder: Path) -> str:
+    """Id of the MLflow run that belongs to the training in `folder`; a resumed training keeps the one it began with."""
+    client = connect()
+    id_file = folder / RUN_ID_FILE
+    if id_file.exists():
+        return id_file.read_text()
+    experiment = client.get_experiment_by_name(config.registry.experiment)
+    if experiment is None:
+        experiment_id = client.create_experiment(config.registry.experiment, _artifact_location())
+    else:
+        experiment_id = experiment.experiment_id
+    run_id = client.create_run(experiment_id, run_name=config.name).info.run_id
+    for key, value in _flat(config.model_dump(mode="json", exclude_none=True)).items():
+        client.log_param(run_id, key, value)
+    write_text(id_file, run_id)
+    return run_id
+
+
+def training_run_id(training: Path) -> str:
+    """Id of the MLflow run of a finished training."""
+    return (training / RUN_ID_FILE).read_text()
+
+
+def _artifact_location() -> str | None:
+    """Beside the SQLite file; a tracking server decides for itself."""
+    if tracking_uri().startswith("sqlite:"):
+        return (storage_root() / "mlflow" / "artifacts").as_uri()
+    return None
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, (dict, list)) else {name: value}
+    return flat
