@@ -11,16 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from tasks.stage import StageError
 
 TAIL_LINES = 25
+GRACE_SECONDS = 20.0
 
 
-def run_process(command: Sequence[str], on_line: Callable[[str], None], env: Mapping[str, str] | None = None) -> None:
+def run_process(
+    command: Sequence[str],
+    on_line: Callable[[str], None],
+    env: Mapping[str, str] | None = None,
+    grace: float = GRACE_SECONDS,
+) -> None:
     """Run `python COMMAND…` to its end; StageError with its last lines when it fails.
 
-    Whatever ends the caller (an exception, a signal, SIGKILL) ends the process and all it started.
+    Whatever ends the caller (an exception, a signal, SIGKILL) ends the process and all it started: SIGTERM, then
+    SIGKILL to what is left after `grace` seconds.
     """
     tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
     with subprocess.Popen(
-        [sys.executable, "-m", "tasks.supervise", sys.executable, *command],
+        [sys.executable, "-m", "tasks.supervise", str(grace), sys.executable, *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ def _work(context: Context) -> dict[str, Any]:
     name = config.registry.model_name or config.name
     report = EVALUATE.read_receipt(run)
     keys = lineage_keys(config)
+    # It warns that a local folder has no model card and no licence on the hub.
+    logging.getLogger("mlflow.transformers").setLevel(logging.ERROR)
     with mlflow.start_run(run_id=run_id):
         mlflow.log_metrics({f"plan/{k}": v for k, v in PLAN.read_receipt(run)["plan"].items()})
         mlflow.set_tags({f"lineage.{stage}": key for stage, key in keys.items()})

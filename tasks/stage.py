@@ -79,15 +79,14 @@ def run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]]
 
 
 def _prepare(stage: Stage, partial: Path, key: str) -> None:
-    if not stage.receipt:
-        remove(partial)
-        return
     marker = partial / "lineage_key"
-    left_by = marker.read_text() if marker.is_file() else None
-    if stage.resumable and left_by == key:
-        return
-    if stage.resumable and left_by is not None:
+    if stage.resumable and marker.is_file():
+        left_by = marker.read_text()
+        if left_by == key:
+            return
         set_aside(partial, left_by)
     remove(partial)
-    partial.mkdir()
-    write_text(marker, key)
+    if stage.receipt:
+        partial.mkdir()
+    if stage.resumable:
+        write_text(marker, key)

@@ -1,7 +1,7 @@
-"""`python -m tasks.supervise COMMAND…`: run a command so that nothing of it outlives whoever asked for it.
+"""`python -m tasks.supervise GRACE COMMAND…`: run a command so that nothing of it outlives whoever asked for it.
 
 Stands between a task and its training. SIGTERM, or the end of its standard input (the task's process died, even by
-SIGKILL), ends the command: SIGTERM to its process group, a grace period, SIGKILL to every descendant. As the
+SIGKILL), ends the command: SIGTERM to its process group, GRACE seconds, SIGKILL to every descendant. As the
 subreaper it also finds descendants that made sessions of their own (ranks, engine processes).
 """
 
@@ -15,11 +15,10 @@ import sys
 
 import psutil
 
-GRACE_SECONDS = 20.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
-async def supervise(command: list[str]) -> int:
+async def supervise(command: list[str], grace: float) -> int:
     """Run the command to its end or until told to stop; its exit status, 128 + n when signal n ended it."""
     loop = asyncio.get_running_loop()
     told_to_stop = asyncio.Event()
@@ -35,7 +34,7 @@ async def supervise(command: list[str]) -> int:
     loop.remove_reader(sys.stdin)
     if not exited.done():
         os.killpg(child.pid, signal.SIGTERM)
-        await asyncio.wait({exited}, timeout=GRACE_SECONDS)
+        await asyncio.wait({exited}, timeout=grace)
     kill_descendants()
     code = await exited
     return code if code >= 0 else 128 - code
@@ -54,7 +53,7 @@ def kill_descendants() -> None:
 
 def main() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    sys.exit(asyncio.run(supervise(sys.argv[1:])))
+    sys.exit(asyncio.run(supervise(sys.argv[2:], float(sys.argv[1]))))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def check(frames: dict[str, pd.DataFrame], config: RunConfig) -> list[dict[str, 
             failures += [_from_pandera(name, case) for case in errors.failure_cases.to_dict("records")]
     if failures:
         return failures
-    return [*_overlap(frames), *_too_long(frames, config)]
+    return [*_mixed(frames)] or [*_overlap(frames), *_too_long(frames, config)]
 
 
 def build_schema(config: RunConfig) -> pa.DataFrameSchema:
@@ -94,11 +94,7 @@ def build_schema(config: RunConfig) -> pa.DataFrameSchema:
         )
         for column, rewards in _needed_columns(config).items()
     }
-    same_form = pa.Check(
-        lambda frame: frame["prompt"].map(lambda prompt: isinstance(prompt, str)).nunique() <= 1,
-        error="prompts are all text or all conversations",
-    )
-    return pa.DataFrameSchema({"prompt": prompt, **columns}, checks=[same_form], strict=False)
+    return pa.DataFrameSchema({"prompt": prompt, **columns}, strict=False)
 
 
 def _needed_columns(config: RunConfig) -> dict[str, list[str]]:
@@ -125,6 +121,15 @@ def _is_prompt(prompt: Any) -> bool:
 
 def _is_not_blank(value: Any) -> bool:
     return bool(value.strip()) if isinstance(value, str) else True
+
+
+def _mixed(frames: dict[str, pd.DataFrame]) -> Iterable[dict[str, Any]]:
+    is_text = isinstance(frames["train"]["prompt"].iloc[0], str)
+    for name, frame in frames.items():
+        for row, prompt in frame["prompt"].items():
+            if isinstance(prompt, str) != is_text:
+                form = "text" if is_text else "a conversation"
+                yield _failure(name, row, "prompt", f"is {form}, like the first prompt of train", prompt)
 
 
 def _overlap(frames: dict[str, pd.DataFrame]) -> Iterable[dict[str, Any]]:

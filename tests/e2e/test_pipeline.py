@@ -1,0 +1,229 @@
+"""The quickstart in small, every stage for real: Prefect's API, a training process, MLflow on SQLite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_core.config import load_config
+from tests.conftest import make_model, write_sums
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+STAGES = ["validate", "plan", "train", "evaluate", "register"]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    make_model(folder / "base")
+    write_sums(folder / "train.parquet", 10, 50)
+    write_sums(folder / "eval.parquet", 60, 92)
+    return folder
+
+
+def _config(inputs: Path, *overrides: str) -> Any:
+    return load_config(
+        CONFIG,
+        [
+            f"model.name_or_path={inputs / 'base'}",
+            f"data.train={inputs / 'train.parquet'}",
+            f"data.eval={inputs / 'eval.parquet'}",
+            "name=small",
+            "rollout.engine=transformers",
+            "train.per_device_train_batch_size=32",
+            "train.max_steps=4",
+            "train.save_steps=2",
+            *overrides,
+        ],
+    )
+
+
+def _run(inputs: Path, *overrides: str) -> Path:
+    from flows.pipeline import pipeline
+
+    return pipeline(_config(inputs, *overrides))
+
+
+@pytest.fixture(scope="module")
+def finished(storage: Path, inputs: Path) -> Path:
+    return _run(inputs)
+
+
+def _mlflow_run(finished: Path) -> Any:
+    from tasks.tracking import connect
+
+    return connect().get_run(json.loads((finished / "registration.json").read_text())["mlflow_run_id"])
+
+
+def _task_states(flow_run_name: str) -> list[tuple[str, str]]:
+    """(task, state) of the newest flow run of that name, in the order in which they ran."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, TaskRunFilter, TaskRunFilterFlowRunId
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    with get_client(sync_client=True) as client:
+        [flow_run] = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run_name])),
+            sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+            limit=1,
+        )
+        runs = client.read_task_runs(
+            task_run_filter=TaskRunFilter(flow_run_id=TaskRunFilterFlowRunId(any_=[flow_run.id]))
+        )
+    runs.sort(key=lambda run: run.expected_start_time)
+    return [(run.name.split("-")[0], run.state_name) for run in runs]
+
+
+def test_the_run_directory_holds_what_each_stage_promises(finished: Path) -> None:
+    for path in [
+        "config.toml",
+        "dataset/train.parquet",
+        "dataset/eval.parquet",
+        "dataset/report.json",
+        "plan.json",
+        "training/metrics.jsonl",
+        "training/completions/step-000001.parquet",
+        "training/result.json",
+        "training/model/config.json",
+        "evaluation/report.json",
+        "evaluation/samples.parquet",
+        "registration.json",
+    ]:
+        assert (finished / path).is_file(), path
+    assert not list(finished.glob("*.partial"))
+
+
+def test_the_training_did_what_the_plan_said(finished: Path) -> None:
+    plan = json.loads((finished / "plan.json").read_text())["plan"]
+    result = json.loads((finished / "training" / "result.json").read_text())
+    assert plan["max_steps"] == 4
+    assert (result["updates"], result["rollouts"]) == (plan["max_steps"], plan["rollouts"])
+
+
+def test_every_held_out_prompt_is_evaluated_once_by_both_policies(finished: Path, inputs: Path) -> None:
+    samples = pq.read_table(finished / "evaluation" / "samples.parquet").to_pydict()
+    assert samples["prompt"] == pq.read_table(inputs / "eval.parquet").column("prompt").to_pylist()
+    assert all(isinstance(text, str) for policy in ("base", "trained") for text in samples[f"{policy}/completion"])
+
+
+def test_mlflow_has_the_configuration_the_plan_live_metrics_and_the_evaluation(finished: Path) -> None:
+    from tasks.tracking import connect
+
+    run = _mlflow_run(finished)
+    report = json.loads((finished / "evaluation" / "report.json").read_text())
+    steps = [json.loads(line) for line in (finished / "training" / "metrics.jsonl").read_text().splitlines()]
+    assert run.info.status == "FINISHED"
+    assert run.data.params["train.learning_rate"] == str(load_config(CONFIG).train.learning_rate)
+    assert run.data.metrics["plan/max_steps"] == 4
+    assert run.data.metrics["eval/trained/accuracy"] == report["trained"]["accuracy"]
+    assert set(run.data.tags) >= {f"lineage.{stage}" for stage in STAGES}
+    history = connect().get_metric_history(run.info.run_id, "reward")
+    assert [(point.step, point.value) for point in history] == [(s["step"], s["reward"]) for s in steps]
+
+
+def test_the_registered_version_carries_the_alias_and_loads_with_transformers(finished: Path, tmp_path: Path) -> None:
+    import mlflow
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tasks.tracking import connect
+
+    registration = json.loads((finished / "registration.json").read_text())
+    version = connect().get_model_version_by_alias("arithmetic", "candidate")
+    assert str(version.version) == registration["version"]
+    folder = mlflow.artifacts.download_artifacts("models:/arithmetic@candidate", dst_path=str(tmp_path))
+    loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
+    trained = AutoModelForCausalLM.from_pretrained(finished / "training" / "model")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), trained.parameters(), strict=True))
+    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/components/tokenizer")
+    prompt = tokenizer("12+3=", return_tensors="pt")["input_ids"]
+    answer = loaded.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
+    pipeline = mlflow.transformers.load_model("models:/arithmetic@candidate")
+    served = pipeline("12+3=", max_new_tokens=4, do_sample=False, return_full_text=False)[0]["generated_text"]
+    assert served == tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def test_running_again_skips_every_stage_and_an_edit_reruns_what_depends_on_it(finished: Path, inputs: Path) -> None:
+    trained_at = (finished / "training" / "result.json").stat().st_mtime_ns
+    _run(inputs)
+    assert _task_states("small") == [(stage, "Skipped") for stage in STAGES]
+    _run(inputs, "evaluation.confidence=0.5")
+    assert _task_states("small") == [
+        *((stage, "Skipped") for stage in STAGES[:3]),
+        ("evaluate", "Completed"),
+        ("register", "Completed"),
+    ]
+    assert (finished / "training" / "result.json").stat().st_mtime_ns == trained_at
+    assert list((finished / "replaced").glob("evaluation-*/report.json"))
+
+
+def test_bad_data_fails_validate_with_the_rows_and_trains_nothing(storage: Path, inputs: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": " ", "answer": null}\n')
+    with pytest.raises(Exception, match=r"in 2 places") as error:
+        _run(inputs, "name=bad-data", f"data.train={bad}")
+    assert "train row 1, column prompt: is not blank" in str(error.value)
+    assert "train row 1, column answer: is not null" in str(error.value)
+    assert len(json.loads((storage / "runs" / "bad-data" / "dataset.rejected.json").read_text())) == 2
+    assert not (storage / "runs" / "bad-data" / "training").exists()
+
+
+def test_an_impossible_plan_is_refused_with_fixes(storage: Path, inputs: Path) -> None:
+    with pytest.raises(Exception, match=r"not divisible by num_generations=7") as error:
+        _run(inputs, "name=bad-plan", "rollout.num_generations=7")
+    assert "num_generations=8" in str(error.value)
+    assert not (storage / "runs" / "bad-plan" / "training").exists()
+
+
+def test_a_reward_that_raises_fails_train_by_name_and_keeps_its_checkpoints(
+    storage: Path, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "fragile_rewards.py"
+    module.write_text(
+        "calls = []\n"
+        "def fragile(completions):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) > 3: raise KeyError('answer sheet')\n"
+        "    return [float(len(c)) for c in completions]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(Exception, match=r"reward 'fragile' raised KeyError: 'answer sheet'"):
+        _run(inputs, "name=bad-reward", 'rewards=[{function="fragile_rewards:fragile"}]')
+    folder = storage / "runs" / "bad-reward"
+    assert (folder / "training.partial" / "checkpoints" / "step-000002").is_dir()
+    assert not (folder / "training").exists()
+    module.write_text("def fragile(completions):\n    return [float(len(c)) for c in completions]\n")
+    _run(inputs, "name=bad-reward", 'rewards=[{function="fragile_rewards:fragile"}]')
+    assert json.loads((folder / "training" / "result.json").read_text())["updates"] == 4
+
+
+def test_a_damaged_model_fails_evaluate_and_leaves_the_training_as_it_is(finished: Path, inputs: Path) -> None:
+    weights = finished / "training" / "model" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    try:
+        with pytest.raises(Exception, match=r"grpo_core.evaluate .* ended with status 1"):
+            _run(inputs, "evaluation.confidence=0.6")
+    finally:
+        weights.write_bytes(content)
+    _run(inputs, "evaluation.confidence=0.6")
+    assert json.loads((finished / "evaluation" / "report.json").read_text())["difference"]["reward"]["confidence"] == 0.6
+
+
+def test_an_unreachable_registry_fails_register_and_a_rerun_does_only_that(
+    finished: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(Exception, match=r"127\.0\.0\.1"):
+        _run(inputs, "registry.alias=second")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    _run(inputs, "registry.alias=second")
+    assert _task_states("small") == [*((stage, "Skipped") for stage in STAGES[:4]), ("register", "Completed")]

@@ -1,0 +1,83 @@
+"""An edit reruns the stages that depend on it, and no others."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_core.config import parse_config
+from tasks.lineage import lineage_keys
+from tests.conftest import config_values, write_sums
+
+STAGES = ["validate", "plan", "train", "evaluate", "register"]
+
+
+@pytest.fixture
+def values(tmp_path: Path, model_folder: Path) -> dict[str, Any]:
+    write_sums(tmp_path / "train.parquet", 10, 34)
+    write_sums(tmp_path / "eval.parquet", 60, 76)
+    return config_values(model_folder, tmp_path)
+
+
+def _stale(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    old, new = lineage_keys(parse_config(before)), lineage_keys(parse_config(after))
+    return [stage for stage in STAGES if old[stage] != new[stage]]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "first"),
+    [
+        ("data", "eval_split", "validation", "validate"),
+        ("train", "max_steps", 9, "plan"),
+        ("rollout", "temperature", 0.7, "plan"),
+        ("evaluation", "confidence", 0.9, "evaluate"),
+        ("registry", "alias", "challenger", "register"),
+    ],
+)
+def test_an_edit_makes_its_own_stage_and_the_later_ones_stale(
+    values: dict[str, Any], section: str, key: str, value: Any, first: str
+) -> None:
+    edited = copy.deepcopy(values)
+    edited.setdefault(section, {})[key] = value
+    assert _stale(values, edited) == STAGES[STAGES.index(first) :]
+
+
+def test_the_seed_concerns_training_and_what_follows(values: dict[str, Any]) -> None:
+    assert _stale(values, {**values, "seed": 1}) == ["train", "evaluate", "register"]
+
+
+def test_data_is_known_by_content_not_by_name(values: dict[str, Any]) -> None:
+    path = Path(values["data"]["train"])
+    before = lineage_keys(parse_config(values))
+    content = path.read_bytes()
+    write_sums(path, 10, 35)
+    changed = lineage_keys(parse_config(values))
+    path.write_bytes(content)
+    assert changed["validate"] != before["validate"]
+    assert lineage_keys(parse_config(values)) == before
+
+
+def test_a_changed_base_model_makes_everything_stale(values: dict[str, Any], tmp_path: Path) -> None:
+    model = tmp_path / "copy"
+    model.mkdir()
+    (model / "weights").write_text("one")
+    values["model"]["name_or_path"] = str(model)
+    before = lineage_keys(parse_config(values))
+    (model / "weights").write_text("two!")
+    assert all(lineage_keys(parse_config(values))[stage] != before[stage] for stage in STAGES)
+
+
+def test_a_changed_line_in_a_reward_function_trains_again(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "house_rewards.py"
+    module.write_text("def shorter(completions):\n    return [-len(c) for c in completions]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    values["rewards"] = [{"function": "house_rewards:shorter"}]
+    before = lineage_keys(parse_config(values))
+    module.write_text("def shorter(completions):\n    return [-2 * len(c) for c in completions]\n")
+    after = lineage_keys(parse_config(values))
+    assert [stage for stage in STAGES if after[stage] != before[stage]] == ["train", "evaluate", "register"]

@@ -1,0 +1,106 @@
+"""Nothing that a stage starts outlives it, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks.process import run_process
+from tasks.stage import StageError
+
+# Starts a child in a session of its own (as torch's launcher and vLLM do), both deaf to SIGTERM; then says both pids.
+TREE = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print('up', flush=True); time.sleep(600)"], stdout=subprocess.PIPE, start_new_session=True)
+child.stdout.readline()
+print(os.getpid(), child.pid, flush=True)
+time.sleep(600)
+"""
+
+GRACE = "0.3"
+
+
+def _gone(pids: list[int]) -> bool:
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return not psutil.wait_procs(processes, timeout=15)[1]
+
+
+def _start_tree() -> tuple[subprocess.Popen[str], list[int]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tasks.supervise", GRACE, sys.executable, "-c", TREE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+def test_sigterm_to_the_supervisor_ends_descendants_that_ignore_it_and_left_the_session() -> None:
+    process, pids = _start_tree()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 128 + signal.SIGKILL
+    assert _gone(pids)
+
+
+def test_the_death_of_the_asking_process_ends_the_tree() -> None:
+    process, pids = _start_tree()
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(timeout=20)
+    assert _gone(pids)
+
+
+def test_sigkill_of_a_process_inside_run_process_leaves_no_orphan(tmp_path: Path) -> None:
+    script = tmp_path / "tree.py"
+    script.write_text(TREE)
+    asker = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from tasks.process import run_process;"
+            f"run_process([{str(script)!r}], lambda line: print(line, flush=True), grace={GRACE})",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert asker.stdout is not None
+    pids = [int(pid) for pid in asker.stdout.readline().split()]
+    supervisor = psutil.Process(pids[0]).ppid()
+    os.kill(asker.pid, signal.SIGKILL)
+    asker.wait()
+    assert _gone([supervisor, *pids])
+
+
+def test_a_graceful_child_gets_to_finish_on_sigterm() -> None:
+    code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('up', flush=True); signal.pause()"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tasks.supervise", "20", sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 7
+
+
+def test_a_failing_process_is_reported_with_its_status_and_last_lines() -> None:
+    lines: list[str] = []
+    with pytest.raises(StageError, match=r"status 3(.|\n)*the reason"):
+        run_process(["-c", "print('the reason'); raise SystemExit(3)"], lines.append)
+    assert lines == ["the reason"]
+
+
+def test_a_killed_process_is_a_failure() -> None:
+    with pytest.raises(StageError, match="status 137"):
+        run_process(["-c", "import os; os.kill(os.getpid(), 9)"], lambda line: None)
