@@ -1,4 +1,4 @@
-"""Rewards → advantages: each completion against the others of its group (DeepSeekMath, arXiv:2402.03300, section 4.1)."""
+"""Rewards → advantages: each completion against the others of its group (DeepSeekMath, arXiv:2402.03300)."""
 
 from __future__ import annotations
 

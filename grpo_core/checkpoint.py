@@ -34,7 +34,7 @@ class Progress:
 
 
 def save(accelerator: Accelerator, directory: Path, progress: Progress, fingerprint: str, keep: int) -> Path:
-    """Write checkpoint `step-NNNNNN` under `directory`; then drop all but the newest `keep`. Called by every process."""
+    """Write checkpoint `step-NNNNNN` under `directory`, drop all but the newest `keep`; called by every process."""
     final = directory / f"step-{progress.updates:06d}"
     temporary = final.with_suffix(".tmp")
     accelerator.save_state(str(temporary))

@@ -52,7 +52,7 @@ def decode_completions(rows: Sequence[Mapping[str, Any]], ids: Sequence[list[int
 
 
 def rollout_prompts(plan: Plan, seed: int, rollout: int) -> list[int]:
-    """Dataset rows of generation batch `rollout`: chunk after chunk of one permutation an epoch, the rest dropped. (P,)"""
+    """Dataset rows of generation batch `rollout`: chunks of one permutation an epoch, the rest dropped. (P,)"""
     epoch, chunk = divmod(rollout, plan.rollouts_per_epoch)
     order = np.random.default_rng([seed, epoch]).permutation(plan.num_prompts)
     size = plan.prompts_per_generation

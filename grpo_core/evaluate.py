@@ -1,4 +1,4 @@
-"""Base and trained policy on the same held-out prompts, greedy, each prompt once; the paired difference with its interval.
+"""Base and trained policy on the same held-out prompts, greedy, each prompt once; the paired difference.
 
 Entry point: `python -m grpo_core.evaluate RUN_DIR`.
 """
@@ -18,8 +18,12 @@ from grpo_core.environment import quiet_libraries
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="grpo_core.evaluate", description="Compare RUN's trained policy with its base.")
-    parser.add_argument("run", type=Path, help="run directory with config.toml, dataset/eval.parquet and training/model")
+    parser = argparse.ArgumentParser(
+        prog="grpo_core.evaluate", description="Compare RUN's trained policy with its base."
+    )
+    parser.add_argument(
+        "run", type=Path, help="run directory with config.toml, dataset/eval.parquet and training/model"
+    )
     parser.add_argument("--output", type=Path, help="where to write; default RUN/evaluation")
     arguments = parser.parse_args()
     output = arguments.output or arguments.run / "evaluation"
@@ -78,7 +82,12 @@ def evaluate(run: Path, output: Path) -> dict[str, Any]:
 
 
 def compare(
-    columns: dict[str, Any], weights: dict[str, float], accuracy_reward: str, resamples: int, confidence: float, seed: int
+    columns: dict[str, Any],
+    weights: dict[str, float],
+    accuracy_reward: str,
+    resamples: int,
+    confidence: float,
+    seed: int,
 ) -> dict[str, Any]:
     """Figures of each policy and their paired differences, from the columns of samples.parquet.
 
@@ -107,9 +116,13 @@ def compare(
 
 
 def paired_bootstrap(
-    before: Sequence[float] | np.ndarray, after: Sequence[float] | np.ndarray, resamples: int, confidence: float, seed: int
+    before: Sequence[float] | np.ndarray,
+    after: Sequence[float] | np.ndarray,
+    resamples: int,
+    confidence: float,
+    seed: int,
 ) -> dict[str, float]:
-    """Mean of after − before over prompts, with its percentile-bootstrap interval (Efron & Tibshirani 1993, chapter 13).
+    """Mean of after − before over prompts, with its percentile-bootstrap interval (Efron & Tibshirani 1993).
 
     Prompts are resampled, not outcomes: what makes a prompt hard is common to both and cancels. Prompts that either
     side leaves unscored (NaN) are left out.

@@ -1,7 +1,7 @@
 """Log-probabilities and advantages → per-token losses and the weights that turn them into one scalar.
 
-loss = Σ_it weight_it · L_it. The weights carry the whole normalisation of a loss type and follow from the masks alone, so
-that an update may be cut into micro-batches in any way without changing its gradient.
+loss = Σ_it weight_it · L_it. The weights carry the whole normalisation of a loss type and follow from the masks alone,
+so that an update may be cut into micro-batches in any way without changing its gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The arithmetic of a run: batches, steps, dropped prompts, warm-up, tokens; refused with fixes when it does not work out.
+"""The arithmetic of a run: batches, steps, dropped prompts, warm-up, tokens; an invalid one is refused with fixes.
 
 Symbols: N prompts, G num_generations, b per_device_train_batch_size (completions), W processes, A
 gradient_accumulation_steps, S steps_per_generation, P prompts per generation batch, mu num_iterations. The rules are

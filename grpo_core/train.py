@@ -10,7 +10,9 @@ from grpo_core.environment import quiet_libraries
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="grpo_core.train", description="Train RUN as its config.toml and plan.json say.")
+    parser = argparse.ArgumentParser(
+        prog="grpo_core.train", description="Train RUN as its config.toml and plan.json say."
+    )
     parser.add_argument("run", type=Path, help="run directory with config.toml, plan.json and dataset/train.parquet")
     parser.add_argument("--output", type=Path, help="where to write; default RUN/training")
     parser.add_argument("--report-to", help="an Accelerate tracker that gets the metrics live, such as mlflow")

@@ -1,17 +1,18 @@
 """The GRPO loop: sample prompts, roll out, score, advantages, update, sync, log, save.
 
-Group-relative policy optimisation (DeepSeekMath, arXiv:2402.03300) with the variations of `losses` and `advantages`. The
-plan fixes how many updates there are and what each reads; a run's place in it is the number of updates done.
+Group-relative policy optimisation (DeepSeekMath, arXiv:2402.03300) with the variations of `losses` and `advantages`.
+The plan fixes how many updates there are and what each reads; a run's place in it is the number of updates done.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import time
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,16 @@ class TrainingError(RuntimeError):
 def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, Any]:
     """Train RUN's model as configured and planned; returns (and writes) result.json's content.
 
-    Reads config.toml, plan.json and dataset/train.parquet under `run`; writes checkpoints/, metrics.jsonl, completions/,
-    model/ and result.json under `output`, continuing from the newest checkpoint there. `report_to`: an Accelerate
-    tracker's name ("mlflow") that gets the metrics live.
+    Reads config.toml, plan.json and dataset/train.parquet under `run`; writes checkpoints/, metrics.jsonl,
+    completions/, model/ and result.json under `output`, continuing from the newest checkpoint there. `report_to`: an
+    Accelerate tracker's name ("mlflow") that gets the metrics live.
     """
     config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
     accelerator = Accelerator(mixed_precision=config.train.mixed_precision, log_with=report_to)
     if accelerator.num_processes != plan.num_processes:
         raise TrainingError(
-            f"the plan is for num_processes={plan.num_processes}, but {accelerator.num_processes} were started: "
-            f"launch with `accelerate launch --num_processes {plan.num_processes}` or change train.num_processes and plan again"
+            f"the plan is for num_processes={plan.num_processes}, but {accelerator.num_processes} were started; "
+            f"use `accelerate launch --num_processes {plan.num_processes}`, or change train.num_processes and plan anew"
         )
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(run / "dataset" / "train.parquet", tokenizer)
@@ -92,7 +93,9 @@ def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, An
                 records.completions(step + 1, samples, rollout.advantages, prompts, [r.name for r in rewards])
                 progress = _count(progress, rollout)
             assert progress.rollout is not None
-            micro_batches.append(_micro_batch(progress.rollout, micro_step, len(micro_steps), config, plan, accelerator))
+            micro_batches.append(
+                _micro_batch(progress.rollout, micro_step, len(micro_steps), config, plan, accelerator)
+            )
         metrics = update(policy, optimizer, scheduler, micro_batches, config.train, accelerator, step + 1)
         engine_is_stale = True
         progress = replace(
@@ -133,12 +136,12 @@ def update(
     step: int,
 ) -> dict[str, float]:
     """One optimizer update from the process's micro-batches; metrics over all processes."""
-    sums: dict[str, Tensor] = {}
-    gap = torch.zeros((), device=accelerator.device)
     learning_rate = scheduler.get_last_lr()[0]
+    sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=accelerator.device))
+    largest_difference = torch.zeros((), device=accelerator.device)
     for position, batch in enumerate(micro_batches):
-        last = position == len(micro_batches) - 1
-        with contextlib.nullcontext() if last else accelerator.no_sync(policy):
+        is_last = position == len(micro_batches) - 1
+        with nullcontext() if is_last else accelerator.no_sync(policy):
             logprobs, entropy = policy(batch.sequences)
             old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
             losses = token_losses(
@@ -155,40 +158,39 @@ def update(
             )
             loss = (batch.weights * losses.loss).sum()
             accelerator.backward(loss)
-        difference = ((old_logprobs - batch.sampling_logprobs) * batch.mask).abs()
-        gap = torch.maximum(gap, difference.max())
-        tokens = {
+        difference = (old_logprobs - batch.sampling_logprobs).abs()
+        largest_difference = torch.maximum(largest_difference, (difference * batch.mask).max())
+        per_token = {
             "entropy": entropy,
             "sampling/sampling_logp_difference/mean": difference,
             "clip_ratio/low_mean": losses.clipped_low,
             "clip_ratio/high_mean": losses.clipped_high,
             "clip_ratio/region_mean": losses.clipped_low | losses.clipped_high,
-            **({} if losses.kl is None else {"kl": losses.kl}),
         }
-        for name, values in {"loss": loss.detach(), "tokens": batch.mask.sum()}.items():
-            sums[name] = sums.get(name, 0.0) + values
-        for name, values in tokens.items():
-            sums[name] = sums.get(name, 0.0) + (values * batch.mask).sum()
-    grad_norm = accelerator.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
-    names = list(sums)
-    totals = accelerator.reduce(torch.stack([sums[name] for name in names]).float(), "sum").tolist()
-    values = dict(zip(names, totals, strict=True))
-    tokens_total = max(values.pop("tokens"), 1.0)
-    loss_mean = values.pop("loss") / accelerator.num_processes
-    if not math.isfinite(loss_mean) or not math.isfinite(float(grad_norm)):
+        if losses.kl is not None:
+            per_token["kl"] = losses.kl
+        for name, values in per_token.items():
+            sums[name] += (values * batch.mask).sum()
+        sums["loss"] += loss.detach()
+        sums["tokens"] += batch.mask.sum()
+    grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), config.max_grad_norm))
+    totals = dict(zip(sums, accelerator.reduce(torch.stack(list(sums.values())), "sum").tolist(), strict=True))
+    loss_value = totals.pop("loss") / accelerator.num_processes
+    tokens = max(totals.pop("tokens"), 1.0)
+    if not (math.isfinite(loss_value) and math.isfinite(grad_norm)):
         raise TrainingError(
-            f"step {step}: loss {loss_mean}, gradient norm {float(grad_norm)}: the update would destroy the model. "
-            "Lower learning_rate or max_grad_norm, or look at the completions of this step; the last checkpoint is intact"
+            f"step {step}: loss {loss_value}, gradient norm {grad_norm}: the update would destroy the model. "
+            "Lower learning_rate or max_grad_norm, or look at this step's completions; the last checkpoint is intact"
         )
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
     return {
-        "loss": loss_mean,
-        "grad_norm": float(grad_norm),
+        "loss": loss_value,
+        "grad_norm": grad_norm,
         "learning_rate": learning_rate,
-        **{name: total / tokens_total for name, total in values.items()},
-        "sampling/sampling_logp_difference/max": float(accelerator.gather(gap).max()),
+        **{name: total / tokens for name, total in totals.items()},
+        "sampling/sampling_logp_difference/max": float(accelerator.gather(largest_difference).max()),
     }
 
 

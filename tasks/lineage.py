@@ -1,4 +1,4 @@
-"""Lineage keys: a stage's output is good for as long as what it depends on is the same, wherever and whenever it is run.
+"""Lineage keys: a stage's output is good for as long as what it depends on is the same.
 
 A key is a hash over exactly that: the stage's part of the configuration, the keys of the stages before it, the content
 of data and base model, the reward functions' source, the version of grpo_core.

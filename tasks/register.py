@@ -1,4 +1,4 @@
-"""Stage 5, register: model and everything that explains it into the training's MLflow run; a model version with an alias."""
+"""Stage 5, register: the model and what explains it into the training's MLflow run; a model version with an alias."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import mlflow
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
+import mlflow
 from tasks.lineage import lineage_keys
 from tasks.stage import EVALUATE, PLAN, REGISTER, TRAIN, VALIDATE, Context, run_stage
 from tasks.tracking import connect, tracking_uri, training_run_id
@@ -48,7 +48,11 @@ def _work(context: Context) -> dict[str, Any]:
     number = str(model.registered_model_version)
     client.set_registered_model_alias(name, config.registry.alias, number)
     accuracy = {policy: report[policy]["accuracy"] for policy in ("base", "trained")}
-    tags = {"evaluation.accuracy": accuracy["trained"], "evaluation.base_accuracy": accuracy["base"], "run": config.name}
+    tags = {
+        "evaluation.accuracy": accuracy["trained"],
+        "evaluation.base_accuracy": accuracy["base"],
+        "run": config.name,
+    }
     for key, value in tags.items():
         client.set_model_version_tag(name, number, key, str(value))
     log.info("registered %s version %s, alias %s", name, number, config.registry.alias)

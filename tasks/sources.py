@@ -1,4 +1,4 @@
-"""Where prompts come from: Parquet, JSON lines, JSON, CSV, a dataset saved to disk, or a Hugging Face name → a DataFrame."""
+"""Prompts from Parquet, JSON lines, JSON, CSV, a dataset saved to disk, or a Hugging Face name, as a DataFrame."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Stage:
-    """`output`: under the run directory; `receipt`: the JSON that carries the lineage key, inside the output or itself."""
+    """`output`: under the run directory; `receipt`: the JSON in it that carries the lineage key, or "" for itself."""
 
     name: str
     output: str

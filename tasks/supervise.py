@@ -25,9 +25,7 @@ async def supervise(command: list[str], grace: float) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
     loop.add_reader(sys.stdin, lambda: os.read(sys.stdin.fileno(), 4096) or told_to_stop.set())
-    child = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-    )
+    child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
     exited = asyncio.create_task(child.wait())
     stopped = asyncio.create_task(told_to_stop.wait())
     await asyncio.wait({exited, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Stage 3, train: `accelerate launch -m grpo_core.train` in a supervised process; checked against the plan afterwards."""
+"""Stage 3, train: `accelerate launch -m grpo_core.train` in a supervised process, then checked against the plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def _work(context: Context) -> dict[str, Any]:
     log = get_run_logger()
     plan = load_plan(PLAN.path(context.run))
     run_id = open_tracking_run(context.config, context.partial)
-    progress = create_progress_artifact(progress=0.0, key="training-progress", description=f"0/{plan.max_steps} updates")
+    progress = create_progress_artifact(
+        progress=0.0, key="training-progress", description=f"0/{plan.max_steps} updates"
+    )
     metrics = context.partial / "metrics.jsonl"
     shown = time.monotonic()
 
@@ -43,8 +45,10 @@ def _work(context: Context) -> dict[str, Any]:
             _show_progress(progress, metrics, plan)
 
     run_process(
-        [*_launcher(context), "-m", "grpo_core.train", str(context.run)]
-        + ["--output", str(context.partial), "--report-to", "mlflow"],
+        [
+            *(*_launcher(context), "-m", "grpo_core.train", str(context.run)),
+            *("--output", str(context.partial), "--report-to", "mlflow"),
+        ],
         on_line,
         env={"MLFLOW_TRACKING_URI": tracking_uri(), "MLFLOW_RUN_ID": run_id, **_process_environment(context)},
     )
@@ -66,7 +70,9 @@ def check_result(result: dict[str, Any], metrics: Path, plan: Plan) -> None:
     for step in steps:
         broken = [name for name, value in step.items() if not math.isfinite(value)]
         if broken:
-            raise StageError(f"step {step['step']}: {broken[0]} is {step[broken[0]]}; a model with such a step is not used")
+            raise StageError(
+                f"step {step['step']}: {broken[0]} is {step[broken[0]]}; a model with such a step is not used"
+            )
 
 
 def _launcher(context: Context) -> list[str]:

@@ -47,7 +47,9 @@ def _work(context: Context) -> dict[str, Any]:
             for f in failures[:FAILURES_SHOWN]
         )
         more = f"\n  … and {len(failures) - FAILURES_SHOWN} more" if len(failures) > FAILURES_SHOWN else ""
-        raise StageError(f"the data breaks its contract in {len(failures)} places:\n{lines}{more}\nall of them: {rejected}")
+        raise StageError(
+            f"the data breaks its contract in {len(failures)} places:\n{lines}{more}\nall of them: {rejected}"
+        )
     needed = _needed_columns(config)
     for name, frame in frames.items():
         frame.to_parquet(context.partial / f"{name}.parquet", index=False)
@@ -112,9 +114,7 @@ def _is_prompt(prompt: Any) -> bool:
     return (
         hasattr(prompt, "__len__")
         and len(prompt) > 0
-        and all(
-            isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str) for m in prompt
-        )
+        and all(isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str) for m in prompt)
         and prompt[-1]["role"] == "user"
     )
 
@@ -147,7 +147,9 @@ def _too_long(frames: dict[str, pd.DataFrame], config: RunConfig) -> Iterable[di
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
         context = AutoConfig.from_pretrained(model, revision=revision).max_position_embeddings
     except Exception as error:
-        raise StageError(f"model.name_or_path = {model!r}: its tokenizer and config cannot be loaded: {error}") from error
+        raise StageError(
+            f"model.name_or_path = {model!r}: its tokenizer and config cannot be loaded: {error}"
+        ) from error
     room = context - config.rollout.max_completion_length
     for name, frame in frames.items():
         for row, ids in zip(frame.index, encode_prompts(_plain(frame["prompt"]), tokenizer), strict=True):
@@ -186,6 +188,8 @@ def _short(value: Any) -> str:
 
 
 def _markdown(report: dict[str, Any]) -> str:
-    rows = "\n".join(f"| {name} | {count:,} | {report['sources'][name]} |" for name, count in report["num_prompts"].items())
+    rows = "\n".join(
+        f"| {name} | {count:,} | {report['sources'][name]} |" for name, count in report["num_prompts"].items()
+    )
     columns = "\n".join(f"- `{column}`, read by {', '.join(readers)}" for column, readers in report["columns"].items())
     return f"# Data report\n\n| dataset | prompts | source |\n|---|---|---|\n{rows}\n\nColumns:\n\n{columns}\n"

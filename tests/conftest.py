@@ -1,4 +1,4 @@
-"""Small real inputs: a character tokenizer, a random Qwen2 model, an addition dataset, a run directory ready to train."""
+"""Small real inputs: a character tokenizer, a random Qwen2 model, additions, a run directory ready to train."""
 
 from __future__ import annotations
 

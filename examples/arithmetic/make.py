@@ -124,6 +124,7 @@ def measure(model: Qwen2ForCausalLM, inputs: torch.Tensor, labels: torch.Tensor)
 def train_base(train: list[Row], held: list[Row]) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast, dict[str, float]]:
     import torch
 
+    torch.set_num_threads(1)  # the same base whatever the number of cores, and none wasted on a model this small
     torch.manual_seed(SEED)
     started = time.perf_counter()
     tokenizer = make_tokenizer()
@@ -146,19 +147,21 @@ def train_base(train: list[Row], held: list[Row]) -> tuple[Qwen2ForCausalLM, Pre
             accuracy = figures["greedy_accuracy"]
             print(f"step {step:3d}  loss {loss.item():.3f}  held-out accuracy {accuracy:5.1%}", flush=True)
             if accuracy >= TARGET:
-                seconds = round(time.perf_counter() - started, 1)
-                return model, tokenizer, {**figures, "parameters": model.num_parameters(), "steps": step, "seconds": seconds}
+                info = {**figures, "parameters": model.num_parameters(), "steps": step}
+                return model, tokenizer, info | {"seconds": round(time.perf_counter() - started, 1)}
     raise SystemExit(f"the base did not reach {TARGET:.0%} in {MAX_STEPS} steps")
 
 
 def build(out: Path, source: str) -> dict[str, float]:
     """Makes everything in a folder beside `out` and renames it, so that an interrupted build leaves `out` as it was."""
     import pandas as pd
+    from transformers.utils.logging import disable_progress_bar
 
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         new = Path(scratch, "new")
         new.mkdir()
+        disable_progress_bar()
         train, held = make_rows()
         pd.DataFrame(train).to_parquet(new / "train.parquet", index=False)
         pd.DataFrame(held).to_parquet(new / "eval.parquet", index=False)
@@ -190,7 +193,8 @@ def main() -> None:
         raise SystemExit(f"{out} holds something this script did not make; choose another --out")
     print("loading torch, then teaching the base model (about half a minute)", flush=True)
     info = build(out, source)
-    print(f"{out}: train.parquet ({TRAIN_ROWS} sums), eval.parquet ({EVAL_ROWS}), base/ ({info['parameters']:,} parameters)")
+    print(f"{out}: train.parquet ({TRAIN_ROWS} sums), eval.parquet ({EVAL_ROWS} sums)")
+    print(f"{out / 'base'}: {info['parameters']:,} parameters, {info['steps']} steps, {info['seconds']} s")
     print(f"the base answers {info['greedy_accuracy']:.1%} of the held-out sums")
 
 

@@ -1,8 +1,8 @@
 """The reward contract: resolve a function by name, know which columns it reads, score completions with it.
 
-A reward has TRL's signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`; None means "does
-not apply to this row". It may take fewer of these arguments; every other parameter without a default is a column of the
-data or one of the config's `args`.
+A reward has TRL's signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`; None means
+"does not apply to this row". It may take fewer of these arguments; every other parameter without a default is a column
+of the data or one of the config's `args`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 from grpo_core.config import RewardConfig
 from grpo_core.rewards import builtin
 
+RewardFunction = Callable[..., list[float | None]]
 ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
-BUILTIN = {
+BUILTIN: dict[str, RewardFunction] = {
     "exact_match": builtin.exact_match,
     "numeric_match": builtin.numeric_match,
     "format_regex": builtin.format_regex,
@@ -37,7 +38,7 @@ class Reward:
     """A resolved reward function. `columns`: what it needs of the data; `accepts`: what it may be given."""
 
     name: str
-    function: Callable[..., list[float | None]]
+    function: RewardFunction
     weight: float
     args: Mapping[str, Any]
     columns: tuple[str, ...]
@@ -56,9 +57,7 @@ def resolve(config: RewardConfig) -> Reward:
         raise RewardError(f"reward {config.name!r} takes no argument {sorted(unknown)}; it takes {sorted(accepts)}")
     given = {*ROLLOUT_ARGUMENTS, *config.args}
     columns = tuple(p.name for p in named if p.default is p.empty and p.name not in given)
-    return Reward(
-        config.name, function, config.weight, config.args, columns, None if takes_any else frozenset(accepts)
-    )
+    return Reward(config.name, function, config.weight, config.args, columns, None if takes_any else frozenset(accepts))
 
 
 def source_of(config: RewardConfig) -> bytes:
@@ -102,7 +101,7 @@ def score(
     return [math.nan if value is None else float(value) for value in values], seconds
 
 
-def _find(function: str) -> Callable[..., list[float | None]]:
+def _find(function: str) -> RewardFunction:
     if function in BUILTIN:
         return BUILTIN[function]
     module, separator, name = function.partition(":")

@@ -60,9 +60,7 @@ def collect(
     matrix = torch.tensor([sample.rewards for sample in samples], dtype=torch.float64)  # (B, K)
     weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
     advantages = group_advantages(matrix, weights, plan.num_generations, config.train.scale_rewards)
-    rollout = _rollout(
-        index, samples, prompts, advantages.advantages, config.train.mask_truncated_completions
-    )
+    rollout = _rollout(index, samples, prompts, advantages.advantages, config.train.mask_truncated_completions)
     metrics = {
         "reward": advantages.rewards.nanmean().item(),
         "reward_std": advantages.group_std.mean().item(),

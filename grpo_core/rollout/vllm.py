@@ -36,7 +36,7 @@ class VLLMEngine:
             # The process group exists: each process is an engine of its own inside it.
             options["distributed_executor_backend"] = "external_launcher"
         threads = torch.get_num_threads()
-        self.llm = LLM(
+        self.llm: Any = LLM(
             model=str(model_path),
             dtype="bfloat16" if config.train.mixed_precision == "bf16" else "float32",
             max_model_len=max_length,

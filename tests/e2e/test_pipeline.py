@@ -128,10 +128,10 @@ def test_mlflow_has_the_configuration_the_plan_live_metrics_and_the_evaluation(f
 
 
 def test_the_registered_version_carries_the_alias_and_loads_with_transformers(finished: Path, tmp_path: Path) -> None:
-    import mlflow
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    import mlflow
     from tasks.tracking import connect
 
     registration = json.loads((finished / "registration.json").read_text())
@@ -214,7 +214,9 @@ def test_a_damaged_model_fails_evaluate_and_leaves_the_training_as_it_is(finishe
     finally:
         weights.write_bytes(content)
     _run(inputs, "evaluation.confidence=0.6")
-    assert json.loads((finished / "evaluation" / "report.json").read_text())["difference"]["reward"]["confidence"] == 0.6
+    assert (
+        json.loads((finished / "evaluation" / "report.json").read_text())["difference"]["reward"]["confidence"] == 0.6
+    )
 
 
 def test_an_unreachable_registry_fails_register_and_a_rerun_does_only_that(

@@ -64,7 +64,6 @@ def test_measured_greedy_accuracy_is_that_of_generating(tokenizer):
     model = make["make_model"](tokenizer).eval()
     prompt = tokenizer("12+34=", return_tensors="pt")
     written = tokenizer.decode(model.generate(**prompt, max_new_tokens=3)[0, 6:])
-    model.lm_head.weight.data[tokenizer.eos_token_id] = 0
     for answer, expected in [(written, 1.0), ("0" if written[0] != "0" else "1", 0.0)]:
         inputs, labels = make["encode"]([{"prompt": "12+34=", "answer": answer}], tokenizer)
         # the end of the text is left out: an untrained model does not write it

@@ -81,7 +81,10 @@ def test_sigkill_of_a_process_inside_run_process_leaves_no_orphan(tmp_path: Path
 
 
 def test_a_graceful_child_gets_to_finish_on_sigterm() -> None:
-    code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('up', flush=True); signal.pause()"
+    code = (
+        "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); "
+        "print('up', flush=True); signal.pause()"
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "tasks.supervise", "20", sys.executable, "-c", code],
         stdin=subprocess.PIPE,
