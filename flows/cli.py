@@ -1,4 +1,4 @@
-"""The command line: `grpo run`, `grpo plan`, `grpo up`. Heavy libraries are imported by the command that needs them."""
+"""The command line: `grpo run`, `plan`, `keys`, `up`. Heavy libraries are imported by the command that needs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.environment import configure
-from grpo_core.config import ConfigError, RunConfig, load_config
+from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config
 from grpo_core.plan import PlanError, make_plan, plan_inputs
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -57,6 +57,15 @@ def plan(
     table = Table("quantity", "value", title=str(config))
     for quantity, value in dataclasses.asdict(figures).items():
         table.add_row(quantity, f"{value:,}")
+    console.print(table)
+
+
+@app.command()
+def keys() -> None:
+    """List every configuration key: default, bounds or choices, meaning."""
+    table = Table("key", "default", "accepts", "meaning", box=None)
+    for key, default, accepts, meaning in describe_keys():
+        table.add_row(key, default, accepts, meaning)
     console.print(table)
 
 
@@ -127,3 +136,7 @@ def _summary(folder: Path, seconds: float) -> None:
         "look at it  make ui  (Prefect on http://127.0.0.1:4200, MLflow on http://127.0.0.1:5000)",
         highlight=False,
     )
+
+
+if __name__ == "__main__":
+    app()

@@ -6,7 +6,9 @@ Keys that mean the same as in TRL's GRPOConfig carry TRL's names. Imports no tor
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -218,6 +220,36 @@ def load_config(path: Path | str, overrides: list[str] | None = None) -> RunConf
 def dump_config(config: RunConfig) -> str:
     """The resolved configuration as TOML; `parse_config` of it gives the same configuration back."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def describe_keys() -> Iterator[tuple[str, str, str, str]]:
+    """Every key with its default, what it accepts, and its meaning, in the order of the models."""
+
+    def walk(schema: dict[str, Any], prefix: str) -> Iterator[tuple[str, str, str, str]]:
+        for name, field in schema["properties"].items():
+            nested = field.get("items", field).get("$ref", "").rsplit("/", 1)[-1]
+            if nested:
+                yield from walk(root["$defs"][nested], f"{prefix}{name}.")
+                continue
+            default = "required" if name in schema.get("required", ()) else _toml(field.get("default"))
+            forms = field.get("anyOf", [field])
+            accepts = " or ".join(_accepts(form) for form in forms if form.get("type") != "null")
+            yield f"{prefix}{name}", default, accepts, field.get("description", "")
+
+    root = RunConfig.model_json_schema()
+    yield from walk(root, "")
+
+
+def _accepts(form: dict[str, Any]) -> str:
+    if "enum" in form:
+        return ", ".join(form["enum"])
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {form[key]}" for key, sign in signs.items() if key in form]
+    return " ".join([form["type"], *bounds])
+
+
+def _toml(default: Any) -> str:
+    return "" if default is None else json.dumps(default)
 
 
 def _override(values: dict[str, Any], override: str) -> None:

@@ -175,17 +175,13 @@ def build(out: Path, source: str) -> dict[str, float]:
     return info
 
 
-def read_source(out: Path) -> str | None:
-    info = out / "info.json"
-    return json.loads(info.read_text())["source"] if info.is_file() else None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("storage/examples/arithmetic"))
     out: Path = parser.parse_args().out
     source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    made_by = read_source(out)
+    info_file = out / "info.json"
+    made_by = json.loads(info_file.read_text()).get("source") if info_file.is_file() else None
     if made_by == source:
         print(f"{out} is up to date")
         return
