@@ -15,6 +15,4 @@ def configure() -> None:
     os.environ.setdefault("PREFECT_HOME", str(storage_root() / "prefect"))
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # Prefect's database does not make its folder
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-    # The first start makes the database; on a busy two-core machine that takes longer than the default 20 s.
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -1,0 +1,60 @@
+"""Prefect's API for the length of one command, when no server runs already."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+START_SECONDS = 180
+STOP_SECONDS = 10
+
+
+def ensure_prefect_api() -> str:
+    """The URL of Prefect's API: $PREFECT_API_URL, else a new server on 127.0.0.1 over $PREFECT_HOME that ends with us.
+
+    Prefect's own ephemeral mode does the same, but leaves its server running when the caller is killed. Call it before
+    Prefect is imported: what Prefect still has to send when the process exits then goes out before the server stops.
+    """
+    if url := os.environ.get("PREFECT_API_URL"):
+        return url
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    log = Path(os.environ["PREFECT_HOME"]) / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tasks.supervise", str(STOP_SECONDS), sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    atexit.register(_stop, server)
+    url = f"http://127.0.0.1:{port}/api"
+    _wait_until_healthy(url, server, log)
+    os.environ["PREFECT_API_URL"] = url
+    return url
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    server.wait()
+
+
+def _wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while server.poll() is None and time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5)
+            return
+        except (urllib.error.URLError, TimeoutError):
+            time.sleep(0.1)
+    raise RuntimeError(f"Prefect's server did not start; it wrote to {log}:\n{log.read_text()[-2000:]}")
