@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 SEED = 0
 TRAIN_ROWS, EVAL_ROWS = 5000, 500
@@ -42,27 +42,20 @@ def make_rows(seed: int = SEED) -> tuple[list[Row], list[Row]]:
     return train, held
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def make_tokenizer() -> Qwen2Tokenizer:
+    """One token a character; like any Qwen2 tokenizer it drops what its vocabulary lacks.
+
+    AutoTokenizer reads any tokenizer beside a Qwen2 model as this class, and would replace another's pre-tokenizer.
+    """
+    from transformers import Qwen2Tokenizer
 
     vocab = {token: i for i, token in enumerate([PAD, EOS, UNK, *ALPHABET])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        model_max_length=64,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
+    return Qwen2Tokenizer(
+        vocab=vocab, merges=[], pad_token=PAD, eos_token=EOS, unk_token=UNK, model_max_length=64, padding_side="left"
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -83,7 +76,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return model
 
 
-def encode(rows: list[Row], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(rows: list[Row], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded token ids, and the same with -100 wherever the loss must not look (prompt and padding)."""
     import torch
 
@@ -121,7 +114,7 @@ def measure(model: Qwen2ForCausalLM, inputs: torch.Tensor, labels: torch.Tensor)
     }
 
 
-def train_base(train: list[Row], held: list[Row]) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast, dict[str, float]]:
+def train_base(train: list[Row], held: list[Row]) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer, dict[str, float]]:
     import torch
 
     torch.set_num_threads(1)  # the same base whatever the number of cores, and none wasted on a model this small
