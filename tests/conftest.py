@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,29 +23,25 @@ os.environ.update(
     OMP_NUM_THREADS="1",
 )
 
-CHARACTERS = ["<pad>", "<eos>", "<unk>", *"0123456789+="]
+EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic" / "make.py"
 
 
 def make_tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=64
-    )
+    """The quickstart's: one token a character of "0123456789+="."""
+    return runpy.run_path(str(EXAMPLE))["make_tokenizer"]()
 
 
-def make_model(folder: Path, *, tie_word_embeddings: bool = False, seed: int = 0) -> Path:
+def make_model(
+    folder: Path, *, tie_word_embeddings: bool = False, vocab_size: int | None = None, seed: int = 0
+) -> Path:
     """A random Qwen2 model of about 30,000 parameters and its tokenizer, saved to `folder`."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
+    tokenizer = make_tokenizer()
     config = Qwen2Config(
-        vocab_size=len(CHARACTERS),
+        vocab_size=vocab_size or len(tokenizer),
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -58,7 +55,7 @@ def make_model(folder: Path, *, tie_word_embeddings: bool = False, seed: int = 0
         pad_token_id=0,
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

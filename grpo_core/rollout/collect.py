@@ -20,6 +20,10 @@ from grpo_core.plan import Plan
 from grpo_core.rollout.engine import Completion, Engine, Request, Rollout, Sampling, pad
 
 
+class RolloutError(RuntimeError):
+    """Samples that must not be trained on."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One scored completion, as it travels between processes and into the records."""
@@ -114,6 +118,12 @@ def _rollout(
     index: int, samples: Sequence[Sample], prompts: Prompts, advantages: Tensor, mask_truncated: bool
 ) -> Rollout:
     completions = [sample.completion for sample in samples]
+    sampling_logprobs = pad([completion.logprobs for completion in completions], torch.float32)
+    if not sampling_logprobs.isfinite().all():
+        raise RolloutError(
+            f"rollout {index}: the policy's log-probabilities are not finite: its weights are broken. An update before "
+            "this one was too large (lower learning_rate or max_grad_norm), or the base model is damaged"
+        )
     lengths = torch.tensor([len(completion.ids) for completion in completions])
     truncated = torch.tensor([completion.truncated for completion in completions])
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
@@ -126,7 +136,7 @@ def _rollout(
         completion_mask=mask,
         completion_lengths=lengths,
         truncated=truncated,
-        sampling_logprobs=pad([completion.logprobs for completion in completions], torch.float32),
+        sampling_logprobs=sampling_logprobs,
         advantages=advantages,
     )
 

@@ -102,7 +102,8 @@ def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, 
         # float64: the sum of V float32 probabilities must not reach a uniform below 1 too early.
         cumulative = logprobs.double().exp().cumsum(-1)
         target = uniform[:, None].double() * cumulative[:, -1:]
-        token = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+        # Only where probabilities are not finite does a search end past the last token; the caller refuses those.
+        token = torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
     return token, logprobs.gather(1, token[:, None]).squeeze(1)
 
 

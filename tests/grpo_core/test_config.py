@@ -1,0 +1,85 @@
+"""Configuration: every mistake is named with a way out, and what is written is what was read."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_core.config import ConfigError, RunConfig, describe_keys, dump_config, load_config, parse_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+VALUES: dict[str, Any] = {
+    "name": "x",
+    "model": {"name_or_path": "m"},
+    "data": {"train": "a", "eval": "b"},
+    "rewards": [{"function": "exact_match"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": {"trian": "a", "eval": "b"}}, "data.trian: unknown key; did you mean 'train'?"),
+        ({"data": {"eval": "b"}}, "data.train: missing"),
+        ({"train": {"learning_rte": 1}}, "train.learning_rte: unknown key; did you mean 'learning_rate'?"),
+        ({"rewards": [{"function": "f", "wieght": 2}]}, "rewards.0.wieght: unknown key; did you mean 'weight'?"),
+        ({"train": {"epsilon": -1}}, "train.epsilon = -1: Input should be greater than or equal to 0"),
+        ({"rollout": {"num_generations": 1}}, "rollout.num_generations = 1: Input should be greater than or equal to 2"),
+        ({"train": {"loss_type": "ppo"}}, "train.loss_type = 'ppo': Input should be 'dapo', 'grpo'"),
+        ({"train": {"steps_per_generation": 2, "generation_batch_size": 8}}, "are both given"),
+        ({"train": {"lr_scheduler_type": "constant", "warmup_steps": 5}}, "use 'constant_with_warmup'"),
+        ({"rewards": []}, "rewards = []"),
+        ({"rewards": [{"function": "length"}, {"function": "mine:length"}]}, "share a name"),
+        ({"evaluation": {"accuracy_reward": "other"}}, "'other' is not among the rewards"),
+        ({"name": "../up"}, "name = '../up'"),
+    ],
+)
+def test_a_mistake_is_named_with_its_key_and_a_way_out(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({**VALUES, **change})
+    assert message in str(error.value)
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({**VALUES, "train": {"epsilon": -1, "beta": -1}, "sed": 3})
+    assert len(str(error.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_written_configuration_reads_back_the_same(path: Path) -> None:
+    config = load_config(path)
+    assert parse_config(tomllib.loads(dump_config(config))) == config
+
+
+def test_overrides_take_toml_values_and_bare_words() -> None:
+    overrides = ["train.max_steps=7", "rollout.engine=vllm", "train.learning_rate=2e-5", "rewards.0.weight=0.5"]
+    config = load_config(CONFIGS[0], overrides)
+    assert (config.train.max_steps, config.rollout.engine) == (7, "vllm")
+    assert (config.train.learning_rate, config.rewards[0].weight) == (2e-5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "no such file"), ("name = ", "not valid TOML"), ("name = 'x'", "model: missing")]
+)
+def test_an_unusable_file_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "c.toml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+
+
+def test_every_key_says_what_it_means_and_what_it_accepts() -> None:
+    described = list(describe_keys())
+    assert [key for key, _, accepts, meaning in described if not (accepts and meaning)] == []
+    assert {"seed", "train.learning_rate", "rewards.function"} <= {key for key, *_ in described}
+
+
+def test_a_configuration_cannot_be_changed_by_accident() -> None:
+    config: Any = RunConfig.model_validate(VALUES)
+    with pytest.raises(Exception, match="frozen"):
+        config.train.beta = 1.0

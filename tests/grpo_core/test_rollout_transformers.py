@@ -1,0 +1,112 @@
+"""The transformers engine: its log-probabilities are the model's, its samples depend on their seed alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_core.rollout import transformers as engine_module
+from grpo_core.rollout.engine import Request, Sampling
+from grpo_core.rollout.transformers import TransformersEngine
+
+PROMPTS = ["1+1=", "12+34=", "7", "99+99+1="]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(model_folder)
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+
+
+def _requests(tokenizer: Any, n: int = 3, seed: int = 5) -> list[Request]:
+    return [Request(tokenizer(prompt)["input_ids"], n, seed + 100 * i) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_those_of_a_plain_forward_pass(model: Any, tokenizer: Any, temperature: float) -> None:
+    requests = _requests(tokenizer)
+    completions = TransformersEngine(model, tokenizer).generate(requests, Sampling(8, temperature))
+    prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
+    assert len(completions) == len(prompts)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / temperature).log_softmax(-1)[range(len(completion.ids)), completion.ids]
+        assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_a_completion_depends_on_its_seed_and_not_on_its_company(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sampling = TransformersEngine(model, tokenizer), Sampling(8, 1.0)
+    requests = _requests(tokenizer)
+    together = [c.ids for c in engine.generate(requests, sampling)]
+    alone = [c.ids for request in requests for c in engine.generate([request], sampling)]
+    assert alone == together
+    monkeypatch.setattr(engine_module, "MAX_ROWS", 4)
+    assert [c.ids for c in engine.generate(requests, sampling)] == together
+    singles = [Request(r.prompt_ids, 1, r.seed + i) for r in requests for i in range(r.num_completions)]
+    assert [c.ids for c in engine.generate(singles, sampling)] == together
+    assert [c.ids for c in engine.generate(_requests(tokenizer, seed=6), sampling)] != together
+
+
+def test_the_end_token_ends_a_completion_and_the_limit_truncates_one(model: Any, tokenizer: Any) -> None:
+    completions = TransformersEngine(model, tokenizer).generate(_requests(tokenizer, n=40), Sampling(6, 1.0))
+    assert {completion.truncated for completion in completions} == {True, False}
+    for completion in completions:
+        assert len(completion.ids) == len(completion.logprobs) <= 6
+        assert tokenizer.eos_token_id not in completion.ids[:-1]
+        assert completion.truncated == (completion.ids[-1] != tokenizer.eos_token_id)
+        assert not completion.truncated or len(completion.ids) == 6
+
+
+def test_greedy_is_what_generate_does(model: Any, tokenizer: Any) -> None:
+    requests = _requests(tokenizer, n=1)
+    completions = TransformersEngine(model, tokenizer).generate(requests, Sampling(8))
+    for request, completion in zip(requests, completions, strict=True):
+        prompt = torch.tensor([request.prompt_ids])
+        expected = model.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
+        assert completion.ids == expected.tolist()
+
+
+def test_first_tokens_are_drawn_with_the_models_probabilities(model: Any, tokenizer: Any) -> None:
+    prompt, n = tokenizer("1+1=")["input_ids"], 4000
+    drawn = TransformersEngine(model, tokenizer).generate([Request(prompt, n, seed=0)], Sampling(1, 1.0))
+    counts = Counter(completion.ids[0] for completion in drawn)
+    with torch.no_grad():
+        probabilities = model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
+    deviations = [
+        abs(counts[token] / n - p) / (p * (1 - p) / n) ** 0.5 for token, p in enumerate(probabilities.tolist())
+    ]
+    assert max(deviations) < 4.5
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.6), (5, 0.5)])
+def test_truncated_sampling_keeps_the_allowed_tokens_and_renormalises(
+    model: Any, tokenizer: Any, top_k: int, top_p: float
+) -> None:
+    prompt = tokenizer("1+1=")["input_ids"]
+    with torch.no_grad():
+        ordered = sorted(enumerate(model(torch.tensor([prompt])).logits[0, -1].softmax(-1).tolist()), key=lambda x: -x[1])
+    kept = dict(ordered[: top_k or None])
+    total = sum(kept.values())
+    allowed: dict[int, float] = {}
+    for token, p in kept.items():
+        if sum(allowed.values()) / total >= top_p:
+            break
+        allowed[token] = p
+    sampling = Sampling(1, 1.0, top_p=top_p, top_k=top_k)
+    drawn = TransformersEngine(model, tokenizer).generate([Request(prompt, 500, seed=0)], sampling)
+    assert {completion.ids[0] for completion in drawn} == set(allowed)
+    for completion in drawn:
+        expected = allowed[completion.ids[0]] / sum(allowed.values())
+        assert completion.logprobs[0] == pytest.approx(torch.tensor(expected).log().item(), abs=1e-4)

@@ -1,0 +1,246 @@
+"""The loop: killed and resumed, cut into other micro-batches or processes, it ends with the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_core.checkpoint import CheckpointError
+from grpo_core.config import dump_config, load_config
+from grpo_core.plan import load_plan
+from grpo_core.rewards import RewardError
+from grpo_core.rollout.collect import RolloutError
+from grpo_core.trainer import TrainingError, train
+from tests.conftest import config_values, make_run
+
+# Some gradients are zero but for rounding (a key bias, under softmax); Adam with its usual epsilon would make that noise
+# a full step.
+CALM_ADAM = {"adam_epsilon": 1e-3}
+WINDOWS = {"num_iterations": 2, "steps_per_generation": 4, "beta": 0.1, "max_steps": 7}
+
+# Blocks the fourth scoring of a first attempt for good.
+REWARD = """
+import os, threading
+calls = []
+def patient(completion_ids):
+    calls.append(1)
+    if len(calls) == int(os.environ["STUCK_AT"]):
+        print("stuck", flush=True)
+        threading.Event().wait()
+    return [-float(len(ids)) for ids in completion_ids]
+"""
+
+
+def _weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "training" / "model" / "model.safetensors")
+
+
+def _metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+
+
+def _train(folder: Path, values: dict[str, Any], **train_keys: Any) -> Path:
+    run = make_run(folder, {**values, "train": {**values["train"], **train_keys}})
+    train(run, run / "training")
+    return run
+
+
+def _close(first: Path, second: Path) -> None:
+    a, b = _weights(first), _weights(second)
+    assert all(torch.allclose(a[name], b[name], atol=2e-5) for name in a)
+
+
+@pytest.fixture
+def values(model_folder: Path, tmp_path: Path) -> dict[str, Any]:
+    return config_values(model_folder, tmp_path)
+
+
+@pytest.mark.parametrize("keys", [{}, WINDOWS], ids=["on-policy", "inside a generation window, with KL"])
+def test_what_the_plan_says_is_what_happens(values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]) -> None:
+    run = _train(tmp_path / "run", values, **keys)
+    plan = load_plan(run / "plan.json")
+    result = json.loads((run / "training" / "result.json").read_text())
+    assert (result["updates"], result["rollouts"]) == (plan.max_steps, plan.rollouts)
+    assert result["completions"] == plan.completions
+    assert [step["step"] for step in _metrics(run)] == list(range(1, plan.max_steps + 1))
+    assert len(list((run / "training" / "completions").iterdir())) == plan.rollouts
+
+
+def test_training_raises_the_reward(values: dict[str, Any], tmp_path: Path) -> None:
+    values["rewards"] = [{"function": "length", "args": {"target": 3}}]
+    metrics = _metrics(_train(tmp_path / "run", values, max_steps=25))
+    first, last = ([m["reward"] for m in part] for part in (metrics[:5], metrics[-5:]))
+    assert sum(last) / 5 > sum(first) / 5 + 0.2
+
+
+@pytest.mark.parametrize("keys", [{}, WINDOWS], ids=["on-policy", "off-policy"])
+def test_the_engines_log_probabilities_are_the_trainers(
+    values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    for step in _metrics(_train(tmp_path / "run", values, **keys)):
+        assert step["sampling/sampling_logp_difference/max"] <= 1e-4
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_half_the_batch_with_twice_the_accumulation_is_the_same_update(
+    values: dict[str, Any], tmp_path: Path, loss_type: str
+) -> None:
+    values["train"].update(CALM_ADAM, loss_type=loss_type)
+    whole = _train(tmp_path / "whole", values)
+    halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    _close(whole, _train(tmp_path / "halves", values, **halves))
+
+
+def test_masked_truncated_completions_do_not_move_the_model(values: dict[str, Any], tmp_path: Path) -> None:
+    values["rollout"]["max_completion_length"] = 1
+    values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
+    values["train"]["mask_truncated_completions"] = True
+    metrics = _metrics(_train(tmp_path / "run", values, max_steps=2))
+    assert any(step["frac_reward_zero_std"] < 1 for step in metrics)
+    masked = [step for step in metrics if step["completions/clipped_ratio"] == 1]
+    assert all(step["grad_norm"] == 0 for step in masked)
+
+
+def parity(completion_ids: list[list[int]]) -> list[float | None]:
+    return [float(ids[0] % 2) for ids in completion_ids]
+
+
+def _start(run: Path, python_path: Path, stuck_at: int, *launcher: str) -> subprocess.Popen[str]:
+    path = f"{python_path}{os.pathsep}{Path(__file__).parents[2]}"
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", "grpo_core.train", str(run)],
+        env={**os.environ, "PYTHONPATH": path, "STUCK_AT": str(stuck_at), "ACCELERATE_USE_CPU": "true"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "stuck_at", "resumed_at"),
+    [({"max_steps": 6, "save_steps": 2}, 4, 2), ({**WINDOWS, "max_steps": 11, "save_steps": 3}, 3, 6)],
+    ids=["on-policy", "inside a generation window, with KL"],
+)
+def test_a_killed_training_continues_to_the_same_weights_bit_for_bit(
+    values: dict[str, Any], tmp_path: Path, keys: dict[str, Any], stuck_at: int, resumed_at: int
+) -> None:
+    (tmp_path / "patience.py").write_text(REWARD)
+    values["rewards"] = [{"function": "patience:patient"}]
+    values["train"].update(keys)
+    killed, undisturbed = make_run(tmp_path / "killed", values), make_run(tmp_path / "undisturbed", values)
+    process = _start(killed, tmp_path, stuck_at)
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    assert process.stdout is not None
+    assert any("stuck" in line for line in process.stdout)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    watchdog.cancel()
+    torn = killed / "training" / "checkpoints" / "step-000099.tmp"
+    torn.mkdir()
+    for run in (killed, undisturbed):
+        again = _start(run, tmp_path, 0)
+        output, _ = again.communicate(timeout=120)
+        assert again.returncode == 0, output
+    assert not torn.exists()
+    assert json.loads((killed / "training" / "result.json").read_text())["resumed_at_step"] == resumed_at
+    model = Path("training") / "model" / "model.safetensors"
+    assert (killed / model).read_bytes() == (undisturbed / model).read_bytes()
+    same = [{k: v for k, v in step.items() if "time" not in k} for step in _metrics(killed)]
+    assert same == [{k: v for k, v in step.items() if "time" not in k} for step in _metrics(undisturbed)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("alone", "both"),
+    [
+        pytest.param(
+            {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2},
+            {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+            id="one update a rollout",
+        ),
+        pytest.param(
+            {"per_device_train_batch_size": 6, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "beta": 0.1},
+            {"per_device_train_batch_size": 3, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "beta": 0.1},
+            id="two updates a rollout, KL",
+        ),
+        pytest.param(
+            {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1},
+            {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1},
+            id="a group straddles the processes",
+        ),
+    ],
+)
+def test_two_processes_train_to_the_result_of_one(
+    values: dict[str, Any], tmp_path: Path, alone: dict[str, Any], both: dict[str, Any]
+) -> None:
+    (tmp_path / "patience.py").write_text(REWARD)
+    values["rewards"] = [{"function": "patience:patient"}]
+    values["train"].update(CALM_ADAM)
+    os.environ["STUCK_AT"] = "0"
+    sys.path.insert(0, str(tmp_path))
+    try:
+        one = _train(tmp_path / "one", values, **alone)
+    finally:
+        sys.path.remove(str(tmp_path))
+        del os.environ["STUCK_AT"]
+    two = make_run(tmp_path / "two", {**values, "train": {**values["train"], **both, "num_processes": 2}})
+    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    process = _start(two, tmp_path, 0, *launcher)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, output
+    _close(one, two)
+    assert [s["reward"] for s in _metrics(one)] == pytest.approx([s["reward"] for s in _metrics(two)], abs=1e-6)
+    assert [s["loss"] for s in _metrics(one)] == pytest.approx([s["loss"] for s in _metrics(two)], abs=1e-4)
+
+
+def test_another_number_of_processes_than_planned_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+    values["train"]["num_processes"] = 2
+    with pytest.raises(TrainingError, match="num_processes=2, but 1 were started"):
+        train(make_run(tmp_path / "run", values), tmp_path / "run" / "training")
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+    run = _train(tmp_path / "run", values, save_steps=2)
+    (run / "training" / "result.json").unlink()
+    config = load_config(run / "config.toml", ["train.learning_rate=0.5"])
+    (run / "config.toml").write_text(dump_config(config))
+    with pytest.raises(CheckpointError, match="another configuration"):
+        train(run, run / "training")
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_step_is_taken(values: dict[str, Any], tmp_path: Path) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.test_trainer:huge"}]
+    with pytest.raises(TrainingError, match=r"step 1: loss .* the update would destroy the model"):
+        _train(tmp_path / "run", values, scale_rewards="none")
+
+
+def huge(completion_ids: list[list[int]]) -> list[float | None]:
+    return [1e300 * ids[0] for ids in completion_ids]
+
+
+def test_a_model_that_an_update_broke_is_not_sampled_from(values: dict[str, Any], tmp_path: Path) -> None:
+    values["rewards"] = [{"function": "length", "args": {"target": 3}}]
+    with pytest.raises(RolloutError, match=r"rollout \d+: the policy's log-probabilities are not finite"):
+        _train(tmp_path / "run", values, learning_rate=1e30, max_steps=10)
+
+
+def test_a_reward_that_is_not_finite_stops_the_training_by_name(values: dict[str, Any], tmp_path: Path) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.test_trainer:undefined"}]
+    with pytest.raises(RewardError, match="reward 'undefined' returned nan for prompt"):
+        _train(tmp_path / "run", values)
+
+
+def undefined(completions: list[str]) -> list[float | None]:
+    return [float("nan")] * len(completions)
