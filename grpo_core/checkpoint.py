@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,11 +30,22 @@ class Progress:
     rollouts: int = 0
     completion_tokens: int = 0
     train_seconds: float = 0.0
-    rollout: Rollout | None = None  # the generation batch that the next update still reads
+    rollout: Rollout | None = None  # the generation batch in use
+
+    def with_rollout(self, rollout: Rollout) -> Progress:
+        tokens = self.completion_tokens + int(rollout.completion_lengths.sum())
+        return replace(self, rollouts=self.rollouts + 1, completion_tokens=tokens, rollout=rollout)
+
+    def with_update(self, seconds: float) -> Progress:
+        return replace(self, updates=self.updates + 1, train_seconds=self.train_seconds + seconds)
 
 
 def save(accelerator: Accelerator, directory: Path, progress: Progress, fingerprint: str, keep: int) -> Path:
-    """Write checkpoint `step-NNNNNN` under `directory`, drop all but the newest `keep`; called by every process."""
+    """Write checkpoint `step-NNNNNN` under `directory`, drop all but the newest `keep`; called by every process.
+
+    The generation batch goes with it: the next update may still read it, and its samples cannot be drawn again, since
+    the policy that drew them is gone.
+    """
     final = directory / f"step-{progress.updates:06d}"
     temporary = final.with_suffix(".tmp")
     accelerator.save_state(str(temporary))

@@ -14,12 +14,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from accelerate import Accelerator
-from torch import Tensor
 
 from grpo_core.checkpoint import Progress
 from grpo_core.data import Prompts
 from grpo_core.plan import Plan
 from grpo_core.rollout.collect import Sample
+from grpo_core.rollout.engine import Rollout
 
 SECONDS_BETWEEN_LINES = 2.0
 
@@ -56,20 +56,20 @@ class Records:
             print(_line(step, self.plan.max_steps, metrics), flush=True)
 
     def completions(
-        self, step: int, samples: Sequence[Sample], advantages: Tensor, prompts: Prompts, rewards: Sequence[str]
+        self, rollout: Rollout, samples: Sequence[Sample], prompts: Prompts, rewards: Sequence[str]
     ) -> None:
-        """Record the rollout that update `step` trains on first."""
+        """Record a generation batch, a row a completion."""
         if not self.accelerator.is_main_process:
             return
         columns: dict[str, Any] = {
             "prompt": [prompts.rows[sample.row]["prompt"] for sample in samples],
             "completion": [sample.text for sample in samples],
-            "advantage": advantages.tolist(),
+            "advantage": rollout.advantages.tolist(),
             "completion_tokens": [len(sample.completion.ids) for sample in samples],
         }
         for position, name in enumerate(rewards):
             columns[f"rewards/{name}"] = [sample.rewards[position] for sample in samples]
-        pq.write_table(pa.table(columns), self.output / "completions" / f"step-{step:06d}.parquet")
+        pq.write_table(pa.table(columns), self.output / "completions" / f"rollout-{rollout.index:06d}.parquet")
 
     def finish(self, progress: Progress) -> dict[str, Any]:
         """Write result.json, last of all: its presence says that the training is complete."""

@@ -12,7 +12,7 @@ import math
 import time
 from collections import defaultdict
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,37 @@ from transformers import get_scheduler
 
 from grpo_core import checkpoint
 from grpo_core.batching import MicroBatch, join, micro_batch
-from grpo_core.checkpoint import Progress
 from grpo_core.config import RunConfig, TrainConfig, load_config
-from grpo_core.data import load_prompts, training_order
+from grpo_core.data import Prompts, load_prompts, training_order
 from grpo_core.losses import token_losses
-from grpo_core.plan import MicroStep, Plan, load_plan
+from grpo_core.plan import Plan, load_plan
 from grpo_core.policy import Policy, load_model, load_tokenizer
 from grpo_core.records import Records
-from grpo_core.rewards import resolve
-from grpo_core.rollout.collect import collect
-from grpo_core.rollout.engine import Rollout, make_engine
+from grpo_core.rewards import Reward, resolve
+from grpo_core.rollout.collect import Sample, collect
+from grpo_core.rollout.engine import Engine, Rollout, make_engine
 
 
 class TrainingError(RuntimeError):
     """Training that must not go on; the message gives the step, the figure and what to try."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """What stays the same from the first update to the last; the policy's weights and the optimizer's state move."""
+
+    config: RunConfig
+    plan: Plan
+    accelerator: Accelerator
+    tokenizer: Any
+    prompts: Prompts
+    rewards: list[Reward]
+    model: Any  # the policy's causal LM, not wrapped
+    policy: torch.nn.Module
+    reference: Policy | None
+    optimizer: Any
+    scheduler: Any
+    engine: Engine
 
 
 def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, Any]:
@@ -47,6 +64,41 @@ def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, An
     completions/, model/ and result.json under `output`, continuing from the newest checkpoint there. `report_to`: an
     Accelerate tracker's name ("mlflow") that gets the metrics live.
     """
+    session = set_up(run, report_to)
+    config, plan, accelerator = session.config, session.plan, session.accelerator
+    fingerprint = _fingerprint(config, plan)
+    progress = checkpoint.restore(accelerator, output / "checkpoints", fingerprint)
+    records = Records(accelerator, output, plan, resumed_at=progress.updates, project=config.registry.experiment)
+
+    for step in range(progress.updates, plan.max_steps):
+        start = time.perf_counter()
+        slices = []
+        rollout = progress.rollout
+        for micro_step in plan.micro_steps(step):
+            if rollout is None or rollout.index != micro_step.rollout:
+                rollout, samples = roll_out(session, micro_step.rollout)
+                records.completions(rollout, samples, session.prompts, [reward.name for reward in session.rewards])
+                progress = progress.with_rollout(rollout)
+            slices.append((rollout, micro_step.slice))
+        metrics = update(session, [_micro_batch(session, *s, len(slices)) for s in slices], step + 1)
+        seconds = time.perf_counter() - start
+        progress = progress.with_update(seconds)
+        metrics |= _mean_metrics([rollout for rollout, _ in slices])
+        metrics |= {"epoch": plan.epoch(step + 1), "num_tokens": progress.completion_tokens, "step_time": seconds}
+        records.step(step + 1, metrics)
+        if progress.updates % config.train.save_steps == 0 and progress.updates < plan.max_steps:
+            keep = config.train.save_total_limit
+            checkpoint.save(accelerator, output / "checkpoints", progress, fingerprint, keep)
+
+    session.engine.close()
+    if accelerator.is_main_process:
+        session.model.save_pretrained(output / "model")
+        session.tokenizer.save_pretrained(output / "model")
+    return records.finish(progress)
+
+
+def set_up(run: Path, report_to: str | None) -> Session:
+    """Load and prepare everything that the run directory's configuration names."""
     config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
     accelerator = Accelerator(mixed_precision=config.train.mixed_precision, log_with=report_to)
     if accelerator.num_processes != plan.num_processes:
@@ -56,86 +108,48 @@ def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, An
         )
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(run / "dataset" / "train.parquet", tokenizer)
-    rewards = [resolve(reward) for reward in config.rewards]
-
     model = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
-    reference = _reference(config, accelerator)
-    optimizer = _optimizer(model, config.train)
-    scheduler = get_scheduler(config.train.lr_scheduler_type, optimizer, plan.warmup_steps, plan.max_steps)
+    raw_optimizer = _optimizer(model, config.train)
+    scheduler = get_scheduler(config.train.lr_scheduler_type, raw_optimizer, plan.warmup_steps, plan.max_steps)
     max_length = prompts.max_length + config.rollout.max_completion_length
     engine = make_engine(config, config.model.name_or_path, model, tokenizer, max_length)
-    set_seed(config.seed)
-    policy, optimizer = accelerator.prepare(Policy(model, config.rollout.temperature), optimizer)
+    set_seed(config.seed)  # after the engine, which seeds the process for itself
+    policy, optimizer = accelerator.prepare(Policy(model, config.rollout.temperature), raw_optimizer)
     accelerator.register_for_checkpointing(scheduler)
-
-    fingerprint = _fingerprint(config, plan)
-    progress = checkpoint.restore(accelerator, output / "checkpoints", fingerprint)
-    records = Records(accelerator, output, plan, resumed_at=progress.updates, project=config.registry.experiment)
-    engine_is_stale = True
-    rollout_metrics: dict[str, float] = {}
-
-    for step in range(progress.updates, plan.max_steps):
-        start = time.perf_counter()
-        micro_batches = []
-        micro_steps = list(plan.micro_steps(step))
-        for micro_step in micro_steps:
-            if progress.rollout is None or progress.rollout.index != micro_step.rollout:
-                if engine_is_stale:
-                    engine.sync_weights(model)
-                    engine_is_stale = False
-                rollout, samples, rollout_metrics = collect(
-                    micro_step.rollout, config, plan, prompts, tokenizer, rewards, engine, accelerator.process_index
-                )
-                if not plan.on_policy:
-                    rollout = replace(rollout, old_logprobs=_score(policy, rollout, plan, accelerator))
-                if reference is not None:
-                    rollout = replace(rollout, ref_logprobs=_score(reference, rollout, plan, accelerator))
-                records.completions(step + 1, samples, rollout.advantages, prompts, [r.name for r in rewards])
-                progress = _count(progress, rollout)
-            assert progress.rollout is not None
-            micro_batches.append(
-                _micro_batch(progress.rollout, micro_step, len(micro_steps), config, plan, accelerator)
-            )
-        metrics = update(policy, optimizer, scheduler, micro_batches, config.train, accelerator, step + 1)
-        engine_is_stale = True
-        progress = replace(
-            progress,
-            updates=progress.updates + 1,
-            train_seconds=progress.train_seconds + time.perf_counter() - start,
-        )
-        records.step(
-            step + 1,
-            {
-                **metrics,
-                **rollout_metrics,
-                "epoch": plan.epoch(step + 1),
-                "num_tokens": progress.completion_tokens,
-                "step_time": time.perf_counter() - start,
-            },
-        )
-        if progress.updates % config.train.save_steps == 0 and progress.updates < plan.max_steps:
-            pending = next(plan.micro_steps(progress.updates)).rollout
-            unfinished = progress.rollout is not None and progress.rollout.index == pending
-            saved = progress if unfinished else replace(progress, rollout=None)
-            checkpoint.save(accelerator, output / "checkpoints", saved, fingerprint, config.train.save_total_limit)
-
-    engine.close()
-    if accelerator.is_main_process:
-        model.save_pretrained(output / "model")
-        tokenizer.save_pretrained(output / "model")
-    return records.finish(progress)
+    return Session(
+        config=config,
+        plan=plan,
+        accelerator=accelerator,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        rewards=[resolve(reward) for reward in config.rewards],
+        model=model,
+        policy=policy,
+        reference=_reference(config, accelerator),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        engine=engine,
+    )
 
 
-def update(
-    policy: torch.nn.Module,
-    optimizer: Any,
-    scheduler: Any,
-    micro_batches: list[MicroBatch],
-    config: TrainConfig,
-    accelerator: Accelerator,
-    step: int,
-) -> dict[str, float]:
+def roll_out(session: Session, index: int) -> tuple[Rollout, list[Sample]]:
+    """Generation batch `index` from the policy as it stands, with the log-probabilities that its updates compare to."""
+    s = session
+    s.engine.sync_weights(s.model)
+    rollout, samples = collect(
+        index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, s.engine, s.accelerator.process_index
+    )
+    if not s.plan.on_policy:
+        rollout = replace(rollout, old_logprobs=_score(s.policy, rollout, s.plan, s.accelerator))
+    if s.reference is not None:
+        rollout = replace(rollout, ref_logprobs=_score(s.reference, rollout, s.plan, s.accelerator))
+    return rollout, samples
+
+
+def update(session: Session, micro_batches: list[MicroBatch], step: int) -> dict[str, float]:
     """One optimizer update from the process's micro-batches; metrics over all processes."""
+    config, accelerator = session.config.train, session.accelerator
+    policy, optimizer, scheduler = session.policy, session.optimizer, session.scheduler
     learning_rate = scheduler.get_last_lr()[0]
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=accelerator.device))
     largest_difference = torch.zeros((), device=accelerator.device)
@@ -208,17 +222,19 @@ def _score(policy: torch.nn.Module, rollout: Rollout, plan: Plan, accelerator: A
     return accelerator.gather(scored).cpu()
 
 
-def _micro_batch(
-    rollout: Rollout, micro_step: MicroStep, micro_steps: int, config: RunConfig, plan: Plan, accelerator: Accelerator
-) -> MicroBatch:
-    rows = training_order(plan, config.seed, rollout.index)[micro_step.slice, accelerator.process_index].tolist()
+def _micro_batch(session: Session, rollout: Rollout, part: int, micro_steps: int) -> MicroBatch:
+    """This process's rows of one slice of a rollout, weighted as one of `micro_steps` in the update."""
+    config, plan, accelerator = session.config, session.plan, session.accelerator
+    rows = training_order(plan, config.seed, rollout.index)[part, accelerator.process_index].tolist()
     limit = config.rollout.max_completion_length
     return micro_batch(rollout, rows, plan, config.train.loss_type, limit, micro_steps, accelerator.device)
 
 
-def _count(progress: Progress, rollout: Rollout) -> Progress:
-    tokens = progress.completion_tokens + int(rollout.completion_lengths.sum())
-    return replace(progress, rollouts=progress.rollouts + 1, completion_tokens=tokens, rollout=rollout)
+def _mean_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """Mean of the rollouts' metrics, each weighted by its share of the update."""
+    names = {name: None for rollout in rollouts for name in rollout.metrics}
+    values = {name: [rollout.metrics[name] for rollout in rollouts if name in rollout.metrics] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def _reference(config: RunConfig, accelerator: Accelerator) -> Policy | None:

@@ -31,30 +31,28 @@ def make_tokenizer() -> Any:
     return runpy.run_path(str(EXAMPLE))["make_tokenizer"]()
 
 
-def make_model(
-    folder: Path, *, tie_word_embeddings: bool = False, vocab_size: int | None = None, seed: int = 0
-) -> Path:
-    """A random Qwen2 model of about 30,000 parameters and its tokenizer, saved to `folder`."""
+def make_model(folder: Path, **changes: Any) -> Path:
+    """A random Qwen2 model of about 50,000 parameters (or as `changes` of its config say) and its tokenizer."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     tokenizer = make_tokenizer()
-    config = Qwen2Config(
-        vocab_size=vocab_size or len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        tie_word_embeddings=tie_word_embeddings,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    values = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    Qwen2ForCausalLM(Qwen2Config(**{**values, **changes})).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

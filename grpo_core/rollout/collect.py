@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,8 +43,8 @@ def collect(
     rewards: Sequence[reward_functions.Reward],
     engine: Engine,
     process: int,
-) -> tuple[Rollout, list[Sample], dict[str, float]]:
-    """Generation batch `index`: the rollout (without old and reference log-probabilities), its samples, its metrics.
+) -> tuple[Rollout, list[Sample]]:
+    """Generation batch `index`: the rollout, without old and reference log-probabilities, and its samples.
 
     Every process samples and scores its share; all get the whole.
     """
@@ -74,7 +74,7 @@ def collect(
         "time/generate": generated - start,
         "time/score": time.perf_counter() - generated,
     }
-    return rollout, samples, metrics
+    return replace(rollout, metrics=metrics), samples
 
 
 def score_completions(
@@ -138,6 +138,7 @@ def _rollout(
         truncated=truncated,
         sampling_logprobs=sampling_logprobs,
         advantages=advantages,
+        metrics={},
     )
 
 

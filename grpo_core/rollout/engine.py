@@ -69,6 +69,7 @@ class Rollout:
     truncated: Tensor  # (B,) bool
     sampling_logprobs: Tensor  # (B, T) the engine's
     advantages: Tensor  # (B,)
+    metrics: dict[str, float]  # rewards, lengths, seconds
     old_logprobs: Tensor | None = None  # (B, T) the trainer's, before the first update; None when on-policy
     ref_logprobs: Tensor | None = None  # (B, T)
 
@@ -81,9 +82,9 @@ def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
 def make_engine(
     config: RunConfig, model_path: Path | str, model: nn.Module, tokenizer: object, max_length: int
 ) -> Engine:
-    """The configured engine, holding `model`'s weights; `max_length`: the longest prompt plus completion, in tokens.
+    """The configured engine, with the weights at `model_path`, the folder or hub name that `model` was loaded from.
 
-    `model_path` is the folder or hub name the model came from: vLLM reads the architecture there.
+    `max_length`: the longest prompt plus completion, in tokens.
     """
     device = next(model.parameters()).device
     name = config.rollout.engine

@@ -46,13 +46,12 @@ class VLLMEngine:
             **options,
         )
         torch.set_num_threads(threads)
-        self.sync_weights(model)
 
     def sync_weights(self, model: nn.Module) -> None:
+        # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM would then
+        # go on with its packed copy of the old head, without a word.
         weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-        if next(model.parameters()).device.type == "cpu":
-            self.llm.apply_model(_repack_tied_head)
         self.llm.reset_prefix_cache()
 
     def close(self) -> None:
@@ -91,14 +90,3 @@ class VLLMEngine:
             for output in outputs
             for completion in sorted(output.outputs, key=lambda completion: completion.index)
         ]
-
-
-def _repack_tied_head(model: nn.Module) -> None:
-    """On a CPU vLLM packs the head's weight when it loads; a reload leaves the packed copy of a tied head stale."""
-    head: Any = getattr(model, "lm_head", None)
-    embedding: Any = getattr(getattr(model, "model", None), "embed_tokens", None)
-    config: Any = model.config
-    if head is None or embedding is None or not config.tie_word_embeddings:
-        return
-    head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
-    head.quant_method.process_weights_after_loading(head)

@@ -88,7 +88,7 @@ def test_the_run_directory_holds_what_each_stage_promises(finished: Path) -> Non
         "dataset/report.json",
         "plan.json",
         "training/metrics.jsonl",
-        "training/completions/step-000001.parquet",
+        "training/completions/rollout-000000.parquet",
         "training/result.json",
         "training/model/config.json",
         "evaluation/report.json",

@@ -27,7 +27,10 @@ VALUES: dict[str, Any] = {
         ({"train": {"learning_rte": 1}}, "train.learning_rte: unknown key; did you mean 'learning_rate'?"),
         ({"rewards": [{"function": "f", "wieght": 2}]}, "rewards.0.wieght: unknown key; did you mean 'weight'?"),
         ({"train": {"epsilon": -1}}, "train.epsilon = -1: Input should be greater than or equal to 0"),
-        ({"rollout": {"num_generations": 1}}, "rollout.num_generations = 1: Input should be greater than or equal to 2"),
+        (
+            {"rollout": {"num_generations": 1}},
+            "rollout.num_generations = 1: Input should be greater than or equal to 2",
+        ),
         ({"train": {"loss_type": "ppo"}}, "train.loss_type = 'ppo': Input should be 'dapo', 'grpo'"),
         ({"train": {"steps_per_generation": 2, "generation_batch_size": 8}}, "are both given"),
         ({"train": {"lr_scheduler_type": "constant", "warmup_steps": 5}}, "use 'constant_with_warmup'"),

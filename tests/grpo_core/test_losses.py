@@ -91,9 +91,7 @@ def test_clipped_tokens_are_counted_on_the_side_on_which_the_clip_binds() -> Non
     mask = torch.ones(1, 4)
     ratios = torch.tensor([[0.5, 0.9, 1.25, 1.5]]).log()
     for advantage, low, high in ((1.0, [0, 0, 0, 0], [0, 0, 0, 1]), (-1.0, [1, 0, 0, 0], [0, 0, 0, 0])):
-        losses = token_losses(
-            ratios, torch.zeros(1, 4), mask, torch.tensor([advantage]), epsilon=0.2, epsilon_high=0.3
-        )
+        losses = token_losses(ratios, torch.zeros(1, 4), mask, torch.tensor([advantage]), epsilon=0.2, epsilon_high=0.3)
         assert losses.clipped_low.int().tolist() == [low]
         assert losses.clipped_high.int().tolist() == [high]
 

@@ -119,8 +119,7 @@ def test_stepping_through_a_plan_does_exactly_what_it_says(inputs: PlanInputs) -
     assert all(len(list(plan.micro_steps(step))) > 0 for step in range(plan.max_steps))
     if plan.on_policy:
         assert all(
-            plan.num_iterations * plan.steps_per_generation
-            == sum(m.rollout == rollout for m in plan.micro_steps(step))
+            plan.num_iterations * plan.steps_per_generation == sum(m.rollout == rollout for m in plan.micro_steps(step))
             for step in range(plan.max_steps)
             for rollout in {m.rollout for m in plan.micro_steps(step)}
         )

@@ -48,7 +48,11 @@ def test_exact_match_ignores_white_space_around_only() -> None:
 
 def test_format_regex_wants_the_whole_completion_over_several_lines() -> None:
     pattern = r"<think>.*</think>\s*<answer>.*</answer>"
-    completions = ["<think>a\nb</think>\n<answer>1</answer>", "x <think></think><answer></answer>", "<answer>1</answer>"]
+    completions = [
+        "<think>a\nb</think>\n<answer>1</answer>",
+        "x <think></think><answer></answer>",
+        "<answer>1</answer>",
+    ]
     assert format_regex(completions, pattern) == [1, 0, 0]
 
 

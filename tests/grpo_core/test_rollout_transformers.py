@@ -96,7 +96,9 @@ def test_truncated_sampling_keeps_the_allowed_tokens_and_renormalises(
 ) -> None:
     prompt = tokenizer("1+1=")["input_ids"]
     with torch.no_grad():
-        ordered = sorted(enumerate(model(torch.tensor([prompt])).logits[0, -1].softmax(-1).tolist()), key=lambda x: -x[1])
+        ordered = sorted(
+            enumerate(model(torch.tensor([prompt])).logits[0, -1].softmax(-1).tolist()), key=lambda x: -x[1]
+        )
     kept = dict(ordered[: top_k or None])
     total = sum(kept.values())
     allowed: dict[int, float] = {}

@@ -23,8 +23,8 @@ from grpo_core.rollout.collect import RolloutError
 from grpo_core.trainer import TrainingError, train
 from tests.conftest import config_values, make_run
 
-# Some gradients are zero but for rounding (a key bias, under softmax); Adam with its usual epsilon would make that noise
-# a full step.
+# Some gradients are zero but for rounding (a key bias, under softmax); Adam with its usual epsilon would make a full
+# step of that noise.
 CALM_ADAM = {"adam_epsilon": 1e-3}
 WINDOWS = {"num_iterations": 2, "steps_per_generation": 4, "beta": 0.1, "max_steps": 7}
 
@@ -171,8 +171,18 @@ def test_a_killed_training_continues_to_the_same_weights_bit_for_bit(
             id="one update a rollout",
         ),
         pytest.param(
-            {"per_device_train_batch_size": 6, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "beta": 0.1},
-            {"per_device_train_batch_size": 3, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "beta": 0.1},
+            {
+                "per_device_train_batch_size": 6,
+                "steps_per_generation": 4,
+                "gradient_accumulation_steps": 2,
+                "beta": 0.1,
+            },
+            {
+                "per_device_train_batch_size": 3,
+                "steps_per_generation": 4,
+                "gradient_accumulation_steps": 2,
+                "beta": 0.1,
+            },
             id="two updates a rollout, KL",
         ),
         pytest.param(
