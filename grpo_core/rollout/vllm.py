@@ -38,6 +38,7 @@ class VLLMEngine:
         threads = torch.get_num_threads()
         self.llm: Any = LLM(
             model=str(model_path),
+            use_tqdm_on_load=False,
             dtype="bfloat16" if config.train.mixed_precision == "bf16" else "float32",
             max_model_len=max_length,
             enforce_eager=on_cpu,
@@ -48,8 +49,8 @@ class VLLMEngine:
         torch.set_num_threads(threads)
 
     def sync_weights(self, model: nn.Module) -> None:
-        # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM would then
-        # go on with its packed copy of the old head, without a word.
+        # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM would
+        # then go on with its packed copy of the old head, without a word.
         weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
         self.llm.reset_prefix_cache()
