@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.environment import configure
-from flows.server import ensure_prefect_api
+from flows.server import prefect_api
 from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config
 from grpo_core.plan import PlanError, make_plan, plan_inputs
 
@@ -34,10 +34,10 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     resolved = _load(config, overrides)
     configure()
     start = time.monotonic()
-    url = ensure_prefect_api()
-    console.print(f"Prefect's UI while this runs: {url.removesuffix('/api')}", highlight=False)
-    from flows.pipeline import pipeline
-    from tasks.stage import StageError
+    with prefect_api() as url:
+        console.print(f"Prefect's UI while this runs: {url.removesuffix('/api')}", highlight=False)
+        from flows.pipeline import pipeline
+        from tasks.stage import StageError
 
     try:
         folder = pipeline(resolved)

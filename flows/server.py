@@ -10,20 +10,25 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 START_SECONDS = 180
 STOP_SECONDS = 10
 
 
-def ensure_prefect_api() -> str:
+@contextmanager
+def prefect_api() -> Iterator[str]:
     """The URL of Prefect's API: $PREFECT_API_URL, else a new server on 127.0.0.1 over $PREFECT_HOME that ends with us.
 
-    Prefect's own ephemeral mode does the same, but leaves its server running when the caller is killed. Call it before
-    Prefect is imported: what Prefect still has to send when the process exits then goes out before the server stops.
+    The server starts while the body runs, which should import what is needed, Prefect first of all; leaving waits until
+    it answers. Prefect's own ephemeral mode leaves its server running when the caller is killed. Ours stops after
+    Prefect's exit handlers have sent what they still had to send.
     """
     if url := os.environ.get("PREFECT_API_URL"):
-        return url
+        yield url
+        return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -38,10 +43,9 @@ def ensure_prefect_api() -> str:
             start_new_session=True,
         )
     atexit.register(_stop, server)
-    url = f"http://127.0.0.1:{port}/api"
+    url = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
+    yield url
     _wait_until_healthy(url, server, log)
-    os.environ["PREFECT_API_URL"] = url
-    return url
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 STD_EPSILON = 1e-4
+ROUNDING = 1e-12  # relative; rewards closer than this are equal, summed in another order
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,14 @@ def group_advantages(
         scale = sample_std(rewards) + STD_EPSILON
     else:
         scale = torch.ones(())
-    advantages = ((groups - mean) / scale).view(-1).nan_to_num(0.0)
+    differences = torch.where(group_std[:, None] == 0, 0.0, groups - mean)
+    advantages = (differences / scale).view(-1).nan_to_num(0.0)
     return Advantages(advantages.float(), rewards.float(), group_std.float())
 
 
 def sample_std(values: Tensor) -> Tensor:
-    """Standard deviation (ddof 1) of the entries that are not NaN; exactly 0 when they are equal or fewer than two."""
+    """Standard deviation (ddof 1) of the entries that are not NaN; 0 when they are equal but for rounding, or one."""
     values = values[~values.isnan()]
-    if len(values) < 2 or bool((values == values[0]).all()):
+    if len(values) < 2 or values.max() - values.min() <= ROUNDING * values.abs().max():
         return values.new_zeros(())
     return values.std()

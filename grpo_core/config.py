@@ -21,7 +21,7 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -262,9 +262,12 @@ def _override(values: dict[str, Any], override: str) -> None:
         value = text
     *sections, last = key.strip().split(".")
     node: Any = values
-    for part in sections:
-        node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-    node[last] = value
+    try:
+        for part in sections:
+            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        node[last] = value
+    except (AttributeError, IndexError, TypeError, ValueError):
+        raise ConfigError(f"override {override!r}: the configuration has no place called {key.strip()!r}") from None
 
 
 def _sentence(error: Any) -> str:

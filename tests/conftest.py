@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before any library is imported: tests reach no network and report nothing.
 os.environ.update(
@@ -22,6 +23,10 @@ os.environ.update(
     # One thread a process: deterministic, and two test workers share two cores without spinning on each other.
     OMP_NUM_THREADS="1",
 )
+
+# A busy machine must not fail a property.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic" / "make.py"
 

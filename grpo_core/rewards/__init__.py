@@ -93,12 +93,19 @@ def score(
         got = f"{len(values)} values" if isinstance(values, Sequence) else type(values).__name__
         raise RewardError(f"reward {reward.name!r} returned {got} for {len(rows)} completions; one each is needed")
     for row, completion, value in zip(rows, completions, values, strict=True):
-        if value is not None and not math.isfinite(value):
+        if value is not None and not _is_finite_number(value):
             raise RewardError(
-                f"reward {reward.name!r} returned {value} for prompt {row['prompt']!r}, completion {completion!r}; "
+                f"reward {reward.name!r} returned {value!r} for prompt {row['prompt']!r}, completion {completion!r}; "
                 "return a finite number, or None where it does not apply"
             )
     return [math.nan if value is None else float(value) for value in values], seconds
+
+
+def _is_finite_number(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _find(function: str) -> RewardFunction:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +150,31 @@ def test_the_registered_version_carries_the_alias_and_loads_with_transformers(fi
     pipeline = mlflow.transformers.load_model("models:/arithmetic@candidate")
     served = pipeline("12+3=", max_new_tokens=4, do_sample=False, return_full_text=False)[0]["generated_text"]
     assert served == tokenizer.decode(answer, skip_special_tokens=True)
+
+
+VLLM_ANSWER = """
+import sys
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=32)
+print("answer:", llm.generate("12+3=", SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].text)
+"""
+
+
+def test_the_registered_version_answers_in_vllm_as_in_transformers(finished: Path, tmp_path: Path) -> None:
+    import mlflow
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = mlflow.artifacts.download_artifacts("models:/arithmetic@candidate", dst_path=str(tmp_path)) + "/model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("12+3=", return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    answer = model.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", VLLM_ANSWER, folder], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"answer: {tokenizer.decode(answer, skip_special_tokens=True)}\n" in done.stdout
 
 
 def test_running_again_skips_every_stage_and_an_edit_reruns_what_depends_on_it(finished: Path, inputs: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -49,12 +50,28 @@ def test_equal_rewards_carry_no_signal_however_they_round(groups: int, value: fl
     matrix = torch.tensor([[value, value / 3, 0.1]] * (groups * 3), dtype=torch.float64)
     result = group_advantages(matrix, torch.tensor([0.1, 0.7, 0.3]), 3)
     assert result.group_std.tolist() == [0.0] * groups
-    assert result.advantages.abs().max() < 1e-6
+    assert result.advantages.tolist() == [0.0] * (groups * 3)
 
 
-@given(st.lists(st.floats(-10, 10, allow_nan=False), min_size=4, max_size=4), st.floats(-5, 5, allow_nan=False))
-def test_a_constant_added_to_a_group_changes_nothing(rewards: list[float], constant: float) -> None:
+@pytest.mark.parametrize("scaling", ["group", "batch", "none"])
+def test_sums_that_differ_by_rounding_only_are_equal(scaling: Any) -> None:
+    rows = [[0.1, 0.1, 0.1], [0.3, 0, 0], [0, 0.2, 0.1], [1, 0, 0], [0, 0, 0], [0, 0, 0]]
+    result = group_advantages(torch.tensor(rows, dtype=torch.float64), torch.ones(3), 3, scaling)
+    assert result.group_std[0] == 0
+    assert result.advantages[:3].tolist() == [0, 0, 0]
+    assert result.advantages[3] > 0 > result.advantages[4]
+
+
+@pytest.mark.parametrize("scaling", ["group", "none"])
+@given(
+    rewards=st.lists(st.floats(-10, 10, allow_nan=False), min_size=8, max_size=8),
+    constants=st.tuples(st.floats(-5, 5, allow_nan=False), st.floats(-5, 5, allow_nan=False)),
+)
+def test_a_constant_added_to_a_group_changes_nothing(
+    scaling: Any, rewards: list[float], constants: tuple[float, float]
+) -> None:
     plain = torch.tensor(rewards, dtype=torch.float64)[:, None]
-    first = group_advantages(plain, torch.ones(1), 4, "none").advantages
-    second = group_advantages(plain + constant, torch.ones(1), 4, "none").advantages
+    shift = torch.tensor(constants, dtype=torch.float64).repeat_interleave(4)[:, None]
+    first = group_advantages(plain, torch.ones(1), 4, scaling).advantages
+    second = group_advantages(plain + shift, torch.ones(1), 4, scaling).advantages
     assert first.tolist() == pytest.approx(second.tolist(), abs=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ VALUES: dict[str, Any] = {
         ({"train": {"loss_type": "ppo"}}, "train.loss_type = 'ppo': Input should be 'dapo', 'grpo'"),
         ({"train": {"steps_per_generation": 2, "generation_batch_size": 8}}, "are both given"),
         ({"train": {"lr_scheduler_type": "constant", "warmup_steps": 5}}, "use 'constant_with_warmup'"),
+        ({"train": {"learning_rate": math.inf}}, "train.learning_rate = inf: Input should be a finite number"),
+        ({"rewards": [{"function": "length", "weight": math.nan}]}, "rewards.0.weight = nan"),
         ({"rewards": []}, "rewards = []"),
         ({"rewards": [{"function": "length"}, {"function": "mine:length"}]}, "share a name"),
         ({"evaluation": {"accuracy_reward": "other"}}, "'other' is not among the rewards"),
@@ -52,9 +55,23 @@ def test_all_mistakes_are_reported_at_once() -> None:
     assert len(str(error.value).splitlines()) == 3
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_a_written_configuration_reads_back_the_same(path: Path) -> None:
-    config = load_config(path)
+FULL: dict[str, Any] = {
+    **VALUES,
+    "seed": 2**31 - 1,
+    "model": {"name_or_path": 'a "quoted" naïve\\path', "revision": "main"},
+    "rewards": [
+        {"function": "length", "weight": -0.1, "args": {"target": 3}},
+        {"function": "mine.rewards:f", "args": {"nested": {"list": [1, 2.5, "x"]}, "pattern": "<a>\n.*"}},
+    ],
+    "train": {"learning_rate": 1e-300, "steps_per_generation": 4, "epsilon_high": 0.28, "max_steps": 7},
+    "evaluation": {"accuracy_reward": "f"},
+}
+
+
+@pytest.mark.parametrize(
+    "config", [*map(load_config, CONFIGS), parse_config(VALUES), parse_config(FULL)], ids=lambda config: config.name
+)
+def test_a_written_configuration_reads_back_the_same(config: RunConfig) -> None:
     assert parse_config(tomllib.loads(dump_config(config))) == config
 
 
@@ -63,6 +80,16 @@ def test_overrides_take_toml_values_and_bare_words() -> None:
     config = load_config(CONFIGS[0], overrides)
     assert (config.train.max_steps, config.rollout.engine) == (7, "vllm")
     assert (config.train.learning_rate, config.rewards[0].weight) == (2e-5, 0.5)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.max_steps", "train.max_stps=1", "rewards.7.weight=1", "rewards.first.weight=1", "name.x=1", "train=3"],
+)
+def test_an_override_that_fits_nowhere_is_named(override: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(CONFIGS[0], [override])
+    assert override.partition("=")[0] in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
+from grpo_core.data import rollout_prompts, training_order
 from grpo_core.plan import PlanError, PlanInputs, make_plan
 
 
@@ -82,14 +83,14 @@ def test_an_early_stop_counts_the_rollouts_it_needs() -> None:
 
 
 SETTINGS = st.builds(
-    PlanInputs,
-    num_prompts=st.integers(1, 60),
-    num_generations=st.integers(1, 8),
+    lambda batch, **rest: PlanInputs(**rest, **dict([batch])),
+    batch=st.tuples(st.sampled_from(["steps_per_generation", "generation_batch_size"]), st.none() | st.integers(1, 60)),
+    num_prompts=st.integers(1, 99),
+    num_generations=st.integers(1, 6),
     per_device_train_batch_size=st.integers(1, 8),
     max_completion_length=st.just(10),
     num_processes=st.integers(1, 3),
     gradient_accumulation_steps=st.integers(1, 5),
-    steps_per_generation=st.none() | st.integers(1, 5),
     num_iterations=st.integers(1, 3),
     num_train_epochs=st.sampled_from([0.5, 1.0, 2.0, 2.3]),
     max_steps=st.none() | st.integers(1, 20),
@@ -97,32 +98,64 @@ SETTINGS = st.builds(
 
 
 @given(SETTINGS)
+def test_a_plan_is_refused_just_when_a_rule_is_broken_and_every_fix_it_names_works(inputs: PlanInputs) -> None:
+    per_micro_step = inputs.per_device_train_batch_size * inputs.num_processes
+    steps = inputs.steps_per_generation or inputs.gradient_accumulation_steps
+    batch, g = inputs.generation_batch_size or per_micro_step * steps, inputs.num_generations
+    if batch % per_micro_step == 0 and batch % g == 0 and g >= 2 and inputs.num_prompts >= batch // g:
+        assert make_plan(inputs).generation_batch_size == batch
+        return
+    with pytest.raises(PlanError) as error:
+        make_plan(inputs)
+    for fix in error.value.fixes:
+        make_plan(dataclasses.replace(inputs, **fix))
+
+
+@given(SETTINGS)
 def test_stepping_through_a_plan_does_exactly_what_it_says(inputs: PlanInputs) -> None:
     try:
         plan = make_plan(inputs)
-    except PlanError as error:
-        for fix in error.fixes:
-            make_plan(dataclasses.replace(inputs, **fix))
-        return
-    if inputs.max_steps is None:
-        per_epoch = math.ceil(plan.micro_steps_per_epoch / plan.gradient_accumulation_steps)
-        assert plan.max_steps == math.ceil(inputs.num_train_epochs * per_epoch)
-    walked = [(m.rollout, m.slice) for step in range(plan.max_steps) for m in plan.micro_steps(step)]
-    whole = [
-        (rollout, s)
-        for rollout in range(plan.rollouts)
-        for _ in range(plan.num_iterations)
-        for s in range(plan.steps_per_generation)
+    except PlanError:
+        reject()
+    a, s = inputs.gradient_accumulation_steps, inputs.steps_per_generation or inputs.gradient_accumulation_steps
+    if inputs.generation_batch_size:
+        s = inputs.generation_batch_size // (inputs.per_device_train_batch_size * inputs.num_processes)
+    prompts = inputs.per_device_train_batch_size * inputs.num_processes * s // inputs.num_generations
+    chunks = len(range(0, inputs.num_prompts - prompts + 1, prompts))
+    epoch = [(chunk, part) for chunk in range(chunks) for _ in range(inputs.num_iterations) for part in range(s)]
+    updates = [epoch[start : start + a] for start in range(0, len(epoch), a)]
+    assert plan.max_steps == (inputs.max_steps or math.ceil(inputs.num_train_epochs * len(updates)))
+    expected = [
+        [(step // len(updates) * chunks + chunk, part) for chunk, part in updates[step % len(updates)]]
+        for step in range(plan.max_steps)
     ]
-    assert walked == whole[: len(walked)]
-    assert {rollout for rollout, _ in walked} == set(range(plan.rollouts))
-    assert all(len(list(plan.micro_steps(step))) > 0 for step in range(plan.max_steps))
-    if plan.on_policy:
-        assert all(
-            plan.num_iterations * plan.steps_per_generation == sum(m.rollout == rollout for m in plan.micro_steps(step))
-            for step in range(plan.max_steps)
-            for rollout in {m.rollout for m in plan.micro_steps(step)}
-        )
+    walked = [[(m.rollout, m.slice) for m in plan.micro_steps(step)] for step in range(plan.max_steps)]
+    assert walked == expected
+    used = {rollout for update in expected for rollout, _ in update}
+    assert used == set(range(plan.rollouts))
+    assert plan.completions == len(used) * prompts * inputs.num_generations
+    assert plan.dropped_prompts_per_epoch == inputs.num_prompts - chunks * prompts
+    updates_of = {rollout: [rollout in [r for r, _ in update] for update in expected].count(True) for rollout in used}
+    assert not plan.on_policy or set(updates_of.values()) == {1}
+
+
+@given(SETTINGS, st.integers(0, 2**31 - 1))
+def test_an_epoch_samples_no_prompt_twice_and_trains_every_completion_once_a_pass(
+    inputs: PlanInputs, seed: int
+) -> None:
+    try:
+        plan = make_plan(inputs)
+    except PlanError:
+        reject()
+    for epoch in range(2):
+        rollouts = range(epoch * plan.rollouts_per_epoch, (epoch + 1) * plan.rollouts_per_epoch)
+        rows = [row for rollout in rollouts for row in rollout_prompts(plan, seed, rollout)]
+        assert len(set(rows)) == len(rows) == plan.num_prompts - plan.dropped_prompts_per_epoch
+        assert set(rows) <= set(range(plan.num_prompts))
+    order = training_order(plan, seed, 0)
+    shape = (plan.steps_per_generation, plan.num_processes, plan.per_device_train_batch_size)
+    assert order.shape == shape
+    assert sorted(order.flatten().tolist()) == list(range(plan.generation_batch_size))
 
 
 def test_planning_needs_no_torch() -> None:

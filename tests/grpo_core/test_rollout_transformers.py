@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from grpo_core.rollout import transformers as engine_module
 from grpo_core.rollout.engine import Request, Sampling
@@ -31,8 +31,21 @@ def _requests(tokenizer: Any, n: int = 3, seed: int = 5) -> list[Request]:
     return [Request(tokenizer(prompt)["input_ids"], n, seed + 100 * i) for i, prompt in enumerate(PROMPTS)]
 
 
+@pytest.fixture(scope="module")
+def absolute(tokenizer: Any) -> Any:
+    """A model with learned positions, which notices padding that shifts them."""
+    torch.manual_seed(0)
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(initializer_range=0.3, **sizes, **ids)).eval()
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_those_of_a_plain_forward_pass(model: Any, tokenizer: Any, temperature: float) -> None:
+@pytest.mark.parametrize("name", ["model", "absolute"])
+def test_log_probabilities_are_those_of_a_plain_forward_pass(
+    name: str, request: pytest.FixtureRequest, tokenizer: Any, temperature: float
+) -> None:
+    model = request.getfixturevalue(name)
     requests = _requests(tokenizer)
     completions = TransformersEngine(model, tokenizer).generate(requests, Sampling(8, temperature))
     prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]

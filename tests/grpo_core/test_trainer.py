@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.checkpoint import CheckpointError
 from grpo_core.config import dump_config, load_config
+from grpo_core.data import training_order
 from grpo_core.plan import load_plan
 from grpo_core.rewards import RewardError
 from grpo_core.rollout.collect import RolloutError
 from grpo_core.trainer import TrainingError, train
-from tests.conftest import config_values, make_run
+from tests.conftest import config_values, make_model, make_run
 
 # Some gradients are zero but for rounding (a key bias, under softmax); Adam with its usual epsilon would make a full
 # step of that noise.
@@ -101,29 +107,136 @@ def test_half_the_batch_with_twice_the_accumulation_is_the_same_update(
     _close(whole, _train(tmp_path / "halves", values, **halves))
 
 
-def test_masked_truncated_completions_do_not_move_the_model(values: dict[str, Any], tmp_path: Path) -> None:
-    values["rollout"]["max_completion_length"] = 1
+@pytest.mark.parametrize("masked", [True, False])
+def test_truncated_completions_move_the_model_unless_they_are_masked(
+    values: dict[str, Any], tmp_path: Path, masked: bool
+) -> None:
+    endless = make_model(tmp_path / "endless", eos_token_id=99)
+    values["model"]["name_or_path"] = str(endless)
     values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
-    values["train"]["mask_truncated_completions"] = True
-    metrics = _metrics(_train(tmp_path / "run", values, max_steps=2))
-    assert any(step["frac_reward_zero_std"] < 1 for step in metrics)
-    masked = [step for step in metrics if step["completions/clipped_ratio"] == 1]
-    assert all(step["grad_norm"] == 0 for step in masked)
+    run = _train(tmp_path / "run", values, mask_truncated_completions=masked)
+    metrics = _metrics(run)
+    assert {step["completions/clipped_ratio"] for step in metrics} == {1}
+    assert metrics[0]["frac_reward_zero_std"] < 1
+    before, after = load_file(endless / "model.safetensors"), _weights(run)
+    assert masked == all(torch.equal(before[name], after[name]) for name in before)
+
+
+SAMPLED: list[tuple[list[str], list[list[int]]]] = []
+
+
+def recorded(prompts: list[str], completion_ids: list[list[int]]) -> list[float | None]:
+    SAMPLED.append((prompts, completion_ids))
+    return [float(sum(ids) % 5) for ids in completion_ids]
+
+
+def _plain_training(run: Path) -> torch.nn.Module:
+    """Trains on what SAMPLED holds, one completion at a time, in float64."""
+    config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
+    keys, limit, temperature = config.train, config.rollout.max_completion_length, config.rollout.temperature
+    folder = config.model.name_or_path
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).double()
+    base = copy.deepcopy(model)
+
+    def logprobs(of: Any, prompt: str, ids: list[int]) -> torch.Tensor:
+        start = tokenizer(prompt)["input_ids"]
+        logits = of(torch.tensor([start + ids])).logits[0, len(start) - 1 : -1] / temperature
+        return logits.log_softmax(-1)[range(len(ids)), ids]
+
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
+    current = -1
+    for step in range(plan.max_steps):
+        loss, micro_steps = torch.zeros((), dtype=torch.float64), list(plan.micro_steps(step))
+        for micro_step in micro_steps:
+            if micro_step.rollout != current:
+                current = micro_step.rollout
+                rows = list(zip(*SAMPLED[current], strict=True))
+                with torch.no_grad():
+                    old = [logprobs(model, *row) for row in rows]
+                    reference = [logprobs(base, *row) for row in rows]
+                rewards = [float(sum(ids) % 5) for _, ids in rows]
+                trained = [
+                    not keys.mask_truncated_completions or len(ids) < limit or ids[-1] == tokenizer.eos_token_id
+                    for _, ids in rows
+                ]
+                tokens = sum(len(ids) for (_, ids), used in zip(rows, trained, strict=True) if used)
+            for i in training_order(plan, config.seed, current)[micro_step.slice, 0]:
+                group = rewards[i // 4 * 4 : i // 4 * 4 + 4]
+                advantage = (rewards[i] - statistics.mean(group)) / (statistics.stdev(group) + 1e-4)
+                new = logprobs(model, *rows[i])
+                ratio, distance = (new - old[i]).exp(), reference[i] - new
+                surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+                per_token = -surrogate + keys.beta * ratio * (distance.exp() - distance - 1)
+                share = tokens * len(micro_steps) / plan.steps_per_generation
+                loss = loss + per_token.sum() / share * trained[i]
+        warm, whole = plan.warmup_steps, plan.max_steps
+        rate = keys.learning_rate * (step / warm if step < warm else (whole - step) / (whole - warm))
+        optimizer.param_groups[0]["weight_decay"] = keys.weight_decay
+        for group in optimizer.param_groups:
+            group.update(lr=rate, betas=(keys.adam_beta1, keys.adam_beta2), eps=keys.adam_epsilon)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+        for p in model.parameters():
+            p.grad *= min(1.0, keys.max_grad_norm / norm)
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"max_steps": 5},
+        {"max_steps": 3, "mask_truncated_completions": True},
+        {"max_steps": 10, "steps_per_generation": 4, "num_iterations": 2, "beta": 0.3},
+        {"max_steps": 7, "gradient_accumulation_steps": 3, "steps_per_generation": 2, "num_iterations": 2},
+    ],
+    ids=["on-policy", "truncated masked", "four updates a rollout, KL", "updates that straddle rollouts"],
+)
+def test_the_trained_weights_are_those_of_plain_loops_over_the_same_samples(
+    values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    SAMPLED.clear()
+    values["rewards"] = [{"function": "tests.grpo_core.test_trainer:recorded"}]
+    values["rollout"]["temperature"] = 0.8
+    common = {"weight_decay": 0.1, "warmup_steps": 2, "max_grad_norm": 0.5, "adam_beta2": 0.9, "epsilon_high": 0.28}
+    run = _train(tmp_path / "run", values, **CALM_ADAM, **common, **keys)
+    plain, trained = _plain_training(run).state_dict(), _weights(run)
+    assert max(float((plain[name] - trained[name]).abs().max()) for name in trained) < 2e-5
 
 
 def parity(completion_ids: list[list[int]]) -> list[float | None]:
     return [float(ids[0] % 2) for ids in completion_ids]
 
 
-def _start(run: Path, python_path: Path, stuck_at: int, *launcher: str) -> subprocess.Popen[str]:
+@contextmanager
+def _started(run: Path, python_path: Path, stuck_at: int, *launcher: str) -> Iterator[subprocess.Popen[str]]:
+    """A training as a process group of its own, of which nothing is left afterwards."""
     path = f"{python_path}{os.pathsep}{Path(__file__).parents[2]}"
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *launcher, "-m", "grpo_core.train", str(run)],
         env={**os.environ, "PYTHONPATH": path, "STUCK_AT": str(stuck_at), "ACCELERATE_USE_CPU": "true"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
+    watchdog = threading.Timer(600, os.killpg, (process.pid, signal.SIGKILL))
+    watchdog.start()
+    try:
+        yield process
+    finally:
+        watchdog.cancel()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _finish(process: subprocess.Popen[str]) -> None:
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
 
 
 @pytest.mark.slow
@@ -139,20 +252,17 @@ def test_a_killed_training_continues_to_the_same_weights_bit_for_bit(
     values["rewards"] = [{"function": "patience:patient"}]
     values["train"].update(keys)
     killed, undisturbed = make_run(tmp_path / "killed", values), make_run(tmp_path / "undisturbed", values)
-    process = _start(killed, tmp_path, stuck_at)
-    watchdog = threading.Timer(120, process.kill)
-    watchdog.start()
-    assert process.stdout is not None
-    assert any("stuck" in line for line in process.stdout)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    watchdog.cancel()
-    torn = killed / "training" / "checkpoints" / "step-000099.tmp"
-    torn.mkdir()
-    for run in (killed, undisturbed):
-        again = _start(run, tmp_path, 0)
-        output, _ = again.communicate(timeout=120)
-        assert again.returncode == 0, output
+    with _started(undisturbed, tmp_path, 0) as other:
+        with _started(killed, tmp_path, stuck_at) as process:
+            assert process.stdout is not None
+            assert any("stuck" in line for line in process.stdout)
+            process.send_signal(signal.SIGKILL)
+        assert _metrics(killed)[-1]["step"] > resumed_at
+        torn = killed / "training" / "checkpoints" / "step-000099.tmp"
+        torn.mkdir()
+        with _started(killed, tmp_path, 0) as again:
+            _finish(again)
+        _finish(other)
     assert not torn.exists()
     assert json.loads((killed / "training" / "result.json").read_text())["resumed_at_step"] == resumed_at
     model = Path("training") / "model" / "model.safetensors"
@@ -207,9 +317,8 @@ def test_two_processes_train_to_the_result_of_one(
         del os.environ["STUCK_AT"]
     two = make_run(tmp_path / "two", {**values, "train": {**values["train"], **both, "num_processes": 2}})
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    process = _start(two, tmp_path, 0, *launcher)
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 0, output
+    with _started(two, tmp_path, 0, *launcher) as process:
+        _finish(process)
     _close(one, two)
     assert [s["reward"] for s in _metrics(one)] == pytest.approx([s["reward"] for s in _metrics(two)], abs=1e-6)
     assert [s["loss"] for s in _metrics(one)] == pytest.approx([s["loss"] for s in _metrics(two)], abs=1e-4)
@@ -233,7 +342,9 @@ def test_a_checkpoint_of_another_configuration_is_refused(values: dict[str, Any]
 def test_a_loss_that_is_not_finite_stops_before_the_step_is_taken(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "tests.grpo_core.test_trainer:huge"}]
     with pytest.raises(TrainingError, match=r"step 1: loss .* the update would destroy the model"):
-        _train(tmp_path / "run", values, scale_rewards="none")
+        _train(tmp_path / "run", values, scale_rewards="none", save_steps=1)
+    assert _metrics(tmp_path / "run") == []
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
 def huge(completion_ids: list[list[int]]) -> list[float | None]:
