@@ -161,8 +161,9 @@ print("answer:", llm.generate("12+3=", SamplingParams(temperature=0, max_tokens=
 
 
 def test_the_registered_version_answers_in_vllm_as_in_transformers(finished: Path, tmp_path: Path) -> None:
-    import mlflow
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import mlflow
 
     folder = mlflow.artifacts.download_artifacts("models:/arithmetic@candidate", dst_path=str(tmp_path)) + "/model"
     tokenizer = AutoTokenizer.from_pretrained(folder)
