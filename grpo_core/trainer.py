@@ -106,6 +106,7 @@ def set_up(run: Path, report_to: str | None) -> Session:
             f"the plan is for num_processes={plan.num_processes}, but {accelerator.num_processes} were started; "
             f"use `accelerate launch --num_processes {plan.num_processes}`, or change train.num_processes and plan anew"
         )
+    rewards = [resolve(reward) for reward in config.rewards]
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(run / "dataset" / "train.parquet", tokenizer)
     model = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
@@ -122,7 +123,7 @@ def set_up(run: Path, report_to: str | None) -> Session:
         accelerator=accelerator,
         tokenizer=tokenizer,
         prompts=prompts,
-        rewards=[resolve(reward) for reward in config.rewards],
+        rewards=rewards,
         model=model,
         policy=policy,
         reference=_reference(config, accelerator),

@@ -20,8 +20,9 @@ MAX_ROWS = 512
 class TransformersEngine:
     """Satisfies `engine.Engine` with a decoding loop over a Hugging Face causal LM."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any):
+    def __init__(self, model: nn.Module, tokenizer: Any, *, bf16: bool = False):
         self.model: Any = model
+        self.bf16 = bf16
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         end = getattr(model.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
         self.end_ids = torch.tensor([end] if isinstance(end, int) else end)
@@ -34,13 +35,15 @@ class TransformersEngine:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        device = next(self.model.parameters()).device
         completions: list[Completion] = []
-        for chunk in _chunks(requests, MAX_ROWS):
-            completions += self._generate(chunk, sampling)
+        # The precision that the trainer scores the same tokens in.
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+            for chunk in _chunks(requests, MAX_ROWS):
+                completions += self._generate(chunk, sampling, device)
         return completions
 
-    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        device = next(self.model.parameters()).device
+    def _generate(self, requests: Sequence[Request], sampling: Sampling, device: torch.device) -> list[Completion]:
         end_ids = self.end_ids.to(device)
         width = max(len(request.prompt_ids) for request in requests)
         padding = [width - len(request.prompt_ids) for request in requests]

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -67,8 +69,9 @@ def _close(first: Path, second: Path) -> None:
 
 
 @pytest.fixture
-def values(model_folder: Path, tmp_path: Path) -> dict[str, Any]:
-    return config_values(model_folder, tmp_path)
+def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    yield config_values(model_folder, tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)  # the next training of this process has its own precision
 
 
 @pytest.mark.parametrize("keys", [{}, WINDOWS], ids=["on-policy", "inside a generation window, with KL"])
@@ -95,6 +98,11 @@ def test_the_engines_log_probabilities_are_the_trainers(
 ) -> None:
     for step in _metrics(_train(tmp_path / "run", values, **keys)):
         assert step["sampling/sampling_logp_difference/max"] <= 1e-4
+
+
+def test_in_bf16_sampler_and_trainer_still_agree(values: dict[str, Any], tmp_path: Path) -> None:
+    for step in _metrics(_train(tmp_path / "run", values, mixed_precision="bf16")):
+        assert step["sampling/sampling_logp_difference/mean"] < 0.02
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
@@ -211,9 +219,17 @@ def parity(completion_ids: list[list[int]]) -> list[float | None]:
     return [float(ids[0] % 2) for ids in completion_ids]
 
 
+def _kill_tree(pid: int) -> None:
+    with suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(pid)
+        for process in [*launcher.children(recursive=True), launcher]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
 @contextmanager
 def _started(run: Path, python_path: Path, stuck_at: int, *launcher: str) -> Iterator[subprocess.Popen[str]]:
-    """A training as a process group of its own, of which nothing is left afterwards."""
+    """A training of which nothing is left afterwards, its workers included."""
     path = f"{python_path}{os.pathsep}{Path(__file__).parents[2]}"
     process = subprocess.Popen(
         [sys.executable, *launcher, "-m", "grpo_core.train", str(run)],
@@ -221,16 +237,15 @@ def _started(run: Path, python_path: Path, stuck_at: int, *launcher: str) -> Ite
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
-    watchdog = threading.Timer(600, os.killpg, (process.pid, signal.SIGKILL))
+    watchdog = threading.Timer(600, _kill_tree, (process.pid,))
     watchdog.start()
     try:
         yield process
     finally:
         watchdog.cancel()
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill_tree(process.pid)
         process.wait()
 
 
