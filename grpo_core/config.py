@@ -50,6 +50,13 @@ class RewardConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments given to the function at each call."""
 
+    @model_validator(mode="after")
+    def _args_can_be_written_as_toml(self) -> RewardConfig:
+        missing = [key for key, value in self.args.items() if value is None]
+        if missing:
+            raise ValueError(f"args.{missing[0]} is null; leave it out to have the function's default")
+        return self
+
     @property
     def name(self) -> str:
         """Name in metrics and reports: the function's own name."""

@@ -7,11 +7,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import mlflow
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
-import mlflow
 from tasks.lineage import lineage_keys
 from tasks.stage import EVALUATE, PLAN, REGISTER, TRAIN, VALIDATE, Context, run_stage
 from tasks.tracking import connect, tracking_uri, training_run_id

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+
 from grpo_core.config import RunConfig
 from tasks.storage import storage_root, write_text
 

@@ -131,10 +131,10 @@ def test_mlflow_has_the_configuration_the_plan_live_metrics_and_the_evaluation(f
 
 
 def test_the_registered_version_carries_the_alias_and_loads_with_transformers(finished: Path, tmp_path: Path) -> None:
+    import mlflow
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    import mlflow
     from tasks.tracking import connect
 
     registration = json.loads((finished / "registration.json").read_text())
@@ -161,9 +161,8 @@ print("answer:", llm.generate("12+3=", SamplingParams(temperature=0, max_tokens=
 
 
 def test_the_registered_version_answers_in_vllm_as_in_transformers(finished: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     import mlflow
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = mlflow.artifacts.download_artifacts("models:/arithmetic@candidate", dst_path=str(tmp_path)) + "/model"
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -40,6 +40,7 @@ VALUES: dict[str, Any] = {
         ({"rewards": []}, "rewards = []"),
         ({"rewards": [{"function": "length"}, {"function": "mine:length"}]}, "share a name"),
         ({"evaluation": {"accuracy_reward": "other"}}, "'other' is not among the rewards"),
+        ({"rewards": [{"function": "length", "args": {"target": None}}]}, "args.target is null"),
         ({"name": "../up"}, "name = '../up'"),
     ],
 )
