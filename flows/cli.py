@@ -136,7 +136,8 @@ def _summary(folder: Path, seconds: float) -> None:
         f"registered  {registration['model_name']} version {registration['version']}, "
         f"alias {registration['alias']}\n"
         f"run         {folder}\n"
-        "look at it  make ui  (Prefect on http://127.0.0.1:4200, MLflow on http://127.0.0.1:5000)",
+        "look at it  make ui: http://127.0.0.1:4200 (Prefect), http://127.0.0.1:5000 (MLflow)",
+        soft_wrap=True,
         highlight=False,
     )
 
