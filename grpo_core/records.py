@@ -84,10 +84,6 @@ class Records:
             "resumed_at_step": self.resumed_at or None,
             "metrics": self.last,
         }
-        # While this thread waits, gloo's can let go of the last tensors, for which it needs the GIL; destroying the
-        # process group joins it with the GIL held.
-        self.accelerator.wait_for_everyone()
-        self.accelerator.end_training()
         if self.accelerator.is_main_process:
             self.file.close()
             temporary = self.output / "result.json.tmp"

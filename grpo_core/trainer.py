@@ -90,11 +90,16 @@ def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, An
             keep = config.train.save_total_limit
             checkpoint.save(accelerator, output / "checkpoints", progress, fingerprint, keep)
 
-    session.engine.close()
     if accelerator.is_main_process:
         session.model.save_pretrained(output / "model")
         session.tokenizer.save_pretrained(output / "model")
-    return records.finish(progress)
+    result = records.finish(progress)
+    # While this thread waits, gloo's can let go of the last tensors, for which it needs the GIL; destroying the process
+    # group joins it with the GIL held.
+    accelerator.wait_for_everyone()
+    session.engine.close()
+    accelerator.end_training()
+    return result
 
 
 def set_up(run: Path, report_to: str | None) -> Session:

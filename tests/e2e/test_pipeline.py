@@ -250,6 +250,7 @@ def test_a_damaged_model_fails_evaluate_and_leaves_the_training_as_it_is(finishe
 def test_an_unreachable_registry_fails_register_and_a_rerun_does_only_that(
     finished: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _run(inputs)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(Exception, match=r"127\.0\.0\.1"):
