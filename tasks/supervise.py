@@ -12,10 +12,12 @@ import ctypes
 import os
 import signal
 import sys
+import time
 
 import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
+KILL_POLL_SECONDS = 0.01
 
 
 async def supervise(command: list[str], grace: float) -> int:
@@ -39,14 +41,23 @@ async def supervise(command: list[str], grace: float) -> int:
 
 
 def kill_descendants() -> None:
-    """SIGKILL until none is left; a process killed here may still be starting another."""
-    while children := [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]:
-        for child in children:
-            try:
-                child.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(children, timeout=1)
+    """SIGKILL until none is left; a process killed here may still be starting another.
+
+    Zombies count as gone and are not waited for: who started the command waits for it and wants its status.
+    """
+    while any([_kill(child) for child in psutil.Process().children(recursive=True)]):
+        time.sleep(KILL_POLL_SECONDS)
+
+
+def _kill(process: psutil.Process) -> bool:
+    """SIGKILL it; False when there was nothing left to kill."""
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        process.kill()
+    except psutil.NoSuchProcess:
+        return False
+    return True
 
 
 def main() -> None:
