@@ -45,7 +45,7 @@ def kill_descendants() -> None:
 
     Zombies count as gone and are not waited for: who started the command waits for it and wants its status.
     """
-    while any([_kill(child) for child in psutil.Process().children(recursive=True)]):
+    while sum(map(_kill, psutil.Process().children(recursive=True))):
         time.sleep(KILL_POLL_SECONDS)
 
 
