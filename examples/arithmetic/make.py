@@ -67,7 +67,7 @@ def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        tie_word_embeddings=False,  # vLLM on CPU does not reload tied embeddings faithfully
+        tie_word_embeddings=False,  # an engine may keep a packed copy of a tied head; here there is none
         dtype="float32",
         **ids,
     )

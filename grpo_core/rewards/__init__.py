@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +70,8 @@ def score(
     rows: Sequence[Mapping[str, Any]],  # B dataset rows, "prompt" among their columns
     completions: Sequence[Any],  # B texts, or conversations for conversational prompts
     completion_ids: Sequence[list[int]],
-) -> tuple[list[float], float]:
-    """The B rewards (NaN for None) and the seconds they took; RewardError when the function breaks its contract."""
+) -> list[float]:
+    """The B rewards, NaN for None; RewardError when the function breaks its contract."""
     columns = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
     available = {
         **columns,
@@ -83,12 +82,10 @@ def score(
     }
     accepts = reward.accepts
     arguments = available if accepts is None else {k: v for k, v in available.items() if k in accepts}
-    start = time.perf_counter()
     try:
         values = reward.function(**arguments)
     except Exception as error:
         raise RewardError(f"reward {reward.name!r} raised {type(error).__name__}: {error}") from error
-    seconds = time.perf_counter() - start
     if not isinstance(values, Sequence) or len(values) != len(rows):
         got = f"{len(values)} values" if isinstance(values, Sequence) else type(values).__name__
         raise RewardError(f"reward {reward.name!r} returned {got} for {len(rows)} completions; one each is needed")
@@ -98,7 +95,7 @@ def score(
                 f"reward {reward.name!r} returned {value!r} for prompt {row['prompt']!r}, completion {completion!r}; "
                 "return a finite number, or None where it does not apply"
             )
-    return [math.nan if value is None else float(value) for value in values], seconds
+    return [math.nan if value is None else float(value) for value in values]
 
 
 def _is_finite_number(value: Any) -> bool:

@@ -88,7 +88,7 @@ def score_completions(
     data = [prompts.rows[row] for row in rows]
     ids = [completion.ids for completion in completions]
     decoded = decode_completions(data, ids, tokenizer)
-    columns = [reward_functions.score(reward, data, decoded, ids)[0] for reward in rewards]
+    columns = [reward_functions.score(reward, data, decoded, ids) for reward in rewards]
     return [
         Sample(row, completion, text if isinstance(text, str) else text[-1]["content"], list(values))
         for row, completion, text, *values in zip(rows, completions, decoded, *columns, strict=True)

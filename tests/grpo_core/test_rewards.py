@@ -95,11 +95,11 @@ def test_a_function_gets_the_rollout_the_columns_and_its_arguments(
     config = _module(tmp_path, monkeypatch, body).model_copy(update={"args": {"bonus": 3}})
     reward = resolve(config)
     assert reward.columns == ("answer",)
-    assert score(reward, ROWS, ["2", "5"], [[1], [2]])[0] == [3, 0]
+    assert score(reward, ROWS, ["2", "5"], [[1], [2]]) == [3, 0]
 
 
 def test_none_means_not_scored() -> None:
-    values, _ = score(resolve(RewardConfig(function="exact_match")), [{**ROWS[0], "answer": None}], ["2"], [[1]])
+    values = score(resolve(RewardConfig(function="exact_match")), [{**ROWS[0], "answer": None}], ["2"], [[1]])
     assert math.isnan(values[0])
 
 

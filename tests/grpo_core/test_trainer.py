@@ -36,7 +36,7 @@ from tests.conftest import config_values, make_model, make_run
 CALM_ADAM = {"adam_epsilon": 1e-3}
 WINDOWS = {"num_iterations": 2, "steps_per_generation": 4, "beta": 0.1, "max_steps": 7}
 
-# Blocks the fourth scoring of a first attempt for good.
+# Blocks for good at the scoring that $STUCK_AT numbers.
 REWARD = """
 import os, threading
 calls = []
