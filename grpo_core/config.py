@@ -1,6 +1,6 @@
-"""Every knob of a run, declared once: the TOML schema, the flow's form and the training process's input.
+"""A run's configuration: read from TOML, checked as a whole, written back. Its keys are declared in `sections`.
 
-Keys that mean the same as in TRL's GRPOConfig carry TRL's names. Imports no torch, so that a plan answers at once.
+Imports no torch, so that a plan answers at once.
 """
 
 from __future__ import annotations
@@ -10,167 +10,27 @@ import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from grpo_core.sections import (
+    AlgorithmConfig,
+    DataConfig,
+    EvaluationConfig,
+    HealthConfig,
+    ModelConfig,
+    RegistryConfig,
+    RewardConfig,
+    RolloutConfig,
+    Section,
+    TrainConfig,
+)
 
 
 class ConfigError(ValueError):
     """A configuration that breaks a rule; the message names each key, its value, the rule and a way out."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-
-class ModelConfig(Section):
-    name_or_path: str
-    """Hugging Face model folder or hub name of the base model."""
-    revision: str | None = None
-    """Hub revision (branch, tag or commit); only for hub names."""
-
-
-class DataConfig(Section):
-    train: str
-    """Training prompts: a .parquet, .jsonl, .json or .csv file, a dataset saved to disk, or a hub name."""
-    eval: str
-    """Held-out prompts, in any of the same forms; they must not appear in `train`."""
-    train_split: str = "train"
-    """Split to take when `train` is a hub name or a saved DatasetDict."""
-    eval_split: str = "test"
-    """Split to take when `eval` is a hub name or a saved DatasetDict."""
-
-
-class RewardConfig(Section):
-    function: str
-    """A built-in reward's name, or `package.module:function` with TRL's signature."""
-    weight: float = 1.0
-    """Factor of this reward in the sum."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments given to the function at each call."""
-
-    @model_validator(mode="after")
-    def _args_can_be_written_as_toml(self) -> RewardConfig:
-        missing = [key for key, value in self.args.items() if value is None]
-        if missing:
-            raise ValueError(f"args.{missing[0]} is null; leave it out to have the function's default")
-        return self
-
-    @property
-    def name(self) -> str:
-        """Name in metrics and reports: the function's own name."""
-        return self.function.rsplit(":", 1)[-1]
-
-
-class RolloutConfig(Section):
-    engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """What samples completions; `auto` takes vLLM on a GPU and transformers on a CPU."""
-    num_generations: int = Field(8, ge=2)
-    """G: completions sampled for each prompt."""
-    max_completion_length: int = Field(256, ge=1)
-    """Tokens after which a completion is cut off."""
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; log-probabilities in training are scaled by it too."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling: the smallest set of tokens with at least this probability; 1 keeps all."""
-    top_k: int = Field(0, ge=0)
-    """Sample among this many most likely tokens; 0 keeps all."""
-    gpu_memory_utilization: float = Field(0.3, gt=0, le=1)
-    """Share of the GPU's memory that vLLM takes for its weights and KV cache."""
-    cpu_kv_cache_gib: int = Field(1, ge=1)
-    """vLLM's KV cache when it runs on a CPU, in GiB."""
-
-
-class TrainConfig(Section):
-    num_processes: int = Field(1, ge=1)
-    """Training processes (one per GPU) started by `accelerate launch`."""
-    mixed_precision: Literal["no", "bf16"] = "no"
-    """`bf16` runs forward and backward under autocast; weights and optimizer stay float32."""
-    per_device_train_batch_size: int = Field(8, ge=1)
-    """Completions per process and micro-step."""
-    gradient_accumulation_steps: int = Field(1, ge=1)
-    """Micro-steps per optimizer update."""
-    steps_per_generation: int | None = Field(None, ge=1)
-    """Micro-steps that one generation batch feeds; default: gradient_accumulation_steps."""
-    generation_batch_size: int | None = Field(None, ge=1)
-    """Completions sampled at once over all processes; give this or steps_per_generation, not both."""
-    num_iterations: int = Field(1, ge=1)
-    """Passes over each generation batch (mu in the GRPO paper)."""
-    num_train_epochs: float = Field(1.0, gt=0)
-    """Passes over the prompts; may be fractional."""
-    max_steps: int | None = Field(None, ge=1)
-    """Optimizer updates; overrides num_train_epochs."""
-    learning_rate: float = Field(1e-6, gt=0)
-    """AdamW's peak learning rate."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
-    """Course of the learning rate after warm-up."""
-    warmup_steps: float = Field(0, ge=0)
-    """Updates of linear warm-up; a value below 1 is a share of max_steps."""
-    weight_decay: float = Field(0.0, ge=0)
-    """AdamW's decoupled weight decay (biases and norms excluded)."""
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW's first-moment decay."""
-    adam_beta2: float = Field(0.999, ge=0, lt=1)
-    """AdamW's second-moment decay."""
-    adam_epsilon: float = Field(1e-8, gt=0)
-    """AdamW's epsilon."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this global norm."""
-    loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo"] = "dapo"
-    """How per-token losses are averaged; see docs/algorithm.md."""
-    beta: float = Field(0.0, ge=0)
-    """Weight of the KL to the base model; 0 loads no reference model."""
-    use_bias_correction_kl: bool = True
-    """Multiply the KL estimate by the importance ratio, so that its gradient is unbiased off-policy."""
-    epsilon: float = Field(0.2, ge=0)
-    """Lower clipping bound of the ratio: 1 - epsilon."""
-    epsilon_high: float | None = Field(None, ge=0)
-    """Upper clipping bound is 1 + epsilon_high; default: epsilon. DAPO recommends 0.28."""
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    """One ratio per token (GRPO) or one per completion, the geometric mean of its tokens' (GSPO)."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide advantages by the group's standard deviation, the batch's, or not at all (Dr. GRPO)."""
-    mask_truncated_completions: bool = False
-    """Leave completions that hit max_completion_length out of the loss (DAPO)."""
-    save_steps: int = Field(100, ge=1)
-    """A checkpoint every this many updates."""
-    save_total_limit: int = Field(2, ge=1)
-    """Checkpoints kept, newest first."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> TrainConfig:
-        if self.steps_per_generation is not None and self.generation_batch_size is not None:
-            raise ValueError(
-                f"steps_per_generation={self.steps_per_generation} and generation_batch_size="
-                f"{self.generation_batch_size} are both given; each follows from the other: remove one"
-            )
-        if self.lr_scheduler_type == "constant" and self.warmup_steps > 0:
-            raise ValueError(
-                f"lr_scheduler_type='constant' ignores warmup_steps={self.warmup_steps:g}; "
-                "use 'constant_with_warmup' or remove warmup_steps"
-            )
-        return self
-
-
-class EvaluationConfig(Section):
-    accuracy_reward: str | None = None
-    """Reward whose value of 1 counts as a right answer; default: the first reward."""
-    max_completion_length: int | None = Field(None, ge=1)
-    """Tokens after which an evaluated completion is cut off; default: the rollout's."""
-    bootstrap_resamples: int = Field(10_000, ge=100)
-    """Resamples of the prompts for the paired interval."""
-    confidence: float = Field(0.95, gt=0, lt=1)
-    """Coverage of the interval."""
-
-
-class RegistryConfig(Section):
-    experiment: str = "grpo"
-    """MLflow experiment of the run."""
-    model_name: str | None = None
-    """Registered model that gets a new version; default: the run's name."""
-    alias: str = "candidate"
-    """Alias set on the new version."""
 
 
 class RunConfig(Section):
@@ -182,7 +42,9 @@ class RunConfig(Section):
     data: DataConfig
     rewards: list[RewardConfig] = Field(min_length=1)
     rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
+    health: HealthConfig = HealthConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     registry: RegistryConfig = RegistryConfig()
 
@@ -194,6 +56,11 @@ class RunConfig(Section):
         if self.evaluation.accuracy_reward not in (None, *names):
             raise ValueError(
                 f"evaluation.accuracy_reward={self.evaluation.accuracy_reward!r} is not among the rewards {names}"
+            )
+        if self.model.use_peft and self.algorithm.sync_ref_model:
+            raise ValueError(
+                "algorithm.sync_ref_model=true with model.use_peft=true: the reference policy is the base model under "
+                "the adapter, which does not move; remove one of the two"
             )
         return self
 
@@ -241,7 +108,7 @@ def describe_keys() -> Iterator[tuple[str, str, str, str]]:
             default = "required" if name in schema.get("required", ()) else _toml(field.get("default"))
             forms = field.get("anyOf", [field])
             accepts = " or ".join(_accepts(form) for form in forms if form.get("type") != "null")
-            yield f"{prefix}{name}", default, accepts, field.get("description", "")
+            yield f"{prefix}{name}", default, accepts, field.get("description", "").replace("\n", " ")
 
     root = RunConfig.model_json_schema()
     yield from walk(root, "")

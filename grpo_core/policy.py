@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.batching import Sequences
-from grpo_core.config import ModelConfig
+from grpo_core.sections import ModelConfig
 
 
 def load_tokenizer(config: ModelConfig) -> Any:

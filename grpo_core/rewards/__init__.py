@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_core.config import RewardConfig
+from grpo_core.sections import RewardConfig
 from grpo_core.rewards import builtin
 
 RewardFunction = Callable[..., list[float | None]]

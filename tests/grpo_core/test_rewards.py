@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_core.config import RewardConfig
+from grpo_core.sections import RewardConfig
 from grpo_core.rewards import RewardError, resolve, score
 from grpo_core.rewards.builtin import exact_match, format_regex, length, numeric_match
 

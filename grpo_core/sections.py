@@ -1,0 +1,351 @@
+"""The sections of a run's configuration: every knob, declared once, with its meaning and bounds.
+
+Keys that mean the same as in TRL's GRPOConfig carry TRL's names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    name_or_path: str
+    """Hugging Face model folder or hub name of the base model."""
+    revision: str | None = None
+    """Hub revision (branch, tag or commit); only for hub names."""
+    use_peft: bool = False
+    """Train a LoRA adapter (arXiv:2106.09685) and leave the base model as it is."""
+    lora_r: int = Field(16, ge=1)
+    """Rank of the adapter."""
+    lora_alpha: int = Field(32, ge=1)
+    """The adapter's change is scaled by lora_alpha / lora_r."""
+    lora_target_modules: list[str] | None = Field(None, min_length=1)
+    """Names of the linear layers that get an adapter; default: all but the head."""
+
+
+class DataConfig(Section):
+    train: str
+    """Training prompts: a .parquet, .jsonl, .json or .csv file, a dataset saved to disk, or a hub name."""
+    eval: str
+    """Held-out prompts, in any of the same forms; they must not appear in `train`."""
+    train_split: str = "train"
+    """Split to take when `train` is a hub name or a saved DatasetDict."""
+    eval_split: str = "test"
+    """Split to take when `eval` is a hub name or a saved DatasetDict."""
+
+
+class RewardConfig(Section):
+    function: str
+    """A built-in reward's name, or `package.module:function` with TRL's signature."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments given to the function at each call."""
+    timeout: float = Field(300.0, gt=0)
+    """Seconds after which scoring one generation batch counts as hung and stops the training."""
+
+    @model_validator(mode="after")
+    def _args_can_be_written_as_toml(self) -> RewardConfig:
+        missing = [key for key, value in self.args.items() if value is None]
+        if missing:
+            raise ValueError(f"args.{missing[0]} is null; leave it out to have the function's default")
+        return self
+
+    @property
+    def name(self) -> str:
+        """Name in metrics and reports: the function's own name."""
+        return self.function.rsplit(":", 1)[-1]
+
+
+class RolloutConfig(Section):
+    engine: Literal["auto", "vllm", "transformers"] = "auto"
+    """What samples completions; `auto` takes vLLM on a GPU and transformers on a CPU."""
+    num_generations: int = Field(8, ge=2)
+    """G: completions sampled for each prompt."""
+    max_completion_length: int = Field(256, ge=1)
+    """Tokens after which a completion is cut off."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; log-probabilities in training are scaled by it too."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: the smallest set of tokens with at least this probability; 1 keeps all."""
+    top_k: int = Field(0, ge=0)
+    """Sample among this many most likely tokens; 0 keeps all."""
+    dynamic_sample: bool = False
+    """Replace groups whose rewards are all equal by groups of fresh prompts (DAPO's dynamic sampling)."""
+    max_resample_times: int = Field(3, ge=1)
+    """Rounds of such replacements for a generation batch; what is left after them stays in it."""
+    max_sync_drift: float | None = Field(None, gt=0)
+    """Mean difference between the engine's and the trainer's log-probabilities of a fixed probe batch, after the weights
+    were handed over, above which training stops; default: 0.001, in bf16 0.1."""
+    gpu_memory_utilization: float = Field(0.3, gt=0, le=1)
+    """Share of the GPU's memory that vLLM takes for its weights and KV cache."""
+    cpu_kv_cache_gib: int = Field(1, ge=1)
+    """vLLM's KV cache when it runs on a CPU, in GiB."""
+
+
+class AlgorithmConfig(Section):
+    """Rewards → advantages → loss; docs/algorithm.md has each formula and its paper."""
+
+    advantage_estimator: Literal["grpo", "rloo"] = "grpo"
+    """What a reward is compared with: its group's mean (GRPO), or the mean of the others in its group (RLOO)."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide advantages by the group's standard deviation, the batch's, or not at all (Dr. GRPO)."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Weighted sum of the rewards, then normalise; or normalise each reward in its group, then sum (GDPO)."""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = "dapo"
+    """Loss of a token, and how tokens are averaged."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """One ratio per token (GRPO) or one per completion, the geometric mean of its tokens' (GSPO)."""
+    epsilon: float = Field(0.2, ge=0)
+    """Lower clipping bound of the ratio: 1 - epsilon."""
+    epsilon_high: float | None = Field(None, ge=0)
+    """Upper clipping bound is 1 + epsilon_high; default: epsilon. DAPO recommends 0.28. For cispo it is the bound itself
+    (the paper's 5.0)."""
+    delta: float | None = Field(None, gt=1)
+    """Bound of the ratio where the advantage is negative, above 1 + epsilon_high (two-sided clipping); default: none."""
+    sapo_temperature_pos: float = Field(1.0, gt=0)
+    """sapo: temperature of the soft gate for positive advantages."""
+    sapo_temperature_neg: float = Field(1.05, gt=0)
+    """sapo: temperature of the soft gate for the others."""
+    vespo_k_pos: float = Field(2.0, ge=0)
+    """vespo: power of the sequence weight for advantages of 0 and above."""
+    vespo_lambda_pos: float = Field(3.0, ge=0)
+    """vespo: decay of the sequence weight for advantages of 0 and above."""
+    vespo_k_neg: float = Field(3.0, ge=0)
+    """vespo: power of the sequence weight for negative advantages."""
+    vespo_lambda_neg: float = Field(2.0, ge=0)
+    """vespo: decay of the sequence weight for negative advantages."""
+    beta: float = Field(0.0, ge=0)
+    """Weight of the KL to the reference policy; 0 needs none."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL estimate by the importance ratio, so that its gradient is unbiased off-policy."""
+    sync_ref_model: bool = False
+    """Move the reference policy towards the policy every ref_model_sync_steps updates (TR-DPO)."""
+    ref_model_mixup_alpha: float = Field(0.6, gt=0, le=1)
+    """New reference = alpha * policy + (1 - alpha) * old reference."""
+    ref_model_sync_steps: int = Field(512, ge=1)
+    """Updates between two moves of the reference policy."""
+    mask_truncated_completions: bool = False
+    """Leave completions that hit max_completion_length out of the loss (DAPO)."""
+    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    """Share of the tokens, those of the highest entropy, whose policy loss is trained; 1 trains all."""
+    off_policy_mask_threshold: float | None = Field(None, gt=0)
+    """Leave out completions with a negative advantage from which the policy has moved away by more than this mean
+    log-ratio (DeepSeek-V3.2); default: none."""
+    vllm_importance_sampling_correction: bool = True
+    """Correct for the difference between the sampling engine's (any engine's) log-probabilities and the trainer's."""
+    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "sequence_mask"
+    )
+    """One correction per token or per completion; outside the bounds it is clamped (truncate) or made 0 (mask)."""
+    vllm_importance_sampling_clip_max: float = Field(3.0, gt=0)
+    """Upper bound of the correction."""
+    vllm_importance_sampling_clip_min: float | None = Field(None, gt=0)
+    """Lower bound of the correction; default: none."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of an entropy bonus; with use_adaptive_entropy, its first value."""
+    use_adaptive_entropy: bool = False
+    """Raise entropy_coef while entropy is at or below entropy_target, lower it else (Skywork-OR1); the bonus applies only
+    while it is at or below."""
+    entropy_coef_min: float = Field(0.0, ge=0)
+    """Adaptive entropy: lower bound of the weight."""
+    entropy_coef_max: float = Field(1.0, ge=0)
+    """Adaptive entropy: upper bound of the weight."""
+    entropy_coef_delta: float = Field(0.005, gt=0)
+    """Adaptive entropy: change of the weight after an update."""
+    entropy_target: float = Field(0.2, ge=0)
+    """Adaptive entropy: mean entropy of a token to keep, in nats."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AlgorithmConfig:
+        problem = None
+        if self.multi_objective_aggregation == "normalize_then_sum" and (
+            self.advantage_estimator != "grpo" or self.scale_rewards != "group"
+        ):
+            problem = (
+                "multi_objective_aggregation='normalize_then_sum' normalises in its own way; leave advantage_estimator "
+                f"and scale_rewards at 'grpo' and 'group' (they are {self.advantage_estimator!r} and "
+                f"{self.scale_rewards!r})"
+            )
+        elif self.delta is not None and self.delta <= 1 + self.upper_clip:
+            problem = (
+                f"delta={self.delta:g} must be above 1 + epsilon_high = {1 + self.upper_clip:g}, which clips first"
+            )
+        elif self.delta is not None and self.loss_type in ("cispo", "sapo", "vespo"):
+            problem = f"loss_type={self.loss_type!r} does not clip in two sides; remove delta"
+        elif self.loss_type == "vespo" and self.importance_sampling_level != "token":
+            problem = "loss_type='vespo' makes its own sequence weight; use importance_sampling_level='token'"
+        elif self.loss_type == "luspo" and self.importance_sampling_level != "sequence":
+            problem = "loss_type='luspo' is defined on sequences; set importance_sampling_level='sequence'"
+        elif self.loss_type == "cispo" and self.epsilon_high is None:
+            problem = "loss_type='cispo' takes epsilon_high as the bound of the ratio itself; set it (the paper: 5.0)"
+        elif self.loss_type == "vespo" and self._corrects_by_sequence:
+            problem = (
+                f"loss_type='vespo' sums the corrections of tokens; vllm_importance_sampling_mode="
+                f"{self.vllm_importance_sampling_mode!r} has none: use 'token_truncate' or 'token_mask'"
+            )
+        elif self.sync_ref_model and self.beta == 0:
+            problem = "sync_ref_model=true has no reference policy to move while beta=0; set beta or remove it"
+        elif self.entropy_coef_min > self.entropy_coef_max:
+            problem = f"entropy_coef_min={self.entropy_coef_min:g} is above entropy_coef_max={self.entropy_coef_max:g}"
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    @property
+    def upper_clip(self) -> float:
+        """epsilon_high, or epsilon where it is not given."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        return self.use_adaptive_entropy or self.entropy_coef > 0
+
+    @property
+    def _corrects_by_sequence(self) -> bool:
+        return self.vllm_importance_sampling_correction and self.vllm_importance_sampling_mode.startswith("sequence")
+
+
+HealthAction = Literal["warn", "stop", "roll_back"]
+
+
+class HealthConfig(Section):
+    """What counts as unhealthy and what is done then: warn, stop, or roll back to the last healthy checkpoint and go on
+    from there with fresh samples and half the learning rate."""
+
+    patience: int = Field(5, ge=1)
+    """Updates in a row that a limit has to be broken before its action is taken."""
+    max_roll_backs: int = Field(2, ge=1)
+    """Roll-backs after which the next one is a stop."""
+    zero_advantages_steps: int = Field(20, ge=1)
+    """Limit: updates in a row in which no completion has an advantage."""
+    zero_advantages_action: HealthAction = "warn"
+    """What then."""
+    min_entropy: float = Field(1e-3, ge=0)
+    """Limit: mean entropy of a token, in nats; below, the policy says one thing only."""
+    entropy_action: HealthAction = "warn"
+    """What then."""
+    max_kl: float = Field(10.0, gt=0)
+    """Limit: mean KL to the reference policy, in nats per token."""
+    kl_action: HealthAction = "stop"
+    """What then."""
+    max_clip_ratio: float = Field(0.5, gt=0, le=1)
+    """Limit: share of tokens whose gradient the clip removes."""
+    clip_ratio_action: HealthAction = "warn"
+    """What then."""
+    max_log_ratio: float = Field(5.0, gt=0)
+    """Limit: largest |log-ratio| between the policy and the one that sampled, of a token."""
+    log_ratio_action: HealthAction = "warn"
+    """What then."""
+    max_clipped_length: float = Field(0.9, gt=0, le=1)
+    """Limit: share of completions that hit max_completion_length."""
+    clipped_length_action: HealthAction = "warn"
+    """What then."""
+    not_finite_action: Literal["stop", "roll_back"] = "stop"
+    """What is done at once when a loss, gradient or log-probability is NaN or infinite."""
+
+
+class TrainConfig(Section):
+    num_processes: int = Field(1, ge=1)
+    """Training processes (one per GPU) started by `accelerate launch`."""
+    mixed_precision: Literal["no", "bf16"] = "no"
+    """`bf16` runs forward and backward under autocast; weights and optimizer stay float32."""
+    per_device_train_batch_size: int = Field(8, ge=1)
+    """Completions per process and micro-step."""
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    """Micro-steps per optimizer update."""
+    steps_per_generation: int | None = Field(None, ge=1)
+    """Micro-steps that one generation batch feeds; default: gradient_accumulation_steps."""
+    generation_batch_size: int | None = Field(None, ge=1)
+    """Completions sampled at once over all processes; give this or steps_per_generation, not both."""
+    num_iterations: int = Field(1, ge=1)
+    """Passes over each generation batch (mu in the GRPO paper)."""
+    num_train_epochs: float = Field(1.0, gt=0)
+    """Passes over the prompts; may be fractional."""
+    max_steps: int | None = Field(None, ge=1)
+    """Optimizer updates; overrides num_train_epochs."""
+    learning_rate: float = Field(1e-6, gt=0)
+    """AdamW's peak learning rate."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    """Course of the learning rate after warm-up."""
+    warmup_steps: float = Field(0, ge=0)
+    """Updates of linear warm-up; a value below 1 is a share of max_steps."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay (biases and norms excluded)."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's first-moment decay."""
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    """AdamW's second-moment decay."""
+    adam_epsilon: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
+    save_steps: int = Field(100, ge=1)
+    """A checkpoint every this many updates."""
+    save_total_limit: int = Field(2, ge=1)
+    """Checkpoints kept, newest first; the newest healthy one is always among them."""
+    eval_steps: int | None = Field(None, ge=1)
+    """Evaluate on the held-out prompts every this many updates and after the last; default: never during training."""
+    metric_for_best_model: Literal["eval_reward", "eval_accuracy"] = "eval_reward"
+    """The evaluation metric that says which model is best; larger is better."""
+    load_best_model_at_end: bool = False
+    """Hand on the best evaluated model instead of the last."""
+    early_stopping_patience: int | None = Field(None, ge=1)
+    """Stop after this many evaluations in a row without a new best; default: never."""
+    early_stopping_threshold: float = Field(0.0, ge=0)
+    """How much better than the best an evaluation has to be to count as a new best for early stopping."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainConfig:
+        if self.steps_per_generation is not None and self.generation_batch_size is not None:
+            raise ValueError(
+                f"steps_per_generation={self.steps_per_generation} and generation_batch_size="
+                f"{self.generation_batch_size} are both given; each follows from the other: remove one"
+            )
+        if self.lr_scheduler_type == "constant" and self.warmup_steps > 0:
+            raise ValueError(
+                f"lr_scheduler_type='constant' ignores warmup_steps={self.warmup_steps:g}; "
+                "use 'constant_with_warmup' or remove warmup_steps"
+            )
+        needs_evaluation = {
+            "load_best_model_at_end": self.load_best_model_at_end,
+            "early_stopping_patience": self.early_stopping_patience,
+        }
+        for key, value in needs_evaluation.items():
+            if value and self.eval_steps is None:
+                raise ValueError(f"{key}={value} needs evaluations to go by; set eval_steps")
+        return self
+
+
+class EvaluationConfig(Section):
+    accuracy_reward: str | None = None
+    """Reward whose value of 1 counts as a right answer; default: the first reward."""
+    max_completion_length: int | None = Field(None, ge=1)
+    """Tokens after which an evaluated completion is cut off; default: the rollout's."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of an evaluation; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling in an evaluation; 1 keeps all tokens."""
+    top_k: int = Field(0, ge=0)
+    """Sample among this many most likely tokens in an evaluation; 0 keeps all."""
+    bootstrap_resamples: int = Field(10_000, ge=100)
+    """Resamples of the prompts for the paired interval."""
+    confidence: float = Field(0.95, gt=0, lt=1)
+    """Coverage of the interval."""
+
+
+class RegistryConfig(Section):
+    experiment: str = "grpo"
+    """MLflow experiment of the run."""
+    model_name: str | None = None
+    """Registered model that gets a new version; default: the run's name."""
+    alias: str = "candidate"
+    """Alias set on the new version."""
