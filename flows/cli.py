@@ -124,15 +124,17 @@ def _summary(folder: Path, seconds: float) -> None:
     from tasks.stage import EVALUATE, REGISTER, TRAIN
 
     report, training, registration = (stage.read_receipt(folder) for stage in (EVALUATE, TRAIN, REGISTER))
+    counted = training["counted"]
     base, trained, gain = report["base"], report["trained"], report["difference"]
-    table = Table("", "base", "trained", "difference", title=f"{report['num_prompts']} held-out prompts, greedy")
+    drawn = f"temperature {report['temperature']:g}" if report["temperature"] else "greedy"
+    table = Table("", "base", "trained", "difference", title=f"{report['num_prompts']} held-out prompts, {drawn}")
     for name, form in (("accuracy", ".1%"), ("reward", ".3f")):
         interval = f"{gain[name]['mean']:+{form}}  [{gain[name]['low']:+{form}}, {gain[name]['high']:+{form}}]"
         table.add_row(name, f"{base[name]:{form}}", f"{trained[name]:{form}}", interval)
     console.print(table)
     console.print(
-        f"{training['updates']} of {training['planned_updates']} planned updates, "
-        f"{training['completions']:,} completions; pipeline took {seconds:.0f} s\n"
+        f"{counted['updates']} of {training['planned']['updates']} planned updates, "
+        f"{counted['completions']:,} completions; pipeline took {seconds:.0f} s\n"
         f"registered  {registration['model_name']} version {registration['version']}, "
         f"alias {registration['alias']}\n"
         f"run         {folder}\n"

@@ -26,33 +26,61 @@ def group_advantages(
     weights: Tensor,  # (K,)
     num_generations: int,
     scale_rewards: Literal["group", "batch", "none"] = "group",
+    *,
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
+    estimator: Literal["grpo", "rloo"] = "grpo",
 ) -> Advantages:
-    """A_i = (r_i − mean_group) / (σ + 1e-4), r_i = Σ_k w_k R_ik over the rewards that are not NaN.
+    """A_i = (r_i − baseline_i) / (σ + 1e-4), r_i = Σ_k w_k R_ik over the rewards that are not NaN.
 
-    σ is the sample standard deviation (ddof 1) of the group or of the whole batch; `none` leaves the division out
-    (Dr. GRPO, arXiv:2503.20783). A completion that no function scored stays out of the statistics and gets 0.
+    The baseline is the group's mean (`grpo`) or the mean of the group's other rewards (`rloo`, arXiv:2402.14740). σ is
+    the sample standard deviation (ddof 1) of the group or of the whole batch; `none` leaves the division out (Dr. GRPO,
+    arXiv:2503.20783).
+
+    `normalize_then_sum` (GDPO, arXiv:2601.05242) instead takes z_ik = (R_ik − mean_k) / (σ_k + 1e-4) over the group,
+    one reward function at a time, s_i = Σ_k w_k z_ik and A_i = (s_i − mean) / (σ + 1e-4) over the whole batch; it
+    leaves no choice of estimator and scale. `group_std` is then that of s.
+
+    A completion that no function scored stays out of the statistics and gets 0; so does a lone scored one of a group.
     """
-    matrix = reward_matrix.double()
-    scored = ~matrix.isnan().all(dim=1)  # (B,)
-    rewards = (matrix.nan_to_num(0.0) * weights.double()).sum(dim=1)
-    rewards = torch.where(scored, rewards, torch.nan)
-    groups = rewards.view(-1, num_generations)  # (P, G)
-    mean = groups.nanmean(dim=1, keepdim=True)
-    group_std = torch.stack([sample_std(group) for group in groups])
-    if scale_rewards == "group":
-        scale = group_std[:, None] + STD_EPSILON
-    elif scale_rewards == "batch":
-        scale = sample_std(rewards) + STD_EPSILON
+    matrix = reward_matrix.double().view(-1, num_generations, reward_matrix.shape[1])  # (P, G, K)
+    weights = weights.double()
+    rewards = _sum_scored(weights * matrix)
+    if aggregation == "normalize_then_sum":
+        std = sample_std(matrix.mT)[:, None]  # (P, 1, K)
+        scale = torch.where(std == 0, 0.0, weights / (std + STD_EPSILON))
+        # z sums to 0 in every group: the batch's mean is 0 but for rounding, which shall not reach groups without signal
+        differences = _sum_scored(scale * (matrix - matrix.nanmean(1, keepdim=True)))
+        group_std = sample_std(differences, _sum_scored((scale * matrix).abs()))
+        sigma = sample_std(differences.flatten())
     else:
-        scale = torch.ones(())
-    differences = torch.where(group_std[:, None] == 0, 0.0, groups - mean)
-    advantages = (differences / scale).view(-1).nan_to_num(0.0)
-    return Advantages(advantages.float(), rewards.float(), group_std.float())
+        sizes = _sum_scored((weights * matrix).abs())
+        differences = rewards - rewards.nanmean(1, keepdim=True)
+        group_std = sample_std(rewards, sizes)
+        if estimator == "rloo":
+            # r_i − Σ_{j≠i} r_j / (n − 1) = (r_i − mean) · n / (n − 1)
+            n = (~rewards.isnan()).sum(1, keepdim=True)
+            differences = differences * n / (n - 1).clamp(min=1)
+        sigma = sample_std(rewards.flatten(), sizes.flatten()) if scale_rewards == "batch" else group_std[:, None]
+    differences = torch.where(group_std[:, None] == 0, 0.0, differences).nan_to_num(0.0)
+    unscaled = scale_rewards == "none" and aggregation == "sum_then_normalize"
+    advantages = differences if unscaled else differences / (sigma + STD_EPSILON)
+    return Advantages(advantages.flatten().float(), rewards.flatten().float(), group_std.float())
 
 
-def sample_std(values: Tensor) -> Tensor:
-    """Standard deviation (ddof 1) of the entries that are not NaN; 0 when they are equal but for rounding, or one."""
-    values = values[~values.isnan()]
-    if len(values) < 2 or values.max() - values.min() <= ROUNDING * values.abs().max():
-        return values.new_zeros(())
-    return values.std()
+def _sum_scored(terms: Tensor) -> Tensor:
+    """Sum over the last dimension of what is not NaN; NaN where all is."""
+    return torch.where(terms.isnan().all(-1), torch.nan, terms.nansum(-1))
+
+
+def sample_std(values: Tensor, sizes: Tensor | None = None) -> Tensor:
+    """Standard deviation (ddof 1) over the last dimension of the entries that are not NaN.
+
+    0 when there is one entry or they are equal but for rounding. That error is relative to the terms that the values
+    are sums of; `sizes`, of the same shape, gives the sum of their absolute values where terms may cancel.
+    """
+    missing = values.isnan()
+    n = (~missing).sum(-1)
+    std = ((values - values.nanmean(-1, keepdim=True)).square().nansum(-1) / (n - 1).clamp(min=1)).sqrt()
+    span = values.masked_fill(missing, -torch.inf).amax(-1) - values.masked_fill(missing, torch.inf).amin(-1)
+    largest = (values if sizes is None else sizes).abs().masked_fill(missing, 0.0).amax(-1)
+    return torch.where((n < 2) | (span <= ROUNDING * largest), 0.0, std)

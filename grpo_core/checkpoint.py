@@ -1,21 +1,32 @@
-"""Everything needed to continue exactly: weights, optimizer, scheduler, RNG of every process, and where the run stands.
+"""Everything needed to continue exactly: weights, optimizer, reference policy, random states, and where the run stands.
 
-A checkpoint is written beside its final name and renamed, so that a killed run leaves whole checkpoints or none.
+A checkpoint is written beside its final name and renamed, with a checksum of each file: a killed run leaves whole
+checkpoints or none, and one that was damaged later is recognised and the one before it used.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import random
 import shutil
-from dataclasses import dataclass, replace
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import nn
 
+from grpo_core.policy import load_trainable_state, trainable_state
+from grpo_core.progress import Progress
 from grpo_core.rollout.engine import Rollout
 
-STATE_FILE = "progress.pt"
+MANIFEST = "manifest.json"
 
 
 class CheckpointError(RuntimeError):
@@ -23,68 +34,155 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Where a run stands after `updates` optimizer updates, summed over all its starts."""
+class Checkpoints:
+    """Where a run's checkpoints lie and the objects that they hold the state of."""
 
-    updates: int = 0
-    rollouts: int = 0
-    completion_tokens: int = 0
-    train_seconds: float = 0.0
-    rollout: Rollout | None = None  # the generation batch in use
+    directory: Path
+    fingerprint: str  # of the configuration and plan that they belong to
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    reference: nn.Module | None  # saved where it moves
 
-    def with_rollout(self, rollout: Rollout) -> Progress:
-        tokens = self.completion_tokens + int(rollout.completion_lengths.sum())
-        return replace(self, rollouts=self.rollouts + 1, completion_tokens=tokens, rollout=rollout)
+    def save(self, progress: Progress, keep: int, *, healthy: bool = True) -> None:
+        """Write `step-NNNNNN`; drop all but the newest `keep` and the newest healthy one. Called by every process.
 
-    def with_update(self, seconds: float) -> Progress:
-        return replace(self, updates=self.updates + 1, train_seconds=self.train_seconds + seconds)
+        The generation batch goes with it: the next update may still read it, and its samples cannot be drawn again,
+        since the policy that drew them is gone.
+        """
+        final = self.directory / f"step-{progress.updates:06d}"
+        temporary = final.with_suffix(".tmp")
+        temporary.mkdir(parents=True, exist_ok=True)
+        torch.save(_random_state(), temporary / f"random-{self.accelerator.process_index}.pt")
+        if self.accelerator.is_main_process:
+            state = {
+                "model": trainable_state(self.model),
+                "optimizer": self.optimizer.state_dict(),
+                "reference": None if self.reference is None else self.reference.state_dict(),
+                "progress": {**dataclasses.asdict(progress), "seen_in_epoch": sorted(progress.seen_in_epoch)},
+            }
+            torch.save(state, temporary / "state.pt")
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            sums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
+            manifest = {
+                "fingerprint": self.fingerprint,
+                "healthy": healthy,
+                "best_step": progress.best_step,
+                "checksums": sums,
+            }
+            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+            _replace(temporary, final)
+            self._prune(keep)
+        self.accelerator.wait_for_everyone()
+
+    def restore(self, *, healthy: bool = False) -> Progress | None:
+        """Load the newest whole checkpoint (the newest `healthy` one) and drop those after it; None when there is none.
+
+        A damaged one is set aside as `step-NNNNNN.damaged` with a warning. CheckpointError when one was written under
+        another configuration.
+        """
+        found: list[Path | None] = [self._newest(healthy) if self.accelerator.is_main_process else None]
+        (folder,) = broadcast_object_list(found)
+        if folder is None:
+            return None
+        state = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
+        load_trainable_state(self.model, state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.reference is not None:
+            self.reference.load_state_dict(state["reference"])
+        _set_random_state(torch.load(folder / f"random-{self.accelerator.process_index}.pt", weights_only=True))
+        progress = state["progress"]
+        progress["rollout"] = None if progress["rollout"] is None else Rollout(**progress["rollout"])
+        progress["seen_in_epoch"] = frozenset(progress["seen_in_epoch"])
+        self.accelerator.wait_for_everyone()
+        return Progress(**progress)
+
+    def best_steps(self) -> set[int]:
+        """The best evaluated step of each checkpoint: the policies that going on from one of them may ask for."""
+        return {_manifest(folder)["best_step"] for folder in self._all()} - {None}
+
+    def _newest(self, healthy: bool) -> Path | None:
+        for left_over in [*self.directory.glob("*.tmp"), *self.directory.glob("*.old")]:
+            shutil.rmtree(left_over)
+        for folder in reversed(self._all()):
+            problem = _damage(folder)
+            if problem:
+                aside = folder.with_suffix(".damaged")
+                if aside.exists():
+                    shutil.rmtree(aside)
+                folder.rename(aside)
+                warnings.warn(f"checkpoint {folder} is damaged ({problem}): the one before it is used", stacklevel=2)
+                continue
+            manifest = _manifest(folder)
+            if manifest["fingerprint"] != self.fingerprint:
+                raise CheckpointError(
+                    f"{folder} was written under another configuration or plan; move {self.directory.parent} away to "
+                    "start anew, or restore the configuration to continue it"
+                )
+            if manifest["healthy"] or not healthy:
+                return folder
+            shutil.rmtree(folder)
+        return None
+
+    def _prune(self, keep: int) -> None:
+        folders = self._all()
+        healthy = [f for f in folders if _manifest(f)["healthy"]]
+        for folder in folders[:-keep]:
+            if folder not in healthy[-1:]:
+                shutil.rmtree(folder)
+
+    def _all(self) -> list[Path]:
+        return sorted(path for path in self.directory.glob("step-*") if not path.suffix)
 
 
-def save(accelerator: Accelerator, directory: Path, progress: Progress, fingerprint: str, keep: int) -> Path:
-    """Write checkpoint `step-NNNNNN` under `directory`, drop all but the newest `keep`; called by every process.
-
-    The generation batch goes with it: the next update may still read it, and its samples cannot be drawn again, since
-    the policy that drew them is gone.
-    """
-    final = directory / f"step-{progress.updates:06d}"
-    temporary = final.with_suffix(".tmp")
-    accelerator.save_state(str(temporary))
-    if accelerator.is_main_process:
-        rollout = None if progress.rollout is None else dataclasses.asdict(progress.rollout)
-        state = {**vars(progress), "rollout": rollout, "fingerprint": fingerprint}
-        torch.save(state, temporary / STATE_FILE)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        temporary.rename(final)
-        for old in _all(directory)[:-keep]:
-            shutil.rmtree(old)
-    accelerator.wait_for_everyone()
-    return final
+def _manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / MANIFEST).read_text())
 
 
-def restore(accelerator: Accelerator, directory: Path, fingerprint: str) -> Progress:
-    """Load the newest checkpoint under `directory` into the prepared objects; a fresh Progress when there is none.
-
-    CheckpointError when it was written under another configuration.
-    """
-    if accelerator.is_main_process and directory.exists():
-        for torn in directory.glob("*.tmp"):
-            shutil.rmtree(torn)
-    accelerator.wait_for_everyone()
-    checkpoints = _all(directory)
-    if not checkpoints:
-        return Progress()
-    newest = checkpoints[-1]
-    state = torch.load(newest / STATE_FILE, weights_only=True)
-    if state.pop("fingerprint") != fingerprint:
-        raise CheckpointError(
-            f"{newest} was written under another configuration or plan; move {directory.parent} away to start anew, "
-            "or restore the configuration to continue it"
-        )
-    accelerator.load_state(str(newest))
-    rollout = state.pop("rollout")
-    return Progress(**state, rollout=None if rollout is None else Rollout(**rollout))
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files, in words; None when they are as they were written."""
+    try:
+        checksums = _manifest(folder)["checksums"]
+    except (OSError, ValueError, KeyError):
+        return f"{MANIFEST} cannot be read"
+    for name, checksum in checksums.items():
+        if not (folder / name).exists():
+            return f"{name} is missing"
+        if _checksum(folder / name) != checksum:
+            return f"{name} is not what was written"
+    return None
 
 
-def _all(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.glob("step-*") if path.suffix != ".tmp")
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _replace(temporary: Path, final: Path) -> None:
+    """Rename over a folder that may exist."""
+    if final.exists():
+        final.rename(final.with_suffix(".old"))
+    temporary.rename(final)
+    shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
+
+
+def _random_state() -> dict[str, Any]:
+    """The global random states that a reward function of the user may draw from; training itself draws from none."""
+    version, numbers, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    return {
+        "python": (version, numbers, gauss),
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    key = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**state["numpy"], "state": {**state["numpy"]["state"], "key": key}})
+    torch.set_rng_state(state["torch"])
+    if len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

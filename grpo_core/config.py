@@ -68,6 +68,11 @@ class RunConfig(Section):
     def accuracy_reward(self) -> str:
         return self.evaluation.accuracy_reward or self.rewards[0].name
 
+    @property
+    def evaluation_length(self) -> int:
+        """Tokens after which an evaluated completion is cut off."""
+        return self.evaluation.max_completion_length or self.rollout.max_completion_length
+
 
 def parse_config(values: dict[str, Any]) -> RunConfig:
     """Validate nested `values`; ConfigError lists every mistake, unknown keys with the nearest known one."""

@@ -6,7 +6,8 @@ The order is a pure function of seed and rollout number, so a run's place in its
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,12 @@ def rollout_prompts(plan: Plan, seed: int, rollout: int) -> list[int]:
     order = np.random.default_rng([seed, epoch]).permutation(plan.num_prompts)
     size = plan.prompts_per_generation
     return order[chunk * size : (chunk + 1) * size].tolist()
+
+
+def fresh_prompts(plan: Plan, seed: int, rollout: int, used: Collection[int], count: int) -> list[int]:
+    """Up to `count` dataset rows to replace groups of generation batch `rollout` with, none of them among `used`."""
+    order = np.random.default_rng([seed, rollout, 2]).permutation(plan.num_prompts)
+    return list(itertools.islice((int(row) for row in order if row not in used), count))
 
 
 def training_order(plan: Plan, seed: int, rollout: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Base and trained policy on the same held-out prompts, greedy, each prompt once; the paired difference.
+"""Base and trained policy on the same held-out prompts, each prompt once; the paired difference.
 
 Entry point: `python -m grpo_core.evaluate RUN_DIR`.
 """
@@ -42,27 +42,28 @@ def evaluate(run: Path, output: Path) -> dict[str, Any]:
 
     from grpo_core.config import load_config
     from grpo_core.data import load_prompts
+    from grpo_core.held_out import evaluation_request, evaluation_sampling
     from grpo_core.policy import load_model, load_tokenizer
     from grpo_core.rewards import resolve
     from grpo_core.rollout.collect import Sample, score_completions
-    from grpo_core.rollout.engine import Request, Sampling, make_engine
+    from grpo_core.rollout.engine import make_engine
 
     config = load_config(run / "config.toml")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(run / "dataset" / "eval.parquet", tokenizer)
     rewards = [resolve(reward) for reward in config.rewards]
-    limit = config.evaluation.max_completion_length or config.rollout.max_completion_length
-    requests = [Request(ids, num_completions=1, seed=0) for ids in prompts.ids]
+    requests = [evaluation_request(config, row, ids) for row, ids in enumerate(prompts.ids)]
 
     base = load_model(config.model.name_or_path, config.model.revision).to(device)
-    engine = make_engine(config, config.model.name_or_path, base, tokenizer, prompts.max_length + limit)
+    max_length = prompts.max_length + config.evaluation_length
+    engine = make_engine(config, config.model.name_or_path, base, tokenizer, max_length)
     samples: dict[str, list[Sample]] = {}
     for name in ("base", "trained"):
         if name == "trained":
             engine.sync_weights(load_model(run / "training" / "model").to(device))
         print(f"evaluating the {name} policy on {len(requests)} held-out prompts", flush=True)
-        completions = engine.generate(requests, Sampling(max_tokens=limit))
+        completions = engine.generate(requests, evaluation_sampling(config))
         samples[name] = score_completions(range(len(requests)), completions, prompts, tokenizer, rewards)
     engine.close()
 
@@ -78,7 +79,8 @@ def evaluate(run: Path, output: Path) -> dict[str, Any]:
     pq.write_table(pa.table(columns), output / "samples.parquet")
     weights = {reward.name: reward.weight for reward in rewards}
     options = (config.evaluation.bootstrap_resamples, config.evaluation.confidence, config.seed)
-    return compare(columns, weights, config.accuracy_reward, *options)
+    report = compare(columns, weights, config.accuracy_reward, *options)
+    return {**report, "temperature": config.evaluation.temperature}
 
 
 def compare(

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_core.config import RunConfig
 
@@ -45,6 +46,9 @@ class PlanInputs:
     num_train_epochs: float = 1.0
     max_steps: int | None = None
     warmup_steps: float = 0
+    dynamic_sample: bool = False
+    max_resample_times: int = 0
+    eval_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,12 @@ class Plan:
     updates_per_epoch: int
     max_steps: int
     rollouts: int  # generation batches sampled over the whole run
-    completions: int
+    prompts_seen: int  # P·rollouts; a prompt counts once an epoch
+    prompts_dropped: int  # over the epochs that the run completes
+    completions: int  # trained on
+    max_completions: int  # sampled, if every round of dynamic sampling replaces every group
     max_completion_tokens: int
+    evaluations: int  # on the held-out prompts, during training
     warmup_steps: int
 
     @property
@@ -101,6 +109,23 @@ class Plan:
             window, position = divmod(micro_step, self.micro_steps_per_rollout)
             yield MicroStep(epoch * self.rollouts_per_epoch + window, position % self.steps_per_generation)
 
+    def counts(self, updates: int) -> dict[str, int]:
+        """What the first `updates` updates take: generation batches, prompts seen and dropped, completions."""
+        rollouts = _rollouts(
+            updates,
+            self.updates_per_epoch,
+            self.rollouts_per_epoch,
+            self.gradient_accumulation_steps,
+            self.micro_steps_per_rollout,
+        )
+        return {
+            "updates": updates,
+            "rollouts": rollouts,
+            "prompts_seen": rollouts * self.prompts_per_generation,
+            "prompts_dropped": rollouts // self.rollouts_per_epoch * self.dropped_prompts_per_epoch,
+            "completions": rollouts * self.generation_batch_size,
+        }
+
     def epoch(self, step: int) -> float:
         """Passes over the prompts completed after `step` updates."""
         return step / self.updates_per_epoch
@@ -119,9 +144,8 @@ def make_plan(inputs: PlanInputs) -> Plan:
     micro_steps = rollouts_per_epoch * inputs.num_iterations * s
     updates = math.ceil(micro_steps / a)
     max_steps = inputs.max_steps or math.ceil(inputs.num_train_epochs * updates)
-    epochs, rest = divmod(max_steps, updates)
-    rollouts = epochs * rollouts_per_epoch + math.ceil(min(rest * a, micro_steps) / (s * inputs.num_iterations))
-    completions = rollouts * generation_batch
+    rollouts = _rollouts(max_steps, updates, rollouts_per_epoch, a, s * inputs.num_iterations)
+    max_completions = rollouts * generation_batch * (1 + inputs.max_resample_times * inputs.dynamic_sample)
     warmup = inputs.warmup_steps
     return Plan(
         num_prompts=inputs.num_prompts,
@@ -141,10 +165,20 @@ def make_plan(inputs: PlanInputs) -> Plan:
         updates_per_epoch=updates,
         max_steps=max_steps,
         rollouts=rollouts,
-        completions=completions,
-        max_completion_tokens=completions * inputs.max_completion_length,
+        prompts_seen=rollouts * p,
+        prompts_dropped=rollouts // rollouts_per_epoch * (inputs.num_prompts % p),
+        completions=rollouts * generation_batch,
+        max_completions=max_completions,
+        max_completion_tokens=max_completions * inputs.max_completion_length,
+        evaluations=math.ceil(max_steps / inputs.eval_steps) if inputs.eval_steps else 0,
         warmup_steps=math.ceil(warmup * max_steps) if warmup < 1 else math.ceil(warmup),
     )
+
+
+def _rollouts(updates: int, updates_per_epoch: int, rollouts_per_epoch: int, a: int, micro_steps: int) -> int:
+    """Generation batches that the first `updates` updates read; `micro_steps`: those that one batch feeds."""
+    epochs, rest = divmod(updates, updates_per_epoch)
+    return epochs * rollouts_per_epoch + min(math.ceil(rest * a / micro_steps), rollouts_per_epoch)
 
 
 def plan_inputs(config: RunConfig, num_prompts: int) -> PlanInputs:
@@ -205,7 +239,8 @@ def _fixes(inputs: PlanInputs) -> Iterator[dict[str, int]]:
     for key in keys:
         present = getattr(inputs, key)
         for value in _nearest_first(present, 4 * max(present, inputs.num_generations)):
-            if not _problems(dataclasses.replace(inputs, **{key: value})):
+            changed: Any = {key: value}
+            if not _problems(dataclasses.replace(inputs, **changed)):
                 yield {key: value}
                 break
 

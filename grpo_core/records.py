@@ -1,4 +1,4 @@
-"""What a training leaves to read: metrics.jsonl, completions as Parquet, progress lines, result.json.
+"""What a training leaves to read: metrics.jsonl, health.jsonl, completions as Parquet, progress lines, result.json.
 
 metrics.jsonl is the source; a tracker gets the same figures live.
 """
@@ -6,6 +6,7 @@ metrics.jsonl is the source; a tracker gets the same figures live.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +14,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from accelerate import Accelerator
 
-from grpo_core.checkpoint import Progress
-from grpo_core.data import Prompts
-from grpo_core.plan import Plan
+from grpo_core import health
+from grpo_core.health import Finding
+from grpo_core.progress import Progress
 from grpo_core.rollout.collect import Sample
 from grpo_core.rollout.engine import Rollout
+from grpo_core.session import Session
 
 SECONDS_BETWEEN_LINES = 2.0
 
@@ -27,21 +28,22 @@ SECONDS_BETWEEN_LINES = 2.0
 class Records:
     """Open for the length of a training; only the main process writes."""
 
-    def __init__(self, accelerator: Accelerator, output: Path, plan: Plan, resumed_at: int, project: str):
-        self.accelerator = accelerator
+    def __init__(self, session: Session, output: Path, resumed_at: int):
+        self.session = session
+        self.accelerator = session.accelerator
         self.output = output
-        self.plan = plan
+        self.plan = session.plan
         self.resumed_at = resumed_at
         self.last: dict[str, float] = {}
         self.printed = 0.0
-        accelerator.init_trackers(project)
-        if not accelerator.is_main_process:
+        self.accelerator.init_trackers(session.config.registry.experiment)
+        if not self.accelerator.is_main_process:
             return
         (output / "completions").mkdir(parents=True, exist_ok=True)
-        _keep_until(output / "metrics.jsonl", resumed_at)
-        self.file = (output / "metrics.jsonl").open("a")
+        self._open(resumed_at)
         where = f"continuing after step {resumed_at}" if resumed_at else "starting"
-        print(f"training: {where}, {plan.max_steps} updates of {plan.effective_batch_size} completions", flush=True)
+        size = self.plan.effective_batch_size
+        print(f"training: {where}, {self.plan.max_steps} updates of {size} completions", flush=True)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of update `step` (from 1)."""
@@ -55,33 +57,54 @@ class Records:
             self.printed = time.monotonic()
             print(_line(step, self.plan.max_steps, metrics), flush=True)
 
-    def completions(
-        self, rollout: Rollout, samples: Sequence[Sample], prompts: Prompts, rewards: Sequence[str]
-    ) -> None:
-        """Record a generation batch, a row a completion."""
+    def completions(self, step: int, rollout: Rollout, samples: Sequence[Sample]) -> None:
+        """Record the generation batch that was sampled for update `step`, a row a completion."""
         if not self.accelerator.is_main_process:
             return
         columns: dict[str, Any] = {
-            "prompt": [prompts.rows[sample.row]["prompt"] for sample in samples],
+            "step": [step] * len(samples),
+            "prompt": [self.session.prompts.rows[sample.row]["prompt"] for sample in samples],
             "completion": [sample.text for sample in samples],
             "advantage": rollout.advantages.tolist(),
+            "prompt_tokens": [len(ids) for ids in rollout.prompt_ids],
             "completion_tokens": [len(sample.completion.ids) for sample in samples],
+            "truncated": rollout.truncated.tolist(),
         }
-        for position, name in enumerate(rewards):
-            columns[f"rewards/{name}"] = [sample.rewards[position] for sample in samples]
+        for position, reward in enumerate(self.session.rewards):
+            values = [sample.rewards[position] for sample in samples]
+            columns[f"rewards/{reward.name}"] = pa.array(values, pa.float64(), from_pandas=True)  # NaN → null: None
         pq.write_table(pa.table(columns), self.output / "completions" / f"rollout-{rollout.index:06d}.parquet")
+
+    def finding(self, finding: Finding) -> None:
+        """Record what the health policy found."""
+        if self.accelerator.is_main_process:
+            health.record(self.output / "health.jsonl", finding)
+
+    def rewind(self, step: int) -> None:
+        """Forget the metrics after `step`: the updates after it are done again."""
+        if self.accelerator.is_main_process:
+            print(f"training: back to step {step}", flush=True)
+            self.file.close()
+            self._open(step)
 
     def finish(self, progress: Progress) -> dict[str, Any]:
         """Write result.json, last of all: its presence says that the training is complete."""
+        plan, rows = self.plan, progress.rows_per_pass
+        passes = math.ceil(plan.per_device_train_batch_size / rows)
         result = {
-            "updates": progress.updates,
-            "planned_updates": self.plan.max_steps,
-            "rollouts": progress.rollouts,
-            "planned_rollouts": self.plan.rollouts,
-            "completions": progress.rollouts * self.plan.generation_batch_size,
-            "completion_tokens": progress.completion_tokens,
+            "counted": progress.counts,
+            "planned": plan.counts(plan.max_steps),
+            "stopped_early_at_step": progress.updates if progress.stopped_early else None,
+            "best_step": progress.best_step,
+            "best_value": None if progress.best_step is None else progress.best_value,
+            "sampled_completions": progress.sampled_completions,
+            "sampled_tokens": progress.sampled_tokens,
             "train_seconds": round(progress.train_seconds, 3),
             "resumed_at_step": self.resumed_at or None,
+            "roll_backs": progress.roll_backs,
+            "per_device_train_batch_size": rows,
+            "gradient_accumulation_steps": plan.gradient_accumulation_steps * passes,
+            "ran_out_of_memory": rows < plan.per_device_train_batch_size,
             "metrics": self.last,
         }
         if self.accelerator.is_main_process:
@@ -90,6 +113,10 @@ class Records:
             temporary.write_text(json.dumps(result, indent=2) + "\n")
             temporary.rename(self.output / "result.json")
         return result
+
+    def _open(self, step: int) -> None:
+        _keep_until(self.output / "metrics.jsonl", step)
+        self.file = (self.output / "metrics.jsonl").open("a")
 
 
 def _line(step: int, max_steps: int, metrics: dict[str, float]) -> str:

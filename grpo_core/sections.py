@@ -81,8 +81,8 @@ class RolloutConfig(Section):
     max_resample_times: int = Field(3, ge=1)
     """Rounds of such replacements for a generation batch; what is left after them stays in it."""
     max_sync_drift: float | None = Field(None, gt=0)
-    """Mean difference between the engine's and the trainer's log-probabilities of a fixed probe batch, after the weights
-    were handed over, above which training stops; default: 0.001, in bf16 0.1."""
+    """Mean difference between the engine's and the trainer's log-probabilities of a fixed probe batch, after a weight
+    update of the engine, above which training stops; default: 0.001, in bf16 0.1."""
     gpu_memory_utilization: float = Field(0.3, gt=0, le=1)
     """Share of the GPU's memory that vLLM takes for its weights and KV cache."""
     cpu_kv_cache_gib: int = Field(1, ge=1)
@@ -105,10 +105,10 @@ class AlgorithmConfig(Section):
     epsilon: float = Field(0.2, ge=0)
     """Lower clipping bound of the ratio: 1 - epsilon."""
     epsilon_high: float | None = Field(None, ge=0)
-    """Upper clipping bound is 1 + epsilon_high; default: epsilon. DAPO recommends 0.28. For cispo it is the bound itself
-    (the paper's 5.0)."""
+    """Upper clipping bound is 1 + epsilon_high; default: epsilon. DAPO recommends 0.28. For cispo it is the bound
+    itself (ScaleRL: 5.0)."""
     delta: float | None = Field(None, gt=1)
-    """Bound of the ratio where the advantage is negative, above 1 + epsilon_high (two-sided clipping); default: none."""
+    """Bound of the ratio where the advantage is negative, above 1 + epsilon_high (two-sided clip); default: none."""
     sapo_temperature_pos: float = Field(1.0, gt=0)
     """sapo: temperature of the soft gate for positive advantages."""
     sapo_temperature_neg: float = Field(1.05, gt=0)
@@ -151,8 +151,8 @@ class AlgorithmConfig(Section):
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus; with use_adaptive_entropy, its first value."""
     use_adaptive_entropy: bool = False
-    """Raise entropy_coef while entropy is at or below entropy_target, lower it else (Skywork-OR1); the bonus applies only
-    while it is at or below."""
+    """Raise entropy_coef while entropy is at or below entropy_target, lower it else (Skywork-OR1); the bonus applies
+    only while it is at or below."""
     entropy_coef_min: float = Field(0.0, ge=0)
     """Adaptive entropy: lower bound of the weight."""
     entropy_coef_max: float = Field(1.0, ge=0)
@@ -184,7 +184,7 @@ class AlgorithmConfig(Section):
         elif self.loss_type == "luspo" and self.importance_sampling_level != "sequence":
             problem = "loss_type='luspo' is defined on sequences; set importance_sampling_level='sequence'"
         elif self.loss_type == "cispo" and self.epsilon_high is None:
-            problem = "loss_type='cispo' takes epsilon_high as the bound of the ratio itself; set it (the paper: 5.0)"
+            problem = "loss_type='cispo' takes epsilon_high as the bound of the ratio itself; set it (ScaleRL: 5.0)"
         elif self.loss_type == "vespo" and self._corrects_by_sequence:
             problem = (
                 f"loss_type='vespo' sums the corrections of tokens; vllm_importance_sampling_mode="

@@ -6,260 +6,207 @@ The plan fixes how many updates there are and what each reads; a run's place in 
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import time
-from collections import defaultdict
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
-from torch import Tensor
-from transformers import get_scheduler
 
-from grpo_core import checkpoint
-from grpo_core.batching import MicroBatch, join, micro_batch
-from grpo_core.config import RunConfig, TrainConfig, load_config
-from grpo_core.data import Prompts, load_prompts, training_order
-from grpo_core.losses import token_losses
-from grpo_core.plan import Plan, load_plan
-from grpo_core.policy import Policy, load_model, load_tokenizer
+from grpo_core import health
+from grpo_core.batching import MicroBatch, micro_batch
+from grpo_core.checkpoint import Checkpoints
+from grpo_core.data import training_order
+from grpo_core.health import Finding
+from grpo_core.held_out import evaluate_policy, keep_best, load_best
+from grpo_core.losses import top_entropy_mask
+from grpo_core.policy import save_model, without_adapter
+from grpo_core.progress import Progress
 from grpo_core.records import Records
-from grpo_core.rewards import Reward, resolve
-from grpo_core.rollout.collect import Sample, collect
-from grpo_core.rollout.engine import Engine, Rollout, make_engine
-
-
-class TrainingError(RuntimeError):
-    """Training that must not go on; the message gives the step, the figure and what to try."""
-
-
-@dataclass(frozen=True)
-class Session:
-    """What stays the same from the first update to the last; the policy's weights and the optimizer's state move."""
-
-    config: RunConfig
-    plan: Plan
-    accelerator: Accelerator
-    tokenizer: Any
-    prompts: Prompts
-    rewards: list[Reward]
-    model: Any  # the policy's causal LM, not wrapped
-    policy: torch.nn.Module
-    reference: Policy | None
-    optimizer: Any
-    scheduler: Any
-    engine: Engine
+from grpo_core.rollout.collect import NotFiniteError, Sample, collect
+from grpo_core.rollout.engine import Rollout
+from grpo_core.session import Session, TrainingError, fingerprint, set_up
+from grpo_core.sync import sync
+from grpo_core.update import adapt_entropy, score, update
 
 
 def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, Any]:
     """Train RUN's model as configured and planned; returns (and writes) result.json's content.
 
-    Reads config.toml, plan.json and dataset/train.parquet under `run`; writes checkpoints/, metrics.jsonl,
-    completions/, model/ and result.json under `output`, continuing from the newest checkpoint there. `report_to`: an
-    Accelerate tracker's name ("mlflow") that gets the metrics live.
+    Reads config.toml, plan.json and dataset/ under `run`; writes checkpoints/, metrics.jsonl, health.jsonl,
+    completions/, model/ and result.json under `output`, continuing from the newest whole checkpoint there. `report_to`:
+    an Accelerate tracker's name ("mlflow") that gets the metrics live.
     """
     session = set_up(run, report_to)
-    config, plan, accelerator = session.config, session.plan, session.accelerator
-    fingerprint = _fingerprint(config, plan)
-    progress = checkpoint.restore(accelerator, output / "checkpoints", fingerprint)
-    records = Records(accelerator, output, plan, resumed_at=progress.updates, project=config.registry.experiment)
+    config, plan = session.config, session.plan
+    checkpoints = Checkpoints(
+        output / "checkpoints",
+        fingerprint(config, plan),
+        session.accelerator,
+        session.model,
+        session.optimizer,
+        session.reference if config.algorithm.sync_ref_model else None,
+    )
+    progress = _begin(session, checkpoints)
+    records = Records(session, output, resumed_at=progress.updates)
 
-    for step in range(progress.updates, plan.max_steps):
-        start = time.perf_counter()
-        slices = []
+    while progress.updates < plan.max_steps and not progress.stopped_early:
+        step = progress.updates + 1
+        try:
+            progress, metrics = advance(session, progress, records)
+            if config.train.eval_steps and (step % config.train.eval_steps == 0 or step == plan.max_steps):
+                progress, evaluated = evaluate(session, progress)
+                metrics |= evaluated
+                keep_best(session, progress, output / "best", checkpoints.best_steps())
+            streaks, findings = health.observe(config.health, progress.streaks, step, metrics)
+            progress = replace(progress, streaks=streaks)
+        except NotFiniteError as error:
+            findings = [health.not_finite(config.health, step, error)]
+        if _must_roll_back(session, records, findings, progress):
+            progress = roll_back(checkpoints, progress, config.train.save_total_limit)
+            records.rewind(progress.updates)
+            continue
+        records.step(step, metrics)
+        if step % config.train.save_steps == 0 and step < plan.max_steps:
+            healthy = health.is_healthy(config.health, progress.streaks)
+            checkpoints.save(progress, config.train.save_total_limit, healthy=healthy)
+
+    return _finish(session, progress, records, output)
+
+
+def advance(session: Session, progress: Progress, records: Records) -> tuple[Progress, dict[str, float]]:
+    """The next update of the plan, with the generation batches that it needs; its metrics."""
+    config, plan = session.config, session.plan
+    start = time.perf_counter()
+    parts: list[tuple[Rollout, int]] = []
+    for micro_step in plan.micro_steps(progress.updates):
         rollout = progress.rollout
-        for micro_step in plan.micro_steps(step):
-            if rollout is None or rollout.index != micro_step.rollout:
-                rollout, samples = roll_out(session, micro_step.rollout)
-                records.completions(rollout, samples, session.prompts, [reward.name for reward in session.rewards])
-                progress = progress.with_rollout(rollout)
-            slices.append((rollout, micro_step.slice))
-        metrics = update(session, [_micro_batch(session, *s, len(slices)) for s in slices], step + 1)
-        seconds = time.perf_counter() - start
-        progress = progress.with_update(seconds)
-        metrics |= _mean_metrics([rollout for rollout, _ in slices])
-        metrics |= {"epoch": plan.epoch(step + 1), "num_tokens": progress.completion_tokens, "step_time": seconds}
-        records.step(step + 1, metrics)
-        if progress.updates % config.train.save_steps == 0 and progress.updates < plan.max_steps:
-            keep = config.train.save_total_limit
-            checkpoint.save(accelerator, output / "checkpoints", progress, fingerprint, keep)
-
-    if accelerator.is_main_process:
-        session.model.save_pretrained(output / "model")
-        session.tokenizer.save_pretrained(output / "model")
-    result = records.finish(progress)
-    # While this thread waits, gloo's can let go of the last tensors, for which it needs the GIL; destroying the process
-    # group joins it with the GIL held.
-    accelerator.wait_for_everyone()
-    session.engine.close()
-    accelerator.end_training()
-    return result
+        if rollout is None or rollout.index != micro_step.rollout:
+            rollout, samples = roll_out(session, micro_step.rollout, progress)
+            records.completions(progress.updates + 1, rollout, samples)
+            progress = progress.with_rollout(rollout, plan)
+        parts.append((rollout, micro_step.slice))
+    metrics = update(session, [_micro_batch(session, *part, len(parts)) for part in parts], progress)
+    progress = replace(progress, rows_per_pass=session.memory.rows)
+    kept_entropy = metrics.pop("kept_entropy")
+    if config.algorithm.use_adaptive_entropy:
+        progress = adapt_entropy(config.algorithm, progress, kept_entropy)
+    seconds = time.perf_counter() - start
+    progress = progress.with_update(seconds)
+    if config.algorithm.sync_ref_model and progress.updates % config.algorithm.ref_model_sync_steps == 0:
+        move_reference(session)
+    metrics |= _mean_metrics([rollout for rollout, _ in parts])
+    metrics |= {"epoch": plan.epoch(progress.updates), "num_tokens": progress.num_tokens, "step_time": seconds}
+    return progress, metrics
 
 
-def set_up(run: Path, report_to: str | None) -> Session:
-    """Load and prepare everything that the run directory's configuration names."""
-    config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
-    accelerator = Accelerator(mixed_precision=config.train.mixed_precision, log_with=report_to)
-    if accelerator.num_processes != plan.num_processes:
-        raise TrainingError(
-            f"the plan is for num_processes={plan.num_processes}, but {accelerator.num_processes} were started; "
-            f"use `accelerate launch --num_processes {plan.num_processes}`, or change train.num_processes and plan anew"
-        )
-    rewards = [resolve(reward) for reward in config.rewards]
-    tokenizer = load_tokenizer(config.model)
-    prompts = load_prompts(run / "dataset" / "train.parquet", tokenizer)
-    model = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
-    raw_optimizer = _optimizer(model, config.train)
-    scheduler = get_scheduler(config.train.lr_scheduler_type, raw_optimizer, plan.warmup_steps, plan.max_steps)
-    max_length = prompts.max_length + config.rollout.max_completion_length
-    engine = make_engine(config, config.model.name_or_path, model, tokenizer, max_length)
-    set_seed(config.seed)  # after the engine, which seeds the process for itself
-    policy, optimizer = accelerator.prepare(Policy(model, config.rollout.temperature), raw_optimizer)
-    accelerator.register_for_checkpointing(scheduler)
-    return Session(
-        config=config,
-        plan=plan,
-        accelerator=accelerator,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        rewards=rewards,
-        model=model,
-        policy=policy,
-        reference=_reference(config, accelerator),
-        optimizer=optimizer,
-        scheduler=scheduler,
-        engine=engine,
-    )
-
-
-def roll_out(session: Session, index: int) -> tuple[Rollout, list[Sample]]:
+def roll_out(session: Session, index: int, progress: Progress) -> tuple[Rollout, list[Sample]]:
     """Generation batch `index` from the policy as it stands, with the log-probabilities that its updates compare to."""
-    s = session
-    s.engine.sync_weights(s.model)
+    s, algorithm = session, session.config.algorithm
+    drift = sync(s, progress)
     rollout, samples = collect(
-        index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, s.engine, s.accelerator.process_index
+        index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, s.engine, s.accelerator, progress.roll_backs
     )
-    if not s.plan.on_policy:
-        rollout = replace(rollout, old_logprobs=_score(s.policy, rollout, s.plan, s.accelerator))
+    if not s.plan.on_policy or algorithm.top_entropy_quantile < 1:
+        old_logprobs, entropy = score(s, s.policy, rollout)
+        if not s.plan.on_policy:
+            rollout = replace(rollout, old_logprobs=old_logprobs)
+        if algorithm.top_entropy_quantile < 1:
+            keep = top_entropy_mask(entropy, rollout.completion_mask, algorithm.top_entropy_quantile)
+            rollout = replace(rollout, keep=keep)
     if s.reference is not None:
-        rollout = replace(rollout, ref_logprobs=_score(s.reference, rollout, s.plan, s.accelerator))
-    return rollout, samples
-
-
-def update(session: Session, micro_batches: list[MicroBatch], step: int) -> dict[str, float]:
-    """One optimizer update from the process's micro-batches; metrics over all processes."""
-    config, accelerator = session.config.train, session.accelerator
-    policy, optimizer, scheduler = session.policy, session.optimizer, session.scheduler
-    learning_rate = scheduler.get_last_lr()[0]
-    sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=accelerator.device))
-    largest_difference = torch.zeros((), device=accelerator.device)
-    for position, batch in enumerate(micro_batches):
-        is_last = position == len(micro_batches) - 1
-        with nullcontext() if is_last else accelerator.no_sync(policy):
-            logprobs, entropy = policy(batch.sequences)
-            old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-            losses = token_losses(
-                logprobs,
-                old_logprobs,
-                batch.mask,
-                batch.advantages,
-                epsilon=config.epsilon,
-                epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
-                importance_sampling_level=config.importance_sampling_level,
-                ref_logprobs=batch.ref_logprobs,
-                beta=config.beta,
-                use_bias_correction_kl=config.use_bias_correction_kl,
-            )
-            loss = (batch.weights * losses.loss).sum()
-            accelerator.backward(loss)
-        difference = (old_logprobs - batch.sampling_logprobs).abs()
-        largest_difference = torch.maximum(largest_difference, (difference * batch.mask).max())
-        per_token = {
-            "entropy": entropy,
-            "sampling/sampling_logp_difference/mean": difference,
-            "clip_ratio/low_mean": losses.clipped_low,
-            "clip_ratio/high_mean": losses.clipped_high,
-            "clip_ratio/region_mean": losses.clipped_low | losses.clipped_high,
-        }
-        if losses.kl is not None:
-            per_token["kl"] = losses.kl
-        for name, values in per_token.items():
-            sums[name] += (values * batch.mask).sum()
-        sums["loss"] += loss.detach()
-        sums["tokens"] += batch.mask.sum()
-    grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), config.max_grad_norm))
-    totals = dict(zip(sums, accelerator.reduce(torch.stack(list(sums.values())), "sum").tolist(), strict=True))
-    loss_value = totals.pop("loss") / accelerator.num_processes
-    tokens = max(totals.pop("tokens"), 1.0)
-    if not (math.isfinite(loss_value) and math.isfinite(grad_norm)):
-        raise TrainingError(
-            f"step {step}: loss {loss_value}, gradient norm {grad_norm}: the update would destroy the model. "
-            "Lower learning_rate or max_grad_norm, or look at this step's completions; the last checkpoint is intact"
-        )
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-    return {
-        "loss": loss_value,
-        "grad_norm": grad_norm,
-        "learning_rate": learning_rate,
-        **{name: total / tokens for name, total in totals.items()},
-        "sampling/sampling_logp_difference/max": float(accelerator.gather(largest_difference).max()),
-    }
+        rollout = replace(rollout, ref_logprobs=score(s, s.reference, rollout)[0])
+    elif algorithm.beta > 0:
+        with without_adapter(s.model):
+            rollout = replace(rollout, ref_logprobs=score(s, s.policy, rollout)[0])
+    return replace(rollout, metrics={**rollout.metrics, "sampling/sync_drift": drift}), samples
 
 
 @torch.no_grad()
-def _score(policy: torch.nn.Module, rollout: Rollout, plan: Plan, accelerator: Accelerator) -> Tensor:
-    """Log-probabilities of the whole rollout, each process computing its share. (B, T) on the CPU"""
-    share = plan.generation_batch_size // plan.num_processes
-    first = accelerator.process_index * share
-    scored = torch.zeros(share, rollout.completion_ids.shape[1], device=accelerator.device)
-    for start in range(0, share, plan.per_device_train_batch_size):
-        rows = list(range(first + start, first + start + plan.per_device_train_batch_size))
-        with accelerator.autocast():
-            logprobs, _ = policy(join(rollout, rows).to(accelerator.device))
-        scored[start : start + len(rows), : logprobs.shape[1]] = logprobs
-    return accelerator.gather(scored).cpu()
+def move_reference(session: Session) -> None:
+    """reference ← alpha · policy + (1 − alpha) · reference (TR-DPO, arXiv:2404.09656)."""
+    assert session.reference is not None
+    alpha = session.config.algorithm.ref_model_mixup_alpha
+    for old, new in zip(session.reference.parameters(), session.policy.parameters(), strict=True):
+        old.lerp_(new, alpha)
+
+
+def evaluate(session: Session, progress: Progress) -> tuple[Progress, dict[str, float]]:
+    """The policy on the held-out prompts: metrics, and whether it is the best so far."""
+    keys = session.config.train
+    metrics = evaluate_policy(session, progress)
+    value = metrics.get(keys.metric_for_best_model, -torch.inf)
+    return progress.with_evaluation(value, keys.early_stopping_threshold, keys.early_stopping_patience), metrics
+
+
+def roll_back(checkpoints: Checkpoints, progress: Progress, keep: int) -> Progress:
+    """Back to the last healthy checkpoint; from there with other samples and half the learning rate.
+
+    The checkpoint is written again with the count, so that a run killed later does not forget it.
+    """
+    restored = checkpoints.restore(healthy=True)
+    assert restored is not None, "a training that may roll back writes a checkpoint before its first update"
+    restored = replace(restored, roll_backs=progress.roll_backs + 1, streaks={})
+    checkpoints.save(restored, keep)
+    return restored
+
+
+def _begin(session: Session, checkpoints: Checkpoints) -> Progress:
+    """Where to go on: the newest checkpoint, or the start."""
+    config = session.config
+    progress = checkpoints.restore()
+    if progress is None:
+        progress = Progress(rows_per_pass=session.memory.rows, entropy_coef=config.algorithm.entropy_coef)
+        if health.may_roll_back(config.health):
+            checkpoints.save(progress, config.train.save_total_limit)
+    session.memory.rows = progress.rows_per_pass
+    return progress
+
+
+def _must_roll_back(session: Session, records: Records, findings: Sequence[Finding], progress: Progress) -> bool:
+    """Say what was found; TrainingError when it is a reason to stop, or when rolling back has been tried enough."""
+    for finding in findings:
+        records.finding(finding)
+    stops = [finding for finding in findings if finding.action == "stop"]
+    if stops:
+        raise TrainingError(stops[0].message)
+    roll_backs = [finding for finding in findings if finding.action == "roll_back"]
+    if roll_backs and progress.roll_backs == session.config.health.max_roll_backs:
+        raise TrainingError(
+            f"{roll_backs[0].message}. This is unhealthy again after {progress.roll_backs} roll-backs "
+            "(health.max_roll_backs), so training stops"
+        )
+    return bool(roll_backs)
+
+
+def _finish(session: Session, progress: Progress, records: Records, output: Path) -> dict[str, Any]:
+    """Hand on the model and the result, once what happened is what was planned."""
+    expected = session.plan.counts(progress.updates)
+    if progress.counts != expected:
+        raise TrainingError(f"after {progress.updates} updates the plan says {expected}, counted is {progress.counts}")
+    if session.config.train.load_best_model_at_end and progress.best_step is not None:
+        load_best(session, progress.best_step, output / "best")
+    if session.accelerator.is_main_process:
+        save_model(session.model, session.tokenizer, output / "model")
+    result = records.finish(progress)
+    # While this thread waits, gloo's can let go of the last tensors, for which it needs the GIL; destroying the process
+    # group joins it with the GIL held.
+    session.accelerator.wait_for_everyone()
+    session.engine.close()
+    session.accelerator.end_training()
+    return result
 
 
 def _micro_batch(session: Session, rollout: Rollout, part: int, micro_steps: int) -> MicroBatch:
     """This process's rows of one slice of a rollout, weighted as one of `micro_steps` in the update."""
     config, plan, accelerator = session.config, session.plan, session.accelerator
     rows = training_order(plan, config.seed, rollout.index)[part, accelerator.process_index].tolist()
-    limit = config.rollout.max_completion_length
-    return micro_batch(rollout, rows, plan, config.train.loss_type, limit, micro_steps, accelerator.device)
+    return micro_batch(rollout, rows, plan, config, micro_steps, accelerator.device)
 
 
-def _mean_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+def _mean_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Mean of the rollouts' metrics, each weighted by its share of the update."""
     names = {name: None for rollout in rollouts for name in rollout.metrics}
     values = {name: [rollout.metrics[name] for rollout in rollouts if name in rollout.metrics] for name in names}
     return {name: sum(found) / len(found) for name, found in values.items()}
-
-
-def _reference(config: RunConfig, accelerator: Accelerator) -> Policy | None:
-    """The base model, frozen, when the KL term needs it."""
-    if config.train.beta == 0:
-        return None
-    model = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
-    return Policy(model.requires_grad_(False), config.rollout.temperature)
-
-
-def _optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]  # biases and norms: no weight decay
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon)
-
-
-def _fingerprint(config: RunConfig, plan: Plan) -> str:
-    """What a checkpoint belongs to: the parts of the configuration that training reads, and the plan."""
-    values = config.model_dump(mode="json", include={"seed", "model", "rewards", "rollout", "train"})
-    return hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode()).hexdigest()

@@ -29,12 +29,15 @@ def lineage_keys(config: RunConfig) -> dict[str, str]:
         content_hash(config.data.train),
         content_hash(config.data.eval),
         part["rewards"],
-        part["model"],
+        config.model.name_or_path,
+        config.model.revision,
         model,
         completion_length,
     )
     plan = _key(validate, part["rollout"], part["train"])
-    train = _key(plan, config.seed, part["rewards"], rewards)
+    # Health limits only watch: changing one gives no reason to train again.
+    held_out = part["evaluation"] if config.train.eval_steps else None
+    train = _key(plan, config.seed, part["model"], part["algorithm"], part["rewards"], rewards, held_out)
     evaluate = _key(train, part["evaluation"])
     register = _key(evaluate, part["registry"], config.name)
     return {"validate": validate, "plan": plan, "train": train, "evaluate": evaluate, "register": register}

@@ -30,5 +30,11 @@ def _work(context: Context) -> dict[str, Any]:
         figures["num_generations"],
         figures["dropped_prompts_per_epoch"],
     )
+    if figures["max_completions"] > figures["completions"]:
+        get_run_logger().info(
+            "dynamic sampling: %d completions are trained on, at most %d are sampled",
+            figures["completions"],
+            figures["max_completions"],
+        )
     create_table_artifact(key="plan", table=[{"quantity": k, "value": v} for k, v in figures.items()])
     return {"plan": figures}

@@ -59,14 +59,15 @@ def _work(context: Context) -> dict[str, Any]:
 
 
 def check_result(result: dict[str, Any], metrics: Path, plan: Plan) -> None:
-    """StageError when the training did not do what the plan says, or a figure in its metrics is not finite."""
-    if result["updates"] != plan.max_steps:
-        raise StageError(
-            f"the plan says {plan.max_steps} updates, the training did {result['updates']}: its result is not used"
-        )
+    """StageError when the training did not do what the plan says, up to where it stopped early, or a figure in its
+    metrics is not finite."""
+    updates = result["stopped_early_at_step"] or plan.max_steps
+    expected = plan.counts(updates)
+    if result["counted"] != expected:
+        raise StageError(f"the plan says {expected}, the training counted {result['counted']}: its result is not used")
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    if [step["step"] for step in steps] != list(range(1, plan.max_steps + 1)):
-        raise StageError(f"{metrics} does not hold each of the {plan.max_steps} steps once: its result is not used")
+    if [step["step"] for step in steps] != list(range(1, updates + 1)):
+        raise StageError(f"{metrics} does not hold each of the {updates} steps once: its result is not used")
     for step in steps:
         broken = [name for name, value in step.items() if not math.isfinite(value)]
         if broken:

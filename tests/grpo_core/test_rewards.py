@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from grpo_core.sections import RewardConfig
 from grpo_core.rewards import RewardError, resolve, score
 from grpo_core.rewards.builtin import exact_match, format_regex, length, numeric_match
+from grpo_core.sections import RewardConfig
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""Evaluation in training: the policy on the held-out prompts, each counted once; the best model kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+from accelerate.utils import gather_object
+from safetensors.torch import load_file, save_file
+
+from grpo_core.config import RunConfig
+from grpo_core.data import derive_seed
+from grpo_core.policy import load_trainable_state, trainable_state
+from grpo_core.progress import Progress
+from grpo_core.rollout.collect import score_completions
+from grpo_core.rollout.engine import Request, Sampling
+from grpo_core.session import Session
+from grpo_core.sync import sync
+
+
+def evaluation_sampling(config: RunConfig) -> Sampling:
+    """How evaluated completions are drawn."""
+    keys = config.evaluation
+    return Sampling(config.evaluation_length, keys.temperature, keys.top_p, keys.top_k)
+
+
+def evaluation_request(config: RunConfig, row: int, prompt_ids: list[int]) -> Request:
+    """One completion of a held-out prompt; its seed depends on nothing but run seed and row."""
+    return Request(prompt_ids, 1, derive_seed(config.seed, row))
+
+
+def evaluate_policy(session: Session, progress: Progress) -> dict[str, float]:
+    """Metrics of the policy as it stands; every process answers its share of the prompts, and all get the whole."""
+    held_out, accelerator = session.held_out, session.accelerator
+    assert held_out is not None
+    sync(session, progress)
+    count = len(held_out.ids)
+    place, processes = accelerator.process_index, accelerator.num_processes
+    rows = range(count * place // processes, count * (place + 1) // processes)
+    requests = [evaluation_request(session.config, row, held_out.ids[row]) for row in rows]
+    completions = session.engine.generate(requests, evaluation_sampling(session.config))
+    samples = gather_object(score_completions(rows, completions, held_out, session.tokenizer, session.rewards))
+    matrix = np.array([sample.rewards for sample in samples])  # (N, K)
+    weights = np.array([reward.weight for reward in session.rewards])
+    scored = ~np.isnan(matrix).all(axis=1)
+    sums = (np.nan_to_num(matrix) * weights).sum(axis=1)
+    names = [reward.name for reward in session.rewards]
+    by_name = dict(zip(names, matrix.T, strict=True))
+    right = by_name[session.config.accuracy_reward]
+    figures = {
+        "eval_reward": sums[scored],
+        "eval_accuracy": right[~np.isnan(right)] == 1,
+        **{f"eval_rewards/{name}/mean": values[~np.isnan(values)] for name, values in by_name.items()},
+        "eval_completions/mean_length": np.array([len(sample.completion.ids) for sample in samples]),
+        "eval_completions/clipped_ratio": np.array([sample.completion.truncated for sample in samples]),
+    }
+    return {name: float(values.mean()) for name, values in figures.items() if len(values)}
+
+
+def keep_best(session: Session, progress: Progress, folder: Path, needed: Collection[int]) -> None:
+    """Write the policy under `folder` when this evaluation is the best so far; drop older ones but those of the
+    `needed` steps, which checkpoints name as their best."""
+    if progress.best_step != progress.updates or not session.accelerator.is_main_process:
+        return
+    final = _best(folder, progress.best_step)
+    temporary = final.with_suffix(".tmp")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in trainable_state(session.model).items()}, temporary)
+    temporary.rename(final)
+    for old in folder.iterdir():
+        if old not in {final, *(_best(folder, step) for step in needed)}:
+            old.unlink()
+
+
+def load_best(session: Session, step: int, folder: Path) -> None:
+    """Take the policy as it was evaluated after `step` back into the model."""
+    load_trainable_state(session.model, load_file(_best(folder, step)))
+
+
+def _best(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}.safetensors"

@@ -1,0 +1,147 @@
+"""What a training works with from its first update to its last, loaded and prepared from a run directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from transformers import get_scheduler
+
+from grpo_core.config import RunConfig, load_config
+from grpo_core.data import Prompts, load_prompts
+from grpo_core.plan import Plan, load_plan
+from grpo_core.policy import Policy, load_model, load_tokenizer, with_adapter
+from grpo_core.rewards import Reward, resolve
+from grpo_core.rollout.engine import Engine, make_engine
+from grpo_core.sections import TrainConfig
+
+Result = TypeVar("Result")
+
+
+class TrainingError(RuntimeError):
+    """Training that must not go on; the message gives the step, the figure and what to try."""
+
+
+@dataclass
+class Memory:
+    """How many completions one forward pass holds; the only thing about a session that changes."""
+
+    rows: int
+
+    def run(self, work: Callable[[int], Result]) -> Result:
+        """`work(rows)`, again with half the rows for as long as memory runs out; `work` starts afresh each time."""
+        while True:
+            try:
+                return work(self.rows)
+            except torch.OutOfMemoryError as error:
+                if self.rows == 1:
+                    raise TrainingError(
+                        "memory runs out with a single completion in a forward pass; shorten max_completion_length, "
+                        f"set gradient_checkpointing or model.use_peft, or take a smaller model ({error})"
+                    ) from error
+            # After the exception is gone: it holds the activations of the attempt that failed.
+            self.rows = (self.rows + 1) // 2
+            torch.cuda.empty_cache()
+            print(f"out of memory: going on with {self.rows} completions in a forward pass", flush=True)
+
+
+@dataclass(frozen=True)
+class Session:
+    """Configuration, data and the objects that hold weights; what moves from update to update is `Progress`."""
+
+    config: RunConfig
+    plan: Plan
+    accelerator: Accelerator
+    tokenizer: Any
+    prompts: Prompts
+    held_out: Prompts | None  # for evaluation in training
+    rewards: list[Reward]
+    model: Any  # the causal LM, under its adapter if there is one
+    policy: Policy
+    reference: Policy | None  # a model of its own; None without KL, and with an adapter, whose base it is
+    optimizer: torch.optim.Optimizer
+    learning_rate: Callable[[int], float]  # by the number of updates done
+    engine: Engine
+    memory: Memory
+
+
+def set_up(run: Path, report_to: str | None) -> Session:
+    """Load and prepare everything that the run directory's configuration names."""
+    config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
+    accelerator = Accelerator(mixed_precision=config.train.mixed_precision, log_with=report_to)
+    if accelerator.num_processes != plan.num_processes:
+        raise TrainingError(
+            f"the plan is for num_processes={plan.num_processes}, but {accelerator.num_processes} were started; "
+            f"use `accelerate launch --num_processes {plan.num_processes}`, or change train.num_processes and plan anew"
+        )
+    rewards = [resolve(reward) for reward in config.rewards]
+    tokenizer = load_tokenizer(config.model)
+    prompts = load_prompts(run / "dataset" / "train.parquet", tokenizer)
+    held_out = load_prompts(run / "dataset" / "eval.parquet", tokenizer) if config.train.eval_steps else None
+    set_seed(config.seed)
+    base = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
+    model = with_adapter(base, config.model)
+    lengths = [prompts.max_length + config.rollout.max_completion_length]
+    if held_out is not None:
+        lengths.append(held_out.max_length + config.evaluation_length)
+    engine = make_engine(config, config.model.name_or_path, model, tokenizer, max(lengths))
+    set_seed(config.seed)  # after the engine, which seeds the process for itself
+    optimizer = _optimizer(model, config.train)
+    checkpointing = config.train.gradient_checkpointing
+    return Session(
+        config=config,
+        plan=plan,
+        accelerator=accelerator,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=held_out,
+        rewards=rewards,
+        model=model,
+        policy=Policy(model, config.rollout.temperature, gradient_checkpointing=checkpointing),
+        reference=_reference(config, accelerator),
+        optimizer=optimizer,
+        learning_rate=_learning_rate(optimizer, config.train, plan),
+        engine=engine,
+        memory=Memory(plan.per_device_train_batch_size),
+    )
+
+
+def fingerprint(config: RunConfig, plan: Plan) -> str:
+    """What a checkpoint belongs to: the plan and the parts of the configuration that a training depends on.
+
+    Health limits are not among them: one that stopped a training may be changed, and the training goes on.
+    """
+    sections = {"seed", "model", "rewards", "rollout", "algorithm", "train"}
+    values = config.model_dump(mode="json", include=sections | ({"evaluation"} if config.train.eval_steps else set()))
+    return hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode()).hexdigest()
+
+
+def _reference(config: RunConfig, accelerator: Accelerator) -> Policy | None:
+    """The base model, frozen, when the KL term needs a copy of it."""
+    if config.algorithm.beta == 0 or config.model.use_peft:
+        return None
+    model = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
+    return Policy(model.requires_grad_(False), config.rollout.temperature)
+
+
+def _optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]  # biases and norms: no weight decay
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    betas = (config.adam_beta1, config.adam_beta2)
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon)
+
+
+def _learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, plan: Plan) -> Callable[[int], float]:
+    """transformers' schedule as a function of the number of updates done, so that there is no state to save."""
+    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, plan.warmup_steps, plan.max_steps)
+    return lambda updates: config.learning_rate * scheduler.lr_lambdas[0](updates)

@@ -1,0 +1,57 @@
+"""Weights from trainer to engine, never on trust: after each hand-over both score the same fixed probe batch."""
+
+from __future__ import annotations
+
+import torch
+
+from grpo_core.batching import Sequences
+from grpo_core.data import Prompts
+from grpo_core.policy import Policy
+from grpo_core.progress import Progress
+from grpo_core.rollout.collect import NotFiniteError
+from grpo_core.rollout.engine import pad
+from grpo_core.session import Session, TrainingError
+
+PROBE_SEQUENCES = 8
+PROBE_TOKENS = 64
+DRIFT_BOUND = {"no": 1e-3, "bf16": 0.1}  # by mixed_precision: rounding stays a tenth of it or less
+
+
+def sync(session: Session, progress: Progress) -> float:
+    """Hand the policy's weights to the engine; the mean |difference| of both sides' log-probabilities of the probe.
+
+    TrainingError on every process when it is beyond the bound on one: the engine would sample from another policy than
+    the one that is trained, and nothing else would say so.
+    """
+    session.engine.sync_weights(session.model)
+    sequences = probe_sequences(session.prompts, session.tokenizer.eos_token_id)
+    engine = torch.tensor([value for row in session.engine.score(sequences) for value in row])
+    trainer = torch.cat([row[: len(ids) - 1] for row, ids in zip(_score(session, sequences), sequences, strict=True)])
+    if not trainer.isfinite().all():
+        raise NotFiniteError(f"after step {progress.updates}: the policy's log-probabilities are not finite")
+    local = (engine - trainer).abs().mean().nan_to_num(torch.inf)
+    drift = session.accelerator.gather(local.to(session.accelerator.device)).max().item()
+    bound = session.config.rollout.max_sync_drift or DRIFT_BOUND[session.config.train.mixed_precision]
+    if drift > bound:
+        raise TrainingError(
+            f"after step {progress.updates}: the engine's log-probabilities of the probe batch are {drift:.3g} away "
+            f"from the trainer's, the bound is {bound:g} (rollout.max_sync_drift): the engine does not have the "
+            "trainer's weights, or computes in another precision. The last checkpoint is intact; try rollout.engine = "
+            "'transformers' to see whether the engine is the cause"
+        )
+    return drift
+
+
+def probe_sequences(prompts: Prompts, eos_id: int) -> list[list[int]]:
+    """The ends of a few prompts, fixed for the run, each with the end token: even a prompt of one token has a score."""
+    return [[*ids, eos_id][-PROBE_TOKENS:] for ids in prompts.ids[:PROBE_SEQUENCES]]
+
+
+@torch.no_grad()
+def _score(session: Session, sequences: list[list[int]]) -> torch.Tensor:
+    """The trainer's log-probability of each token but the first, at temperature 1. (B, L - 1) on the CPU"""
+    ids, firsts = pad(sequences, torch.int64), torch.ones(len(sequences), dtype=torch.int64)
+    batch = Sequences(ids, firsts, ids.shape[1] - 1).to(session.accelerator.device)
+    with session.accelerator.autocast():
+        logprobs, _ = Policy(session.model, temperature=1.0)(batch)
+    return logprobs.cpu()

@@ -1,0 +1,179 @@
+"""The health policy: each limit is seen when it is broken, said in words, and acted on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from grpo_core import update
+from grpo_core.health import is_healthy, not_finite, observe
+from grpo_core.rollout.collect import NotFiniteError
+from grpo_core.sections import HealthConfig
+from grpo_core.session import TrainingError
+from grpo_core.trainer import train
+from tests.conftest import config_values, make_model, make_run, with_keys
+
+HEALTHY = {
+    "frac_reward_zero_std": 0.2,
+    "entropy": 1.0,
+    "kl": 0.01,
+    "clip_ratio/region_mean": 0.05,
+    "log_ratio/max": 0.2,
+    "completions/clipped_ratio": 0.1,
+}
+BROKEN = [
+    ("zero_advantages", "frac_reward_zero_std", 1.0, "nothing to learn from"),
+    ("entropy", "entropy", 1e-5, "stops exploring"),
+    ("kl", "kl", 11.0, "far from its reference"),
+    ("clip_ratio", "clip_ratio/region_mean", 0.6, "no gradient"),
+    ("log_ratio", "log_ratio/max", 7.0, "Engine and trainer differ"),
+    ("clipped_length", "completions/clipped_ratio", 0.95, "cut off before they end"),
+]
+
+
+def _after(config: HealthConfig, steps: list[dict[str, float]]) -> list[list[str]]:
+    """The rules found broken after each of the steps."""
+    streaks: dict[str, int] = {}
+    found = []
+    for number, metrics in enumerate(steps, 1):
+        streaks, findings = observe(config, streaks, number, metrics)
+        found.append([finding.rule for finding in findings])
+    return found
+
+
+@pytest.mark.parametrize(("rule", "metric", "value", "words"), BROKEN, ids=[case[0] for case in BROKEN])
+def test_a_broken_limit_is_found_once_it_lasts_and_said_in_words(
+    rule: str, metric: str, value: float, words: str
+) -> None:
+    config = HealthConfig(patience=3, zero_advantages_steps=3)
+    bad = {**HEALTHY, metric: value}
+    assert _after(config, [HEALTHY, bad, bad, bad, bad]) == [[], [], [], [rule], []]
+    assert _after(config, [bad, bad, HEALTHY, bad, bad]) == [[]] * 5
+    assert _after(config, [bad] * 6) == [[], [], [rule], [], [], [rule]]
+    _, findings = observe(config, {rule: 2}, 7, bad)
+    assert "step 7" in findings[0].message
+    assert words in findings[0].message
+    assert rule == "zero_advantages" or f"{value:.4g}" in findings[0].message
+
+
+def test_healthy_figures_and_missing_ones_break_nothing() -> None:
+    config = HealthConfig(patience=1, zero_advantages_steps=1)
+    assert _after(config, [HEALTHY, {}]) == [[], []]
+    at_the_limit = {**HEALTHY, "kl": 10.0, "entropy": 1e-3, "completions/clipped_ratio": 0.9, "log_ratio/max": 5.0}
+    assert _after(config, [at_the_limit]) == [[]]
+
+
+def test_only_limits_that_would_roll_back_make_a_checkpoint_unhealthy() -> None:
+    streaks = {"entropy": 1}
+    assert is_healthy(HealthConfig(), streaks)
+    assert not is_healthy(HealthConfig(entropy_action="roll_back"), streaks)
+    assert is_healthy(HealthConfig(entropy_action="roll_back"), {"kl": 2})
+
+
+def test_a_number_that_is_none_is_acted_on_at_once_and_explained() -> None:
+    finding = not_finite(HealthConfig(not_finite_action="roll_back"), 3, NotFiniteError("step 3: loss nan"))
+    assert finding.action == "roll_back"
+    assert "loss nan" in finding.message
+    assert "learning_rate" in finding.message
+
+
+@pytest.fixture
+def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    yield config_values(model_folder, tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _train(run: Path) -> dict[str, Any]:
+    return train(run, run / "training")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def constant(completions: list[str]) -> list[float | None]:
+    return [1.0] * len(completions)
+
+
+def test_rewards_that_tell_nothing_apart_are_warned_of_in_the_log(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.test_health:constant"}]
+    run = make_run(tmp_path / "run", with_keys(values, zero_advantages_steps=2))
+    assert _train(run)["counted"]["updates"] == 4
+    assert "health: step 2: no completion has an advantage, 2 updates in a row" in capsys.readouterr().out
+    found = _lines(run / "training" / "health.jsonl")
+    assert [(f["step"], f["rule"], f["action"]) for f in found] == [
+        (2, "zero_advantages", "warn"),
+        (4, "zero_advantages", "warn"),
+    ]
+
+
+def test_completions_that_never_end_stop_the_training_when_asked_to(values: dict[str, Any], tmp_path: Path) -> None:
+    values["model"]["name_or_path"] = str(make_model(tmp_path / "endless", eos_token_id=99))
+    run = make_run(tmp_path / "run", with_keys(values, patience=2, clipped_length_action="stop"))
+    with pytest.raises(TrainingError, match=r"step 2: completions/clipped_ratio = 1 is above 0\.9, 2 updates in a row"):
+        _train(run)
+
+
+def _break_once(monkeypatch: pytest.MonkeyPatch, at_calls: set[int]) -> None:
+    """The loss is NaN at these calls, counted over the whole process."""
+    original, calls = update._forward_backward, 0
+
+    def broken(session: Any, batch: Any, *rest: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in at_calls:
+            batch.weights.fill_(math.nan)
+        original(session, batch, *rest)
+
+    monkeypatch.setattr(update, "_forward_backward", broken)
+
+
+def test_after_a_nan_training_goes_back_to_the_last_checkpoint_and_on_with_half_the_learning_rate(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _break_once(monkeypatch, {9})  # in the fifth update
+    keys = {"not_finite_action": "roll_back", "max_steps": 6, "save_steps": 2, "lr_scheduler_type": "constant"}
+    run = make_run(tmp_path / "run", with_keys(values, **keys))
+    result = _train(run)
+    steps = _lines(run / "training" / "metrics.jsonl")
+    assert result["roll_backs"] == 1
+    assert result["counted"] == result["planned"]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert [step["learning_rate"] for step in steps] == [0.01] * 4 + [0.005] * 2
+    (finding,) = _lines(run / "training" / "health.jsonl")
+    assert (finding["step"], finding["rule"], finding["action"]) == (5, "not_finite", "roll_back")
+
+
+def test_a_roll_back_reaches_the_checkpoint_from_before_the_limit_was_first_broken(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    keys = {"entropy_action": "roll_back", "min_entropy": 50.0, "patience": 3, "max_roll_backs": 1}
+    run = make_run(tmp_path / "run", with_keys(values, **keys, max_steps=6, save_steps=1, save_total_limit=1))
+    with pytest.raises(TrainingError, match="unhealthy again after 1 roll-backs"):
+        _train(run)
+    assert [finding["step"] for finding in _lines(run / "training" / "health.jsonl")] == [3, 3]
+    names = sorted(folder.name for folder in (run / "training" / "checkpoints").iterdir())
+    assert names == ["step-000000", "step-000002"], "the only healthy one is from before the first update"
+
+
+def test_samples_after_a_roll_back_are_others(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow.parquet as pq
+
+    keys = {"not_finite_action": "roll_back", "max_steps": 2, "save_steps": 1}
+    plain, broken = (make_run(tmp_path / name, with_keys(values, **keys)) for name in ("plain", "broken"))
+    _train(plain)
+    _break_once(monkeypatch, {1})
+    _train(broken)
+    first = [pq.read_table(run / "training/completions/rollout-000000.parquet").to_pydict() for run in (plain, broken)]
+    assert first[0]["prompt"] == first[1]["prompt"]
+    assert first[0]["completion"] != first[1]["completion"]

@@ -1,0 +1,340 @@
+"""What each option of training does to a run, seen from outside: weights, metrics, completions, result."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+from grpo_core.data import rollout_prompts
+from grpo_core.plan import load_plan
+from grpo_core.policy import Policy
+from grpo_core.session import TrainingError
+from grpo_core.trainer import train
+from tasks.train import check_result
+from tests.conftest import config_values, make_run, with_keys
+
+CALM_ADAM = {"adam_epsilon": 1e-3}
+
+
+@pytest.fixture
+def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    yield config_values(model_folder, tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _train(folder: Path, values: dict[str, Any], **keys: Any) -> Path:
+    run = make_run(folder, with_keys(values, **keys))
+    train(run, run / "training")
+    return run
+
+
+def _weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "training" / "model" / "model.safetensors")
+
+
+def _metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+
+
+def _result(run: Path) -> dict[str, Any]:
+    return json.loads((run / "training" / "result.json").read_text())
+
+
+def _checkpoint(run: Path, step: int) -> dict[str, Any]:
+    return torch.load(run / "training" / "checkpoints" / f"step-{step:06d}" / "state.pt", weights_only=True)
+
+
+def _close(first: Path, second: Path) -> bool:
+    a, b = _weights(first), _weights(second)
+    return all(torch.allclose(a[name], b[name], atol=2e-5) for name in a)
+
+
+# The update does not depend on how it is cut.
+
+OFF_POLICY = {"steps_per_generation": 4, "num_iterations": 2}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"loss_type": "sapo", **OFF_POLICY},
+        {"loss_type": "cispo", "epsilon_high": 5.0, **OFF_POLICY},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", **OFF_POLICY},
+        {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate", **OFF_POLICY},
+        {"loss_type": "grpo", "delta": 1.5, "off_policy_mask_threshold": 1e-3, **OFF_POLICY},
+        {"top_entropy_quantile": 0.5},
+        {"entropy_coef": 0.1, "top_entropy_quantile": 0.5},
+    ],
+    ids=["sapo", "cispo", "luspo", "vespo", "grpo, delta, off-policy mask", "top entropy", "entropy bonus"],
+)
+def test_half_the_batch_with_twice_the_accumulation_is_the_same_update(
+    values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    values = with_keys(values, **CALM_ADAM, **keys)
+    whole = _train(tmp_path / "whole", values)
+    halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    if "steps_per_generation" in keys:
+        halves["steps_per_generation"] = 8
+    assert _close(whole, _train(tmp_path / "halves", values, **halves))
+
+
+def test_bnpo_depends_on_the_cut_as_its_documentation_says(values: dict[str, Any], tmp_path: Path) -> None:
+    values = with_keys(values, **CALM_ADAM, loss_type="bnpo")
+    whole = _train(tmp_path / "whole", values)
+    halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    assert not _close(whole, _train(tmp_path / "halves", values, **halves))
+
+
+def _refuse_more_rows_than(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that runs out cannot be had on a CPU: the forward pass says so in its place."""
+    forward = Policy.forward
+
+    def small(self: Policy, sequences: Any, **options: Any) -> Any:
+        if self.temperature != 1 and len(sequences.input_ids) > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, sequences, **options)
+
+    monkeypatch.setattr(Policy, "forward", small)
+
+
+@pytest.mark.parametrize("keys", [{}, {"beta": 0.1, **OFF_POLICY}, {"loss_type": "bnpo"}], ids=["dapo", "kl", "bnpo"])
+def test_when_memory_runs_out_training_goes_on_with_smaller_micro_steps(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    values = with_keys(values, **CALM_ADAM, **keys, temperature=0.9)
+    whole = _train(tmp_path / "whole", values)
+    _refuse_more_rows_than(3, monkeypatch)
+    small = _train(tmp_path / "small", values)
+    result = _result(small)
+    assert (result["per_device_train_batch_size"], result["gradient_accumulation_steps"]) == (2, 8)
+    assert result["ran_out_of_memory"]
+    assert not _result(whole)["ran_out_of_memory"]
+    assert result["counted"] == _result(whole)["counted"]
+    assert _close(whole, small)
+
+
+def test_a_single_completion_too_large_for_memory_is_said(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _refuse_more_rows_than(0, monkeypatch)
+    with pytest.raises(TrainingError, match="memory runs out with a single completion"):
+        _train(tmp_path / "run", values, temperature=0.9)
+
+
+# Model and reference.
+
+
+def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+    forward = Qwen2DecoderLayer.forward
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        calls["with gradient" if torch.is_grad_enabled() else "without"] += 1
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(Qwen2DecoderLayer, "forward", counted)
+    plain = _train(tmp_path / "plain", values)
+    once = calls.copy()
+    calls.clear()
+    recomputed = _train(tmp_path / "recomputed", values, gradient_checkpointing=True)
+    assert calls["with gradient"] == 2 * once["with gradient"]
+    assert calls["without"] == once["without"]
+    a, b = _weights(plain), _weights(recomputed)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_an_adapter_trains_its_layers_only_and_the_model_handed_on_needs_no_adapter(
+    values: dict[str, Any], tmp_path: Path, model_folder: Path
+) -> None:
+    targets = ["q_proj", "down_proj"]
+    run = _train(tmp_path / "run", values, use_peft=True, lora_r=4, lora_target_modules=targets, beta=0.1)
+    before, after = load_file(model_folder / "model.safetensors"), _weights(run)
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if any(f"{target}.weight" in name for target in targets)}
+    for name in moved:
+        assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-4) <= 4
+    kl = [step["kl"] for step in _metrics(run)]
+    assert kl[0] == pytest.approx(0, abs=1e-7), "the reference is the base, and the adapter starts as no change"
+    assert kl[-1] > 1e-5
+    assert {name.split(".")[-3] for name in _checkpoint_names(tmp_path, values)} == {"lora_A", "lora_B"}
+
+
+def _checkpoint_names(tmp_path: Path, values: dict[str, Any]) -> list[str]:
+    run = _train(tmp_path / "saved", values, use_peft=True, save_steps=2)
+    return list(_checkpoint(run, 2)["model"])
+
+
+def test_the_reference_moves_towards_the_policy_when_it_is_synced(
+    values: dict[str, Any], tmp_path: Path, model_folder: Path
+) -> None:
+    keys = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
+    run = _train(tmp_path / "run", values, **keys, max_steps=4, save_steps=1, save_total_limit=4)
+    base = load_file(model_folder / "model.safetensors")
+    first, second, third = (_checkpoint(run, step) for step in (1, 2, 3))
+    for name, weight in base.items():
+        assert torch.equal(first["reference"][f"model.{name}"], weight)
+        expected = 0.6 * second["model"][name] + 0.4 * weight
+        assert torch.allclose(second["reference"][f"model.{name}"], expected, atol=1e-6)
+        assert torch.equal(third["reference"][f"model.{name}"], second["reference"][f"model.{name}"])
+
+
+def test_adaptive_entropy_raises_its_weight_below_the_target_and_lowers_it_above(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    keys = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_coef_delta": 0.005, "max_steps": 4}
+    low = _metrics(_train(tmp_path / "low", values, **keys, entropy_target=50.0))
+    assert [step["entropy_coef"] for step in low] == pytest.approx([0, 0.015, 0.02, 0.025])
+    high = _metrics(_train(tmp_path / "high", values, **keys, entropy_target=0.0))
+    assert [step["entropy_coef"] for step in high] == [0, 0, 0, 0]
+
+
+def test_an_entropy_bonus_keeps_the_policy_more_varied(values: dict[str, Any], tmp_path: Path) -> None:
+    plain = _metrics(_train(tmp_path / "plain", values, max_steps=12))
+    varied = _metrics(_train(tmp_path / "varied", values, max_steps=12, entropy_coef=1.0))
+    assert varied[-1]["entropy"] > plain[-1]["entropy"] + 0.1
+
+
+# Sampling.
+
+
+def only_odd_prompts(prompts: list[str], completion_ids: list[list[int]]) -> list[float | None]:
+    """Tells completions apart where the first number is odd, and nowhere else."""
+    return [
+        float(sum(ids) % 7) if int(prompt.split("+")[0]) % 2 else 0.0
+        for prompt, ids in zip(prompts, completion_ids, strict=True)
+    ]
+
+
+def test_groups_without_signal_are_replaced_by_fresh_prompts(values: dict[str, Any], tmp_path: Path) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.test_options:only_odd_prompts"}]
+    run = _train(tmp_path / "run", values, dynamic_sample=True, max_resample_times=20)
+    plan, result = load_plan(run / "plan.json"), _result(run)
+    for step in _metrics(run):
+        assert step["frac_reward_zero_std"] == 0
+    assert sum(step["dynamic_sampling/resampled_groups"] for step in _metrics(run)) > 0
+    assert plan.completions < result["sampled_completions"] <= plan.max_completions
+    assert result["counted"] == plan.counts(plan.max_steps), "the schedule of prompts is not moved by replacements"
+    for index in range(plan.rollouts):
+        table = pq.read_table(run / "training" / "completions" / f"rollout-{index:06d}.parquet").to_pydict()
+        assert all(int(prompt.split("+")[0]) % 2 for prompt in table["prompt"])
+        assert Counter(Counter(table["prompt"]).values()) == {4: 4}, "whole groups, each of another prompt"
+
+
+def test_replacements_end_at_their_bound(values: dict[str, Any], tmp_path: Path) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.test_health:constant"}]
+    run = _train(tmp_path / "run", values, dynamic_sample=True, max_resample_times=2)
+    plan = load_plan(run / "plan.json")
+    assert _result(run)["sampled_completions"] == plan.max_completions == 3 * plan.completions
+    assert {step["frac_reward_zero_std"] for step in _metrics(run)} == {1}
+
+
+# Evaluation in training.
+
+SEEN: list[str] = []
+
+
+def recorded(prompts: list[str], completions: list[str]) -> list[float | None]:
+    SEEN.extend(prompts)
+    return [-float(len(completion)) for completion in completions]
+
+
+def test_evaluation_counts_each_held_out_prompt_once_at_its_steps_and_at_the_end(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    SEEN.clear()
+    values["rewards"] = [{"function": "tests.grpo_core.test_options:recorded"}]
+    run = _train(tmp_path / "run", values, eval_steps=3, max_steps=5)
+    held_out = pq.read_table(run / "dataset" / "eval.parquet")["prompt"].to_pylist()
+    counts = Counter(SEEN)
+    assert {counts[prompt] for prompt in held_out} == {2}
+    evaluated = [step for step in _metrics(run) if "eval_reward" in step]
+    assert [step["step"] for step in evaluated] == [3, 5]
+    assert load_plan(run / "plan.json").evaluations == 2
+    model = AutoModelForCausalLM.from_pretrained(run / "training" / "model").eval()
+    assert evaluated[-1]["eval_reward"] == pytest.approx(_greedy_reward(model, run, held_out))
+
+
+def _greedy_reward(model: Any, run: Path, prompts: list[str]) -> float:
+    """Mean reward of greedy answers by transformers' own `generate`, one prompt at a time."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run / "training" / "model")
+    lengths = []
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        answer = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+        lengths.append(len(tokenizer.decode(answer, skip_special_tokens=True)))
+    return -sum(lengths) / len(lengths)
+
+
+def test_evaluation_has_sampling_settings_of_its_own(values: dict[str, Any], tmp_path: Path) -> None:
+    lengths = {}
+    for name, evaluation in {"greedy": {}, "hot": {"temperature": 5.0}, "short": {"max_completion_length": 2}}.items():
+        run = _train(tmp_path / name, {**values, "evaluation": evaluation}, eval_steps=4)
+        lengths[name] = _metrics(run)[-1]["eval_completions/mean_length"]
+        training = [step["completions/mean_length"] for step in _metrics(run)]
+        assert training == [step["completions/mean_length"] for step in _metrics(tmp_path / "greedy")]
+    assert lengths["short"] <= 2
+    assert lengths["hot"] != lengths["greedy"]
+
+
+STEPS_OF_EVALUATION = [0.1, 0.9, 0.3, 0.3, 0.2]
+
+
+def scripted(prompts: list[str], completion_ids: list[list[int]]) -> list[float | None]:
+    """On held-out prompts a reward that rises and falls with the evaluations; on others one that trains."""
+    if int(prompts[0].split("+")[0]) >= 60:
+        SEEN.append("evaluation")
+        return [STEPS_OF_EVALUATION[len(SEEN) - 1]] * len(prompts)
+    return [float(sum(ids) % 5) for ids in completion_ids]
+
+
+def test_the_best_evaluated_model_is_handed_on_and_training_stops_when_patience_ends(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    SEEN.clear()
+    values["rewards"] = [{"function": "tests.grpo_core.test_options:scripted"}]
+    keys = {"eval_steps": 1, "load_best_model_at_end": True, "early_stopping_patience": 2, "max_steps": 9}
+    run = _train(tmp_path / "run", values, **keys, save_steps=1, save_total_limit=9)
+    result = _result(run)
+    assert (result["best_step"], result["best_value"]) == (2, pytest.approx(0.9))
+    assert result["stopped_early_at_step"] == result["counted"]["updates"] == 4
+    weights, best = _weights(run), _checkpoint(run, 2)["model"]
+    assert all(torch.equal(weights[name], best[name]) for name in best)
+    assert not all(torch.equal(weights[name], _checkpoint(run, 3)["model"][name]) for name in best)
+    check_result(result, run / "training" / "metrics.jsonl", load_plan(run / "plan.json"))
+
+
+def test_without_being_asked_the_last_model_is_handed_on(values: dict[str, Any], tmp_path: Path) -> None:
+    SEEN.clear()
+    values["rewards"] = [{"function": "tests.grpo_core.test_options:scripted"}]
+    run = _train(tmp_path / "run", values, eval_steps=1, max_steps=4)
+    result = _result(run)
+    assert (result["best_step"], result["stopped_early_at_step"]) == (2, None)
+    best = load_file(run / "training" / "best" / "step-000002.safetensors")
+    assert not all(torch.equal(_weights(run)[name], best[name]) for name in best)
+
+
+def test_prompts_are_seen_in_the_planned_order(values: dict[str, Any], tmp_path: Path) -> None:
+    run = _train(tmp_path / "run", values, num_iterations=2, max_steps=20)
+    plan = load_plan(run / "plan.json")
+    rows = pq.read_table(run / "dataset" / "train.parquet")["prompt"].to_pylist()
+    for index in range(plan.rollouts):
+        table = pq.read_table(run / "training" / "completions" / f"rollout-{index:06d}.parquet").to_pydict()
+        assert table["prompt"][::4] == [rows[row] for row in rollout_prompts(plan, 0, index)]
+        assert table["prompt_tokens"][0] == len(table["prompt"][0])
+        assert max(table["completion_tokens"]) <= 6

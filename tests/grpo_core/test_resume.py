@@ -1,0 +1,179 @@
+"""Killed at any point and started again, a training ends where the undisturbed one does, bit for bit on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+from grpo_core.checkpoint import CheckpointError
+from grpo_core.config import dump_config, load_config
+from grpo_core.plan import load_plan
+from grpo_core.trainer import train
+from tests.conftest import config_values, make_run, with_keys
+
+ROOT = Path(__file__).parents[2]
+
+# A rollout feeds 4 micro-steps of 2 slices, an update takes 3: every update begins elsewhere in a window. 13 prompts
+# make 6 rollouts of 2 and one dropped prompt an epoch, so that 10 updates end in the second.
+ALL_AT_ONCE = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 3,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "max_steps": 10,
+    "save_steps": 2,
+    "beta": 0.1,
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 3,
+    "dynamic_sample": True,
+    "top_entropy_quantile": 0.8,
+    "use_adaptive_entropy": True,
+    "entropy_coef": 0.01,
+    "entropy_target": 2.0,
+    "eval_steps": 3,
+    "load_best_model_at_end": True,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 3,
+}
+ADAPTER = {"use_peft": True, "lora_r": 4, "beta": 0.1, "num_iterations": 2, "max_steps": 6, "save_steps": 2}
+
+
+@pytest.fixture
+def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    yield config_values(model_folder, tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _metrics(run: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if "time" not in name} for line in lines]
+
+
+def _assert_same(run: Path, whole: Path) -> None:
+    model = Path("training") / "model" / "model.safetensors"
+    assert _metrics(run) == _metrics(whole)
+    assert (run / model).read_bytes() == (whole / model).read_bytes()
+    kept, expected = (json.loads((r / "training" / "result.json").read_text()) for r in (run, whole))
+    for name in ("counted", "best_step", "best_value", "sampled_completions", "sampled_tokens"):
+        assert kept[name] == expected[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "kills"), [(ALL_AT_ONCE, 12), (ADAPTER, 4)], ids=["all at once", "adapter"])
+def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
+    values: dict[str, Any], tmp_path: Path, keys: dict[str, Any], kills: int
+) -> None:
+    config = tmp_path / "values.json"
+    config.write_text(json.dumps(with_keys(values, **keys)))
+    command = [sys.executable, "-m", "tests.grpo_core.killing", str(config), str(tmp_path), str(kills)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole, runs = tmp_path / "whole", sorted(tmp_path.glob("killed-at-*"))
+    assert len(runs) == kills
+    for run in runs:
+        _assert_same(run, whole)
+    resumed = {json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] for run in runs}
+    assert len(resumed) > 2, "kills fell between different checkpoints"
+
+
+def _interrupted(values: dict[str, Any], tmp_path: Path) -> tuple[Path, Path]:
+    """A run that has two checkpoints and lost its end, and its undisturbed twin."""
+    keys = {"max_steps": 6, "save_steps": 2, "num_iterations": 2}
+    whole, run = (make_run(tmp_path / name, with_keys(values, **keys)) for name in ("whole", "run"))
+    train(whole, whole / "training")
+    train(run, run / "training")
+    (run / "training" / "result.json").unlink()
+    return run, whole
+
+
+@pytest.mark.parametrize("damage", ["cut off", "one bit", "gone", "manifest"])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
+    values: dict[str, Any], tmp_path: Path, damage: str
+) -> None:
+    run, whole = _interrupted(values, tmp_path)
+    checkpoints = run / "training" / "checkpoints"
+    assert [folder.name for folder in sorted(checkpoints.iterdir())] == ["step-000002", "step-000004"]
+    file = checkpoints / "step-000004" / ("manifest.json" if damage == "manifest" else "state.pt")
+    content = bytearray(file.read_bytes())
+    if damage == "one bit":
+        content[len(content) // 2] ^= 1
+    file.write_bytes(content if damage == "one bit" else content[: len(content) // 2])
+    if damage == "gone":
+        file.unlink()
+    with pytest.warns(UserWarning, match=r"step-000004 is damaged .* the one before it is used"):
+        train(run, run / "training")
+    assert (checkpoints / "step-000004.damaged").is_dir()
+    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 2
+    _assert_same(run, whole)
+
+
+def test_a_half_written_checkpoint_is_not_read(values: dict[str, Any], tmp_path: Path) -> None:
+    run, whole = _interrupted(values, tmp_path)
+    torn = run / "training" / "checkpoints" / "step-000099.tmp"
+    torn.mkdir()
+    (torn / "state.pt").write_bytes(b"half")
+    train(run, run / "training")
+    assert not torn.exists()
+    _assert_same(run, whole)
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+    run, _ = _interrupted(values, tmp_path)
+    config = load_config(run / "config.toml", ["train.learning_rate=0.5"])
+    (run / "config.toml").write_text(dump_config(config))
+    with pytest.raises(CheckpointError, match="another configuration"):
+        train(run, run / "training")
+
+
+def test_a_health_limit_may_be_changed_and_the_training_goes_on(values: dict[str, Any], tmp_path: Path) -> None:
+    run, whole = _interrupted(values, tmp_path)
+    (run / "config.toml").write_text(dump_config(load_config(run / "config.toml", ["health.max_kl=3"])))
+    train(run, run / "training")
+    _assert_same(run, whole)
+
+
+@pytest.mark.slow
+def test_a_training_with_vllm_killed_and_resumed_ends_with_the_same_weights(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    keys = {"engine": "vllm", "max_steps": 5, "save_steps": 2, "num_iterations": 2, "steps_per_generation": 4}
+    config = with_keys(values, **keys)
+    (tmp_path / "whole.py").write_text(
+        "import sys; from pathlib import Path; from tests.grpo_core.killing import train\n"
+        "status = train(Path(sys.argv[1]), int(sys.argv[2])); sys.exit(status & 0x7F)\n"
+    )
+    whole, run = (make_run(tmp_path / name, config) for name in ("whole", "run"))
+
+    def start(folder: Path, kill_at: int) -> int:
+        command = [sys.executable, str(tmp_path / "whole.py"), str(folder), str(kill_at)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, cwd=ROOT, env=environment, timeout=600).returncode
+
+    assert start(whole, 0) == 0
+    assert start(run, int((whole / "passes").read_text()) - 2) == 9
+    assert len(_metrics(run)) >= 4
+    assert start(run, 0) == 0
+    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 4
+    _assert_same(run, whole)
+
+
+def test_every_weight_and_count_of_a_run_is_in_its_checkpoint(values: dict[str, Any], tmp_path: Path) -> None:
+    """The state on disk, read without the project's own code, holds what the last step reported."""
+    run = make_run(tmp_path / "run", with_keys(values, max_steps=4, save_steps=3, beta=0.1, num_iterations=2))
+    train(run, run / "training")
+    state = torch.load(run / "training" / "checkpoints" / "step-000003" / "state.pt", weights_only=True)
+    plan = load_plan(run / "plan.json")
+    assert state["model"].keys() == load_file(run / "training" / "model" / "model.safetensors").keys()
+    assert state["progress"]["updates"] == 3
+    assert state["progress"]["rollout"]["index"] == plan.counts(3)["rollouts"] - 1
+    assert len(state["optimizer"]["state"]) == len(state["model"])

@@ -1,0 +1,112 @@
+"""The engine has the trainer's weights after each hand-over, or training stops with the step and the figure."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from grpo_core import session
+from grpo_core.rollout.engine import Engine
+from grpo_core.rollout.transformers import TransformersEngine
+from grpo_core.session import TrainingError
+from grpo_core.sync import PROBE_TOKENS, probe_sequences
+from grpo_core.trainer import train
+from tests.conftest import config_values, make_run, with_keys
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    yield config_values(model_folder, tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class CopyingEngine(TransformersEngine):
+    """An engine with weights of its own, as vLLM has; `skipped` numbers the hand-over that is lost."""
+
+    skipped = 0
+
+    def sync_weights(self, model: nn.Module) -> None:
+        self.syncs = getattr(self, "syncs", 0) + 1
+        if self.syncs != self.skipped:
+            self.model = copy.deepcopy(model)
+
+
+def _with_copying_engine(monkeypatch: pytest.MonkeyPatch, skipped: int) -> None:
+    def make(config: Any, path: Any, model: nn.Module, tokenizer: Any, max_length: int) -> Engine:
+        engine = CopyingEngine(copy.deepcopy(model), tokenizer)
+        engine.skipped = skipped
+        return engine
+
+    monkeypatch.setattr(session, "make_engine", make)
+
+
+@pytest.mark.parametrize("skipped", [2, 4])
+def test_a_skipped_sync_stops_the_training_with_step_and_figure(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skipped: int
+) -> None:
+    _with_copying_engine(monkeypatch, skipped)
+    run = make_run(tmp_path / "run", values)
+    with pytest.raises(TrainingError, match=rf"after step {skipped - 1}: .* away from the trainer's") as error:
+        train(run, run / "training")
+    found = re.search(r"are (\S+) away", str(error.value))
+    assert found is not None
+    assert float(found[1]) > 1e-3
+
+
+def test_without_a_lost_sync_nothing_stops(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_copying_engine(monkeypatch, 0)
+    run = make_run(tmp_path / "run", values)
+    assert train(run, run / "training")["metrics"]["sampling/sync_drift"] < 1e-5
+
+
+@pytest.mark.slow
+def test_a_sync_skipped_in_vllm_stops_the_training(values: dict[str, Any], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", with_keys(values, engine="vllm"))
+    (tmp_path / "skip.py").write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from grpo_core.rollout.vllm import VLLMEngine\n"
+        "from grpo_core.trainer import train\n"
+        "original, calls = VLLMEngine.sync_weights, []\n"
+        "def skipping(self, model):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) != 3:\n"
+        "        original(self, model)\n"
+        "VLLMEngine.sync_weights = skipping\n"
+        "train(Path(sys.argv[1]), Path(sys.argv[1]) / 'training')\n"
+    )
+    command = [sys.executable, str(tmp_path / "skip.py"), str(run)]
+    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode != 0
+    assert re.search(r"TrainingError: after step 2: .* away from the trainer's", done.stderr), done.stderr
+    assert len((run / "training" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_the_probe_is_fixed_short_and_has_a_score_for_a_prompt_of_one_token() -> None:
+    from grpo_core.data import Prompts
+
+    prompts = Prompts([{}] * 20, [[n] * (1 + 40 * n) for n in range(20)])
+    sequences = probe_sequences(prompts, eos_id=99)
+    assert sequences == probe_sequences(prompts, eos_id=99)
+    assert len(sequences) == 8
+    assert sequences[0] == [0, 99]
+    assert all(2 <= len(ids) <= PROBE_TOKENS and ids[-1] == 99 for ids in sequences)
