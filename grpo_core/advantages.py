@@ -47,23 +47,27 @@ def group_advantages(
     rewards = _sum_scored(weights * matrix)
     if aggregation == "normalize_then_sum":
         std = sample_std(matrix.mT)[:, None]  # (P, 1, K)
-        scale = torch.where(std == 0, 0.0, weights / (std + STD_EPSILON))
-        # z sums to 0 in every group: the batch's mean is 0 but for rounding, which shall not reach groups without signal
-        differences = _sum_scored(scale * (matrix - matrix.nanmean(1, keepdim=True)))
-        group_std = sample_std(differences, _sum_scored((scale * matrix).abs()))
-        sigma = sample_std(differences.flatten())
+        factors = torch.where(std == 0, 0.0, weights / (std + STD_EPSILON))
+        # z sums to 0 in every group, so the batch's mean is 0 but for a rounding error, which would reach groups
+        # without signal.
+        differences = _sum_scored(factors * (matrix - matrix.nanmean(1, keepdim=True)))
+        group_std = sample_std(differences, _sum_scored((factors * matrix).abs()))
+        divisor = sample_std(differences.flatten()) + STD_EPSILON
     else:
         sizes = _sum_scored((weights * matrix).abs())
         differences = rewards - rewards.nanmean(1, keepdim=True)
-        group_std = sample_std(rewards, sizes)
         if estimator == "rloo":
             # r_i − Σ_{j≠i} r_j / (n − 1) = (r_i − mean) · n / (n − 1)
             n = (~rewards.isnan()).sum(1, keepdim=True)
             differences = differences * n / (n - 1).clamp(min=1)
-        sigma = sample_std(rewards.flatten(), sizes.flatten()) if scale_rewards == "batch" else group_std[:, None]
-    differences = torch.where(group_std[:, None] == 0, 0.0, differences).nan_to_num(0.0)
-    unscaled = scale_rewards == "none" and aggregation == "sum_then_normalize"
-    advantages = differences if unscaled else differences / (sigma + STD_EPSILON)
+        group_std = sample_std(rewards, sizes)
+        if scale_rewards == "group":
+            divisor = group_std[:, None] + STD_EPSILON
+        elif scale_rewards == "batch":
+            divisor = sample_std(rewards.flatten(), sizes.flatten()) + STD_EPSILON
+        else:
+            divisor = torch.ones(())
+    advantages = torch.where(group_std[:, None] == 0, 0.0, differences / divisor).nan_to_num(0.0)
     return Advantages(advantages.flatten().float(), rewards.flatten().float(), group_std.float())
 
 

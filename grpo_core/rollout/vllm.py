@@ -41,7 +41,10 @@ class VLLMEngine:
         options: dict[str, Any] = {}
         if isinstance(model, PeftModel):
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank(config.model.lora_r)}
-        if not on_cpu:
+        if on_cpu:
+            # After a part of a prompt vLLM turns a seeded request's random stream back, which a CPU's cannot do.
+            options["enable_chunked_prefill"] = False
+        else:
             options["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
         if torch.distributed.is_initialized():
             # The process group exists: each process is an engine of its own inside it.

@@ -1,7 +1,7 @@
 """Run as a process: one training undisturbed, then again and again killed at a forward pass and resumed.
 
 Each training is a forked child, so that the imports are paid once; a kill is a SIGKILL that the child sends itself.
-`python -m tests.grpo_core.killing VALUES_JSON FOLDER KILLS` prints how many forward passes the training has and the pass
+`python -m tests.grpo_core.killing VALUES_JSON FOLDER KILLS` prints how many forward passes the training has and that
 of each kill.
 """
 

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.losses import token_losses, token_weights
+from grpo_core.losses import LossType, TokenLosses, token_losses, token_weights, top_entropy_mask
+from grpo_core.sections import AlgorithmConfig
+
+LOSS_TYPES = get_args(LossType)
 
 LOGPROBS = [[-0.5, -1.2, -0.3, -2.0], [-0.9, -0.1, -1.6, -0.7]]
 OLD = [[-0.8, -1.0, -0.35, -2.6], [-0.7, -0.4, -1.5, -0.7]]
 REFERENCE = [[-0.6, -1.1, -0.5, -2.2], [-1.0, -0.2, -1.2, -0.7]]
+SAMPLING = [[-0.6, -1.3, -0.2, -2.9], [-0.5, -0.3, -1.1, -0.7]]
+ENTROPY = [[0.3, 0.9, 0.1, 1.4], [0.7, 0.2, 1.1, 5.0]]
 MASK = [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0]]
 ADVANTAGES = [1.0, -0.5]
-
-GRPO = [0, -0.102341, -0.131409, 0, 0.068228, 0.112488, 0.075403, 0]
-DAPO = [0, -0.116962, -0.150182, 0, 0.058481, 0.096418, 0.064631, 0]
-DR_GRPO = [0, -0.051171, -0.065704, 0, 0.025585, 0.042183, 0.028276, 0]
-GSPO = [0, 0, 0, 0, 0.083333, 0.083333, 0.083333, 0]
-CORRECTED_KL = [0.000771, -0.117429, -0.14898, 0.002082, 0.058949, 0.09719, 0.062563, 0]
-PLAIN_KL = [0.000544, -0.117563, -0.149146, 0.001036, 0.059025, 0.096962, 0.061821, 0]
 
 
 def _weights(loss_type: Any, mask: torch.Tensor, micro_steps: int = 1) -> torch.Tensor:
@@ -39,46 +37,180 @@ def _weights(loss_type: Any, mask: torch.Tensor, micro_steps: int = 1) -> torch.
     )
 
 
-def _loss(rows: slice, weights: torch.Tensor, **settings: Any) -> tuple[float, list[float], float]:
-    logprobs = torch.tensor(LOGPROBS)[rows].requires_grad_()
-    mask = torch.tensor(MASK)[rows]
-    options = {"epsilon": 0.2, "epsilon_high": 0.2, **settings}
-    losses = token_losses(logprobs, torch.tensor(OLD)[rows], mask, torch.tensor(ADVANTAGES)[rows], **options)
-    loss = (weights[rows] * losses.loss).sum()
+def _golden(settings: dict[str, Any], sampled: bool = True) -> tuple[float, list[float], TokenLosses]:
+    """Loss and gradient of the golden tensors; what TRL does without vLLM is `sampled=False`."""
+    config, mask = AlgorithmConfig(**settings), torch.tensor(MASK)
+    logprobs = torch.tensor(LOGPROBS, requires_grad=True)
+    share = config.top_entropy_quantile
+    losses = token_losses(
+        logprobs,
+        torch.tensor(OLD),
+        mask,
+        torch.tensor(ADVANTAGES),
+        config,
+        sampling_logprobs=torch.tensor(SAMPLING) if sampled else None,
+        ref_logprobs=torch.tensor(REFERENCE) if config.beta > 0 else None,
+        keep=top_entropy_mask(torch.tensor(ENTROPY), mask, share) if share < 1 else None,
+    )
+    loss = (_weights(config.loss_type, mask) * losses.loss).sum()
     loss.backward()
-    kl = 0.0 if losses.kl is None else float((losses.kl * mask).sum() / mask.sum())
     assert logprobs.grad is not None
-    return loss.item(), logprobs.grad.flatten().tolist(), kl
+    return loss.item(), logprobs.grad.flatten().tolist(), losses
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "settings", "loss", "gradient"),
-    [
-        ("grpo", {}, -0.277631, GRPO),
-        ("bnpo", {}, -0.390470, DAPO),
-        ("dapo", {}, -0.390470, DAPO),
-        ("dr_grpo", {}, -0.170830, DR_GRPO),
-        ("dapo", {"epsilon_high": 0.28}, -0.413327, DAPO),
-        ("grpo", {"importance_sampling_level": "sequence"}, -0.350000, GSPO),
-        ("dapo", {"beta": 0.04}, -0.389566, CORRECTED_KL),
-        ("dapo", {"beta": 0.04, "use_bias_correction_kl": False}, -0.389619, PLAIN_KL),
-    ],
-)
+def _mean(values: torch.Tensor) -> float:
+    mask = torch.tensor(MASK)
+    return float((values * mask).sum() / mask.sum())
+
+
+GRPO = [0, -0.102341, -0.131409, 0, 0.068228, 0.112488, 0.075403, 0]
+DAPO = [0, -0.116962, -0.150182, 0, 0.058481, 0.096418, 0.064631, 0]
+DR_GRPO = [0, -0.051171, -0.065704, 0, 0.025585, 0.042183, 0.028276, 0]
+GSPO = [0, 0, 0, 0, 0.083333, 0.083333, 0.083333, 0]
+CORRECTED_KL = [0.000771, -0.117429, -0.14898, 0.002082, 0.058949, 0.09719, 0.062563, 0]
+PLAIN_KL = [0.000544, -0.117563, -0.149146, 0.001036, 0.059025, 0.096962, 0.061821, 0]
+CISPO = [-0.185714, -0.116962, -0.150182, -0.185714, 0.058481, 0.092857, 0.064631, 0]
+CISPO_SEQUENCE = [-0.172319, -0.172319, -0.172319, -0.172319, 0.071429, 0.071429, 0.071429, 0]
+SAPO = [-0.163673, -0.101505, -0.131323, -0.193233, 0.067613, 0.108777, 0.075215, 0]
+SAPO_SEQUENCE = [-0.149187, -0.149187, -0.149187, -0.149187, 0.083333, 0.083333, 0.083333, 0]
+LUSPO = [0, 0, 0, 0, 0.25, 0.25, 0.25, 0]
+LUSPO_KL = [0.002582, -0.002251, 0.004659, 0.004659, 0.25258, 0.25258, 0.24084, 0]
+VESPO = [-0.02244, -0.02244, -0.02244, -0.02244, 0.071429, 0.071429, 0.071429, 0]
+DROPPED = [0, -0.116962, -0.150182, 0, 0, 0, 0, 0]
+
+PLAIN = [
+    ("grpo", {}, -0.277631, GRPO),
+    ("bnpo", {}, -0.390470, DAPO),
+    ("dapo", {}, -0.390470, DAPO),
+    ("dr_grpo", {}, -0.170830, DR_GRPO),
+    ("dapo", {"epsilon_high": 0.28}, -0.413327, DAPO),
+    ("grpo", {"importance_sampling_level": "sequence"}, -0.350000, GSPO),
+    ("dapo", {"beta": 0.04}, -0.389566, CORRECTED_KL),
+    ("dapo", {"beta": 0.04, "use_bias_correction_kl": False}, -0.389619, PLAIN_KL),
+    ("cispo", {"epsilon_high": 1.3}, 0.484366, CISPO),
+    ("cispo", {"epsilon_high": 1.3, "importance_sampling_level": "sequence"}, 0.503560, CISPO_SEQUENCE),
+    ("sapo", {}, -0.642407, SAPO),
+    ("sapo", {"importance_sampling_level": "sequence"}, -0.626561, SAPO_SEQUENCE),
+    ("luspo", {"importance_sampling_level": "sequence"}, -1.65, LUSPO),
+    ("luspo", {"importance_sampling_level": "sequence", "beta": 0.04}, -1.646825, LUSPO_KL),
+    ("vespo", {"vllm_importance_sampling_mode": "token_mask"}, -0.095954, VESPO),
+    ("dapo", {"delta": 1.3}, -0.394031, [0, -0.116962, -0.150182, 0, 0.058481, 0, 0.064631, 0]),
+    ("grpo", {"delta": 1.21}, -0.289286, [0, -0.102341, -0.131409, 0, 0.068228, 0, 0.075403, 0]),
+    ("dapo", {"off_policy_mask_threshold": 0.05}, -0.390470, DAPO),
+    ("dapo", {"top_entropy_quantile": 0.4}, -0.223759, [0, -0.116962, 0, 0, 0, 0, 0.064631, 0]),
+]
+
+
+@pytest.mark.parametrize(("loss_type", "settings", "loss", "gradient"), PLAIN)
 def test_loss_and_gradient_are_those_of_trl(
     loss_type: str, settings: dict[str, Any], loss: float, gradient: list[float]
 ) -> None:
-    if "beta" in settings:
-        settings = {**settings, "ref_logprobs": torch.tensor(REFERENCE)}
-    value, grad, _ = _loss(slice(None), _weights(loss_type, torch.tensor(MASK)), **settings)
-    assert value == pytest.approx(loss, abs=1e-6)
-    assert grad == pytest.approx(gradient, abs=1e-6)
+    value, grad, _ = _golden({"loss_type": loss_type, **settings}, sampled=False)
+    assert value == pytest.approx(loss, abs=2e-6)
+    assert grad == pytest.approx(gradient, abs=2e-6)
 
 
-@pytest.mark.parametrize(("corrected", "kl"), [(True, 0.022594), (False, 0.021281)])
-def test_the_reported_kl_is_the_mean_over_tokens(corrected: bool, kl: float) -> None:
-    settings = {"beta": 0.04, "ref_logprobs": torch.tensor(REFERENCE), "use_bias_correction_kl": corrected}
-    weights = _weights("dapo", torch.tensor(MASK))
-    assert _loss(slice(None), weights, **settings)[2] == pytest.approx(kl, abs=1e-6)
+VESPO_TRUNCATED = [-0.009466, -0.009466, -0.009466, -0.009466, 0.023939, 0.023939, 0.023939, 0]
+VESPO_MASKED = [-0.454763, -0.454763, -0.454763, -0.454763, 0.169954, 0.169954, 0.169954, 0]
+TOKEN_TRUNCATE = [0, -0.15205, -0.129262, 0, 0.049709, 0.087243, 0.054937, 0]
+TOKEN_MASK = [0, 0, -0.129262, 0, 0, 0.087243, 0, 0]
+SEQUENCE_TRUNCATE = [0, -0.140354, -0.180218, 0, 0.035088, 0.057851, 0.038779, 0]
+SEQUENCE_MASK_MAX = [0, 0, 0, 0, 0.029041, 0.04788, 0.032095, 0]
+SEQUENCE_MASK_MIN = [0, -0.150182, -0.192837, 0, 0, 0, 0, 0]
+EVERYTHING = [0.000675, -0.138556, 0.001051, 0.001822, 0.000546, 0.0009, -0.002413, 0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "high", "low", "settings", "loss", "gradient"),
+    [
+        ("token_truncate", 1.3, 0.85, {}, -0.457996, TOKEN_TRUNCATE),
+        ("token_mask", 1.3, 0.85, {}, -0.042019, TOKEN_MASK),
+        ("sequence_truncate", 1.2, 0.6, {}, -0.600282, SEQUENCE_TRUNCATE),
+        ("sequence_mask", 1.2, None, {}, 0.109016, SEQUENCE_MASK_MAX),
+        ("sequence_mask", 3.0, 0.6, {}, -0.783256, SEQUENCE_MASK_MIN),
+        ("token_truncate", 1.3, None, {"loss_type": "vespo"}, -0.024377, VESPO_TRUNCATED),
+        (
+            "token_mask",
+            1.3,
+            None,
+            {"loss_type": "vespo", "vespo_k_pos": 0.1, "vespo_k_neg": 0.2},
+            1.377173,
+            VESPO_MASKED,
+        ),
+        (
+            "token_truncate",
+            3.0,
+            None,
+            {"loss_type": "grpo", "beta": 0.04, "off_policy_mask_threshold": 0.2, "top_entropy_quantile": 0.4},
+            -0.339678,
+            EVERYTHING,
+        ),
+    ],
+)
+def test_loss_and_gradient_corrected_for_the_sampling_engine_are_those_of_trl(
+    mode: str, high: float, low: float | None, settings: dict[str, Any], loss: float, gradient: list[float]
+) -> None:
+    bounds = {"vllm_importance_sampling_clip_max": high, "vllm_importance_sampling_clip_min": low}
+    value, grad, _ = _golden({"vllm_importance_sampling_mode": mode, **bounds, **settings})
+    assert value == pytest.approx(loss, abs=2e-6)
+    assert grad == pytest.approx(gradient, abs=2e-6)
+
+
+@pytest.mark.parametrize(("threshold", "loss", "gradient"), [(0.2, -0.61, DROPPED), (0.3, -0.390470, DAPO)])
+def test_the_off_policy_mask_measures_drift_from_the_sampling_engine_as_trl_does(
+    threshold: float, loss: float, gradient: list[float]
+) -> None:
+    settings = {"off_policy_mask_threshold": threshold, "vllm_importance_sampling_correction": False}
+    value, grad, losses = _golden(settings)
+    assert value == pytest.approx(loss, abs=2e-6)
+    assert grad == pytest.approx(gradient, abs=2e-6)
+    assert losses.correction is None
+    assert _mean(losses.metrics["off_policy_mask/kept"]) == pytest.approx(4 / 7 if threshold == 0.2 else 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "metric", "value"),
+    [
+        ({"beta": 0.04}, "kl", 0.022594),
+        ({"beta": 0.04, "use_bias_correction_kl": False}, "kl", 0.021281),
+        ({}, "clip_ratio/low_mean", 0),
+        ({}, "clip_ratio/high_mean", 2 / 7),
+        ({}, "clip_ratio/region_mean", 2 / 7),
+        ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, "clip_ratio/high_mean", 4 / 7),
+        ({"loss_type": "cispo", "epsilon_high": 1.3}, "cispo_clip_ratio", 2 / 7),
+    ],
+)
+def test_metrics_are_means_over_tokens(settings: dict[str, Any], metric: str, value: float) -> None:
+    assert _mean(_golden(settings, sampled=False)[2].metrics[metric]) == pytest.approx(value, abs=1e-6)
+
+
+def test_vespo_reports_its_weight_of_each_completion() -> None:
+    settings = {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_mask"}
+    weight = _golden(settings, sampled=False)[2].metrics["vespo/phi_seq_mean"]
+    assert weight[0].tolist() == pytest.approx([0.157080] * 4, abs=1e-6)
+    assert weight[1, :3].tolist() == pytest.approx([1.0] * 3, abs=1e-6)
+
+
+def test_each_loss_type_reports_the_metrics_that_it_has_and_none_that_carries_a_gradient() -> None:
+    own = {"cispo": {"cispo_clip_ratio"}, "sapo": set(), "vespo": {"vespo/phi_seq_mean"}}
+    clips = {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
+    shared = {"kl", "sampling/importance_sampling_ratio/mean", "off_policy_mask/kept"}
+    needs: dict[str, dict[str, Any]] = {
+        "cispo": {"epsilon_high": 5.0},
+        "luspo": {"importance_sampling_level": "sequence"},
+        "vespo": {"vllm_importance_sampling_mode": "token_truncate"},
+    }
+    for loss_type in LOSS_TYPES:
+        options = {"loss_type": loss_type, **needs.get(loss_type, {})}
+        plain = _golden(options, sampled=False)[2]
+        assert plain.metrics.keys() == own.get(loss_type, clips)
+        full = _golden({**options, "beta": 0.1, "off_policy_mask_threshold": 1.0})[2]
+        assert full.metrics.keys() == own.get(loss_type, clips) | shared
+        assert full.correction is not None
+        assert full.correction.equal(full.metrics["sampling/importance_sampling_ratio/mean"])
+        for values in (*full.metrics.values(), full.correction):
+            assert values.shape == full.loss.shape == (2, 4)
+            assert not values.requires_grad
 
 
 @dataclass
@@ -87,18 +219,26 @@ class Batch:
 
     logprobs: torch.Tensor
     old: torch.Tensor
+    sampling: torch.Tensor | None
     reference: torch.Tensor
+    keep: torch.Tensor
     mask: torch.Tensor
     advantages: torch.Tensor
-    options: dict[str, Any]
+    config: AlgorithmConfig
 
     def loss(self, rows: list[int], weights: torch.Tensor) -> tuple[float, torch.Tensor]:
         """Loss of some rows and its gradient, zero in the other rows; cut to their longest, as a micro-batch is."""
         width = max(int(self.mask[rows].sum(1).max()), 1)
         leaf = self.logprobs.clone().requires_grad_()
-        options = {**self.options, "ref_logprobs": self.reference[rows, :width]}
         losses = token_losses(
-            leaf[rows, :width], self.old[rows, :width], self.mask[rows, :width], self.advantages[rows], **options
+            leaf[rows, :width],
+            self.old[rows, :width],
+            self.mask[rows, :width],
+            self.advantages[rows],
+            self.config,
+            sampling_logprobs=None if self.sampling is None else self.sampling[rows, :width],
+            ref_logprobs=self.reference[rows, :width] if self.config.beta > 0 else None,
+            keep=self.keep[rows, :width],
         )
         loss = (weights[:, :width] * losses.loss).sum()
         (gradient,) = torch.autograd.grad(loss, leaf)
@@ -106,50 +246,130 @@ class Batch:
 
 
 @st.composite
-def batches(draw: st.DrawFn, rows: int | None = None) -> Batch:
-    b, t = rows or draw(st.integers(1, 6)), draw(st.integers(1, 5))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    logprobs, old, reference = -torch.rand(3, b, t, generator=generator, dtype=torch.float64) * 2
-    lengths = torch.tensor(draw(st.lists(st.integers(0, t), min_size=b, max_size=b)))
-    options = {
+def configs(draw: st.DrawFn, loss_type: str) -> AlgorithmConfig:
+    options: dict[str, Any] = {
+        "loss_type": loss_type,
         "epsilon": draw(st.sampled_from([0.0, 0.2])),
-        "epsilon_high": draw(st.sampled_from([0.2, 0.28])),
+        "epsilon_high": draw(st.sampled_from([None, 0.28])),
         "importance_sampling_level": draw(st.sampled_from(["token", "sequence"])),
         "beta": draw(st.sampled_from([0.0, 0.3])),
         "use_bias_correction_kl": draw(st.booleans()),
+        "off_policy_mask_threshold": draw(st.sampled_from([None, 0.2])),
+        "vllm_importance_sampling_correction": draw(st.sampled_from([True, True, False])),
+        "vllm_importance_sampling_clip_max": draw(st.sampled_from([1.3, 3.0])),
+        "vllm_importance_sampling_clip_min": draw(st.sampled_from([None, 0.7])),
     }
+    modes = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+    match loss_type:
+        case "cispo":
+            options["epsilon_high"] = draw(st.sampled_from([0.9, 1.5]))
+        case "sapo":
+            options["sapo_temperature_pos"] = draw(st.sampled_from([1.0, 2.0]))
+        case "luspo":
+            options["importance_sampling_level"] = "sequence"
+        case "vespo":
+            options["importance_sampling_level"] = "token"
+            modes = modes[:2]
+            options["vespo_k_pos"] = draw(st.sampled_from([0.1, 2.0]))
+            options["vespo_lambda_neg"] = draw(st.sampled_from([0.0, 2.0]))
+    if loss_type not in ("cispo", "sapo", "vespo"):
+        options["delta"] = draw(st.sampled_from([None, 1.5]))
+    return AlgorithmConfig(**options, vllm_importance_sampling_mode=draw(st.sampled_from(modes)))
+
+
+@st.composite
+def batches(draw: st.DrawFn, loss_type: str, rows: int | None = None) -> Batch:
+    b, t = rows or draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    logprobs, old, sampling, reference = -torch.rand(4, b, t, generator=generator, dtype=torch.float64) * 2
+    lengths = torch.tensor(draw(st.lists(st.integers(0, t), min_size=b, max_size=b)))
     mask = (torch.arange(t) < lengths[:, None]).double()
-    return Batch(logprobs, old, reference, mask, torch.randn(b, generator=generator, dtype=torch.float64), options)
+    keep = (torch.rand(b, t, generator=generator) < draw(st.sampled_from([1.0, 0.5]))).double()
+    advantages = torch.randn(b, generator=generator, dtype=torch.float64)
+    advantages[torch.rand(b, generator=generator) < 0.2] = 0
+    sampled = sampling if draw(st.booleans()) else None
+    return Batch(logprobs, old, sampled, reference, keep, mask, advantages, draw(configs(loss_type)))
 
 
-def _plain_loss(batch: Batch, loss_type: str, a: int, s: int, w: int, rollout_tokens: int, limit: int) -> float:
-    lp, old, ref = batch.logprobs.tolist(), batch.old.tolist(), batch.reference.tolist()
-    o, total, valid = batch.options, 0.0, int(batch.mask.sum())
-    for i, advantage in enumerate(batch.advantages.tolist()):
-        n, row = int(batch.mask[i].sum()), 0.0
-        for t in range(n):
-            ratio = math.exp(lp[i][t] - old[i][t])
-            if o["importance_sampling_level"] == "sequence":
-                ratio = math.exp(sum(lp[i][u] - old[i][u] for u in range(n)) / n)
-            clipped = min(max(ratio, 1 - o["epsilon"]), 1 + o["epsilon_high"])
-            kl = math.exp(ref[i][t] - lp[i][t]) - (ref[i][t] - lp[i][t]) - 1
-            kl *= ratio if o["use_bias_correction_kl"] else 1
-            row += -min(ratio * advantage, clipped * advantage) + o["beta"] * kl
-        match loss_type:
-            case "grpo":
-                total += row / max(n, 1) / len(lp) / a
-            case "bnpo":
-                total += row / max(valid, 1) / a
-            case "dr_grpo":
-                total += row / (len(lp) * limit) / a
-            case "dapo":
-                total += row / (rollout_tokens / w * a / s)
+def _plain_row(batch: Batch, i: int, lp: list[float], fixed: list[float]) -> float:
+    """Sum of the losses of completion i; `fixed` are its log-probabilities where no gradient flows."""
+    c, advantage, n = batch.config, float(batch.advantages[i]), int(batch.mask[i].sum())
+    old, ref, keep = batch.old[i].tolist(), batch.reference[i].tolist(), batch.keep[i].tolist()
+    engine = None if batch.sampling is None else batch.sampling[i].tolist()
+    high, low = c.vllm_importance_sampling_clip_max, c.vllm_importance_sampling_clip_min or 0.0
+    corrected = engine is not None and c.vllm_importance_sampling_correction
+    total = 0.0
+    for t in range(n):
+        span = range(n) if c.importance_sampling_level == "sequence" else [t]
+        ratio = math.exp(sum(lp[u] - old[u] for u in span) / len(span))
+        fixed_ratio = math.exp(sum(fixed[u] - old[u] for u in span) / len(span))
+        if c.loss_type == "cispo":
+            policy = -min(fixed_ratio, c.epsilon_high) * advantage * lp[t]
+        elif c.loss_type == "sapo":
+            tau = c.sapo_temperature_pos if advantage > 0 else c.sapo_temperature_neg
+            policy = -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
+        elif c.loss_type == "vespo":
+            k, decay = (c.vespo_k_pos, c.vespo_lambda_pos) if advantage >= 0 else (c.vespo_k_neg, c.vespo_lambda_neg)
+            decay = max(decay, 1e-4)
+            w = math.exp(sum(fixed[u] - old[u] for u in range(n)))
+            for u in range(n):
+                w *= max(_plain_correction(c, old[u] - engine[u], low, high), 1e-8) if corrected else 1
+            w = min(max(w, 1e-8), math.exp(20))
+            policy = -(w**k) * math.exp(decay * (1 - w)) * advantage * lp[t]
+        else:
+            above = 1 + (c.epsilon if c.epsilon_high is None else c.epsilon_high)
+            bounded = ratio if c.delta is None or ratio < c.delta else c.delta
+            policy = -min(bounded * advantage, min(max(ratio, 1 - c.epsilon), above) * advantage)
+        if c.off_policy_mask_threshold is not None and advantage < 0:
+            behaviour = old if engine is None else engine
+            if sum(behaviour[u] - fixed[u] for u in range(n)) / n > c.off_policy_mask_threshold:
+                policy = 0.0
+        if corrected and c.loss_type != "vespo":
+            span = range(n) if c.vllm_importance_sampling_mode.startswith("sequence") else [t]
+            policy *= _plain_correction(c, sum(old[u] - engine[u] for u in span), low, high)
+        kl = math.exp(ref[t] - lp[t]) - (ref[t] - lp[t]) - 1
+        total += keep[t] * policy + c.beta * kl * (ratio if c.use_bias_correction_kl else 1)
     return total
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
-@given(batch=batches(), a=st.integers(1, 4), s=st.integers(1, 4), w=st.integers(1, 3), others=st.integers(1, 50))
-def test_the_loss_is_that_of_plain_loops(loss_type: Any, batch: Batch, a: int, s: int, w: int, others: int) -> None:
+def _plain_correction(c: AlgorithmConfig, log_ratio: float, low: float, high: float) -> float:
+    ratio = math.exp(log_ratio)
+    if low <= ratio <= high:
+        return ratio
+    if "mask" in c.vllm_importance_sampling_mode:
+        return 0.0
+    return low if ratio < low else high
+
+
+def _plain_loss(
+    batch: Batch, a: int, s: int, w: int, rollout_tokens: int, limit: int
+) -> tuple[float, list[list[float]]]:
+    """The loss by loops, and its gradient by central differences."""
+    b, valid, step = len(batch.mask), int(batch.mask.sum()), 1e-6
+    loss, gradient = 0.0, []
+    for i, lp in enumerate(batch.logprobs.tolist()):
+        weight = {
+            "grpo": 1 / max(int(batch.mask[i].sum()), 1) / b / a,
+            "bnpo": 1 / max(valid, 1) / a,
+            "dr_grpo": 1 / (b * limit) / a,
+            "dapo": 1 / (rollout_tokens / w * a / s),
+            "luspo": 1 / b / a,
+        }[{"sapo": "grpo", "cispo": "dapo", "vespo": "dapo"}.get(batch.config.loss_type, batch.config.loss_type)]
+        loss += weight * _plain_row(batch, i, lp, lp)
+        gradient.append([])
+        for t in range(len(lp)):
+            up, down = [*lp[:t], lp[t] + step, *lp[t + 1 :]], [*lp[:t], lp[t] - step, *lp[t + 1 :]]
+            slope = (_plain_row(batch, i, up, lp) - _plain_row(batch, i, down, lp)) / (2 * step)
+            gradient[-1].append(weight * slope)
+    return loss, gradient
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@given(data=st.data(), a=st.integers(1, 4), s=st.integers(1, 4), w=st.integers(1, 3), others=st.integers(1, 50))
+def test_loss_and_gradient_are_those_of_plain_loops(
+    loss_type: Any, data: st.DataObject, a: int, s: int, w: int, others: int
+) -> None:
+    batch = data.draw(batches(loss_type))
     tokens = int(batch.mask.sum()) + others
     weights = token_weights(
         loss_type,
@@ -160,14 +380,19 @@ def test_the_loss_is_that_of_plain_loops(loss_type: Any, batch: Batch, a: int, s
         num_processes=w,
         max_completion_length=9,
     )
-    loss, _ = batch.loss(list(range(len(batch.mask))), weights)
-    assert loss == pytest.approx(_plain_loss(batch, loss_type, a, s, w, tokens, 9), rel=1e-5, abs=1e-9)
+    loss, gradient = batch.loss(list(range(len(batch.mask))), weights)
+    plain_loss, plain_gradient = _plain_loss(batch, a, s, w, tokens, 9)
+    assert loss == pytest.approx(plain_loss, rel=1e-5, abs=1e-7)
+    for row, plain_row in zip(gradient.tolist(), plain_gradient, strict=True):
+        assert row == pytest.approx(plain_row, rel=1e-5, abs=1e-6)
 
 
-@given(batch=batches(), data=st.data())
-def test_a_batch_split_in_any_way_has_the_loss_and_gradient_of_the_whole(batch: Batch, data: st.DataObject) -> None:
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@given(data=st.data())
+def test_a_batch_split_in_any_way_has_the_loss_and_gradient_of_the_whole(loss_type: Any, data: st.DataObject) -> None:
+    batch = data.draw(batches(loss_type))
     rows = range(len(batch.mask))
-    weights = _weights("grpo", batch.mask)
+    weights = _weights(loss_type, batch.mask)
     part_of = data.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows)))
     parts = [[i for i in rows if part_of[i] == part] for part in set(part_of)]
     loss, gradient = batch.loss(list(rows), weights)
@@ -176,13 +401,13 @@ def test_a_batch_split_in_any_way_has_the_loss_and_gradient_of_the_whole(batch: 
     assert torch.allclose(sum(gradients), gradient, atol=1e-9)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("loss_type", [loss_type for loss_type in LOSS_TYPES if loss_type != "bnpo"])
 @given(data=st.data(), processes=st.integers(1, 3), micro_steps=st.integers(1, 3), per_device=st.integers(1, 2))
 def test_processes_and_micro_steps_weigh_their_rows_so_that_the_update_stays_the_same(
     loss_type: Any, data: st.DataObject, processes: int, micro_steps: int, per_device: int
 ) -> None:
     b = processes * micro_steps * per_device
-    batch = data.draw(batches(rows=b))
+    batch = data.draw(batches(loss_type, rows=b))
     common = {"rollout_tokens": max(int(batch.mask.sum()), 1), "max_completion_length": 9}
     one = token_weights(loss_type, batch.mask, micro_steps=1, steps_per_generation=1, num_processes=1, **common)
     loss, gradient = batch.loss(list(range(b)), one)
@@ -190,23 +415,117 @@ def test_processes_and_micro_steps_weigh_their_rows_so_that_the_update_stays_the
     order = data.draw(st.permutations(range(b)))
     parts = [order[start : start + per_device] for start in range(0, b, per_device)]
     results = [batch.loss(part, token_weights(loss_type, batch.mask[part], **cut, **common)) for part in parts]
-    assert sum(value for value, _ in results) / processes == pytest.approx(loss, rel=1e-5, abs=1e-9)
-    assert torch.allclose(sum(grad for _, grad in results) / processes, gradient, rtol=1e-5, atol=1e-9)
+    assert sum(value for value, _ in results) / processes == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert torch.allclose(sum(grad for _, grad in results) / processes, gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_clipped_tokens_are_counted_on_the_side_on_which_the_clip_binds() -> None:
-    mask = torch.ones(1, 4)
+    config = AlgorithmConfig(epsilon=0.2, epsilon_high=0.3)
     ratios = torch.tensor([[0.5, 0.9, 1.25, 1.5]]).log()
     for advantage, low, high in ((1.0, [0, 0, 0, 0], [0, 0, 0, 1]), (-1.0, [1, 0, 0, 0], [0, 0, 0, 0])):
-        losses = token_losses(ratios, torch.zeros(1, 4), mask, torch.tensor([advantage]), epsilon=0.2, epsilon_high=0.3)
-        assert losses.clipped_low.int().tolist() == [low]
-        assert losses.clipped_high.int().tolist() == [high]
+        metrics = token_losses(ratios, torch.zeros(1, 4), torch.ones(1, 4), torch.tensor([advantage]), config).metrics
+        assert metrics["clip_ratio/low_mean"].tolist() == [low]
+        assert metrics["clip_ratio/high_mean"].tolist() == [high]
+        assert metrics["clip_ratio/region_mean"].tolist() == [[max(pair) for pair in zip(low, high, strict=True)]]
 
 
-def test_a_completion_without_valid_tokens_adds_nothing_and_breaks_nothing() -> None:
+def test_cispo_counts_the_bounded_tokens_of_positive_advantages() -> None:
+    config = AlgorithmConfig(loss_type="cispo", epsilon_high=1.4)
+    ratios = torch.tensor([[1.3, 1.5], [1.3, 1.5]]).log()
+    losses = token_losses(ratios, torch.zeros(2, 2), torch.ones(2, 2), torch.tensor([1.0, -1.0]), config)
+    assert losses.metrics["cispo_clip_ratio"].tolist() == [[0, 1], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("log_ratios", "k", "decay", "expected"),
+    [
+        ([30.0, -15.0], 0.1, 0.01, math.exp(0.01 + 0.1 * 5 - 0.01 * math.exp(5))),
+        ([-30.0, 15.0], 0.1, 0.01, math.exp(0.01 - 0.1 * 5 - 0.01 * math.exp(-5))),
+        ([-15.0, -15.0], 0.1, 0.01, math.exp(0.01 + 0.1 * math.log(1e-8) - 0.01 * 1e-8)),
+        ([15.0, 15.0], 2.0, 1e-4, 0.0),
+        ([15.0, 15.0], 2962.0, 2**-13, math.exp(2**-13 + 2962 * 20 - 2**-13 * math.exp(20))),
+        ([6.0, 6.0], 2.0, 0.0, math.exp(1e-4 + 2 * 12 - 1e-4 * math.exp(12))),
+    ],
+)
+def test_vespo_clamps_what_would_make_its_weight_extreme(
+    log_ratios: list[float], k: float, decay: float, expected: float
+) -> None:
+    config = AlgorithmConfig(
+        loss_type="vespo", vespo_k_pos=k, vespo_lambda_pos=decay, vllm_importance_sampling_mode="token_mask"
+    )
+    logprobs = torch.tensor([log_ratios], dtype=torch.float64)
+    losses = token_losses(logprobs, torch.zeros_like(logprobs), torch.ones(1, 2), torch.ones(1), config)
+    assert losses.metrics["vespo/phi_seq_mean"].tolist() == [pytest.approx([expected] * 2, rel=1e-5)]
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
+def test_padding_never_enters_the_sequence_weight_of_vespo(mode: Any) -> None:
+    config = AlgorithmConfig(
+        loss_type="vespo", vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=0.5
+    )
+    rows = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.2, -1.8]]), torch.ones(1, 2)
+    sampling = torch.tensor([[-0.3, -0.5]])
+    padded = [torch.nn.functional.pad(row, (0, 3)) for row in rows]
+    short = token_losses(*rows, torch.ones(1), config, sampling_logprobs=sampling)
+    long = token_losses(*padded, torch.ones(1), config, sampling_logprobs=torch.nn.functional.pad(sampling, (0, 3)))
+    assert long.loss[:, :2].tolist() == short.loss.tolist()
+
+
+def test_a_log_probability_that_is_not_a_number_is_not_masked_away_by_the_correction() -> None:
+    sampling = torch.tensor([[-1.0, math.nan]])
+    for mode in ("token_mask", "sequence_mask", "token_truncate", "sequence_truncate"):
+        config = AlgorithmConfig(vllm_importance_sampling_mode=mode)
+        row = torch.full((1, 2), -1.0)
+        losses = token_losses(row, row, torch.ones(1, 2), torch.ones(1), config, sampling_logprobs=sampling)
+        assert losses.loss[0, 1].isnan()
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_completion_without_valid_tokens_adds_nothing_and_breaks_nothing(loss_type: Any) -> None:
     mask = torch.tensor(MASK)
     mask[1] = 0
-    for loss_type in ("grpo", "bnpo", "dapo", "dr_grpo"):
-        weights = _weights(loss_type, mask)
-        assert weights.isfinite().all()
-        assert weights[1].sum() == 0
+    weights = _weights(loss_type, mask)
+    assert weights.isfinite().all()
+    assert weights[1].sum() == 0
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 6), min_size=4, max_size=4), min_size=1, max_size=4),
+    seed=st.integers(0, 2**32),
+    share=st.sampled_from([0.05, 0.2, 0.25, 0.5, 0.7, 0.8, 1.0]),
+)
+def test_the_top_entropy_mask_keeps_the_valid_tokens_above_the_quantile(
+    rows: list[list[int]], seed: int, share: float
+) -> None:
+    entropy = torch.tensor(rows) / 10
+    mask = (torch.rand(entropy.shape, generator=torch.Generator().manual_seed(seed)) < 0.7).float()
+    kept = top_entropy_mask(entropy, mask, share)
+    assert kept.shape == mask.shape
+    valid = sorted(value for value, m in zip(entropy.flatten().tolist(), mask.flatten().tolist(), strict=True) if m)
+    for value, m, k in zip(entropy.flatten().tolist(), mask.flatten().tolist(), kept.flatten().tolist(), strict=True):
+        if not m:
+            assert k == 0
+            continue
+        rank = (len(valid) - 1) * (1 - share)
+        below, above = valid[math.floor(rank + 1e-9)], valid[math.ceil(rank - 1e-9)]
+        threshold = below + (above - below) * (rank - math.floor(rank + 1e-9))
+        assert k == (value >= threshold - 1e-7)
+
+
+def test_a_share_of_one_keeps_every_valid_token() -> None:
+    assert top_entropy_mask(torch.tensor(ENTROPY), torch.tensor(MASK), 1.0).tolist() == MASK
+
+
+def test_tokens_that_tie_with_the_quantile_are_all_kept() -> None:
+    entropy = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.5]])
+    assert top_entropy_mask(entropy, torch.ones(1, 5), 0.2).tolist() == [[0, 1, 1, 1, 0]]
+
+
+def test_without_valid_tokens_no_token_is_kept() -> None:
+    assert top_entropy_mask(torch.tensor(ENTROPY), torch.zeros(2, 4), 0.5).tolist() == [[0] * 4, [0] * 4]
+
+
+def test_the_quantile_has_no_limit_of_size() -> None:
+    entropy = (torch.arange(17_000_000) % 100).float()[None]
+    kept = top_entropy_mask(entropy, torch.ones_like(entropy), 0.25)
+    assert kept.equal((entropy >= 75).float())

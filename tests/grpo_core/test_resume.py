@@ -20,6 +20,7 @@ from grpo_core.config import dump_config, load_config
 from grpo_core.plan import load_plan
 from grpo_core.trainer import train
 from tests.conftest import config_values, make_run, with_keys
+from tests.grpo_core.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,3 +178,22 @@ def test_every_weight_and_count_of_a_run_is_in_its_checkpoint(values: dict[str, 
     assert state["progress"]["updates"] == 3
     assert state["progress"]["rollout"]["index"] == plan.counts(3)["rollouts"] - 1
     assert len(state["optimizer"]["state"]) == len(state["model"])
+
+
+@pytest.mark.slow
+def test_two_processes_killed_and_started_again_end_with_the_same_weights(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "patience.py").write_text(REWARD)
+    values["rewards"] = [{"function": "patience:patient"}]
+    keys = {"num_processes": 2, "per_device_train_batch_size": 4, "max_steps": 7, "save_steps": 2, "num_iterations": 2}
+    whole, run = (make_run(tmp_path / name, with_keys(values, **keys)) for name in ("whole", "run"))
+    with started(run, tmp_path, 3, *TWO_PROCESSES) as process:
+        assert process.stdout is not None
+        assert any("stuck" in line for line in process.stdout)
+        kill_tree(process.pid)
+    for folder in (run, whole):
+        with started(folder, tmp_path, 0, *TWO_PROCESSES) as process:
+            finish(process)
+    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 4
+    _assert_same(run, whole)

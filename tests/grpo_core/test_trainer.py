@@ -6,15 +6,11 @@ import copy
 import json
 import os
 import statistics
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -28,23 +24,20 @@ from grpo_core.rewards import RewardError
 from grpo_core.session import TrainingError
 from grpo_core.trainer import train
 from tests.conftest import config_values, make_model, make_run, with_keys
+from tests.grpo_core.launching import REWARD, TWO_PROCESSES, finish, started
 
 # Some gradients are zero but for rounding (a key bias, under softmax); Adam with its usual epsilon would make a full
 # step of that noise.
 CALM_ADAM = {"adam_epsilon": 1e-3}
+EVERYTHING = {
+    "dynamic_sample": True,
+    "max_resample_times": 1,
+    "top_entropy_quantile": 0.6,
+    "entropy_coef": 0.05,
+    "eval_steps": 3,
+    "off_policy_mask_threshold": 0.1,
+}
 WINDOWS = {"num_iterations": 2, "steps_per_generation": 4, "beta": 0.1, "max_steps": 7}
-
-# Blocks for good at the scoring that $STUCK_AT numbers.
-REWARD = """
-import os, threading
-calls = []
-def patient(completion_ids):
-    calls.append(1)
-    if len(calls) == int(os.environ["STUCK_AT"]):
-        print("stuck", flush=True)
-        threading.Event().wait()
-    return [-float(len(ids)) for ids in completion_ids]
-"""
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:
@@ -217,41 +210,6 @@ def parity(completion_ids: list[list[int]]) -> list[float | None]:
     return [float(ids[0] % 2) for ids in completion_ids]
 
 
-def _kill_tree(pid: int) -> None:
-    with suppress(psutil.NoSuchProcess):
-        launcher = psutil.Process(pid)
-        for process in [*launcher.children(recursive=True), launcher]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-@contextmanager
-def _started(run: Path, python_path: Path, stuck_at: int, *launcher: str) -> Iterator[subprocess.Popen[str]]:
-    """A training of which nothing is left afterwards, its workers included."""
-    path = f"{python_path}{os.pathsep}{Path(__file__).parents[2]}"
-    process = subprocess.Popen(
-        [sys.executable, *launcher, "-m", "grpo_core.train", str(run)],
-        env={**os.environ, "PYTHONPATH": path, "STUCK_AT": str(stuck_at), "ACCELERATE_USE_CPU": "true"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    watchdog = threading.Timer(600, _kill_tree, (process.pid,))
-    watchdog.start()
-    try:
-        yield process
-    finally:
-        watchdog.cancel()
-        if process.poll() is None:
-            _kill_tree(process.pid)
-        process.wait()
-
-
-def _finish(process: subprocess.Popen[str]) -> None:
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("alone", "both"),
@@ -281,6 +239,11 @@ def _finish(process: subprocess.Popen[str]) -> None:
             {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1},
             id="a group straddles the processes",
         ),
+        pytest.param(
+            {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, **EVERYTHING},
+            {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, **EVERYTHING},
+            id="dynamic sampling, entropy mask and bonus, evaluation",
+        ),
     ],
 )
 def test_two_processes_train_to_the_result_of_one(
@@ -297,11 +260,12 @@ def test_two_processes_train_to_the_result_of_one(
         sys.path.remove(str(tmp_path))
         del os.environ["STUCK_AT"]
     two = make_run(tmp_path / "two", with_keys(values, **both, num_processes=2))
-    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    with _started(two, tmp_path, 0, *launcher) as process:
-        _finish(process)
+    with started(two, tmp_path, 0, *TWO_PROCESSES) as process:
+        finish(process)
     _close(one, two)
-    assert [s["reward"] for s in _metrics(one)] == pytest.approx([s["reward"] for s in _metrics(two)], abs=1e-6)
+    for name in ("reward", "eval_reward", "eval_completions/mean_length"):
+        figures = [[step[name] for step in _metrics(run) if name in step] for run in (one, two)]
+        assert figures[0] == pytest.approx(figures[1], abs=1e-6)
     assert [s["loss"] for s in _metrics(one)] == pytest.approx([s["loss"] for s in _metrics(two)], abs=1e-4)
 
 
