@@ -64,4 +64,4 @@ def test_a_killed_run_leaves_no_process_and_continues_from_its_checkpoint(tmp_pa
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "storage" / "runs" / "killed" / "training" / "result.json").read_text())
-    assert (result["resumed_at_step"], result["updates"]) == (2, 6)
+    assert (result["resumed_at_step"], result["counted"]["updates"]) == (2, 6)

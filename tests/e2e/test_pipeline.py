@@ -106,7 +106,9 @@ def test_the_training_did_what_the_plan_said(finished: Path) -> None:
     plan = json.loads((finished / "plan.json").read_text())["plan"]
     result = json.loads((finished / "training" / "result.json").read_text())
     assert plan["max_steps"] == 4
-    assert (result["updates"], result["rollouts"]) == (plan["max_steps"], plan["rollouts"])
+    assert result["counted"] == result["planned"]
+    for name in ("rollouts", "prompts_seen", "prompts_dropped", "completions"):
+        assert result["counted"][name] == plan[name]
 
 
 def test_every_held_out_prompt_is_evaluated_once_by_both_policies(finished: Path, inputs: Path) -> None:
@@ -229,7 +231,7 @@ def test_a_reward_that_raises_fails_train_by_name_and_keeps_its_checkpoints(
     assert not (folder / "training").exists()
     module.write_text("def fragile(completions):\n    return [float(len(c)) for c in completions]\n")
     _run(inputs, "name=bad-reward", 'rewards=[{function="fragile_rewards:fragile"}]')
-    assert json.loads((folder / "training" / "result.json").read_text())["updates"] == 4
+    assert json.loads((folder / "training" / "result.json").read_text())["counted"]["updates"] == 4
 
 
 def test_a_damaged_model_fails_evaluate_and_leaves_the_training_as_it_is(finished: Path, inputs: Path) -> None:

@@ -27,12 +27,35 @@ VALUES: dict[str, Any] = {
         ({"data": {"eval": "b"}}, "data.train: missing"),
         ({"train": {"learning_rte": 1}}, "train.learning_rte: unknown key; did you mean 'learning_rate'?"),
         ({"rewards": [{"function": "f", "wieght": 2}]}, "rewards.0.wieght: unknown key; did you mean 'weight'?"),
-        ({"train": {"epsilon": -1}}, "train.epsilon = -1: Input should be greater than or equal to 0"),
+        ({"algorithm": {"epsilon": -1}}, "algorithm.epsilon = -1: Input should be greater than or equal to 0"),
         (
             {"rollout": {"num_generations": 1}},
             "rollout.num_generations = 1: Input should be greater than or equal to 2",
         ),
-        ({"train": {"loss_type": "ppo"}}, "train.loss_type = 'ppo': Input should be 'dapo', 'grpo'"),
+        ({"algorithm": {"loss_type": "ppo"}}, "algorithm.loss_type = 'ppo': Input should be 'grpo', 'bnpo'"),
+        ({"algorithm": {"loss_type": "cispo"}}, "set it (ScaleRL: 5.0)"),
+        ({"algorithm": {"loss_type": "luspo"}}, "set importance_sampling_level='sequence'"),
+        ({"algorithm": {"loss_type": "vespo"}}, "use 'token_truncate' or 'token_mask'"),
+        (
+            {"algorithm": {"loss_type": "vespo", "importance_sampling_level": "sequence"}},
+            "makes its own sequence weight",
+        ),
+        ({"algorithm": {"loss_type": "sapo", "delta": 2}}, "remove delta"),
+        ({"algorithm": {"delta": 1.25, "epsilon_high": 0.28}}, "delta=1.25 must be above 1 + epsilon_high = 1.28"),
+        (
+            {"algorithm": {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"}},
+            "normalises in its own way",
+        ),
+        ({"algorithm": {"sync_ref_model": True}}, "no reference policy to move while beta=0"),
+        ({"algorithm": {"entropy_coef_min": 2}}, "entropy_coef_min=2 is above entropy_coef_max=1"),
+        (
+            {"algorithm": {"sync_ref_model": True, "beta": 1}, "model": {"name_or_path": "m", "use_peft": True}},
+            "the base model under the adapter, which does not move",
+        ),
+        ({"train": {"early_stopping_patience": 2}}, "early_stopping_patience=2 needs evaluations to go by"),
+        ({"train": {"load_best_model_at_end": True}}, "set eval_steps"),
+        ({"train": {"metric_for_best_model": "eval_loss"}}, "Input should be 'eval_reward' or 'eval_accuracy'"),
+        ({"health": {"kl_action": "roll back"}}, "Input should be 'warn', 'stop' or 'roll_back'"),
         ({"train": {"steps_per_generation": 2, "generation_batch_size": 8}}, "are both given"),
         ({"train": {"lr_scheduler_type": "constant", "warmup_steps": 5}}, "use 'constant_with_warmup'"),
         ({"train": {"learning_rate": math.inf}}, "train.learning_rate = inf: Input should be a finite number"),
@@ -52,7 +75,7 @@ def test_a_mistake_is_named_with_its_key_and_a_way_out(change: dict[str, Any], m
 
 def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        parse_config({**VALUES, "train": {"epsilon": -1, "beta": -1}, "sed": 3})
+        parse_config({**VALUES, "algorithm": {"epsilon": -1, "beta": -1}, "sed": 3})
     assert len(str(error.value).splitlines()) == 3
 
 
@@ -64,7 +87,8 @@ FULL: dict[str, Any] = {
         {"function": "length", "weight": -0.1, "args": {"target": 3}},
         {"function": "mine.rewards:f", "args": {"nested": {"list": [1, 2.5, "x"]}, "pattern": "<a>\n.*"}},
     ],
-    "train": {"learning_rate": 1e-300, "steps_per_generation": 4, "epsilon_high": 0.28, "max_steps": 7},
+    "train": {"learning_rate": 1e-300, "steps_per_generation": 4, "max_steps": 7},
+    "algorithm": {"epsilon_high": 0.28, "delta": 3.0},
     "evaluation": {"accuracy_reward": "f"},
 }
 
@@ -113,4 +137,4 @@ def test_every_key_says_what_it_means_and_what_it_accepts() -> None:
 def test_a_configuration_cannot_be_changed_by_accident() -> None:
     config: Any = RunConfig.model_validate(VALUES)
     with pytest.raises(Exception, match="frozen"):
-        config.train.beta = 1.0
+        config.algorithm.beta = 1.0

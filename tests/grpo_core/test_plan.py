@@ -82,6 +82,18 @@ def test_an_early_stop_counts_the_rollouts_it_needs() -> None:
     assert (plan.rollouts, plan.completions, plan.max_completion_tokens) == (2, 64, 640)
 
 
+def test_dynamic_sampling_states_the_most_that_it_can_cost() -> None:
+    plan = make_plan(_inputs(100, 4, 8, max_steps=5, dynamic_sample=True, max_resample_times=3))
+    assert (plan.completions, plan.max_completions, plan.max_completion_tokens) == (40, 160, 1600)
+    off = make_plan(_inputs(100, 4, 8, max_steps=5, max_resample_times=3))
+    assert (off.max_completions, off.max_completion_tokens) == (40, 400)
+
+
+@pytest.mark.parametrize(("eval_steps", "evaluations"), [(None, 0), (2, 3), (5, 1), (1, 5), (9, 1)])
+def test_evaluations_come_every_so_many_updates_and_after_the_last(eval_steps: int | None, evaluations: int) -> None:
+    assert make_plan(_inputs(100, 4, 8, max_steps=5, eval_steps=eval_steps)).evaluations == evaluations
+
+
 SETTINGS = st.builds(
     lambda batch, **rest: PlanInputs(**rest, **dict([batch])),
     batch=st.tuples(st.sampled_from(["steps_per_generation", "generation_batch_size"]), st.none() | st.integers(1, 60)),
@@ -151,6 +163,17 @@ def test_stepping_through_a_plan_does_exactly_what_it_says(inputs: PlanInputs) -
     assert used == set(range(plan.rollouts))
     assert plan.completions == len(used) * prompts * inputs.num_generations
     assert plan.dropped_prompts_per_epoch == inputs.num_prompts - chunks * prompts
+    for updates_done in range(plan.max_steps + 1):
+        rollouts = {rollout for update in expected[:updates_done] for rollout, _ in update}
+        assert plan.counts(updates_done) == {
+            "updates": updates_done,
+            "rollouts": len(rollouts),
+            "prompts_seen": len(rollouts) * prompts,
+            "prompts_dropped": len(rollouts) // chunks * (inputs.num_prompts - chunks * prompts),
+            "completions": len(rollouts) * prompts * inputs.num_generations,
+        }
+    assert plan.counts(plan.max_steps)["prompts_seen"] == plan.prompts_seen
+    assert plan.counts(plan.max_steps)["prompts_dropped"] == plan.prompts_dropped
     updates_of = {rollout: [rollout in [r for r, _ in update] for update in expected].count(True) for rollout in used}
     assert not plan.on_policy or set(updates_of.values()) == {1}
 

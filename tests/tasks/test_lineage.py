@@ -33,6 +33,8 @@ def _stale(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         ("data", "eval_split", "validation", "validate"),
         ("train", "max_steps", 9, "plan"),
         ("rollout", "temperature", 0.7, "plan"),
+        ("model", "lora_r", 8, "train"),
+        ("algorithm", "beta", 0.1, "train"),
         ("evaluation", "confidence", 0.9, "evaluate"),
         ("registry", "alias", "challenger", "register"),
     ],
@@ -43,6 +45,17 @@ def test_an_edit_makes_its_own_stage_and_the_later_ones_stale(
     edited = copy.deepcopy(values)
     edited.setdefault(section, {})[key] = value
     assert _stale(values, edited) == STAGES[STAGES.index(first) :]
+
+
+def test_a_health_limit_is_no_reason_to_train_again(values: dict[str, Any]) -> None:
+    assert _stale(values, {**values, "health": {"max_kl": 3.0}}) == []
+
+
+def test_how_evaluations_sample_concerns_a_training_that_evaluates(values: dict[str, Any]) -> None:
+    hot = {"evaluation": {"temperature": 1.0}}
+    assert _stale(values, {**values, **hot}) == ["evaluate", "register"]
+    values["train"]["eval_steps"] = 2
+    assert _stale(values, {**values, **hot}) == ["train", "evaluate", "register"]
 
 
 def test_the_seed_concerns_training_and_what_follows(values: dict[str, Any]) -> None:

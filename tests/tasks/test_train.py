@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,23 +23,42 @@ def _metrics(path: Path, steps: list[int], **figures: float) -> Path:
     return path
 
 
+COUNTED = {"updates": 3, "rollouts": 3, "prompts_seen": 6, "prompts_dropped": 0, "completions": 24}
+
+
+def _result(stopped_early_at_step: int | None = None, **counted: int) -> dict[str, Any]:
+    return {"counted": {**COUNTED, **counted}, "stopped_early_at_step": stopped_early_at_step}
+
+
 def test_a_training_that_followed_its_plan_is_accepted(plan: Plan, tmp_path: Path) -> None:
-    check_result({"updates": 3}, _metrics(tmp_path / "m.jsonl", [1, 2, 3]), plan)
+    check_result(_result(), _metrics(tmp_path / "m.jsonl", [1, 2, 3]), plan)
 
 
-@pytest.mark.parametrize("updates", [0, 2, 4])
-def test_another_number_of_updates_than_planned_is_refused(plan: Plan, tmp_path: Path, updates: int) -> None:
-    with pytest.raises(StageError, match=f"plan says 3 updates, the training did {updates}"):
-        check_result({"updates": updates}, _metrics(tmp_path / "m.jsonl", [1, 2, 3]), plan)
+def test_a_training_that_stopped_early_is_held_against_the_plan_up_to_there(plan: Plan, tmp_path: Path) -> None:
+    counted = {"updates": 2, "rollouts": 2, "prompts_seen": 4, "completions": 16}
+    check_result(_result(2, **counted), _metrics(tmp_path / "m.jsonl", [1, 2]), plan)
+    with pytest.raises(StageError, match="the plan says"):
+        check_result(_result(None, **counted), _metrics(tmp_path / "m.jsonl", [1, 2]), plan)
+    with pytest.raises(StageError, match="each of the 2 steps once"):
+        check_result(_result(2, **counted), _metrics(tmp_path / "m.jsonl", [1, 2, 3]), plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("updates", 2), ("updates", 4), ("rollouts", 4), ("prompts_seen", 5), ("prompts_dropped", 1), ("completions", 32)],
+)
+def test_a_count_that_is_not_the_planned_one_is_refused(plan: Plan, tmp_path: Path, name: str, value: int) -> None:
+    with pytest.raises(StageError, match=f"plan says .*'{name}': {COUNTED[name]}.* counted .*'{name}': {value}"):
+        check_result(_result(**{name: value}), _metrics(tmp_path / "m.jsonl", [1, 2, 3]), plan)
 
 
 @pytest.mark.parametrize("steps", [[1, 2], [1, 2, 2, 3], [1, 3]])
 def test_missing_or_repeated_steps_are_refused(plan: Plan, tmp_path: Path, steps: list[int]) -> None:
     with pytest.raises(StageError, match="each of the 3 steps once"):
-        check_result({"updates": 3}, _metrics(tmp_path / "m.jsonl", steps), plan)
+        check_result(_result(), _metrics(tmp_path / "m.jsonl", steps), plan)
 
 
 @pytest.mark.parametrize(("name", "value"), [("loss", float("nan")), ("reward", float("inf"))])
 def test_a_figure_that_is_not_finite_is_refused_by_name(plan: Plan, tmp_path: Path, name: str, value: float) -> None:
     with pytest.raises(StageError, match=f"step 1: {name} is"):
-        check_result({"updates": 3}, _metrics(tmp_path / "m.jsonl", [1, 2, 3], **{name: value}), plan)
+        check_result(_result(), _metrics(tmp_path / "m.jsonl", [1, 2, 3], **{name: value}), plan)
