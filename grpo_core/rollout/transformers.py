@@ -35,6 +35,8 @@ class TransformersEngine:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        if not requests:
+            return []
         device = next(self.model.parameters()).device
         completions: list[Completion] = []
         with self._autocast(device):

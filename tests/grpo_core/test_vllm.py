@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_core.rollout.engine import Completion, Request, Sampling
 from tests.conftest import config_values, make_model, make_run
 
 ROOT = Path(__file__).parents[2]
@@ -41,17 +43,70 @@ def test_the_engine_follows_the_trainer_through_every_update(tmp_path: Path, tie
 
 
 PROMPTS = ["1+1=", "12+34=", "7"]
+MAX_LENGTH = 300
+
+
+def long_requests() -> list[Request]:
+    """Prompts that fill blocks of vLLM's prefix cache (128 tokens on a CPU), together more than one step takes (4,096).
+
+    Some begin alike.
+    """
+    draw = random.Random(0)
+    starts = [[draw.randrange(3, 13) for _ in range(150)] for _ in range(12)]
+    prompts = [start + [draw.randrange(3, 13) for _ in range(140)] for start in starts for _ in range(2)]
+    return [Request(prompt, 2, seed=50_000 + 100 * i) for i, prompt in enumerate(prompts)]
+
+
+def sequences() -> list[list[int]]:
+    """What is scored: from one token to all that an engine takes."""
+    longest = [*long_requests()[0].prompt_ids, *range(3, 12)]
+    assert len(longest) == MAX_LENGTH - 1
+    return [longest, longest[:150], longest[40:57], longest[7:9], longest[:1]]
+
+
+def plain_logprobs(model: Any, ids: list[int], temperature: float = 1.0, top_k: int = 0) -> list[float]:
+    """Log-probability of each token but the first, from one forward pass without anything around it."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1] / temperature
+    if top_k:
+        logits[logits < logits.topk(top_k).values[:, -1:]] = -torch.inf
+    return logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
+
+
+def start(run: str) -> tuple[Any, Any, Any]:
+    """The engine of a run directory's configuration, the model it was made for, the tokenizer."""
+    import torch
+
+    from grpo_core.config import load_config
+    from grpo_core.policy import load_model, load_tokenizer, with_adapter
+    from grpo_core.rollout.engine import make_engine
+
+    config = load_config(Path(run) / "config.toml")
+    torch.manual_seed(0)
+    model, tokenizer = with_adapter(load_model(config.model.name_or_path), config.model), load_tokenizer(config.model)
+    return make_engine(config, config.model.name_or_path, model, tokenizer, MAX_LENGTH), model, tokenizer
+
+
+def in_process(function: str, *arguments: Path) -> Any:
+    """What `function` of this module, called in a process of its own, has written into the last of its arguments."""
+    listed = ", ".join(repr(str(argument)) for argument in arguments)
+    _python("-c", f"from tests.grpo_core.test_vllm import {function}; {function}({listed})")
+    return json.loads(arguments[-1].read_text())
+
+
+def save(drawn: dict[str, Any], result: str) -> None:
+    Path(result).write_text(
+        json.dumps({k: [asdict(c) if isinstance(c, Completion) else c for c in v] for k, v in drawn.items()})
+    )
 
 
 def sample(run: str, other: str, result: str) -> None:
-    """Run in a process of its own: what one engine says to several calls, before and after it takes other weights."""
-    from grpo_core.config import load_config
-    from grpo_core.policy import load_model, load_tokenizer
-    from grpo_core.rollout.engine import Request, Sampling, make_engine
+    """What one engine says to several calls, before and after it takes other weights."""
+    from grpo_core.policy import load_model
 
-    config = load_config(Path(run) / "config.toml")
-    model, tokenizer = load_model(config.model.name_or_path), load_tokenizer(config.model)
-    engine = make_engine(config, config.model.name_or_path, model, tokenizer, max_length=20)
+    engine, model, tokenizer = start(run)
     requests = [Request(tokenizer(prompt)["input_ids"], 6, seed=1000 * i) for i, prompt in enumerate(PROMPTS)]
     singles = [Request(r.prompt_ids, 1, r.seed + i) for r in requests for i in range(r.num_completions)]
     reseeded = [Request(r.prompt_ids, r.num_completions, r.seed + 500) for r in requests]
@@ -63,45 +118,167 @@ def sample(run: str, other: str, result: str) -> None:
         "reseeded": engine.generate(reseeded, free),
         "truncated": engine.generate(requests, Sampling(6, temperature=0.7, top_k=3)),
         "greedy": engine.generate(singles, Sampling(6)),
+        "none": engine.generate([], free),
+        "long": engine.generate(long_requests(), free),
     }
-    engine.sync_weights(load_model(other))
+    scores = {"base scores": engine.score(sequences())}
+    model.load_state_dict(load_model(other).state_dict())
+    scores["unsynced scores"] = engine.score(sequences())
+    engine.sync_weights(model)
+    scores["synced scores"] = engine.score(sequences())
     drawn["synced"] = engine.generate(requests, free)
+    drawn["long synced"] = engine.generate(long_requests(), free)
     engine.close()
-    Path(result).write_text(json.dumps({name: [asdict(c) for c in completions] for name, completions in drawn.items()}))
+    save(drawn | scores, result)
 
 
-def test_samples_depend_on_the_seed_alone_and_carry_the_models_log_probabilities(tmp_path: Path) -> None:
-    import torch
+def resume(run: str, other: str, result: str) -> None:
+    """The end of `sample`, in a process that has done nothing before it."""
+    from grpo_core.policy import load_model
+
+    engine, _, tokenizer = start(run)
+    engine.sync_weights(load_model(other))
+    requests = [Request(tokenizer(prompt)["input_ids"], 6, seed=1000 * i) for i, prompt in enumerate(PROMPTS)]
+    free = Sampling(6, temperature=0.7)
+    drawn = {
+        "synced": engine.generate(requests, free),
+        "long synced": engine.generate(long_requests(), free),
+    }
+    engine.close()
+    save(drawn, result)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What `sample` has written, and the folders of the model before and after."""
+
+    run: Path
+    folder: Path
+    other: Path
+    values: dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
+    tmp_path = tmp_path_factory.mktemp("vllm")
+    folder = make_model(tmp_path / "model", initializer_range=0.2, max_position_embeddings=512)
+    other = make_model(tmp_path / "other", initializer_range=0.3, max_position_embeddings=512)
+    run = make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm"))
+    return Drawn(run, folder, other, in_process("sample", run, other, tmp_path / "drawn.json"))
+
+
+def test_samples_depend_on_the_seed_alone_and_carry_the_models_log_probabilities(drawn: Drawn) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = make_model(tmp_path / "model", initializer_range=0.2)
-    other = make_model(tmp_path / "other", initializer_range=0.3)
-    values = config_values(folder, tmp_path)
-    values["rollout"]["engine"] = "vllm"
-    run, result = make_run(tmp_path / "run", values), tmp_path / "drawn.json"
-    call = f"from tests.grpo_core.test_vllm import sample; sample({str(run)!r}, {str(other)!r}, {str(result)!r})"
-    _python("-c", call)
-    drawn: dict[str, list[dict[str, Any]]] = json.loads(result.read_text())
-    ids = {name: [completion["ids"] for completion in completions] for name, completions in drawn.items()}
+    names = ["first", "again", "singles", "reseeded", "truncated", "greedy", "long", "synced", "long synced"]
+    ids = {name: [completion["ids"] for completion in drawn.values[name]] for name in names}
     assert ids["again"] == ids["singles"] == ids["first"]
     assert ids["reseeded"] != ids["first"] != ids["synced"]
     assert len({tuple(completion) for completion in ids["first"][:6]}) > 1
+    assert drawn.values["none"] == []
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS for _ in range(6)]
-    for name, completions in drawn.items():
-        model = AutoModelForCausalLM.from_pretrained(other if name == "synced" else folder).eval()
-        for prompt, completion in zip(prompts, completions, strict=True):
+    tokenizer = AutoTokenizer.from_pretrained(drawn.folder)
+    short = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS for _ in range(6)]
+    long = [request.prompt_ids for request in long_requests() for _ in range(2)]
+    models = {path: AutoModelForCausalLM.from_pretrained(path).eval() for path in (drawn.folder, drawn.other)}
+    for name in names:
+        model = models[drawn.other if "synced" in name else drawn.folder]
+        prompts = long if "long" in name else short
+        for prompt, completion in zip(prompts, drawn.values[name], strict=True):
             tokens = completion["ids"]
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
             assert completion["truncated"] == (tokens[-1] != tokenizer.eos_token_id)
             assert len(tokens) == 6 or not completion["truncated"]
+            # Greedy samples are those of top-k with k = 1; their log-probabilities are not processed.
+            options = {"temperature": 0.7, "top_k": {"truncated": 3, "greedy": 1}.get(name, 0)}
+            expected = plain_logprobs(model, prompt + tokens, **options)[len(prompt) - 1 :]
             if name == "greedy":
-                assert tokens == logits.argmax(-1).tolist()
-                continue
-            logits = logits / 0.7
-            if name == "truncated":
-                logits[logits < logits.topk(3).values[:, -1:]] = -torch.inf
-            expected = logits.log_softmax(-1)[range(len(tokens)), tokens]
-            assert completion["logprobs"] == pytest.approx(expected.tolist(), abs=1e-4)
+                assert expected == [0.0] * len(tokens)
+            else:
+                assert completion["logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_scores_are_those_of_the_weights_last_synced(drawn: Drawn) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert drawn.values["unsynced scores"] == drawn.values["base scores"]
+    for name, folder in (("base scores", drawn.folder), ("synced scores", drawn.other)):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        for ids, scores in zip(sequences(), drawn.values[name], strict=True):
+            assert scores == pytest.approx(plain_logprobs(model, ids), abs=1e-4)
+
+
+def test_a_new_process_draws_the_same_bits_as_one_that_has_served_before(drawn: Drawn, tmp_path: Path) -> None:
+    resumed = in_process("resume", drawn.run, drawn.other, tmp_path / "resumed.json")
+    assert len(resumed["long synced"]) == 48
+    assert resumed == {name: drawn.values[name] for name in resumed}
+
+
+def adapt(run: str, result: str) -> None:
+    """What an engine says of adapters that it was and was not handed, and what the model itself says."""
+    import torch
+
+    engine, model, _ = start(run)
+    requests, sampling = long_requests()[:4], Sampling(9, temperature=0.7)
+    steps = []
+
+    def step(name: str) -> None:
+        samples = engine.generate(requests, sampling)
+        prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
+        steps.append(
+            {
+                "name": name,
+                "scores": engine.score(sequences()),
+                "model's scores": [plain_logprobs(model, ids) for ids in sequences()],
+                "samples": [sample.logprobs for sample in samples],
+                "model's samples": [
+                    plain_logprobs(model, prompt + sample.ids, 0.7)[len(prompt) - 1 :]
+                    for prompt, sample in zip(prompts, samples, strict=True)
+                ],
+                "loaded": len(engine.llm.llm_engine.list_loras()),
+            }
+        )
+
+    step("base")
+    engine.sync_weights(model)
+    step("fresh adapter")
+    for i in range(3):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.1)
+        step(f"changed {i}")
+        engine.sync_weights(model)
+        step(f"synced {i}")
+    engine.close()
+    Path(result).write_text(json.dumps(steps))
+
+
+def test_the_engine_follows_an_adapter_over_a_base_that_stays(tmp_path: Path) -> None:
+    folder = make_model(
+        tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=512, **PACKED
+    )
+    values = config_values(folder, tmp_path, engine="vllm", use_peft=True, lora_r=5, lora_alpha=15)
+    steps = in_process("adapt", make_run(tmp_path / "run", values), tmp_path / "steps.json")
+    names = ["base", "fresh adapter", "changed 0", "synced 0", "changed 1", "synced 1", "changed 2", "synced 2"]
+    assert [step["name"] for step in steps] == names
+    assert [step["loaded"] for step in steps] == [0] + [1] * 7
+
+    def distance(step: dict[str, Any], other: dict[str, Any], what: str, whose: str) -> float:
+        rows = zip(step[what], other[whose + what], strict=True)
+        return max(abs(a - b) for row in rows for a, b in zip(*row, strict=True))
+
+    for previous, step in zip([None, *steps], steps, strict=False):
+        if step["name"].startswith("changed"):
+            assert distance(step, previous, "scores", "") == 0
+            assert distance(step, step, "scores", "model's ") > 0.1
+        else:
+            assert distance(step, step, "scores", "model's ") < 1e-4
+            assert distance(step, step, "samples", "model's ") < 1e-4
+    assert distance(steps[1], steps[0], "scores", "model's ") < 1e-4
+
+
+def test_the_room_for_adapters_is_the_next_that_vllm_knows() -> None:
+    from grpo_core.rollout.vllm import lora_rank
+
+    assert [lora_rank(rank) for rank in (1, 8, 9, 300, 512)] == [8, 8, 16, 320, 512]
+    with pytest.raises(ValueError, match="lora_r=513"):
+        lora_rank(513)
