@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from grpo_core.batching import Sequences
 from grpo_core.data import rollout_prompts
 from grpo_core.plan import load_plan
-from grpo_core.policy import Policy
+from grpo_core.policy import Policy, load_model
 from grpo_core.session import TrainingError
 from grpo_core.trainer import train
 from tasks.train import check_result
@@ -97,11 +98,14 @@ def test_bnpo_depends_on_the_cut_as_its_documentation_says(values: dict[str, Any
 
 
 def _refuse_more_rows_than(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that runs out cannot be had on a CPU: the forward pass says so in its place."""
-    forward = Policy.forward
+    """Memory that runs out cannot be had on a CPU: every second forward pass says so in its place, so that an update is
+    interrupted when a part of its gradient is there already."""
+    forward, calls = Policy.forward, 0
 
     def small(self: Policy, sequences: Any, **options: Any) -> Any:
-        if self.temperature != 1 and len(sequences.input_ids) > rows:
+        nonlocal calls
+        calls += self.temperature != 1  # the probe's is 1
+        if self.temperature != 1 and len(sequences.input_ids) > rows and calls % 2 == 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(self, sequences, **options)
 
@@ -154,6 +158,14 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
     assert calls["without"] == once["without"]
     a, b = _weights(plain), _weights(recomputed)
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_between_passes_no_layer_is_in_training_mode(model_folder: Path) -> None:
+    """Else sampling with the same model would lose its key-value cache."""
+    policy = Policy(load_model(model_folder), 1.0, gradient_checkpointing=True)
+    logprobs, _ = policy(Sequences(torch.tensor([[1, 2, 3]]), torch.tensor([1]), 2))
+    assert logprobs.requires_grad
+    assert not any(module.training for module in policy.model.modules())
 
 
 def test_an_adapter_trains_its_layers_only_and_the_model_handed_on_needs_no_adapter(
