@@ -24,7 +24,9 @@ def sync(session: Session, progress: Progress) -> float:
     the one that is trained, and nothing else would say so.
     """
     session.engine.sync_weights(session.model)
-    sequences = probe_sequences(session.prompts, session.tokenizer.eos_token_id)
+    # vLLM scores nothing as long as its longest sequence: it wants room for one more token.
+    longest = session.prompts.max_length + session.config.rollout.max_completion_length - 1
+    sequences = probe_sequences(session.prompts, session.tokenizer.eos_token_id, min(PROBE_TOKENS, longest))
     engine = torch.tensor([value for row in session.engine.score(sequences) for value in row])
     trainer = torch.cat([row[: len(ids) - 1] for row, ids in zip(_score(session, sequences), sequences, strict=True)])
     if not trainer.isfinite().all():
@@ -42,9 +44,9 @@ def sync(session: Session, progress: Progress) -> float:
     return drift
 
 
-def probe_sequences(prompts: Prompts, eos_id: int) -> list[list[int]]:
+def probe_sequences(prompts: Prompts, eos_id: int, length: int) -> list[list[int]]:
     """The ends of a few prompts, fixed for the run, each with the end token: even a prompt of one token has a score."""
-    return [[*ids, eos_id][-PROBE_TOKENS:] for ids in prompts.ids[:PROBE_SEQUENCES]]
+    return [[*ids, eos_id][-length:] for ids in prompts.ids[:PROBE_SEQUENCES]]
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from grpo_core import session
 from grpo_core.rollout.engine import Engine
 from grpo_core.rollout.transformers import TransformersEngine
 from grpo_core.session import TrainingError
-from grpo_core.sync import PROBE_TOKENS, probe_sequences
+from grpo_core.sync import probe_sequences
 from grpo_core.trainer import train
 from tests.conftest import config_values, make_run, with_keys
 
@@ -96,8 +98,6 @@ def test_a_sync_skipped_in_vllm_stops_the_training(values: dict[str, Any], tmp_p
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
@@ -105,8 +105,25 @@ def test_the_probe_is_fixed_short_and_has_a_score_for_a_prompt_of_one_token() ->
     from grpo_core.data import Prompts
 
     prompts = Prompts([{}] * 20, [[n] * (1 + 40 * n) for n in range(20)])
-    sequences = probe_sequences(prompts, eos_id=99)
-    assert sequences == probe_sequences(prompts, eos_id=99)
+    sequences = probe_sequences(prompts, 99, length=64)
+    assert sequences == probe_sequences(prompts, 99, length=64)
     assert len(sequences) == 8
     assert sequences[0] == [0, 99]
-    assert all(2 <= len(ids) <= PROBE_TOKENS and ids[-1] == 99 for ids in sequences)
+    assert all(2 <= len(ids) <= 64 and ids[-1] == 99 for ids in sequences)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole model", "adapter"])
+def test_vllm_follows_a_training_whose_completions_are_one_token_long(
+    values: dict[str, Any], tmp_path: Path, adapter: bool
+) -> None:
+    """The probe is then as long as the longest sequence that the engine takes."""
+    values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
+    keys = {"engine": "vllm", "max_completion_length": 1, "use_peft": adapter, "max_steps": 3}
+    run = make_run(tmp_path / "run", with_keys(values, **keys))
+    command = [sys.executable, "-m", "grpo_core.train", str(run)]
+    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["sampling/sync_drift"] < 1e-4 for step in steps] == [True] * 3
+    assert all(step["grad_norm"] > 0 for step in steps)
