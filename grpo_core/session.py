@@ -18,7 +18,7 @@ from grpo_core.config import RunConfig, load_config
 from grpo_core.data import Prompts, load_prompts
 from grpo_core.plan import Plan, load_plan
 from grpo_core.policy import Policy, load_model, load_tokenizer, with_adapter
-from grpo_core.rewards import Reward, resolve
+from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rollout.engine import Engine, make_engine
 from grpo_core.sections import TrainConfig
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpo_core
 from grpo_core.config import RunConfig
-from grpo_core.rewards import source_of
+from grpo_core.rewards.contract import source_of
 
 
 def lineage_keys(config: RunConfig) -> dict[str, str]:

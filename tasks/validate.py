@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import State
 
 from grpo_core.config import RunConfig
 from grpo_core.data import encode_prompts
-from grpo_core.rewards import resolve
+from grpo_core.rewards.contract import resolve
 from tasks.sources import load_source
 from tasks.stage import VALIDATE, Context, StageError, run_stage
 from tasks.storage import remove, write_text

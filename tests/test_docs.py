@@ -48,9 +48,7 @@ def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
     ],
     ids=["clipped", "cispo", "vespo"],
 )
-def test_every_metric_of_a_training_is_documented(
-    values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]
-) -> None:
+def test_every_metric_of_a_training_is_documented(values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]) -> None:
     run = make_run(tmp_path / "run", with_keys(values, **keys))
     train(run, run / "training")
     text = (ROOT / "docs" / "metrics.md").read_text()

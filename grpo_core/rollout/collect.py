@@ -13,11 +13,12 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from grpo_core import rewards as reward_functions
 from grpo_core.advantages import Advantages, group_advantages, sample_std
 from grpo_core.config import RunConfig
 from grpo_core.data import Prompts, decode_completions, derive_seed, fresh_prompts, rollout_prompts
 from grpo_core.plan import Plan
+from grpo_core.rewards.contract import Reward
+from grpo_core.rewards.scoring import score
 from grpo_core.rollout.engine import Completion, Engine, Request, Rollout, Sampling, pad
 from grpo_core.sections import AlgorithmConfig, RolloutConfig
 
@@ -42,7 +43,7 @@ def collect(
     plan: Plan,
     prompts: Prompts,
     tokenizer: Any,
-    rewards: Sequence[reward_functions.Reward],
+    rewards: Sequence[Reward],
     engine: Engine,
     accelerator: Accelerator,
     attempt: int = 0,
@@ -112,7 +113,7 @@ def _matrix(samples: Sequence[Sample]) -> Tensor:
 
 
 def _advantages(
-    samples: Sequence[Sample], rewards: Sequence[reward_functions.Reward], plan: Plan, config: AlgorithmConfig
+    samples: Sequence[Sample], rewards: Sequence[Reward], plan: Plan, config: AlgorithmConfig
 ) -> Advantages:
     return group_advantages(
         _matrix(samples),
@@ -129,13 +130,13 @@ def score_completions(
     completions: Sequence[Completion],
     prompts: Prompts,
     tokenizer: Any,
-    rewards: Sequence[reward_functions.Reward],
+    rewards: Sequence[Reward],
 ) -> list[Sample]:
     """Decode once, run every reward function; `rows` are the completions' dataset rows."""
     data = [prompts.rows[row] for row in rows]
     ids = [completion.ids for completion in completions]
     decoded = decode_completions(data, ids, tokenizer)
-    columns = [reward_functions.score(reward, data, decoded, ids) for reward in rewards]
+    columns = score(rewards, data, decoded, ids)
     return [
         Sample(row, completion, text if isinstance(text, str) else text[-1]["content"], list(values))
         for row, completion, text, *values in zip(rows, completions, decoded, *columns, strict=True)
@@ -193,7 +194,7 @@ def _rollout(
     )
 
 
-def _reward_metrics(rewards: Sequence[reward_functions.Reward], matrix: Tensor) -> dict[str, float]:
+def _reward_metrics(rewards: Sequence[Reward], matrix: Tensor) -> dict[str, float]:
     metrics = {}
     for reward, values in zip(rewards, matrix.T, strict=True):
         scored = values[~values.isnan()]

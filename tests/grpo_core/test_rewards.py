@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_core.rewards import RewardError, resolve, score
-from grpo_core.rewards.builtin import exact_match, format_regex, length, numeric_match
+from grpo_core.rewards import scoring
+from grpo_core.rewards.builtin import exact_match, format_regex, length, numeric_match, soft_overlong_punishment
+from grpo_core.rewards.contract import RewardError, resolve
+from grpo_core.rewards.scoring import score
 from grpo_core.sections import RewardConfig
 
 
@@ -41,6 +45,15 @@ from grpo_core.sections import RewardConfig
         ("146", "46", 0),
         ("", "46", 0),
         ("none", "46", 0),
+        ("10-46", "46", 1),
+        ("10-46", "-46", 0),
+        ("(3)-46", "46", 1),
+        ("x-46", "46", 1),
+        ("x = -46", "-46", 1),
+        ("(-3)", "-3", 1),
+        ("5--3", "-3", 1),
+        ("-.5", "-0.5", 1),
+        ("+7", "7", 1),
         ("46", None, None),
         ("46", "not a number", None),
         ("46", "nan", None),
@@ -95,22 +108,37 @@ def test_a_function_gets_the_rollout_the_columns_and_its_arguments(
     config = _module(tmp_path, monkeypatch, body).model_copy(update={"args": {"bonus": 3}})
     reward = resolve(config)
     assert reward.columns == ("answer",)
-    assert score(reward, ROWS, ["2", "5"], [[1], [2]]) == [3, 0]
+    assert score([reward], ROWS, ["2", "5"], [[1], [2]]) == [[3, 0]]
 
 
 def test_none_means_not_scored() -> None:
-    values = score(resolve(RewardConfig(function="exact_match")), [{**ROWS[0], "answer": None}], ["2"], [[1]])
-    assert math.isnan(values[0])
+    values = score([resolve(RewardConfig(function="exact_match"))], [{**ROWS[0], "answer": None}], ["2"], [[1]])
+    assert math.isnan(values[0][0])
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("def f(completions): return [1.0]", "returned 1 values for 2 completions"),
+        (
+            "def f(completions): return [1.0]",
+            "returned 1 values for 2 completions; one each is needed. The first: prompt '1\\+1=', completion 'a'",
+        ),
         ("def f(completions): return None", "returned NoneType"),
+        ("def f(completions): return 'ab'", "returned str for 2 completions"),
         ("def f(completions): return [1.0, float('nan')]", "returned nan for prompt '2\\+2=', completion 'b'"),
         ("def f(completions): return [float('inf'), 0.0]", "returned inf for prompt '1\\+1='"),
-        ("def f(completions): raise KeyError('x')", "raised KeyError: 'x'"),
+        ("def f(completions): raise KeyError('x')", "raised KeyError: 'x' for prompt '1\\+1=', completion 'a'"),
+        ("def f(completions): return [{'b': 1}[c] for c in completions[::-1]]", "raised KeyError: 'a' for prompt '1"),
+        ("def f(completions): return [{'a': 1}[c] for c in completions]", "raised KeyError: 'b' for prompt '2"),
+        (
+            "def f(completions): return [1] if len(completions) == 1 else {}['x']",
+            "raised KeyError: 'x' for 2 completions together, not for one alone; the first: prompt '1",
+        ),
+        (
+            "async def f(completions): return [{'a': 1}[c] for c in completions]",
+            "raised KeyError: 'b' for prompt '2\\+2=', completion 'b'",
+        ),
+        ("async def f(completions): return [1.0]", "returned 1 values for 2 completions"),
         ("def f(completions): return ['1', '0']", "returned '1' for prompt '1\\+1='"),
         ("def f(completions): return [0, [1]]", "returned \\[1\\] for prompt '2\\+2=', completion 'b'"),
         ("def f(completions): return [10**400, 0]", "returned 1000"),
@@ -122,7 +150,7 @@ def test_a_broken_contract_is_reported_with_the_functions_name(
 ) -> None:
     reward = resolve(_module(tmp_path, monkeypatch, body))
     with pytest.raises(RewardError, match=f"reward 'f' {message}"):
-        score(reward, ROWS, ["a", "b"], [[1], [2]])
+        score([reward], ROWS, ["a", "b"], [[1], [2]])
 
 
 @pytest.mark.parametrize(
@@ -138,3 +166,99 @@ def test_a_broken_contract_is_reported_with_the_functions_name(
 def test_an_unusable_reward_is_refused_when_it_is_resolved(function: str, args: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardError, match=message):
         resolve(RewardConfig(function=function, args=args))
+
+
+ENDLESS = {
+    "a loop": "def wait():\n    while True: pass",
+    "a wait": "def wait():\n    import threading; threading.Event().wait()",
+    "a regular expression": "def wait():\n    import re; re.match(r'(a+)+$', 'a' * 60 + 'b')",
+    "a loop that swallows errors": "def wait():\n    while True:\n        try: pass\n        except Exception: pass",
+}
+
+
+@pytest.mark.parametrize("keyword", ["def", "async def"])
+@pytest.mark.parametrize("endless", ENDLESS.values(), ids=ENDLESS)
+def test_a_function_that_hangs_is_ended_and_named_with_the_completion_it_hangs_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endless: str, keyword: str
+) -> None:
+    monkeypatch.setattr(scoring, "GRACE", 0.1)
+    body = f"{endless}\n{keyword} f(completions):\n    return [wait() if c == 'b' else 1.0 for c in completions]\n"
+    config = _module(tmp_path, monkeypatch, body).model_copy(update={"timeout": 0.3})
+    message = r"reward 'f' did not come back within 0\.3 s for prompt '2\+2=', completion 'b', which alone takes more"
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(RewardError, match=message):
+        score([resolve(config)], ROWS, ["a", "b"], [[1], [2]])
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_coroutine_that_awaits_for_ever_is_ended_and_cancels_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "import asyncio\nended = []\n"
+    body += "async def f(completions):\n    await asyncio.Event().wait()\n"
+    body += "async def g(completions):\n    try: await asyncio.Event().wait()\n    finally: ended.append(1)\n"
+    config = _module(tmp_path, monkeypatch, body)
+    short = config.model_copy(update={"timeout": 0.2})
+    other = config.model_copy(update={"function": config.function.replace(":f", ":g")})
+    with pytest.raises(RewardError, match="reward 'f' did not come back"):
+        score([resolve(other), resolve(short)], ROWS, ["a", "b"], [[1], [2]])
+    assert importlib.import_module(config.function.partition(":")[0]).ended == [1]
+
+
+def test_asynchronous_functions_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other: one after the other, neither would come back."""
+    body = "import asyncio\nmet = asyncio.Barrier(2)\n"
+    body += "async def f(completions):\n    await met.wait()\n    return [1.0, None]\n"
+    body += "async def g(completions, bonus):\n    await met.wait()\n    return [bonus, 2.0]\n"
+    body += "def h(completions):\n    return [3.0, 4.0]\n"
+    config = _module(tmp_path, monkeypatch, body).model_copy(update={"timeout": 20.0})
+    names = [config.function.replace(":f", f":{name}") for name in "ghf"]
+    args = [{"bonus": 5.0}, {}, {}]
+    rewards = [resolve(config.model_copy(update={"function": n, "args": a})) for n, a in zip(names, args, strict=True)]
+    values = score(rewards, ROWS, ["a", "b"], [[1], [2]])
+    assert values[:2] == [[5.0, 2.0], [3.0, 4.0]]
+    assert values[2][0] == 1.0
+    assert math.isnan(values[2][1])
+
+
+def test_a_function_with_an_alarm_of_its_own_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = """
+import signal, threading
+def up(*_): raise InterruptedError
+def f(completions):
+    before = signal.signal(signal.SIGALRM, up)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try: threading.Event().wait()
+    except InterruptedError: return [1.0, 2.0]
+    finally: signal.signal(signal.SIGALRM, before)
+"""
+    reward = resolve(_module(tmp_path, monkeypatch, body).model_copy(update={"timeout": 60.0}))
+    assert score([reward], ROWS, ["a", "b"], [[1], [2]]) == [[1.0, 2.0]]
+
+
+def test_tensors_and_arrays_are_values_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "import numpy, torch\ndef f(completions): return torch.tensor([1.0, 2.0])\n"
+    body += "def g(completions): return numpy.array([3, 4])\n"
+    config = _module(tmp_path, monkeypatch, body)
+    rewards = [resolve(config), resolve(config.model_copy(update={"function": config.function.replace(":f", ":g")}))]
+    assert score(rewards, ROWS, ["a", "b"], [[1], [2]]) == [[1, 2], [3, 4]]
+
+
+def test_a_long_prompt_is_shortened_in_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = resolve(_module(tmp_path, monkeypatch, "def f(completions): raise ValueError('no')"))
+    with pytest.raises(RewardError) as error:
+        score([reward], [{"prompt": "x" * 10_000}], ["y" * 10_000], [[1]])
+    assert 300 < len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(("tokens", "reward"), [(0, 0), (15, 0), (16, -0.2), (18, -0.6), (20, -1), (30, -1)])
+def test_soft_overlong_punishment_falls_from_its_cache_to_the_limit(tokens: int, reward: float) -> None:
+    values = soft_overlong_punishment([[0] * tokens], max_completion_len=20, soft_punish_cache=5)
+    assert values == [pytest.approx(reward)]
+
+
+@pytest.mark.parametrize("cache", [0, 21])
+def test_a_cache_outside_the_limit_is_refused(cache: int) -> None:
+    with pytest.raises(ValueError, match=f"soft_punish_cache={cache} must be between 1 and max_completion_len=20"):
+        soft_overlong_punishment([[0]], max_completion_len=20, soft_punish_cache=cache)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_core.config import load_config
 from grpo_core.data import training_order
 from grpo_core.plan import load_plan
-from grpo_core.rewards import RewardError
+from grpo_core.rewards.contract import RewardError
 from grpo_core.session import TrainingError
 from grpo_core.trainer import train
 from tests.conftest import config_values, make_model, make_run, with_keys

@@ -1,0 +1,92 @@
+"""The reward contract: resolve a function by name and know which columns it reads.
+
+A reward has TRL's signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, `async def` or
+not; None means "does not apply to this row". It may take fewer of these arguments; every other parameter without a
+default is a column of the data or one of the config's `args`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_core.rewards import builtin
+from grpo_core.sections import RewardConfig
+
+RewardFunction = Callable[..., Any]  # the rewards, or a coroutine that gives them
+ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
+BUILTIN: dict[str, RewardFunction] = {
+    "exact_match": builtin.exact_match,
+    "numeric_match": builtin.numeric_match,
+    "format_regex": builtin.format_regex,
+    "length": builtin.length,
+    "soft_overlong_punishment": builtin.soft_overlong_punishment,
+}
+
+
+class RewardError(RuntimeError):
+    """A reward function that cannot be used, or that broke its contract; the message names it."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A resolved reward function. `columns`: what it needs of the data; `accepts`: what it may be given."""
+
+    name: str
+    function: RewardFunction
+    weight: float
+    args: Mapping[str, Any]
+    timeout: float  # seconds for one batch
+    columns: tuple[str, ...]
+    accepts: frozenset[str] | None  # None: takes **kwargs
+
+
+def resolve(config: RewardConfig) -> Reward:
+    """Find the function and read its signature; RewardError when it is missing or cannot be called as configured."""
+    function = _find(config.function)
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    accepts = {p.name for p in named}
+    unknown = set(config.args) - accepts
+    if unknown and not takes_any:
+        raise RewardError(f"reward {config.name!r} takes no argument {sorted(unknown)}; it takes {sorted(accepts)}")
+    given = {*ROLLOUT_ARGUMENTS, *config.args}
+    columns = tuple(p.name for p in named if p.default is p.empty and p.name not in given)
+    return Reward(
+        name=config.name,
+        function=function,
+        weight=config.weight,
+        args=config.args,
+        timeout=config.timeout,
+        columns=columns,
+        accepts=None if takes_any else frozenset(accepts),
+    )
+
+
+def source_of(config: RewardConfig) -> bytes:
+    """Bytes that change when the reward function does: the whole source file it is defined in."""
+    function = _find(config.function)
+    return Path(inspect.getsourcefile(inspect.unwrap(function)) or "").read_bytes()
+
+
+def _find(function: str) -> RewardFunction:
+    if function in BUILTIN:
+        return BUILTIN[function]
+    module, separator, name = function.partition(":")
+    if not separator:
+        raise RewardError(
+            f"no built-in reward is called {function!r}; there are {', '.join(BUILTIN)}; "
+            "your own is written package.module:function"
+        )
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise RewardError(f"reward {function!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise RewardError(f"reward {function!r} is a {type(found).__name__}, not a function")
+    return found
