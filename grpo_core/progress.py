@@ -13,8 +13,8 @@ from grpo_core.rollout.engine import Rollout
 class Progress:
     """State after `updates` optimizer updates, counted over all starts of the run."""
 
+    rows_per_pass: int  # completions that one forward pass holds; per_device_train_batch_size until memory runs out
     updates: int = 0
-    rows_per_pass: int = 0  # completions that one forward pass holds; per_device_train_batch_size until memory runs out
     rollout: Rollout | None = None  # the generation batch in use
     # What happened, to be compared with the plan.
     rollouts: int = 0

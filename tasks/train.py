@@ -39,7 +39,7 @@ def _work(context: Context) -> dict[str, Any]:
 
     def on_line(line: str) -> None:
         nonlocal shown
-        log.info(line)
+        (log.warning if line.startswith("health:") else log.info)(line)
         if time.monotonic() - shown > SECONDS_BETWEEN_UPDATES:
             shown = time.monotonic()
             _show_progress(progress, metrics, plan)

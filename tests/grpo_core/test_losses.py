@@ -281,7 +281,9 @@ def configs(draw: st.DrawFn, loss_type: str) -> AlgorithmConfig:
 def batches(draw: st.DrawFn, loss_type: str, rows: int | None = None) -> Batch:
     b, t = rows or draw(st.integers(1, 6)), draw(st.integers(1, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    logprobs, old, sampling, reference = -torch.rand(4, b, t, generator=generator, dtype=torch.float64) * 2
+    # On this grid no ratio comes so near to a bound that a finite difference reaches across it.
+    logprobs, old, sampling, reference = -torch.randint(0, 128, (4, b, t), generator=generator).double() / 64
+    logprobs -= 0.003
     lengths = torch.tensor(draw(st.lists(st.integers(0, t), min_size=b, max_size=b)))
     mask = (torch.arange(t) < lengths[:, None]).double()
     keep = (torch.rand(b, t, generator=generator) < draw(st.sampled_from([1.0, 0.5]))).double()
@@ -492,7 +494,7 @@ def test_a_completion_without_valid_tokens_adds_nothing_and_breaks_nothing(loss_
 @given(
     rows=st.lists(st.lists(st.integers(0, 6), min_size=4, max_size=4), min_size=1, max_size=4),
     seed=st.integers(0, 2**32),
-    share=st.sampled_from([0.05, 0.2, 0.25, 0.5, 0.7, 0.8, 1.0]),
+    share=st.sampled_from([0.0625, 0.25, 0.5, 0.75, 1.0]),
 )
 def test_the_top_entropy_mask_keeps_the_valid_tokens_above_the_quantile(
     rows: list[list[int]], seed: int, share: float
@@ -507,9 +509,8 @@ def test_the_top_entropy_mask_keeps_the_valid_tokens_above_the_quantile(
             assert k == 0
             continue
         rank = (len(valid) - 1) * (1 - share)
-        below, above = valid[math.floor(rank + 1e-9)], valid[math.ceil(rank - 1e-9)]
-        threshold = below + (above - below) * (rank - math.floor(rank + 1e-9))
-        assert k == (value >= threshold - 1e-7)
+        below, above = valid[math.floor(rank)], valid[math.ceil(rank)]
+        assert k == (value >= below + (above - below) * (rank - math.floor(rank)))
 
 
 def test_a_share_of_one_keeps_every_valid_token() -> None:
