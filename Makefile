@@ -38,7 +38,7 @@ ui: setup ## Prefect and MLflow on 127.0.0.1, over the same data
 	@$(BIN)/grpo up
 
 test: setup check ## everything that CI checks
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: setup ## lint, format and types
 	$(BIN)/ruff check .

@@ -87,4 +87,4 @@ def sample_std(values: Tensor, sizes: Tensor | None = None) -> Tensor:
     std = ((values - values.nanmean(-1, keepdim=True)).square().nansum(-1) / (n - 1).clamp(min=1)).sqrt()
     span = values.masked_fill(missing, -torch.inf).amax(-1) - values.masked_fill(missing, torch.inf).amin(-1)
     largest = (values if sizes is None else sizes).abs().masked_fill(missing, 0.0).amax(-1)
-    return torch.where((n < 2) | (span <= ROUNDING * largest), 0.0, std)
+    return torch.where(span <= ROUNDING * largest, 0.0, std)

@@ -190,6 +190,11 @@ class AlgorithmConfig(Section):
                 f"loss_type='vespo' sums the corrections of tokens; vllm_importance_sampling_mode="
                 f"{self.vllm_importance_sampling_mode!r} has none: use 'token_truncate' or 'token_mask'"
             )
+        elif (self.vllm_importance_sampling_clip_min or 0) > self.vllm_importance_sampling_clip_max:
+            problem = (
+                f"vllm_importance_sampling_clip_min={self.vllm_importance_sampling_clip_min:g} is above "
+                f"vllm_importance_sampling_clip_max={self.vllm_importance_sampling_clip_max:g}"
+            )
         elif self.sync_ref_model and self.beta == 0:
             problem = "sync_ref_model=true has no reference policy to move while beta=0; set beta or remove it"
         elif self.entropy_coef_min > self.entropy_coef_max:

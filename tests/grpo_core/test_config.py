@@ -47,6 +47,10 @@ VALUES: dict[str, Any] = {
             "normalises in its own way",
         ),
         ({"algorithm": {"sync_ref_model": True}}, "no reference policy to move while beta=0"),
+        (
+            {"algorithm": {"vllm_importance_sampling_clip_min": 4}},
+            "vllm_importance_sampling_clip_min=4 is above vllm_importance_sampling_clip_max=3",
+        ),
         ({"algorithm": {"entropy_coef_min": 2}}, "entropy_coef_min=2 is above entropy_coef_max=1"),
         (
             {"algorithm": {"sync_ref_model": True, "beta": 1}, "model": {"name_or_path": "m", "use_peft": True}},

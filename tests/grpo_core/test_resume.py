@@ -149,18 +149,21 @@ def test_a_training_with_vllm_killed_and_resumed_ends_with_the_same_weights(
 ) -> None:
     keys = {"engine": "vllm", "max_steps": 5, "save_steps": 2, "num_iterations": 2, "steps_per_generation": 4}
     config = with_keys(values, **keys)
-    (tmp_path / "whole.py").write_text(
+    (tmp_path / "start.py").write_text(
         "import sys; from pathlib import Path; from tests.grpo_core.killing import train\n"
         "status = train(Path(sys.argv[1]), int(sys.argv[2])); sys.exit(status & 0x7F)\n"
     )
     whole, run = (make_run(tmp_path / name, config) for name in ("whole", "run"))
 
     def start(folder: Path, kill_at: int) -> int:
-        command = [sys.executable, str(tmp_path / "whole.py"), str(folder), str(kill_at)]
+        command = [sys.executable, str(tmp_path / "start.py"), str(folder), str(kill_at)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         return subprocess.run(command, cwd=ROOT, env=environment, timeout=600).returncode
 
     assert start(whole, 0) == 0
+    for step in _metrics(whole):
+        assert step["sampling/sampling_logp_difference/max"] < 1e-4
+        assert step["grad_norm"] > 0
     assert start(run, int((whole / "passes").read_text()) - 2) == 9
     assert len(_metrics(run)) >= 4
     assert start(run, 0) == 0
