@@ -14,7 +14,7 @@ from grpo_core.session import Session, TrainingError
 
 PROBE_SEQUENCES = 8
 PROBE_TOKENS = 64
-DRIFT_BOUND = {"no": 1e-3, "bf16": 0.1}  # by mixed_precision: rounding stays a tenth of it or less
+DRIFT_BOUND = {"no": 1e-3, "bf16": 0.1}  # by mixed_precision; vLLM on a million parameters stays below 2e-6 and 0.022
 
 
 def sync(session: Session, progress: Progress) -> float:
