@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
 
+from grpo_core.checkpoint import Checkpoints
 from grpo_core.config import RunConfig
 from grpo_core.data import derive_seed
 from grpo_core.policy import load_trainable_state, trainable_state
@@ -58,9 +58,9 @@ def evaluate_policy(session: Session, progress: Progress) -> dict[str, float]:
     return {name: float(values.mean()) for name, values in figures.items() if len(values)}
 
 
-def keep_best(session: Session, progress: Progress, folder: Path, needed: Collection[int]) -> None:
-    """Write the policy under `folder` when this evaluation is the best so far; drop older ones but those of the
-    `needed` steps, which checkpoints name as their best."""
+def keep_best(session: Session, progress: Progress, folder: Path, checkpoints: Checkpoints) -> None:
+    """Write the policy under `folder` when this evaluation is the best so far; drop older ones but those that a
+    checkpoint names as its best."""
     if progress.best_step != progress.updates or not session.accelerator.is_main_process:
         return
     final = _best(folder, progress.best_step)
@@ -68,9 +68,9 @@ def keep_best(session: Session, progress: Progress, folder: Path, needed: Collec
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in trainable_state(session.model).items()}, temporary)
     temporary.rename(final)
-    for old in folder.iterdir():
-        if old not in {final, *(_best(folder, step) for step in needed)}:
-            old.unlink()
+    needed = {final, *(_best(folder, step) for step in checkpoints.best_steps())}
+    for old in set(folder.iterdir()) - needed:
+        old.unlink()
 
 
 def load_best(session: Session, step: int, folder: Path) -> None:

@@ -108,6 +108,8 @@ class Records:
             "metrics": self.last,
         }
         if self.accelerator.is_main_process:
+            if progress.stopped_early:
+                print(f"training: stopped early after step {progress.updates}, best was step {progress.best_step}")
             self.file.close()
             temporary = self.output / "result.json.tmp"
             temporary.write_text(json.dumps(result, indent=2) + "\n")

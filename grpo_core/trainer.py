@@ -58,7 +58,7 @@ def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, An
             if config.train.eval_steps and (step % config.train.eval_steps == 0 or step == plan.max_steps):
                 progress, evaluated = evaluate(session, progress)
                 metrics |= evaluated
-                keep_best(session, progress, output / "best", checkpoints.best_steps())
+                keep_best(session, progress, output / "best", checkpoints)
             streaks, findings = health.observe(config.health, progress.streaks, step, metrics)
             progress = replace(progress, streaks=streaks)
         except NotFiniteError as error:
