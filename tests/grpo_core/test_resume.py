@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -115,6 +117,17 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
         train(run, run / "training")
     assert (checkpoints / "step-000004.damaged").is_dir()
     assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 2
+    _assert_same(run, whole)
+
+
+def drawing(completions: list[str]) -> list[float | None]:
+    return [random.random() + np.random.rand() + float(torch.rand(())) for _ in completions]
+
+
+def test_a_reward_that_draws_random_numbers_draws_the_same_ones_again(values: dict[str, Any], tmp_path: Path) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.test_resume:drawing"}]
+    run, whole = _interrupted(values, tmp_path)
+    train(run, run / "training")
     _assert_same(run, whole)
 
 
