@@ -146,7 +146,11 @@ def roll_back(checkpoints: Checkpoints, progress: Progress, keep: int) -> Progre
     The checkpoint is written again with the count, so that a run killed later does not forget it.
     """
     restored = checkpoints.restore(healthy=True)
-    assert restored is not None, "a training that may roll back writes a checkpoint before its first update"
+    if restored is None:
+        raise TrainingError(
+            f"no healthy, undamaged checkpoint is left under {checkpoints.directory} to roll back to; start the "
+            "training anew, or set the health action to 'warn' or 'stop'"
+        )
     restored = replace(restored, roll_backs=progress.roll_backs + 1, streaks={})
     checkpoints.save(restored, keep)
     return restored
