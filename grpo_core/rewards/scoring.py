@@ -71,8 +71,6 @@ def score(
     None, or does not come back within its timeout.
     """
     batch = _Batch(rows, completions, completion_ids)
-    if not rows:
-        return [[] for _ in rewards]
     values = {reward.name: _run(reward, batch) for reward in rewards if not _is_async(reward)}
     values |= _run_together([reward for reward in rewards if _is_async(reward)], batch)
     return [_checked(reward, values[reward.name], batch) for reward in rewards]

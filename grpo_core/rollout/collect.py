@@ -133,6 +133,8 @@ def score_completions(
     rewards: Sequence[Reward],
 ) -> list[Sample]:
     """Decode once, run every reward function; `rows` are the completions' dataset rows."""
+    if not rows:  # a process without a share
+        return []
     data = [prompts.rows[row] for row in rows]
     ids = [completion.ids for completion in completions]
     decoded = decode_completions(data, ids, tokenizer)

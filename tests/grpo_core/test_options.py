@@ -13,13 +13,16 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from grpo_core.batching import Sequences
-from grpo_core.data import rollout_prompts
+from grpo_core.data import Prompts, rollout_prompts
 from grpo_core.plan import load_plan
 from grpo_core.policy import Policy, load_model
+from grpo_core.rewards.contract import resolve
+from grpo_core.rollout.collect import score_completions
+from grpo_core.sections import RewardConfig
 from grpo_core.session import TrainingError
 from grpo_core.trainer import train
 from tasks.train import check_result
@@ -254,6 +257,11 @@ def test_replacements_end_at_their_bound(values: dict[str, Any], tmp_path: Path)
     assert {step["frac_reward_zero_std"] for step in _metrics(run)} == {1}
 
 
+def test_a_process_without_a_share_of_the_prompts_scores_nothing(model_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    assert score_completions(range(0), [], Prompts([], []), tokenizer, [resolve(RewardConfig(function="length"))]) == []
+
+
 # Evaluation in training.
 
 SEEN: list[str] = []
@@ -282,8 +290,6 @@ def test_evaluation_counts_each_held_out_prompt_once_at_its_steps_and_at_the_end
 
 def _greedy_reward(model: Any, run: Path, prompts: list[str]) -> float:
     """Mean reward of greedy answers by transformers' own `generate`, one prompt at a time."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(run / "training" / "model")
     lengths = []
     for prompt in prompts:
