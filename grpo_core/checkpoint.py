@@ -103,7 +103,12 @@ class Checkpoints:
         return {_manifest(folder)["best_step"] for folder in self._all()} - {None}
 
     def _newest(self, healthy: bool) -> Path | None:
-        for left_over in [*self.directory.glob("*.tmp"), *self.directory.glob("*.old")]:
+        for replaced in self.directory.glob("*.old"):
+            if replaced.with_suffix("").exists():
+                shutil.rmtree(replaced)
+            else:  # killed between the two renames of `_replace`
+                replaced.rename(replaced.with_suffix(""))
+        for left_over in self.directory.glob("*.tmp"):
             shutil.rmtree(left_over)
         for folder in reversed(self._all()):
             problem = _damage(folder)

@@ -64,6 +64,14 @@ class RunConfig(Section):
             )
         return self
 
+    def determining(self) -> dict[str, Any]:
+        """The values that results follow from: all but the limits that only watch.
+
+        A limit that stopped a training may be changed, and the training goes on from where it was.
+        """
+        limits: Any = {"health": True, "rewards": {"__all__": {"timeout"}}, "rollout": {"max_sync_drift"}}
+        return self.model_dump(mode="json", exclude=limits)
+
     @property
     def accuracy_reward(self) -> str:
         return self.evaluation.accuracy_reward or self.rewards[0].name

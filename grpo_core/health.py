@@ -56,8 +56,9 @@ def not_finite(config: HealthConfig, step: int, error: Exception) -> Finding:
         "not_finite",
         config.not_finite_action,
         f"{error}. The weights, or a number on the way to their gradient, are broken: an update was too large, or the "
-        "base model is damaged. Lower train.learning_rate or train.max_grad_norm, or look at this step's completions "
-        "and rewards. The last checkpoint is intact",
+        "base model is damaged; or, where only rewards are named, no function scored a single completion. Lower "
+        "train.learning_rate or train.max_grad_norm, or look at this step's completions and rewards. The last "
+        "checkpoint is intact",
     )
 
 

@@ -114,12 +114,11 @@ def set_up(run: Path, report_to: str | None) -> Session:
 
 
 def fingerprint(config: RunConfig, plan: Plan) -> str:
-    """What a checkpoint belongs to: the plan and the parts of the configuration that a training depends on.
-
-    Health limits are not among them: one that stopped a training may be changed, and the training goes on.
-    """
-    sections = {"seed", "model", "rewards", "rollout", "algorithm", "train"}
-    values = config.model_dump(mode="json", include=sections | ({"evaluation"} if config.train.eval_steps else set()))
+    """What a checkpoint belongs to: the plan and the parts of the configuration that a training depends on."""
+    sections = ["seed", "model", "rewards", "rollout", "algorithm", "train"]
+    if config.train.eval_steps:
+        sections.append("evaluation")
+    values = [config.determining()[section] for section in sections]
     return hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode()).hexdigest()
 
 

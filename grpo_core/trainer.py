@@ -6,6 +6,7 @@ The plan fixes how many updates there are and what each reads; a run's place in 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,6 +60,8 @@ def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, An
                 progress, evaluated = evaluate(session, progress)
                 metrics |= evaluated
                 keep_best(session, progress, output / "best", checkpoints)
+            if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
+                raise NotFiniteError(f"step {step}: {', '.join(broken)} not finite")
             streaks, findings = health.observe(config.health, progress.streaks, step, metrics)
             progress = replace(progress, streaks=streaks)
         except NotFiniteError as error:

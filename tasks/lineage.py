@@ -19,7 +19,7 @@ from grpo_core.rewards.contract import source_of
 
 def lineage_keys(config: RunConfig) -> dict[str, str]:
     """The key of each stage, in the order in which they run."""
-    part = config.model_dump(mode="json")
+    part = config.determining()
     model = content_hash(config.model.name_or_path)
     rewards = [hashlib.blake2b(source_of(reward)).hexdigest() for reward in config.rewards]
     completion_length = config.rollout.max_completion_length
@@ -35,7 +35,6 @@ def lineage_keys(config: RunConfig) -> dict[str, str]:
         completion_length,
     )
     plan = _key(validate, part["rollout"], part["train"])
-    # Health limits only watch: changing one gives no reason to train again.
     held_out = part["evaluation"] if config.train.eval_steps else None
     train = _key(plan, config.seed, part["model"], part["algorithm"], part["rewards"], rewards, held_out)
     evaluate = _key(train, part["evaluation"])

@@ -115,6 +115,17 @@ def test_rewards_that_tell_nothing_apart_are_warned_of_in_the_log(
     ]
 
 
+def silent(completions: list[str]) -> list[float | None]:
+    return [None] * len(completions)
+
+
+def test_a_batch_that_no_reward_scored_stops_the_training_at_once(values: dict[str, Any], tmp_path: Path) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.test_health:silent"}]
+    run = make_run(tmp_path / "run", values)
+    with pytest.raises(TrainingError, match=r"step 1: reward not finite.*no function scored a single completion"):
+        _train(run)
+
+
 def test_completions_that_never_end_stop_the_training_when_asked_to(values: dict[str, Any], tmp_path: Path) -> None:
     values["model"]["name_or_path"] = str(make_model(tmp_path / "endless", eos_token_id=99))
     run = make_run(tmp_path / "run", with_keys(values, patience=2, clipped_length_action="stop"))

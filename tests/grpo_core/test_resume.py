@@ -120,6 +120,16 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
     _assert_same(run, whole)
 
 
+def test_a_kill_while_a_checkpoint_is_replaced_loses_none(values: dict[str, Any], tmp_path: Path) -> None:
+    run, whole = _interrupted(values, tmp_path)
+    newest = run / "training" / "checkpoints" / "step-000004"
+    newest.rename(newest.with_suffix(".old"))
+    newest.with_suffix(".tmp").mkdir()
+    train(run, run / "training")
+    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 4
+    _assert_same(run, whole)
+
+
 def drawing(completions: list[str]) -> list[float | None]:
     return [random.random() + np.random.rand() + float(torch.rand(())) for _ in completions]
 
@@ -149,9 +159,12 @@ def test_a_checkpoint_of_another_configuration_is_refused(values: dict[str, Any]
         train(run, run / "training")
 
 
-def test_a_health_limit_may_be_changed_and_the_training_goes_on(values: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", ["health.max_kl=3", "rewards.0.timeout=7", "rollout.max_sync_drift=0.5"])
+def test_a_limit_that_only_watches_may_be_changed_and_the_training_goes_on(
+    values: dict[str, Any], tmp_path: Path, limit: str
+) -> None:
     run, whole = _interrupted(values, tmp_path)
-    (run / "config.toml").write_text(dump_config(load_config(run / "config.toml", ["health.max_kl=3"])))
+    (run / "config.toml").write_text(dump_config(load_config(run / "config.toml", [limit])))
     train(run, run / "training")
     _assert_same(run, whole)
 

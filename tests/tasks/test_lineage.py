@@ -47,8 +47,12 @@ def test_an_edit_makes_its_own_stage_and_the_later_ones_stale(
     assert _stale(values, edited) == STAGES[STAGES.index(first) :]
 
 
-def test_a_health_limit_is_no_reason_to_train_again(values: dict[str, Any]) -> None:
+def test_a_limit_that_only_watches_is_no_reason_to_run_a_stage_again(values: dict[str, Any]) -> None:
     assert _stale(values, {**values, "health": {"max_kl": 3.0}}) == []
+    edited = copy.deepcopy(values)
+    edited["rollout"]["max_sync_drift"] = 0.5
+    edited["rewards"][0]["timeout"] = 7.0
+    assert _stale(values, edited) == []
 
 
 def test_how_evaluations_sample_concerns_a_training_that_evaluates(values: dict[str, Any]) -> None:
