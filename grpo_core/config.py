@@ -69,7 +69,7 @@ class RunConfig(Section):
 
         A limit that stopped a training may be changed, and the training goes on from where it was.
         """
-        limits: Any = {"health": True, "rewards": {"__all__": {"timeout"}}, "rollout": {"max_sync_drift"}}
+        limits: Any = {"health": True, "rewards": {"__all__": {"timeout", "range"}}, "rollout": {"max_sync_drift"}}
         return self.model_dump(mode="json", exclude=limits)
 
     @property

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from grpo_core.plan import Plan
+from grpo_core.sections import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,13 @@ class Prompts:
     @property
     def max_length(self) -> int:
         return max(map(len, self.ids))
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """The model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(config.name_or_path, revision=config.revision)
 
 
 def load_prompts(path: Path, tokenizer: Any) -> Prompts:

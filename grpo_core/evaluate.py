@@ -41,9 +41,9 @@ def evaluate(run: Path, output: Path) -> dict[str, Any]:
     import torch
 
     from grpo_core.config import load_config
-    from grpo_core.data import load_prompts
+    from grpo_core.data import load_prompts, load_tokenizer
     from grpo_core.held_out import evaluation_request, evaluation_sampling
-    from grpo_core.policy import load_model, load_tokenizer
+    from grpo_core.policy import load_model
     from grpo_core.rewards.contract import resolve
     from grpo_core.rollout.collect import Sample, score_completions
     from grpo_core.rollout.engine import make_engine

@@ -1,4 +1,4 @@
-"""The policy: load model and tokenizer, LoRA, and the log-probabilities of completions under it."""
+"""The policy: load the model, LoRA, and the log-probabilities of completions under it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.batching import Sequences
 from grpo_core.sections import ModelConfig
-
-
-def load_tokenizer(config: ModelConfig) -> Any:
-    """The model's tokenizer."""
-    return AutoTokenizer.from_pretrained(config.name_or_path, revision=config.revision)
 
 
 def load_model(path: Path | str, revision: str | None = None) -> Any:

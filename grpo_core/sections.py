@@ -29,6 +29,34 @@ class ModelConfig(Section):
     """Names of the linear layers that get an adapter; default: all but the head."""
 
 
+Severity = Literal["error", "warn", "drop"]
+
+
+class DataChecks(Section):
+    """What becomes of a row that breaks a rule: `error` refuses the data, `drop` leaves the row out and keeps it in
+    dataset/NAME.dropped.parquet, `warn` trains on it and says so."""
+
+    blank_prompt: Severity = "error"
+    """A prompt that is missing, empty or only white space."""
+    malformed_conversation: Severity = "error"
+    """Messages of another role than system, user, assistant or without text, a system message that is not the first, a
+    last one that is not the user's."""
+    chat_template: Severity = "error"
+    """A conversation that the model's chat template refuses: roles it does not know, or in an order it does not take."""
+    missing_value: Severity = "error"
+    """A null or blank in a column that a reward reads."""
+    long_prompt: Severity = "error"
+    """A prompt that, with the chat template and a completion of full length, exceeds the model's context."""
+    duplicate_prompt: Severity = "warn"
+    """A prompt that came before in the same data; `drop` keeps the first."""
+    overlap: Severity = "error"
+    """A training prompt that is also held out; `drop` leaves the held-out data whole."""
+    near_overlap: Severity = "error"
+    """The same but for upper and lower case and white space."""
+    encoding: Severity = "warn"
+    """Text that was decoded wrongly: replacement characters, control characters, UTF-8 read as Latin-1."""
+
+
 class DataConfig(Section):
     train: str
     """Training prompts: a .parquet, .jsonl, .json or .csv file, a dataset saved to disk, or a hub name."""
@@ -38,6 +66,9 @@ class DataConfig(Section):
     """Split to take when `train` is a hub name or a saved DatasetDict."""
     eval_split: str = "test"
     """Split to take when `eval` is a hub name or a saved DatasetDict."""
+    answer_column: str = "answer"
+    """Column with the right answer, if there is one: rewards are rehearsed on it before training."""
+    checks: DataChecks = DataChecks()
 
 
 class RewardConfig(Section):
@@ -49,12 +80,21 @@ class RewardConfig(Section):
     """Keyword arguments given to the function at each call."""
     timeout: float = Field(300.0, gt=0)
     """Seconds after which scoring one generation batch counts as hung and stops the training."""
+    range: tuple[float, float] | None = None
+    """Lowest and highest value that the function may give; another one stops the run. Default: any, and for a built-in
+    reward the range it documents."""
 
     @model_validator(mode="after")
     def _args_can_be_written_as_toml(self) -> RewardConfig:
         missing = [key for key, value in self.args.items() if value is None]
         if missing:
             raise ValueError(f"args.{missing[0]} is null; leave it out to have the function's default")
+        return self
+
+    @model_validator(mode="after")
+    def _range_is_ordered(self) -> RewardConfig:
+        if self.range and self.range[0] >= self.range[1]:
+            raise ValueError(f"range={list(self.range)} is empty; give the lowest value first")
         return self
 
     @property

@@ -15,9 +15,9 @@ from accelerate.utils import set_seed
 from transformers import get_scheduler
 
 from grpo_core.config import RunConfig, load_config
-from grpo_core.data import Prompts, load_prompts
+from grpo_core.data import Prompts, load_prompts, load_tokenizer
 from grpo_core.plan import Plan, load_plan
-from grpo_core.policy import Policy, load_model, load_tokenizer, with_adapter
+from grpo_core.policy import Policy, load_model, with_adapter
 from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rollout.engine import Engine, make_engine
 from grpo_core.sections import TrainConfig

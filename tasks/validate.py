@@ -1,28 +1,45 @@
-"""Stage 1, validate: the data contract. Every failure in one report; nothing is trained on data that breaks it."""
+"""Stage 1, validate: data and rewards held against their contract. Nothing is trained on what breaks it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-import pandera.pandas as pa
+import polars as pl
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config import RunConfig
-from grpo_core.data import encode_prompts
-from grpo_core.rewards.contract import resolve
-from tasks.sources import load_source
+from grpo_core.rewards.contract import RewardError, resolve
+from tasks.contract import check, needed_columns
+from tasks.data_report import FINDINGS, count_findings, length_figures, markdown, write_report
+from tasks.lengths import ModelError, load_tokenizer_and_context, sample_lengths
+from tasks.process import run_process
+from tasks.sources import SourceError, load_sources
 from tasks.stage import VALIDATE, Context, StageError, run_stage
-from tasks.storage import remove, write_text
+from tasks.storage import remove
 
-ROLES = {"system", "user", "assistant"}
-FAILURES_SHOWN = 10
-FAILURES_IN_TABLE = 200
+FINDINGS_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Screened:
+    """The prompts that training may use, those that were dropped, and what was found."""
+
+    kept: dict[str, pl.DataFrame]
+    dropped: dict[str, pl.DataFrame]  # with the columns `source_row` and `broken_rules` before their own
+    shape: list[str]
+    findings: pl.DataFrame
+    lengths: dict[str, pl.Series]  # tokens of the kept prompts, or of a sample of them
+    room: dict[str, int | None]  # most tokens of a prompt
+    report: dict[str, Any]
+
+    @property
+    def refused(self) -> bool:
+        return bool(self.shape) or any(found["severity"] == "error" for found in self.report["findings"])
 
 
 @task(name="validate")
@@ -31,165 +48,106 @@ def validate(run: Path) -> State[None]:
 
 
 def _work(context: Context) -> dict[str, Any]:
-    config, log = context.config, get_run_logger()
-    frames = {
-        "train": load_source("data.train", config.data.train, config.data.train_split),
-        "eval": load_source("data.eval", config.data.eval, config.data.eval_split),
-    }
-    failures = check(frames, config)
-    rejected = context.run / "dataset.rejected.json"
+    log = get_run_logger()
+    rejected = context.run / "dataset.rejected"
     remove(rejected)
-    if failures:
-        write_text(rejected, json.dumps(failures, indent=2, default=str) + "\n")
-        create_table_artifact(key="data-failures", table=[_shown(f) for f in failures[:FAILURES_IN_TABLE]])
-        lines = "\n".join(
-            f"  {f['dataset']} row {f['row']}, column {f['column']}: {f['check']}; value {_short(f['value'])}"
-            for f in failures[:FAILURES_SHOWN]
-        )
-        more = f"\n  … and {len(failures) - FAILURES_SHOWN} more" if len(failures) > FAILURES_SHOWN else ""
-        raise StageError(
-            f"the data breaks its contract in {len(failures)} places:\n{lines}{more}\nall of them: {rejected}"
-        )
-    needed = _needed_columns(config)
-    for name, frame in frames.items():
-        frame.to_parquet(context.partial / f"{name}.parquet", index=False)
-        log.info("%s: %d rows, columns %s", name, len(frame), ", ".join(map(str, frame.columns)))
-    report = {
-        "num_prompts": {name: len(frame) for name, frame in frames.items()},
-        "columns": {"prompt": ["rollout"], **needed},
-        "sources": {"train": config.data.train, "eval": config.data.eval},
-    }
-    create_markdown_artifact(key="data-report", markdown=_markdown(report))
+    try:
+        screened = screen(context.config)
+    except (SourceError, ModelError, RewardError) as error:
+        raise StageError(str(error)) from error
+    report = screened.report
+    if screened.refused:
+        write_report(rejected, report, screened.findings, screened.lengths, screened.room)
+        create_markdown_artifact(key="data-report", markdown=markdown(report, screened.findings, rejected))
+        raise StageError(_refusal(screened, rejected))
+    write_report(context.partial, report, screened.findings, screened.lengths, screened.room)
+    for name, frame in screened.kept.items():
+        frame.write_parquet(context.partial / f"{name}.parquet")
+        log.info("%s: %d rows, columns %s", name, frame.height, ", ".join(frame.columns))
+        if not screened.dropped[name].is_empty():
+            screened.dropped[name].write_parquet(context.partial / f"{name}.dropped.parquet")
+    for found in report["findings"]:
+        done = {"warn": "kept", "drop": "dropped"}[found["severity"]]
+        rule = f"{found['check']} ({found['column']} {found['rule']})"
+        log.warning("%s: %d rows break %s; they are %s", found["dataset"], found["rows"], rule, done)
+    report["rehearsal"] = _rehearse(context)
+    for warning in report["rehearsal"]["warnings"]:
+        log.warning(warning)
+    create_markdown_artifact(key="data-report", markdown=markdown(report, screened.findings, context.partial))
     return report
 
 
-def check(frames: dict[str, pd.DataFrame], config: RunConfig) -> list[dict[str, Any]]:
-    """Every way in which the data breaks its contract, as dataset, row, column, check, value; none when it is sound."""
-    schema = build_schema(config)
-    failures: list[dict[str, Any]] = []
-    for name, frame in frames.items():
-        if frame.empty:
-            failures.append(_failure(name, None, None, "has at least one row", 0))
-            continue
-        try:
-            schema.validate(frame, lazy=True)
-        except pa.errors.SchemaErrors as errors:
-            failures += [_from_pandera(name, case) for case in errors.failure_cases.to_dict("records")]
-    if failures:
-        return failures
-    return [*_mixed(frames)] or [*_overlap(frames), *_too_long(frames, config)]
-
-
-def build_schema(config: RunConfig) -> pa.DataFrameSchema:
-    """The columns that rollout and rewards ask for: `prompt`, and each reward's own, none of them null."""
-    prompt = pa.Column(
-        None,
-        [
-            pa.Check(_is_prompt, element_wise=True, error="is text, or a list of {role, content} ending with the user"),
-            pa.Check(_is_not_blank, element_wise=True, error="is not blank"),
-        ],
-    )
-    columns = {
-        column: pa.Column(
-            None,
-            pa.Check(_is_not_blank, element_wise=True, error=f"is not blank (needed by {', '.join(rewards)})"),
-        )
-        for column, rewards in _needed_columns(config).items()
+def screen(config: RunConfig) -> Screened:
+    """Load the configured prompts and hold them against the contract; SourceError, ModelError or RewardError when
+    prompts, model or rewards cannot be had."""
+    rewards = [resolve(reward) for reward in config.rewards]
+    tokenizer, positions = load_tokenizer_and_context(config.model)
+    completion = {"train": config.rollout.max_completion_length, "eval": config.evaluation_length}
+    room = {name: positions and positions - length for name, length in completion.items()}
+    frames = load_sources(config.data)
+    checks = config.data.checks.model_dump()
+    shape, findings = check(frames, rewards, tokenizer, room)
+    drop = findings.filter(pl.col("check").is_in([name for name, severity in checks.items() if severity == "drop"]))
+    dropped = {name: _dropped(frame, drop.filter(dataset=name)) for name, frame in frames.items()}
+    kept = {name: _kept(frame, dropped[name]) for name, frame in frames.items()}
+    shape += [
+        f"{name} has no rows left: all {frames[name].height} were dropped"
+        for name, frame in kept.items()
+        if frame.is_empty() and not shape
+    ]
+    lengths = {} if shape else {name: sample_lengths(frame["prompt"], tokenizer) for name, frame in kept.items()}
+    report = {
+        "num_prompts": {name: frame.height for name, frame in kept.items()},
+        "rows_read": {name: frame.height for name, frame in frames.items()},
+        "sources": {"train": config.data.train, "eval": config.data.eval},
+        "columns": {
+            "prompt": ["rollout"],
+            **{name: list(readers) for name, readers in needed_columns(rewards).items()},
+        },
+        "shape": shape,
+        "findings": count_findings(findings, checks),
+        "lengths": length_figures(lengths, kept),
+        "room": room,
     }
-    return pa.DataFrameSchema({"prompt": prompt, **columns}, strict=False)
+    return Screened(kept, dropped, shape, findings, lengths, room, report)
 
 
-def _needed_columns(config: RunConfig) -> dict[str, list[str]]:
-    """Column → the rewards that read it."""
-    needed: dict[str, list[str]] = {}
-    for reward in map(resolve, config.rewards):
-        for column in reward.columns:
-            needed.setdefault(column, []).append(reward.name)
-    return needed
-
-
-def _is_prompt(prompt: Any) -> bool:
-    if isinstance(prompt, str):
-        return True
-    return (
-        hasattr(prompt, "__len__")
-        and len(prompt) > 0
-        and all(isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str) for m in prompt)
-        and prompt[-1]["role"] == "user"
+def _dropped(frame: pl.DataFrame, findings: pl.DataFrame) -> pl.DataFrame:
+    rules = (
+        findings.group_by("row").agg(pl.col("check").unique().sort().str.join(", ").alias("broken_rules")).sort("row")
     )
+    rows = frame[rules["row"]].drop("source_row", "broken_rules", strict=False)  # there when dropped rows come again
+    return pl.concat([rules.rename({"row": "source_row"}), rows], how="horizontal")
 
 
-def _is_not_blank(value: Any) -> bool:
-    return bool(value.strip()) if isinstance(value, str) else True
+def _kept(frame: pl.DataFrame, dropped: pl.DataFrame) -> pl.DataFrame:
+    return frame.filter(~pl.int_range(frame.height, dtype=pl.UInt32, eager=True).is_in(dropped["source_row"].implode()))
 
 
-def _mixed(frames: dict[str, pd.DataFrame]) -> Iterable[dict[str, Any]]:
-    is_text = isinstance(frames["train"]["prompt"].iloc[0], str)
-    for name, frame in frames.items():
-        for row, prompt in frame["prompt"].items():
-            if isinstance(prompt, str) != is_text:
-                form = "text" if is_text else "a conversation"
-                yield _failure(name, row, "prompt", f"is {form}, like the first prompt of train", prompt)
+def _refusal(screened: Screened, folder: Path) -> str:
+    """What breaks the contract, the first places and the ways out."""
+    counts = [found for found in screened.report["findings"] if found["severity"] == "error"]
+    broken = [found["check"] for found in counts]
+    places = screened.findings.filter(pl.col("check").is_in(broken)).head(FINDINGS_SHOWN)
+    lines = [
+        *screened.shape,
+        *(f"{c['check']} ({c['column']} {c['rule']}): broken by {c['rows']} rows of {c['dataset']}" for c in counts),
+        *(
+            f"  {dataset} row {row}, {column}: {value!r} breaks {name}"
+            for dataset, row, column, name, value in places.rows()
+        ),
+    ]
+    if counts:
+        lines.append(
+            f"All of them: {folder / FINDINGS}. Mend the data, or have such rows left out or kept: "
+            + ", ".join(f"data.checks.{name} = 'drop' or 'warn'" for name in dict.fromkeys(broken))
+        )
+    return "the data breaks its contract:\n" + "\n".join(lines)
 
 
-def _overlap(frames: dict[str, pd.DataFrame]) -> Iterable[dict[str, Any]]:
-    seen = set(frames["train"]["prompt"].map(_identity))
-    for row, prompt in frames["eval"]["prompt"].items():
-        if _identity(prompt) in seen:
-            yield _failure("eval", row, "prompt", "does not appear in train", prompt)
-
-
-def _too_long(frames: dict[str, pd.DataFrame], config: RunConfig) -> Iterable[dict[str, Any]]:
-    from transformers import AutoConfig, AutoTokenizer
-
-    model, revision = config.model.name_or_path, config.model.revision
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
-        context = AutoConfig.from_pretrained(model, revision=revision).max_position_embeddings
-    except Exception as error:
-        raise StageError(
-            f"model.name_or_path = {model!r}: its tokenizer and config cannot be loaded: {error}"
-        ) from error
-    room = context - config.rollout.max_completion_length
-    for name, frame in frames.items():
-        for row, ids in zip(frame.index, encode_prompts(_plain(frame["prompt"]), tokenizer), strict=True):
-            if len(ids) > room:
-                rule = f"at most {room} tokens (context {context} − max_completion_length {context - room})"
-                yield _failure(name, row, "prompt", rule, f"{len(ids)} tokens")
-
-
-def _plain(prompts: pd.Series) -> list[Any]:
-    return [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-
-
-def _identity(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else json.dumps(list(prompt), sort_keys=True)
-
-
-def _failure(dataset: str, row: Any, column: Any, check: Any, value: Any) -> dict[str, Any]:
-    return {"dataset": dataset, "row": row, "column": column, "check": check, "value": value}
-
-
-def _from_pandera(dataset: str, case: dict[str, Any]) -> dict[str, Any]:
-    if case["check"] == "column_in_dataframe":
-        return _failure(dataset, None, case["failure_case"], "the column is there", None)
-    row = None if pd.isna(case["index"]) else int(case["index"])
-    check = "is not null" if case["check"] == "not_nullable" else case["check"]
-    return _failure(dataset, row, case["column"], check, case["failure_case"])
-
-
-def _shown(failure: dict[str, Any]) -> dict[str, Any]:
-    return {**failure, "value": _short(failure["value"])}
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"
-
-
-def _markdown(report: dict[str, Any]) -> str:
-    rows = "\n".join(
-        f"| {name} | {count:,} | {report['sources'][name]} |" for name, count in report["num_prompts"].items()
-    )
-    columns = "\n".join(f"- `{column}`, read by {', '.join(readers)}" for column, readers in report["columns"].items())
-    return f"# Data report\n\n| dataset | prompts | source |\n|---|---|---|\n{rows}\n\nColumns:\n\n{columns}\n"
+def _rehearse(context: Context) -> dict[str, Any]:
+    """The rewards on a few rows, in a process of their own: they are other people's code."""
+    output = context.partial / "rehearsal.json"
+    paths = (context.run / "config.toml", context.partial / "train.parquet", output)
+    run_process(["-m", "grpo_core.rewards.rehearsal", *map(str, paths)], get_run_logger().info)
+    return json.loads(output.read_text())

@@ -18,7 +18,7 @@ def text_of(completion: str | Sequence[dict[str, str]]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def exact_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
+def exact_match(completions: Sequence[Any], answer: Sequence[str | int | float]) -> list[float | None]:
     """1 when the completion is the answer, white space around either ignored, else 0. None where there is no answer."""
     return [
         None if expected is None else float(text_of(completion).strip() == str(expected).strip())
@@ -26,7 +26,9 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
     ]
 
 
-def numeric_match(completions: Sequence[Any], answer: Sequence[Any], tolerance: float = 0.0) -> list[float | None]:
+def numeric_match(
+    completions: Sequence[Any], answer: Sequence[str | int | float], tolerance: float = 0.0
+) -> list[float | None]:
     """1 when the last number in the completion equals the answer within `tolerance`, else 0.
 
     Thousands separators, signs, decimals and exponents are read; None where the answer is missing or not a number.

@@ -2,13 +2,15 @@
 
 A reward has TRL's signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, `async def` or
 not; None means "does not apply to this row". It may take fewer of these arguments; every other parameter without a
-default is a column of the data or one of the config's `args`.
+default is a column of the data or one of the config's `args`. The annotation of a column's parameter says what it may
+hold: `Sequence[str]` takes text, `list[float]` numbers, `Sequence[str | None]` text with gaps.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +21,13 @@ from grpo_core.sections import RewardConfig
 
 RewardFunction = Callable[..., Any]  # the rewards, or a coroutine that gives them
 ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
-BUILTIN: dict[str, RewardFunction] = {
-    "exact_match": builtin.exact_match,
-    "numeric_match": builtin.numeric_match,
-    "format_regex": builtin.format_regex,
-    "length": builtin.length,
-    "soft_overlong_punishment": builtin.soft_overlong_punishment,
+Range = tuple[float, float]
+BUILTIN: dict[str, tuple[RewardFunction, Range]] = {
+    "exact_match": (builtin.exact_match, (0.0, 1.0)),
+    "numeric_match": (builtin.numeric_match, (0.0, 1.0)),
+    "format_regex": (builtin.format_regex, (0.0, 1.0)),
+    "length": (builtin.length, (0.0, 1.0)),
+    "soft_overlong_punishment": (builtin.soft_overlong_punishment, (-1.0, 0.0)),
 }
 
 
@@ -34,14 +37,19 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class Reward:
-    """A resolved reward function. `columns`: what it needs of the data; `accepts`: what it may be given."""
+    """A resolved reward function.
+
+    `columns`: what it needs of the data, with the type of a value; `accepts`: what it may be given; `range`: the lowest
+    and highest value it may give.
+    """
 
     name: str
     function: RewardFunction
     weight: float
     args: Mapping[str, Any]
     timeout: float  # seconds for one batch
-    columns: tuple[str, ...]
+    range: Range | None
+    columns: Mapping[str, Any]
     accepts: frozenset[str] | None  # None: takes **kwargs
 
 
@@ -56,13 +64,15 @@ def resolve(config: RewardConfig) -> Reward:
     if unknown and not takes_any:
         raise RewardError(f"reward {config.name!r} takes no argument {sorted(unknown)}; it takes {sorted(accepts)}")
     given = {*ROLLOUT_ARGUMENTS, *config.args}
-    columns = tuple(p.name for p in named if p.default is p.empty and p.name not in given)
+    types = _value_types(function)
+    columns = {p.name: types.get(p.name, Any) for p in named if p.default is p.empty and p.name not in given}
     return Reward(
         name=config.name,
         function=function,
         weight=config.weight,
         args=config.args,
         timeout=config.timeout,
+        range=config.range or (BUILTIN[config.function][1] if config.function in BUILTIN else None),
         columns=columns,
         accepts=None if takes_any else frozenset(accepts),
     )
@@ -74,9 +84,18 @@ def source_of(config: RewardConfig) -> bytes:
     return Path(inspect.getsourcefile(inspect.unwrap(function)) or "").read_bytes()
 
 
+def _value_types(function: RewardFunction) -> dict[str, Any]:
+    """Parameter → type of one value of it, where the annotation says so: `str` for `Sequence[str]`."""
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception:  # an annotation may name what only a type checker imports
+        return {}
+    return {name: typing.get_args(hint)[0] for name, hint in hints.items() if len(typing.get_args(hint)) == 1}
+
+
 def _find(function: str) -> RewardFunction:
     if function in BUILTIN:
-        return BUILTIN[function]
+        return BUILTIN[function][0]
     module, separator, name = function.partition(":")
     if not separator:
         raise RewardError(

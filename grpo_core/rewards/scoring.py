@@ -67,8 +67,8 @@ def score(
     """For each reward the B values of the B completions, NaN for None.
 
     Functions run one after the other in this thread; those that are `async def` then all at once. RewardError, with
-    the function's name, a prompt and the completion, when one raises, returns something else than B finite numbers or
-    None, or does not come back within its timeout.
+    the function's name, a prompt and the completion, when one raises, returns something else than B finite numbers in
+    its range or None, or does not come back within its timeout.
     """
     batch = _Batch(rows, completions, completion_ids)
     values = {reward.name: _run(reward, batch) for reward in rewards if not _is_async(reward)}
@@ -196,6 +196,11 @@ def _checked(reward: Reward, values: Any, batch: _Batch) -> list[float]:
             raise RewardError(
                 f"reward {reward.name!r} returned {value!r} for {batch.shown(i)}; "
                 "return a finite number, or None where it does not apply"
+            )
+        if value is not None and reward.range and not reward.range[0] <= value <= reward.range[1]:
+            raise RewardError(
+                f"reward {reward.name!r} returned {value!r} for {batch.shown(i)}; its range is "
+                f"{reward.range[0]:g} to {reward.range[1]:g}: correct the function or the range"
             )
     return [math.nan if value is None else float(value) for value in values]
 

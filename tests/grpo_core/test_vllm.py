@@ -79,7 +79,8 @@ def start(run: str) -> tuple[Any, Any, Any]:
     import torch
 
     from grpo_core.config import load_config
-    from grpo_core.policy import load_model, load_tokenizer, with_adapter
+    from grpo_core.data import load_tokenizer
+    from grpo_core.policy import load_model, with_adapter
     from grpo_core.rollout.engine import make_engine
 
     config = load_config(Path(run) / "config.toml")

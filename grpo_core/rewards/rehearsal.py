@@ -1,0 +1,129 @@
+"""Run every reward on a few rows before any GPU is used: on the right answer, on nothing, on garbage.
+
+Entry point: `python -m grpo_core.rewards.rehearsal CONFIG TRAIN.parquet OUTPUT.json`. What breaks the reward contract
+(a wrong number of values, an exception, NaN, a value out of range, no end) is an error; what looks wrong, a warning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grpo_core.config import RunConfig, load_config
+from grpo_core.environment import quiet_libraries
+from grpo_core.plan import plan_inputs
+from grpo_core.rewards.contract import Reward, RewardError, resolve
+from grpo_core.rewards.scoring import score
+
+ROWS = 8
+SECONDS = 20.0  # for one reward on 3·ROWS completions
+# Unbalanced brackets, a number beyond any float, a format directive, a lost character: what breaks a careless parser.
+GARBAGE = "]}) \\frac{1 <answer> 1e999 %s ,,\n-\ufffd </think> NaN '\""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="grpo_core.rewards.rehearsal", description="Try the rewards on a few rows.")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("data", type=Path, help="validated training prompts (Parquet)")
+    parser.add_argument("output", type=Path, help="where to write what each reward gave")
+    arguments = parser.parse_args()
+    quiet_libraries()
+    import pyarrow.parquet as pq
+
+    from grpo_core.data import load_tokenizer
+
+    config = load_config(arguments.config)
+    rows = next(pq.ParquetFile(arguments.data).iter_batches(batch_size=ROWS)).to_pylist()
+    try:
+        report = rehearse(config, rows, load_tokenizer(config.model))
+    except RewardError as error:
+        sys.exit(str(error))
+    arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> dict[str, Any]:
+    """What each reward gives for each kind of completion, its pace, and warnings; RewardError as in `score`."""
+    kinds = {
+        **({"right": [str(row[config.data.answer_column]) for row in rows]} if _has_answers(config, rows) else {}),
+        "empty": ["" for _ in rows],
+        "garbage": [GARBAGE for _ in rows],
+    }
+    texts = [text for completions in kinds.values() for text in completions]
+    batch = [row for _ in kinds for row in rows]
+    completions = [
+        text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
+        for row, text in zip(batch, texts, strict=True)
+    ]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    rewards: dict[str, Any] = {}
+    warnings: list[str] = []
+    for reward in map(resolve, config.rewards):
+        start = time.perf_counter()
+        limited = replace(reward, timeout=min(reward.timeout, SECONDS))
+        (values,) = score([limited], batch, completions, ids)
+        seconds = (time.perf_counter() - start) / len(batch)
+        by_kind = {kind: values[n * len(rows) : (n + 1) * len(rows)] for n, kind in enumerate(kinds)}
+        rewards[reward.name] = {
+            **{kind: _mean(given) for kind, given in by_kind.items()},
+            "seconds_per_completion": seconds,
+        }
+        warnings += _suspicions(reward, by_kind, seconds * _completions_per_process(config), config)
+    return {"rows": len(rows), "rewards": rewards, "warnings": warnings}
+
+
+def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], seconds: float, config: RunConfig) -> list[str]:
+    """What looks wrong; `seconds`: what a generation batch would take at this pace."""
+    found = []
+    scored = {value for given in values.values() for value in given if not math.isnan(value)}
+    if not scored:
+        found.append(f"reward {reward.name!r} applies to none of the rehearsed completions: it gave only None")
+    elif len(scored) == 1 and ("right" in values or not reward.columns):
+        found.append(
+            f"reward {reward.name!r} gave {scored.pop():g} to {_listed(values)} alike: if it does so for what the model "
+            "writes too, there is nothing to learn from it"
+        )
+    if reward.name == config.accuracy_reward and "right" in values and reward.columns:
+        wrong = [row for row, value in enumerate(values["right"]) if value != 1]
+        if wrong:
+            found.append(
+                f"reward {reward.name!r} says which answers are right, but gives {values['right'][wrong[0]]:g} to the "
+                f"bare right answer of row {wrong[0]} (and to {len(wrong) - 1} more of {len(values['right'])}); fine if "
+                "it asks for a form around the answer"
+            )
+    if seconds > reward.timeout:
+        found.append(
+            f"reward {reward.name!r} would take {seconds:.0f} s for a process's share of a generation batch at the pace "
+            f"of this rehearsal; its timeout is {reward.timeout:g} s"
+        )
+    return found
+
+
+def _completions_per_process(config: RunConfig) -> int:
+    inputs = plan_inputs(config, num_prompts=0)
+    return math.ceil(inputs.generation_batch / inputs.num_processes)
+
+
+def _has_answers(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> bool:
+    return all(row.get(config.data.answer_column) is not None for row in rows)
+
+
+def _listed(kinds: Mapping[str, Any]) -> str:
+    names = {"right": "the right answer", "empty": "an empty completion", "garbage": "garbage"}
+    *first, last = (names[kind] for kind in kinds)
+    return f"{', '.join(first)} and {last}"
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""The data contract: what the configuration and its rewards ask of the prompts, as a pandera schema over Arrow columns.
+
+Two kinds of rule. The shape (columns and their types) has to hold for anything else to be looked at. The rules about
+rows are those of `DataChecks`, each with a severity; every row that breaks one is found, whatever its severity.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import pandera.polars as pa
+import polars as pl
+
+from grpo_core.rewards.contract import Reward
+from tasks.lengths import fit, renders
+
+ROLES = ("system", "user", "assistant")
+# U+FFFD; control characters but for tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or
+# Windows-1252 (é as "Ã©", ’ as "â€™").
+WRONGLY_DECODED = r"[\x{FFFD}\x00-\x08\x0B\x0C\x0E-\x1F]|Ã[\x{80}-\x{BF}]|Â[\x{80}-\x{BF}]|â€"
+RULES = {
+    "blank_prompt": "is not blank",
+    "malformed_conversation": f"is messages with text, of {', '.join(ROLES)}; system only first, user last",
+    "chat_template": "is accepted by the model's chat template",
+    "missing_value": "is neither null nor blank",
+    "long_prompt": "leaves room for the completion in the model's context",
+    "duplicate_prompt": "does not come twice",
+    "overlap": "is not among the held-out prompts",
+    "near_overlap": "is not, but for case and white space, among the held-out prompts",
+    "encoding": "was decoded rightly",
+}
+FINDING = {"dataset": pl.String, "row": pl.UInt32, "column": pl.String, "check": pl.String, "value": pl.String}
+SHOWN = 80  # characters of a value in a finding
+
+
+def check(
+    frames: Mapping[str, pl.DataFrame], rewards: list[Reward], tokenizer: Any, room: Mapping[str, int | None]
+) -> tuple[list[str], pl.DataFrame]:
+    """Hold `frames` (train, eval) against the contract; `room`: the most tokens that a prompt of each may have.
+
+    What is wrong with columns and types, in sentences; where nothing is, every row that breaks a rule (FINDING).
+    """
+    shape = [problem for name, frame in frames.items() for problem in _shape(name, frame, rewards)]
+    shape = shape or list(_unlike(frames, tokenizer))
+    if shape:
+        return shape, pl.DataFrame(schema=FINDING)
+    schemas = {name: build_schema(frame, rewards, tokenizer, room[name]) for name, frame in frames.items()}
+    rows = [_validate(name, frame, schemas[name]) for name, frame in frames.items()]
+    return [], pl.concat([*rows, _overlap(frames)])
+
+
+def build_schema(frame: pl.DataFrame, rewards: list[Reward], tokenizer: Any, room: int | None) -> pa.DataFrameSchema:
+    """The rules of the rows: those of the prompt, and that no value which a reward reads is missing."""
+    answerable = _answerable(frame)  # what else is wrong with a blank or malformed prompt says nothing new
+    accepted = _where(answerable if is_conversation(frame) else None, frame, lambda p: renders(p, tokenizer))
+    rules = {
+        "blank_prompt": lambda frame: frame.select(~_is_blank(frame)).to_series(),
+        "malformed_conversation": lambda frame: frame.select(_is_blank(frame) | _is_well_formed(frame)).to_series(),
+        "chat_template": lambda _: accepted,
+        "long_prompt": lambda frame: _where(answerable & accepted, frame, lambda p: fit(p, tokenizer, room)),
+        "duplicate_prompt": lambda frame: ~answerable | prompt_text(frame).is_first_distinct(),
+        "encoding": lambda frame: ~prompt_text(frame).str.contains(WRONGLY_DECODED).fill_null(False),
+    }
+    read = needed_columns(rewards)
+    missing = [column for column, kinds in read.items() if not all(map(_may_be_null, kinds.values()))]
+    columns = {
+        column: pa.Column(nullable=True, checks=_check("missing_value", partial(_is_there, column=column)))
+        for column in missing
+    }
+    prompt = pa.Column(nullable=True, checks=[_check(name, holds) for name, holds in rules.items()])
+    return pa.DataFrameSchema({"prompt": prompt, **columns})
+
+
+def needed_columns(rewards: list[Reward]) -> dict[str, dict[str, Any]]:
+    """Column → the rewards that read it, with the type of value each takes."""
+    needed: dict[str, dict[str, Any]] = {}
+    for reward in rewards:
+        for column, kind in reward.columns.items():
+            needed.setdefault(column, {})[reward.name] = kind
+    return needed
+
+
+def prompt_text(frame: pl.DataFrame) -> pl.Series:
+    """Each prompt as one text, the messages of a conversation with their roles: equal texts are equal prompts."""
+    if not is_conversation(frame):
+        return frame["prompt"]
+    message = pl.element().struct
+    line = pl.concat_str(message.field("role"), message.field("content"), separator="␟", ignore_nulls=True)
+    return frame.select(pl.col("prompt").list.eval(line).list.join("␞")).to_series()
+
+
+def _shape(name: str, frame: pl.DataFrame, rewards: list[Reward]) -> Iterator[str]:
+    """What is wrong with a dataset's columns."""
+    if frame.is_empty():
+        yield f"{name} has no rows; it needs at least one"
+        return
+    if "prompt" not in frame.columns:
+        yield f"{name} has no column 'prompt'; its columns are {', '.join(frame.columns)}"
+    elif not (frame.schema["prompt"] == pl.String or is_conversation(frame)):
+        yield (
+            f"{name}, column 'prompt': its type is {_type_name(frame.schema['prompt'])}; a prompt is text, or a list of "
+            "messages {role: text, content: text}"
+        )
+    for column, readers in needed_columns(rewards).items():
+        if column not in frame.columns:
+            yield (
+                f"{name} has no column {column!r}, which {', '.join(readers)} reads; its columns are "
+                f"{', '.join(frame.columns)}"
+            )
+            continue
+        for reader, kind in readers.items():
+            if not _accepts(kind, frame.schema[column]):
+                yield (
+                    f"{name}, column {column!r}: its type is {_type_name(frame.schema[column])}; the reward {reader} "
+                    f"takes {getattr(kind, '__name__', kind)}"
+                )
+
+
+def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]:
+    """Where the prompts differ from one another in kind, or from what the model takes."""
+    kinds = {name: "conversations" if is_conversation(frame) else "text" for name, frame in frames.items()}
+    if kinds["train"] != kinds["eval"]:
+        yield f"the prompts of train are {kinds['train']}, those of eval {kinds['eval']}; they have to be the same"
+    elif kinds["train"] == "conversations" and not tokenizer.chat_template:
+        yield (
+            f"the prompts are conversations, but the tokenizer {tokenizer.name_or_path!r} has no chat template; use an "
+            "instruction-tuned model, or prompts that are text"
+        )
+
+
+def is_conversation(frame: pl.DataFrame) -> bool:
+    """Whether the prompts are lists of messages."""
+    kind = frame.schema["prompt"]
+    if not (isinstance(kind, pl.List) and isinstance(kind.inner, pl.Struct)):
+        return False
+    fields = {field.name: field.dtype for field in kind.inner.fields}
+    return fields.get("role") == pl.String and fields.get("content") == pl.String
+
+
+def _accepts(kind: Any, found: pl.DataType) -> bool:
+    """Whether values of an Arrow type are what a parameter annotated with `kind` takes."""
+    if found == pl.Null:
+        return False
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return any(_accepts(option, found) for option in typing.get_args(kind) if option is not type(None))
+    known = {
+        str: found == pl.String,
+        bool: found == pl.Boolean,
+        int: found.is_integer(),
+        float: found.is_numeric(),
+        list: isinstance(found, (pl.List, pl.Array)),
+        dict: isinstance(found, pl.Struct),
+    }
+    return known.get(typing.get_origin(kind) or kind, True)
+
+
+def _may_be_null(kind: Any) -> bool:
+    return type(None) in typing.get_args(kind)
+
+
+def _type_name(kind: pl.DataType) -> str:
+    names = {pl.String: "text", pl.Boolean: "bool", pl.Null: "null only"}
+    return names.get(type(kind), str(kind))
+
+
+def _check(name: str, holds: Callable[[pl.DataFrame], pl.Series]) -> pa.Check:
+    return pa.Check(lambda data: holds(data.lazyframe.collect()).to_frame().lazy(), error=name, ignore_na=False)
+
+
+def _where(rows: pl.Series | None, frame: pl.DataFrame, holds: Callable[[pl.Series], pl.Series]) -> pl.Series:
+    """What `holds` says of the prompts of these rows; true for the others."""
+    everywhere = pl.repeat(True, frame.height, eager=True)
+    if rows is None or not rows.any():
+        return everywhere
+    return everywhere.scatter(rows.arg_true(), holds(frame["prompt"].filter(rows)))
+
+
+def _answerable(frame: pl.DataFrame) -> pl.Series:
+    return frame.select(~_is_blank(frame) & _is_well_formed(frame)).to_series()
+
+
+def _is_blank(frame: pl.DataFrame) -> pl.Expr:
+    """Nothing to answer: a blank text, or no message, or a last message without text."""
+    prompt = pl.col("prompt")
+    last = prompt.list.last().struct.field("content") if is_conversation(frame) else prompt
+    return ~last.str.contains(r"\S").fill_null(False)
+
+
+def _is_well_formed(frame: pl.DataFrame) -> pl.Expr:
+    """Conversations: the rule of `malformed_conversation`. Text: it is not such a conversation, written down as JSON."""
+    prompt = pl.col("prompt")
+    if not is_conversation(frame):
+        return ~prompt.str.contains(r'^\s*\[\s*\{\s*"(role|content)"\s*:').fill_null(False)
+    message = pl.element().struct
+    known = message.field("role").is_in(ROLES).fill_null(False)
+    return (
+        prompt.list.eval(known & message.field("content").is_not_null()).list.all()
+        & ~prompt.list.slice(1).list.eval(message.field("role") == "system").list.any()
+        & (prompt.list.last().struct.field("role") == "user")
+    ).fill_null(False)
+
+
+def _is_there(frame: pl.DataFrame, column: str) -> pl.Series:
+    value = frame[column]
+    if value.dtype == pl.String:
+        return value.str.contains(r"\S").fill_null(False)
+    return value.is_not_nan().fill_null(False) if value.dtype.is_float() else value.is_not_null()
+
+
+def _validate(name: str, frame: pl.DataFrame, schema: pa.DataFrameSchema) -> pl.DataFrame:
+    """The rows that break a rule, as FINDING."""
+    try:
+        schema.validate(frame, lazy=True)
+    except pa.errors.SchemaErrors as errors:
+        return errors.failure_cases.select(
+            dataset=pl.lit(name),
+            row=pl.col("index").cast(pl.UInt32),
+            column="column",
+            check="check",
+            value=_short(pl.col("failure_case")),
+        )
+    return pl.DataFrame(schema=FINDING)
+
+
+def _overlap(frames: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
+    """Training prompts that are held out too: the same text, or the same but for case and white space."""
+    texts = {name: prompt_text(frame) for name, frame in frames.items()}
+    same, near = _common(texts), _common({name: _normalised(text) for name, text in texts.items()})
+    kinds = {"overlap": same, "near_overlap": near.join(same, on="row", how="anti")}
+    found = pl.concat([rows.with_columns(check=pl.lit(kind)) for kind, rows in kinds.items()])
+    return found.with_columns(prompt=texts["train"].gather(found["row"])).select(
+        dataset=pl.lit("train"),
+        row="row",
+        column=pl.lit("prompt"),
+        check="check",
+        value=pl.format("{} (eval row {})", _short(pl.col("prompt")), pl.col("eval_row")),
+    )
+
+
+def _common(texts: Mapping[str, pl.Series]) -> pl.DataFrame:
+    """row (of train), eval_row (the first of eval with this text)."""
+    train, held_out = (
+        texts[name].alias("text").to_frame().with_row_index(index).drop_nulls()
+        for name, index in (("train", "row"), ("eval", "eval_row"))
+    )
+    return train.join(held_out.unique("text", keep="first"), on="text").select("row", "eval_row").sort("row")
+
+
+def _normalised(text: pl.Series) -> pl.Series:
+    return text.str.to_lowercase().str.replace_all(r"\s+", " ").str.strip_chars()
+
+
+def _short(text: pl.Expr) -> pl.Expr:
+    return pl.when(text.str.len_chars() > SHOWN).then(text.str.head(SHOWN - 1) + "…").otherwise(text)

@@ -1,0 +1,124 @@
+"""What validate found, as figures, a picture of the prompt lengths and a table: files, and artifacts in Prefect."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from tasks.contract import RULES, SHOWN
+from tasks.storage import remove
+
+REPORT, FINDINGS, PICTURE = "report.json", "findings.csv", "lengths.png"
+FINDINGS_IN_TABLE = 100
+
+
+def count_findings(findings: pl.DataFrame, checks: Mapping[str, str]) -> list[dict[str, Any]]:
+    """For each rule that was broken: its severity and how many rows of each dataset break it."""
+    if findings.is_empty():
+        return []
+    counts = findings.group_by("check", "dataset", "column").len("rows").sort("check", "dataset", "column")
+    return [{**row, "severity": checks[row["check"]], "rule": RULES[row["check"]]} for row in counts.to_dicts()]
+
+
+def length_figures(lengths: Mapping[str, pl.Series], frames: Mapping[str, pl.DataFrame]) -> dict[str, dict[str, float]]:
+    """Tokens of the prompts: mean, median, 95th percentile and maximum of those that were tokenized."""
+    return {
+        name: {
+            "tokenized": len(values),
+            "of": frames[name].height,
+            "mean": values.mean(),
+            "median": values.median(),
+            "p95": values.quantile(0.95),
+            "max": values.max(),
+        }
+        for name, values in lengths.items()
+    }
+
+
+def write_report(
+    folder: Path,
+    report: Mapping[str, Any],
+    findings: pl.DataFrame,
+    lengths: Mapping[str, pl.Series],
+    room: Mapping[str, int | None],
+) -> None:
+    """report.json, findings.csv (a row per broken rule) and lengths.png in a folder that is new or made anew."""
+    remove(folder)
+    folder.mkdir()
+    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    findings.write_csv(folder / FINDINGS)
+    if lengths:
+        (folder / PICTURE).write_bytes(draw_lengths(lengths, room))
+
+
+def draw_lengths(lengths: Mapping[str, pl.Series], room: Mapping[str, int | None]) -> bytes:
+    """Histogram of the prompt lengths, one panel a dataset, with the most that a prompt may have where it is near."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    for axes, (name, values) in zip(figure.subplots(1, len(lengths), squeeze=False)[0], lengths.items(), strict=True):
+        axes.hist(values, bins=min(40, values.max() - values.min() + 1), color="#3366aa")
+        axes.set(title=f"{name}: {len(values):,} prompts", xlabel="tokens", ylabel="prompts")
+        limit = room[name]
+        if limit is not None and limit < 2 * values.max():
+            axes.axvline(limit, color="#cc3333", linestyle="--")
+            axes.annotate(f"limit {limit:,}", (limit, 0.9), xycoords=("data", "axes fraction"), color="#cc3333")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110)
+    return picture.getvalue()
+
+
+def markdown(report: Mapping[str, Any], findings: pl.DataFrame, folder: Path) -> str:
+    """The report as Prefect shows it."""
+    parts = ["# Data report", *(f"**{problem}**" for problem in report["shape"])]
+    datasets = [
+        (name, f"{report['rows_read'][name]:,}", f"{report['num_prompts'][name]:,}", f"`{report['sources'][name]}`")
+        for name in report["rows_read"]
+    ]
+    parts.append(_table(("dataset", "rows read", "prompts kept", "source"), datasets))
+    if report["findings"]:
+        rows = [
+            (f["check"], f["severity"], f"{f['rows']:,}", f["dataset"], f"`{f['column']}` {f['rule']}")
+            for f in report["findings"]
+        ]
+        parts += ["## Rules broken", _table(("check", "severity", "rows", "dataset", "rule"), rows)]
+        shown = [tuple(_cell(v) for v in row) for row in findings.head(FINDINGS_IN_TABLE).rows()]
+        parts.append(_table(findings.columns, shown))
+        if findings.height > FINDINGS_IN_TABLE:
+            parts.append(f"… {findings.height - FINDINGS_IN_TABLE:,} more in `{folder / FINDINGS}`")
+    if report["lengths"]:
+        picture = base64.b64encode((folder / PICTURE).read_bytes()).decode()
+        parts += ["## Prompt lengths", f"![prompt lengths](data:image/png;base64,{picture})"]
+    if rehearsal := report.get("rehearsal"):
+        parts += ["## Reward rehearsal", f"Mean reward over {rehearsal['rows']} rows.", _rehearsal_table(rehearsal)]
+        parts += [f"- {warning}" for warning in rehearsal["warnings"]]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rehearsal_table(rehearsal: Mapping[str, Any]) -> str:
+    kinds = [kind for kind in next(iter(rehearsal["rewards"].values())) if kind != "seconds_per_completion"]
+    rows = [
+        (name, *(_number(given[kind]) for kind in kinds), f"{1000 * given['seconds_per_completion']:.2f} ms")
+        for name, given in rehearsal["rewards"].items()
+    ]
+    return _table(("reward", *kinds, "a completion"), rows)
+
+
+def _number(value: float | None) -> str:
+    return "does not apply" if value is None else f"{value:.3g}"
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else repr(value) if isinstance(value, str) and value != value.strip() else str(value)
+    return text.replace("|", "\\|").replace("\n", "⏎")[: SHOWN + 40]
+
+
+def _table(head: Any, rows: Any) -> str:
+    lines = [" | ".join(map(str, row)) for row in [head, ["---"] * len(head), *rows]]
+    return "\n".join(f"| {line} |" for line in lines)
