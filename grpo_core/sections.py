@@ -42,7 +42,7 @@ class DataChecks(Section):
     """Messages of another role than system, user, assistant or without text, a system message that is not the first, a
     last one that is not the user's."""
     chat_template: Severity = "error"
-    """A conversation that the model's chat template refuses: roles it does not know, or in an order it does not take."""
+    """A conversation that the model's chat template refuses, for its roles or their order."""
     missing_value: Severity = "error"
     """A null or blank in a column that a reward reads."""
     long_prompt: Severity = "error"

@@ -102,8 +102,8 @@ def _shape(name: str, frame: pl.DataFrame, rewards: list[Reward]) -> Iterator[st
         yield f"{name} has no column 'prompt'; its columns are {', '.join(frame.columns)}"
     elif not (frame.schema["prompt"] == pl.String or is_conversation(frame)):
         yield (
-            f"{name}, column 'prompt': its type is {_type_name(frame.schema['prompt'])}; a prompt is text, or a list of "
-            "messages {role: text, content: text}"
+            f"{name}, column 'prompt': its type is {_type_name(frame.schema['prompt'])}; a prompt is text, or a list "
+            "of messages {role: text, content: text}"
         )
     for column, readers in needed_columns(rewards).items():
         if column not in frame.columns:
@@ -191,7 +191,7 @@ def _is_blank(frame: pl.DataFrame) -> pl.Expr:
 
 
 def _is_well_formed(frame: pl.DataFrame) -> pl.Expr:
-    """Conversations: the rule of `malformed_conversation`. Text: it is not such a conversation, written down as JSON."""
+    """Conversations: the rule of `malformed_conversation`. Text: it is no such conversation written down as JSON."""
     prompt = pl.col("prompt")
     if not is_conversation(frame):
         return ~prompt.str.contains(r'^\s*\[\s*\{\s*"(role|content)"\s*:').fill_null(False)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from tasks.contract import RULES, SHOWN
@@ -16,6 +17,7 @@ from tasks.storage import remove
 
 REPORT, FINDINGS, PICTURE = "report.json", "findings.csv", "lengths.png"
 FINDINGS_IN_TABLE = 100
+BINS = 40
 
 
 def count_findings(findings: pl.DataFrame, checks: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -60,13 +62,17 @@ def write_report(
 def draw_lengths(lengths: Mapping[str, pl.Series], room: Mapping[str, int | None]) -> bytes:
     """Histogram of the prompt lengths, one panel a dataset, with the most that a prompt may have where it is near."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 2.6), layout="constrained")
     for axes, (name, values) in zip(figure.subplots(1, len(lengths), squeeze=False)[0], lengths.items(), strict=True):
-        axes.hist(values, bins=min(40, values.max() - values.min() + 1), color="#3366aa")
+        first, last = values.min(), values.max()
+        edges = np.arange(first, last + 1 + (step := (last - first) // BINS + 1), step) - 0.5
+        axes.hist(values, bins=edges, color="#3366aa")
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axes.set(title=f"{name}: {len(values):,} prompts", xlabel="tokens", ylabel="prompts")
         limit = room[name]
-        if limit is not None and limit < 2 * values.max():
+        if limit is not None and limit < 2 * last:
             axes.axvline(limit, color="#cc3333", linestyle="--")
             axes.annotate(f"limit {limit:,}", (limit, 0.9), xycoords=("data", "axes fraction"), color="#cc3333")
     picture = io.BytesIO()

@@ -23,20 +23,23 @@ def lineage_keys(config: RunConfig) -> dict[str, str]:
     model = content_hash(config.model.name_or_path)
     rewards = [hashlib.blake2b(source_of(reward)).hexdigest() for reward in config.rewards]
     completion_length = config.rollout.max_completion_length
-    validate = _key(
+    data = _key(
         grpo_core.__version__,
         part["data"],
         content_hash(config.data.train),
         content_hash(config.data.eval),
         part["rewards"],
+        rewards,
         config.model.name_or_path,
         config.model.revision,
         model,
         completion_length,
+        config.evaluation_length,
     )
-    plan = _key(validate, part["rollout"], part["train"])
+    validate = _key(data, [(reward.timeout, reward.range) for reward in config.rewards])
+    plan = _key(data, part["rollout"], part["train"])
     held_out = part["evaluation"] if config.train.eval_steps else None
-    train = _key(plan, config.seed, part["model"], part["algorithm"], part["rewards"], rewards, held_out)
+    train = _key(plan, config.seed, part["model"], part["algorithm"], held_out)
     evaluate = _key(train, part["evaluation"])
     register = _key(evaluate, part["registry"], config.name)
     return {"validate": validate, "plan": plan, "train": train, "evaluate": evaluate, "register": register}

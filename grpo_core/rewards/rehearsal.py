@@ -86,21 +86,21 @@ def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], seconds: 
         found.append(f"reward {reward.name!r} applies to none of the rehearsed completions: it gave only None")
     elif len(scored) == 1 and ("right" in values or not reward.columns):
         found.append(
-            f"reward {reward.name!r} gave {scored.pop():g} to {_listed(values)} alike: if it does so for what the model "
-            "writes too, there is nothing to learn from it"
+            f"reward {reward.name!r} gave {scored.pop():g} to {_listed(values)} alike: if it does so for all that the "
+            "model writes, there is nothing to learn from it"
         )
     if reward.name == config.accuracy_reward and "right" in values and reward.columns:
         wrong = [row for row, value in enumerate(values["right"]) if value != 1]
         if wrong:
             found.append(
                 f"reward {reward.name!r} says which answers are right, but gives {values['right'][wrong[0]]:g} to the "
-                f"bare right answer of row {wrong[0]} (and to {len(wrong) - 1} more of {len(values['right'])}); fine if "
-                "it asks for a form around the answer"
+                f"bare right answer of row {wrong[0]} (and to {len(wrong) - 1} more of {len(values['right'])}); fine "
+                "if it asks for a form around the answer"
             )
     if seconds > reward.timeout:
         found.append(
-            f"reward {reward.name!r} would take {seconds:.0f} s for a process's share of a generation batch at the pace "
-            f"of this rehearsal; its timeout is {reward.timeout:g} s"
+            f"reward {reward.name!r} would take {seconds:.0f} s for a process's share of a generation batch at the "
+            f"pace of this rehearsal; its timeout is {reward.timeout:g} s"
         )
     return found
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from grpo_core.rollout import MAX_ROWS
 from grpo_core.rollout.engine import Completion, Request, Sampling
-
-MAX_ROWS = 512
 
 
 class TransformersEngine:

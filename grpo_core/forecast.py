@@ -1,0 +1,162 @@
+"""What a planned run will need: memory, time, and how many of its groups will teach anything. Each with how it was got.
+
+Forecasts are estimates, unlike the plan. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_core.config import RunConfig
+from grpo_core.plan import Plan
+from grpo_core.rollout import MAX_ROWS
+
+GIB = 2**30
+FLOAT, HALF = 4, 2  # bytes
+# The assumed machine where no earlier run says better: dense bf16 of one H200 as measured, and the share of it that
+# published single-GPU RL training reaches.
+ASSUMED_FLOPS = 790e12
+ASSUMED_UTILISATION = 0.11
+FLOPS_PER_PARAMETER = 8  # a token is sampled (2) and trained on, forward and backward (6)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class ForecastError(ValueError):
+    """A model of which nothing can be forecast; the message says why."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of the Llama family: grouped-query attention, gated MLP. Sizes in elements."""
+
+    layers: int
+    hidden: int
+    attention: int  # query heads · head size
+    key_value: int  # key-value heads · head size
+    intermediate: int
+    vocabulary: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Of earlier runs: tokens (prompts and completions) per second and process, and a completion's mean length."""
+
+    tokens_per_second: float
+    completion_tokens: float
+    how: str
+
+
+def load_shape(name_or_path: str, revision: str | None = None) -> ModelShape:
+    """Read config.json of a model folder or of the local Hugging Face cache; ForecastError when there is none."""
+    path = Path(name_or_path) / "config.json"
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name_or_path, "config.json", revision=revision) if path.parts[2:] else None
+        if not isinstance(cached, str):
+            raise ForecastError(
+                f"model {name_or_path!r}: no such folder with a config.json, nor is one in the Hugging Face cache"
+            )
+        path = Path(cached)
+    return model_shape(json.loads(path.read_text()))
+
+
+def model_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The sizes of a model from its config.json; ForecastError for families whose parameters are not known here."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ForecastError(f"model_type {family!r}: memory is forecast for {', '.join(FAMILIES)} only")
+    h, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+    size = config.get("head_dim") or h // heads
+    q, kv = heads * size, (config.get("num_key_value_heads") or heads) * size
+    intermediate, vocabulary = config["intermediate_size"], config["vocab_size"]
+    biased = family == "qwen2" or config.get("attention_bias", False)
+    attention = 2 * h * q + 2 * h * kv + (q + 2 * kv) * biased + h * (biased and family != "qwen2")
+    attention += 2 * size * (family == "qwen3")  # norms of queries and keys
+    mlp = 3 * h * intermediate + (2 * intermediate + h) * config.get("mlp_bias", False)
+    embeddings = vocabulary * h * (1 if config.get("tie_word_embeddings", False) else 2)
+    parameters = layers * (attention + mlp + 2 * h) + h + embeddings
+    return ModelShape(layers, h, q, kv, intermediate, vocabulary, parameters)
+
+
+def adapter_parameters(shape: ModelShape, config: RunConfig) -> int:
+    """Parameters of the LoRA adapter: r·(in + out) for each adapted linear layer."""
+    h, q, kv, i = shape.hidden, shape.attention, shape.key_value, shape.intermediate
+    sizes = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h}
+    sizes |= {"gate_proj": h + i, "up_proj": h + i, "down_proj": i + h}
+    adapted = config.model.lora_target_modules or list(sizes)
+    return shape.layers * config.model.lora_r * sum(sizes.get(name, 0) for name in adapted)
+
+
+def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, prompt_tokens: int, engine: str) -> dict[str, Any]:
+    """Bytes on each GPU at the worst moment, by what takes them, for completions of full length.
+
+    Sampling and training take turns, so that of their own memory the larger counts; vLLM keeps its weights and cache.
+    """
+    weights = shape.parameters
+    trained = adapter_parameters(shape, config) if config.model.use_peft else weights
+    half = config.train.mixed_precision == "bf16"
+    rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
+    tokens = rows * (prompt_tokens + completion)
+    share = -(-plan.generation_batch_size // plan.num_processes)
+    in_flight = share if engine == "vllm" else min(share, MAX_ROWS)
+    cache = in_flight * (prompt_tokens + completion) * 2 * shape.layers * shape.key_value * (HALF if half else FLOAT)
+    a_layer = 6 * shape.hidden + 5 * shape.attention + 4 * shape.intermediate  # elements kept for backward, per token
+    kept_layers = 1 if config.train.gradient_checkpointing else shape.layers
+    checkpoints = shape.layers * shape.hidden if config.train.gradient_checkpointing else 0
+    parts = {
+        "weights": FLOAT * (weights + (trained if config.model.use_peft else 0)),
+        "gradients": FLOAT * trained,
+        "optimizer": 2 * FLOAT * trained,
+        "reference": FLOAT * weights * (config.algorithm.beta > 0 and not config.model.use_peft),
+        "bf16_copy": HALF * weights * half,
+        "activations": FLOAT * tokens * (kept_layers * a_layer + checkpoints),
+        "logits": 4
+        * FLOAT
+        * rows
+        * completion
+        * shape.vocabulary,  # scaled, log-softmax, and two for entropy or gradient
+        "kv_cache": cache,
+        "engine_weights": HALF * weights if engine == "vllm" else 0,
+    }
+    training = parts["activations"] + parts["logits"]
+    held = sum(parts.values()) - training - cache
+    total = held + (training + cache if engine == "vllm" else max(training, cache))
+    return {
+        "peak_memory_gib": total / GIB,
+        "parts_gib": {name: size / GIB for name, size in parts.items()},
+        "parameters": weights,
+        "how": (
+            f"from the model's config: {rows} completions a micro-step, prompts of {prompt_tokens} tokens, completions of "
+            f"{completion}; {in_flight} completions sampled at once by {engine}"
+        ),
+    }
+
+
+def wall_time(
+    plan: Plan, prompt_tokens: float, max_completion_length: int, known: Throughput | None, parameters: int | None
+) -> dict[str, Any]:
+    """Hours of the whole training and GPU hours, at the pace of earlier runs, or at an assumed one."""
+    if known:
+        length, pace, how = min(known.completion_tokens, max_completion_length), known.tokens_per_second, known.how
+    elif parameters:
+        length, pace = max_completion_length, ASSUMED_FLOPS * ASSUMED_UTILISATION / (FLOPS_PER_PARAMETER * parameters)
+        how = (
+            f"no earlier run is known: assumed are {ASSUMED_UTILISATION:.0%} of {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s a GPU "
+            f"and completions of full length ({max_completion_length} tokens)"
+        )
+    else:
+        raise ForecastError("neither an earlier run nor the model's size is known")
+    seconds = plan.completions * (prompt_tokens + length) / (pace * plan.num_processes)
+    return {"wall_time_hours": seconds / 3600, "gpu_hours": seconds / 3600 * plan.num_processes, "how": how}
+
+
+def useful_share(pass_rates: Sequence[float], num_generations: int) -> float:
+    """Expected share of groups with a signal: 1 − E[p^G + (1−p)^G], for rewards of 0 or 1 and pass rates p."""
+    g = num_generations
+    return 1 - sum(p**g + (1 - p) ** g for p in pass_rates) / len(pass_rates)
