@@ -65,12 +65,17 @@ class RunConfig(Section):
         return self
 
     def determining(self) -> dict[str, Any]:
-        """The values that results follow from: all but the limits that only watch.
+        """The values that results follow from: all but those that only watch or rehearse.
 
         A limit that stopped a training may be changed, and the training goes on from where it was.
         """
-        limits: Any = {"health": True, "rewards": {"__all__": {"timeout", "range"}}, "rollout": {"max_sync_drift"}}
-        return self.model_dump(mode="json", exclude=limits)
+        watching: Any = {
+            "health": True,
+            "rewards": {"__all__": {"timeout", "range"}},
+            "rollout": {"max_sync_drift"},
+            "data": {"answer_column"},
+        }
+        return self.model_dump(mode="json", exclude=watching)
 
     @property
     def accuracy_reward(self) -> str:

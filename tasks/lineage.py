@@ -34,9 +34,9 @@ def lineage_keys(config: RunConfig) -> dict[str, str]:
         config.model.revision,
         model,
         completion_length,
-        config.evaluation_length,
     )
-    validate = _key(data, [(reward.timeout, reward.range) for reward in config.rewards])
+    limits = [(reward.timeout, reward.range) for reward in config.rewards]
+    validate = _key(data, limits, config.data.answer_column, config.evaluation_length)
     plan = _key(data, part["rollout"], part["train"])
     held_out = part["evaluation"] if config.train.eval_steps else None
     train = _key(plan, config.seed, part["model"], part["algorithm"], held_out)
