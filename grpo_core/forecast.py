@@ -101,26 +101,24 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, prompt_tokens:
     weights = shape.parameters
     trained = adapter_parameters(shape, config) if config.model.use_peft else weights
     half = config.train.mixed_precision == "bf16"
+    width = HALF if half else FLOAT
     rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
     tokens = rows * (prompt_tokens + completion)
     share = -(-plan.generation_batch_size // plan.num_processes)
     in_flight = share if engine == "vllm" else min(share, MAX_ROWS)
-    cache = in_flight * (prompt_tokens + completion) * 2 * shape.layers * shape.key_value * (HALF if half else FLOAT)
-    a_layer = 6 * shape.hidden + 5 * shape.attention + 4 * shape.intermediate  # elements kept for backward, per token
+    cache = in_flight * (prompt_tokens + completion) * 2 * shape.layers * shape.key_value * width
+    # Bytes a token that a layer keeps for the backward pass: norms and residuals in float32, the rest as computed.
+    a_layer = FLOAT * 6 * shape.hidden + width * (5 * shape.attention + 4 * shape.intermediate)
     kept_layers = 1 if config.train.gradient_checkpointing else shape.layers
-    checkpoints = shape.layers * shape.hidden if config.train.gradient_checkpointing else 0
+    checkpoints = FLOAT * shape.layers * shape.hidden if config.train.gradient_checkpointing else 0
     parts = {
         "weights": FLOAT * (weights + (trained if config.model.use_peft else 0)),
         "gradients": FLOAT * trained,
         "optimizer": 2 * FLOAT * trained,
         "reference": FLOAT * weights * (config.algorithm.beta > 0 and not config.model.use_peft),
         "bf16_copy": HALF * weights * half,
-        "activations": FLOAT * tokens * (kept_layers * a_layer + checkpoints),
-        "logits": 4
-        * FLOAT
-        * rows
-        * completion
-        * shape.vocabulary,  # scaled, log-softmax, and two for entropy or gradient
+        "activations": tokens * (kept_layers * a_layer + checkpoints),
+        "logits": 4 * FLOAT * rows * completion * shape.vocabulary,  # scaled, log-softmax, two in use
         "kv_cache": cache,
         "engine_weights": HALF * weights if engine == "vllm" else 0,
     }
@@ -132,8 +130,8 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, prompt_tokens:
         "parts_gib": {name: size / GIB for name, size in parts.items()},
         "parameters": weights,
         "how": (
-            f"from the model's config: {rows} completions a micro-step, prompts of {prompt_tokens} tokens, completions of "
-            f"{completion}; {in_flight} completions sampled at once by {engine}"
+            f"from the model's config: {rows} completions a micro-step, prompts of {prompt_tokens} tokens, completions "
+            f"of {completion}; {in_flight} completions sampled at once by {engine}"
         ),
     }
 
@@ -147,8 +145,8 @@ def wall_time(
     elif parameters:
         length, pace = max_completion_length, ASSUMED_FLOPS * ASSUMED_UTILISATION / (FLOPS_PER_PARAMETER * parameters)
         how = (
-            f"no earlier run is known: assumed are {ASSUMED_UTILISATION:.0%} of {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s a GPU "
-            f"and completions of full length ({max_completion_length} tokens)"
+            f"no earlier run is known: assumed are {ASSUMED_UTILISATION:.0%} of {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s a "
+            f"GPU and completions of full length ({max_completion_length} tokens)"
         )
     else:
         raise ForecastError("neither an earlier run nor the model's size is known")

@@ -10,45 +10,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from grpo_core.config import RunConfig
+from grpo_core.doctor import Fix, fixes
+from grpo_core.rules import LEGACY, PlanInputs, problems
 
 
 class PlanError(ValueError):
-    """An invalid combination. `problems`: which value breaks which rule; `fixes`: nearby changes that are valid."""
+    """An invalid combination. `problems`: which value breaks which rule; `fixes`: the nearest valid ones."""
 
-    def __init__(self, problems: list[str], fixes: list[dict[str, int]]):
+    def __init__(self, problems: list[str], fixes: list[Fix]):
         self.problems = problems
         self.fixes = fixes
         lines = [*problems]
         if fixes:
-            lines.append("any one of these works: " + "; ".join(_assignment(fix) for fix in fixes))
+            lines.append("any one of these works: " + "; ".join(describe(fix) for fix in fixes))
         super().__init__("\n".join(lines))
-
-
-@dataclass(frozen=True)
-class PlanInputs:
-    """What a plan follows from; names and defaults are those of the configuration."""
-
-    num_prompts: int
-    num_generations: int
-    per_device_train_batch_size: int
-    max_completion_length: int
-    num_processes: int = 1
-    gradient_accumulation_steps: int = 1
-    steps_per_generation: int | None = None
-    generation_batch_size: int | None = None
-    num_iterations: int = 1
-    num_train_epochs: float = 1.0
-    max_steps: int | None = None
-    warmup_steps: float = 0
-    dynamic_sample: bool = False
-    max_resample_times: int = 0
-    eval_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -133,18 +113,22 @@ class Plan:
 
 def make_plan(inputs: PlanInputs) -> Plan:
     """Work the plan out; PlanError when a rule is broken."""
-    problems = _problems(inputs)
-    if problems:
-        raise PlanError(problems, list(_fixes(inputs)))
+    if broken := problems(inputs):
+        raise PlanError(broken, fixes(inputs))
     b, w, a = inputs.per_device_train_batch_size, inputs.num_processes, inputs.gradient_accumulation_steps
-    generation_batch = _generation_batch_size(inputs)
+    generation_batch = inputs.generation_batch
     s = generation_batch // (b * w)
     p = generation_batch // inputs.num_generations
-    rollouts_per_epoch = inputs.num_prompts // p
+    legacy = inputs.rules in LEGACY
+    dropped = inputs.num_prompts % (inputs.prompt_batch // inputs.num_generations)
+    rollouts_per_epoch = (inputs.num_prompts - dropped) // p
     micro_steps = rollouts_per_epoch * inputs.num_iterations * s
-    updates = math.ceil(micro_steps / a)
+    updates = _legacy_updates_per_epoch(inputs) if legacy else math.ceil(micro_steps / a)
     max_steps = inputs.max_steps or math.ceil(inputs.num_train_epochs * updates)
-    rollouts = _rollouts(max_steps, updates, rollouts_per_epoch, a, s * inputs.num_iterations)
+    if legacy:
+        rollouts = _legacy_rollouts(inputs, max_steps)
+    else:
+        rollouts = _rollouts(max_steps, updates, rollouts_per_epoch, a, s * inputs.num_iterations)
     max_completions = rollouts * generation_batch * (1 + inputs.max_resample_times * inputs.dynamic_sample)
     warmup = inputs.warmup_steps
     return Plan(
@@ -159,20 +143,64 @@ def make_plan(inputs: PlanInputs) -> Plan:
         effective_batch_size=b * w * a,
         prompts_per_generation=p,
         expanded_dataset_size=inputs.num_prompts * inputs.num_generations,
-        dropped_prompts_per_epoch=inputs.num_prompts % p,
+        dropped_prompts_per_epoch=dropped,
         rollouts_per_epoch=rollouts_per_epoch,
         micro_steps_per_epoch=micro_steps,
         updates_per_epoch=updates,
         max_steps=max_steps,
         rollouts=rollouts,
         prompts_seen=rollouts * p,
-        prompts_dropped=rollouts // rollouts_per_epoch * (inputs.num_prompts % p),
+        prompts_dropped=rollouts // rollouts_per_epoch * dropped,
         completions=rollouts * generation_batch,
         max_completions=max_completions,
         max_completion_tokens=max_completions * inputs.max_completion_length,
         evaluations=math.ceil(max_steps / inputs.eval_steps) if inputs.eval_steps else 0,
-        warmup_steps=math.ceil(warmup * max_steps) if warmup < 1 else math.ceil(warmup),
+        warmup_steps=math.ceil(warmup * max_steps) if warmup < 1 else int(warmup),
     )
+
+
+def describe(fix: Fix) -> str:
+    """A fix as a person reads it."""
+    changes = [f"remove {key}" if value is None else f"{key}={value}" for key, value in fix.changes.items()]
+    kept = "the same" if fix.keeps_generation_batch else "a"
+    return f"{', '.join(changes)} ({kept} batch of {fix.generation_batch_size})"
+
+
+def updates_done(inputs: PlanInputs) -> int:
+    """Updates after which a valid run ends: max_steps, but in TRL up to 0.17 with transformers of its time.
+
+    There the length of an epoch counts the prompts that are then dropped, so a run may end, without a word, before the
+    max_steps that its learning rate schedule is made for.
+    """
+    plan = make_plan(inputs)
+    if inputs.rules not in LEGACY:
+        return plan.max_steps
+    return min(plan.max_steps, _legacy_epochs(inputs, plan.max_steps) * _legacy_real_updates(inputs))
+
+
+def _legacy_updates_per_epoch(inputs: PlanInputs) -> int:
+    """transformers up to 4.51: floor(L/A), with L the batches of a sampler that counts the dropped prompts too."""
+    b, w, a = inputs.per_device_train_batch_size, inputs.num_processes, inputs.gradient_accumulation_steps
+    repeats = inputs.num_generations * inputs.num_iterations * (a if inputs.rules == "trl-0.17" else 1)
+    batch = b * a if inputs.rules == "trl-0.17" else b
+    return max(math.ceil(math.ceil(inputs.num_prompts * repeats / batch) / w) // a, 1)
+
+
+def _legacy_real_updates(inputs: PlanInputs) -> int:
+    """Updates that an epoch really has: mu for each whole chunk of prompts."""
+    return inputs.num_prompts // (inputs.prompt_batch // inputs.num_generations) * inputs.num_iterations
+
+
+def _legacy_epochs(inputs: PlanInputs, max_steps: int) -> int:
+    updates = _legacy_updates_per_epoch(inputs)
+    return math.ceil(max_steps / updates) if inputs.max_steps else math.ceil(inputs.num_train_epochs)
+
+
+def _legacy_rollouts(inputs: PlanInputs, max_steps: int) -> int:
+    """TRL 0.17: one for mu updates. 0.16: each of the A micro-steps of every mu-th update has its own."""
+    done = min(max_steps, _legacy_epochs(inputs, max_steps) * _legacy_real_updates(inputs))
+    windows = math.ceil(done / inputs.num_iterations)
+    return windows * (inputs.gradient_accumulation_steps if inputs.rules == "trl-0.16" else 1)
 
 
 def _rollouts(updates: int, updates_per_epoch: int, rollouts_per_epoch: int, a: int, micro_steps: int) -> int:
@@ -191,63 +219,3 @@ def plan_inputs(config: RunConfig, num_prompts: int) -> PlanInputs:
 def load_plan(path: Path) -> Plan:
     """Read the `plan` object of a plan.json."""
     return Plan(**json.loads(path.read_text())["plan"])
-
-
-def _generation_batch_size(inputs: PlanInputs) -> int:
-    steps = inputs.steps_per_generation or inputs.gradient_accumulation_steps
-    return inputs.generation_batch_size or inputs.per_device_train_batch_size * inputs.num_processes * steps
-
-
-def _problems(inputs: PlanInputs) -> list[str]:
-    per_micro_step = inputs.per_device_train_batch_size * inputs.num_processes
-    generation_batch = _generation_batch_size(inputs)
-    g = inputs.num_generations
-    if generation_batch % per_micro_step:
-        return [
-            f"generation_batch_size={generation_batch} is not a multiple of per_device_train_batch_size·num_processes"
-            f"={inputs.per_device_train_batch_size}·{inputs.num_processes}={per_micro_step}: it must be cut into "
-            "whole micro-steps"
-        ]
-    if g < 2:
-        return [f"num_generations={g} leaves nothing to compare: a group needs at least 2 completions"]
-    if generation_batch % g:
-        valid = [n for n in range(2, generation_batch + 1) if generation_batch % n == 0]
-        return [
-            f"generation_batch_size={generation_batch} (per_device_train_batch_size·num_processes·"
-            f"steps_per_generation={inputs.per_device_train_batch_size}·{inputs.num_processes}·"
-            f"{generation_batch // per_micro_step}) is not divisible by num_generations={g}: every group must be "
-            f"whole. Valid num_generations for this batch: {', '.join(map(str, valid)) or 'none'}"
-        ]
-    if inputs.num_prompts < generation_batch // g:
-        return [
-            f"{inputs.num_prompts} prompts do not fill one generation batch of {generation_batch // g} prompts "
-            f"(generation_batch_size {generation_batch} / num_generations {g}): the run would have no update"
-        ]
-    return []
-
-
-def _fixes(inputs: PlanInputs) -> Iterator[dict[str, int]]:
-    """The nearest valid value of each key alone; valid by construction, since each is checked by the rules."""
-    keys = [
-        "num_generations",
-        "per_device_train_batch_size",
-        "num_processes",
-        *(["gradient_accumulation_steps"] if inputs.steps_per_generation is None else ["steps_per_generation"]),
-    ]
-    if inputs.generation_batch_size is not None:
-        keys[-1] = "generation_batch_size"
-    for key in keys:
-        present = getattr(inputs, key)
-        for value in _nearest_first(present, 4 * max(present, inputs.num_generations)):
-            changed: Any = {key: value}
-            if not _problems(dataclasses.replace(inputs, **changed)):
-                yield {key: value}
-                break
-
-
-def _nearest_first(value: int, limit: int) -> Iterable[int]:
-    return sorted((n for n in range(1, limit + 1) if n != value), key=lambda n: abs(n - value))
-
-
-def _assignment(fix: dict[str, int]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in fix.items())

@@ -1,0 +1,128 @@
+"""Other systems' recipes give the figures that those systems come to when they run.
+
+plans/*.jsonl hold what TRL 1.16.0 (transformers 5.19), 0.17.0 (4.51), 0.16.1 (4.50) and ms-swift 4.6.0 did: their own
+`train()` (ms-swift: from its command line on), with sampling, loss and evaluation replaced by counters. `figures` null:
+refused, or ended without an update. `num_prompts` counts the rows of the data, before ms-swift splits them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from grpo_core.plan import PlanError, make_plan, updates_done
+from grpo_core.recipes import DEFAULTS, Recipe, RecipeError, read_recipe, recipe_inputs
+from grpo_core.rules import Rules
+
+PLANS = Path(__file__).parent / "plans"
+SYSTEMS = sorted(path.stem for path in PLANS.glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("rules", SYSTEMS)
+def test_the_figures_are_those_of_the_system_itself(rules: Rules) -> None:
+    cases = [json.loads(line) for line in (PLANS / f"{rules}.jsonl").read_text().splitlines()]
+    assert len(cases) >= 50
+    for case in cases:
+        arguments = dict(case["arguments"])
+        num_prompts, processes = arguments.pop("num_prompts"), arguments.pop("num_processes")
+        try:
+            inputs = recipe_inputs(Recipe(rules, arguments, processes), num_prompts, {})
+            found = {**dataclasses.asdict(make_plan(inputs)), "updates_done": updates_done(inputs)}
+        except (PlanError, RecipeError):
+            found = None
+        expected = case["figures"]
+        assert (found and {name: found[name] for name in expected or {}}) == expected, case
+
+
+def test_every_system_has_its_cases() -> None:
+    assert set(SYSTEMS) == set(DEFAULTS) == set(get_args(Rules)) - {"grpo"}
+
+
+def _read(path: Path, text: str, rules: Rules, rows: int | None = None, **given: Any) -> Any:
+    path.write_text(text)
+    return recipe_inputs(read_recipe(path, rules), rows, given)
+
+
+def test_an_open_r1_recipe(tmp_path: Path) -> None:
+    text = """
+model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct
+dataset_name: open-r1/OpenR1-Math-220k
+do_eval: false
+eval_strategy: no
+gradient_accumulation_steps: 4
+learning_rate: 2.0e-05
+lr_scheduler_type: cosine
+max_completion_length: 2048
+max_steps: -1
+num_generations: 16
+num_train_epochs: 1
+per_device_eval_batch_size: 5
+per_device_train_batch_size: 16
+warmup_ratio: 0.1
+"""
+    inputs = _read(tmp_path / "recipe.yaml", text, "trl-0.16", 8000, num_processes=7)
+    plan = make_plan(inputs)
+    assert inputs.per_device_eval_batch_size is None
+    # 16·7 completions a rollout; 8000·16 of them make 1143 batches a process, 285 updates of 4, a tenth to warm up.
+    assert (plan.generation_batch_size, plan.max_steps, plan.warmup_steps) == (112, 285, 29)
+
+
+def test_a_swift_launch_script(tmp_path: Path) -> None:
+    text = r"""
+# 8000 rows, 1 % held out
+CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 \
+NPROC_PER_NODE=6 \
+swift rlhf \
+    --rlhf_type grpo \
+    --dataset 'AI-MO/NuminaMath-TIR#8000' \
+    --split_dataset_ratio 0.01 \
+    --per_device_train_batch_size 8 \
+    --per_device_eval_batch_size=8 \
+    --gradient_accumulation_steps 2 \
+    --num_generations 8 \
+    --num_iterations 2 \
+    --num_train_epochs 1 \
+    --reward_funcs accuracy format
+"""
+    inputs = _read(tmp_path / "args.sh", text, "swift-4.6")
+    assert (inputs.num_prompts, inputs.num_eval_prompts, inputs.num_processes) == (7920, 80, 6)
+    assert make_plan(inputs).max_steps == 1320
+
+
+def test_swift_saved_arguments(tmp_path: Path) -> None:
+    values = {"global_world_size": 6, "dataset": ["data.jsonl"], "split_dataset_ratio": 0.0, "eval_strategy": "no"}
+    values |= {"per_device_train_batch_size": 8, "num_generations": 8, "generation_batch_size": None, "max_steps": -1}
+    values |= {"gradient_accumulation_steps": 2, "num_iterations": 2, "num_train_epochs": 1.0, "warmup_ratio": None}
+    inputs = _read(tmp_path / "args.json", json.dumps(values), "swift-4.6", 8000)
+    assert (make_plan(inputs).max_steps, make_plan(inputs).dropped_prompts_per_epoch) == (1332, 8)
+
+
+def test_values_given_by_hand_come_before_the_recipe(tmp_path: Path) -> None:
+    inputs = _read(tmp_path / "r.yaml", "num_generations: 16\n", "trl-1.16", 100, num_generations=4, num_processes=2)
+    assert (inputs.num_generations, inputs.num_processes) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("gone.yaml", None, "No such file"),
+        ("r.yaml", "a: [", "not valid yaml"),
+        ("r.yaml", "just text", "holds str, not arguments"),
+        ("r.yaml", "num_generations: many", "num_generations = 'many' is not a number"),
+        ("r.yaml", "num_generations: 2.5", "not a whole number"),
+        ("r.json", "{", "not valid json"),
+        ("r.sh", "swift rlhf --dataset 'x", "cannot be read"),
+        ("r.yaml", "dataset_name: hub/name", "hub/name is not on this machine; give it by --num-prompts"),
+    ],
+)
+def test_a_recipe_that_says_too_little_or_nothing_is_refused(
+    tmp_path: Path, name: str, text: str | None, message: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        recipe_inputs(read_recipe(tmp_path / name, "trl-1.16"), None if "hub/name" in message else 100, {})
