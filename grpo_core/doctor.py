@@ -10,7 +10,10 @@ from typing import Any
 
 from grpo_core.rules import LEGACY, PlanInputs, batch_problems, evaluation_problems, problems
 
+Changes = Mapping[str, int | None]
+
 SHOWN = 6
+PAIRED = 40  # values of each of two keys
 REACH = 4  # values up to this many times the present one, or G, are tried
 
 
@@ -18,7 +21,7 @@ REACH = 4  # values up to this many times the present one, or G, are tried
 class Fix:
     """A change that makes a run valid. `changes`: key → new value, None for "remove it"."""
 
-    changes: dict[str, int | None]
+    changes: Changes
     generation_batch_size: int
     keeps_generation_batch: bool
     cost: float
@@ -29,29 +32,55 @@ def fixes(inputs: PlanInputs) -> list[Fix]:
 
     Distance: one for each key that changes, plus how often the value doubles or halves, the generation batch's too.
     """
-    found = {}
-    for changes in _changes(inputs):
-        for whole in _repaired(inputs, changes):
-            fix = _fix(inputs, whole)
-            nearest = found.get(frozenset(whole))
-            if nearest is None or fix.cost < nearest.cost:
-                found[frozenset(whole)] = fix
-    return sorted(found.values(), key=lambda fix: (fix.cost, len(fix.changes)))[:SHOWN]
+    found: list[Fix] = []
+    for tried in (_changes, _pairs):
+        candidates = ({**removed, **more} for removed in _removals(inputs) for more in tried(_with(inputs, removed)))
+        found = found or _nearest(inputs, candidates)
+    return sorted(found, key=lambda fix: (fix.cost, len(fix.changes)))[:SHOWN]
 
 
-def _changes(inputs: PlanInputs) -> Iterator[dict[str, int | None]]:
+def _nearest(inputs: PlanInputs, candidates: Iterator[Changes]) -> list[Fix]:
+    """For each set of keys that some valid candidate changes, the nearest such candidate."""
+    nearest: dict[frozenset[str], Fix] = {}
+    for changes in candidates:
+        for whole in _repaired(inputs, {key: value for key, value in changes.items() if getattr(inputs, key) != value}):
+            fix, keys = _fix(inputs, whole), frozenset(whole)
+            if keys not in nearest or fix.cost < nearest[keys].cost:
+                nearest[keys] = fix
+    return list(nearest.values())
+
+
+def _removals(inputs: PlanInputs) -> list[Changes]:
+    """The settings that have to go: one of two that exclude each other, or one that the system does not have."""
+    given: list[Changes] = [
+        {key: None} for key in ("steps_per_generation", "generation_batch_size") if getattr(inputs, key) is not None
+    ]
+    if inputs.rules in LEGACY:
+        return [{key: value for change in given for key, value in change.items()}]
+    both_may_stay = inputs.rules == "swift-4.6"
+    return [*([{}] if both_may_stay else []), *given] if len(given) == 2 else [{}]
+
+
+def _changes(inputs: PlanInputs) -> Iterator[Changes]:
     """Changes of the training batch that are worth a try: none, one key, or two that keep the batch."""
     yield {}
-    if inputs.steps_per_generation and inputs.generation_batch_size:
-        yield {"steps_per_generation": None}
-        yield {"generation_batch_size": None}
     keys = _keys(inputs)
     for key in keys:
-        present = getattr(inputs, key)
-        yield from ({key: value} for value in range(1, REACH * max(present, inputs.num_generations) + 1))
-    for first, second in itertools.permutations([key for key in keys if key != "num_generations"], 2):
+        yield from ({key: value} for value in _values(inputs, key))
+    for first, second in itertools.combinations([key for key in keys if key != "num_generations"], 2):
         product = getattr(inputs, first) * getattr(inputs, second)
         yield from ({first: n, second: product // n} for n in range(1, product + 1) if product % n == 0)
+
+
+def _pairs(inputs: PlanInputs) -> Iterator[Changes]:
+    """Any two keys, for a run that no single one mends."""
+    for first, second in itertools.combinations(_keys(inputs), 2):
+        values = (range(1, min(len(_values(inputs, key)), PAIRED) + 1) for key in (first, second))
+        yield from ({first: n, second: m} for n, m in itertools.product(*values))
+
+
+def _values(inputs: PlanInputs, key: str) -> range:
+    return range(1, REACH * max(getattr(inputs, key), inputs.num_generations) + 1)
 
 
 def _keys(inputs: PlanInputs) -> list[str]:
@@ -64,7 +93,7 @@ def _keys(inputs: PlanInputs) -> list[str]:
     return ["num_generations", "per_device_train_batch_size", "num_processes", last]
 
 
-def _repaired(inputs: PlanInputs, changes: dict[str, int | None]) -> Iterator[dict[str, int | None]]:
+def _repaired(inputs: PlanInputs, changes: Changes) -> Iterator[Changes]:
     """The change, with one of the evaluation batch where that is needed too; nothing if neither helps."""
     changed = _with(inputs, changes)
     if batch_problems(changed):
@@ -85,11 +114,12 @@ def _repaired(inputs: PlanInputs, changes: dict[str, int | None]) -> Iterator[di
                 break
 
 
-def _with(inputs: PlanInputs, changes: Mapping[str, Any]) -> PlanInputs:
-    return replace(inputs, **changes)
+def _with(inputs: PlanInputs, changes: Changes) -> PlanInputs:
+    values: dict[str, Any] = dict(changes)
+    return replace(inputs, **values)
 
 
-def _fix(inputs: PlanInputs, changes: dict[str, int | None]) -> Fix:
+def _fix(inputs: PlanInputs, changes: Changes) -> Fix:
     before, after = inputs.prompt_batch, _with(inputs, changes).prompt_batch
     cost = len(changes) + abs(math.log2(after / before))
     for key, value in changes.items():

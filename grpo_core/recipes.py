@@ -146,11 +146,14 @@ def _swift_ratio(arguments: Mapping[str, Any]) -> float:
 
 def _swift_split(datasets: Sequence[str], rows: int | None, ratio: float) -> tuple[int | None, int]:
     """Training and held-out prompts: of each data set `#ROWS` are taken, max(int(rows·ratio), 1) of them held out."""
-    sampled = [int(match.group(1)) if (match := re.search(r"#(\d+)$", name)) else None for name in datasets]
-    if rows is None and (not sampled or None in sampled):
+    sampled = [re.search(r"#(\d+)$", name) for name in datasets]
+    if sampled and all(sampled):
+        taken = [int(match.group(1)) for match in sampled if match]
+    elif rows is not None:
+        taken = [rows]
+    else:
         return None, 0
-    taken = sampled if len(sampled) > 1 and None not in sampled else [(sampled or [None])[0] or rows]
-    available = [min(rows, n) if rows is not None and len(taken) == 1 else n for n in taken]
+    available = [min(rows, taken[0])] if rows is not None and len(taken) == 1 else taken
     held_out = [max(int(n * ratio), 1) if ratio > 0 else 0 for n in available]
     return sum(taken) - sum(held_out), sum(held_out)
 

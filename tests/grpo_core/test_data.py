@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from grpo_core.data import decode_completions, derive_seed, encode_prompts, rollout_prompts, training_order
-from grpo_core.plan import Plan, PlanInputs, make_plan
+from grpo_core.plan import Plan, make_plan
+from grpo_core.rules import PlanInputs
 from tests.conftest import make_tokenizer
 
 

@@ -1,0 +1,98 @@
+"""The fixes of a refused run are valid, honest about what they change, and the near ones are not missed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, get_args
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from grpo_core.doctor import fixes
+from grpo_core.plan import PlanError, make_plan
+from grpo_core.rules import LEGACY, PlanInputs, Rules, problems
+
+KEYS = ("num_generations", "per_device_train_batch_size", "num_processes", "gradient_accumulation_steps")
+
+
+@st.composite
+def refused(draw: st.DrawFn) -> PlanInputs:
+    """A run of any system that breaks a rule."""
+    rules: Rules = draw(st.sampled_from(get_args(Rules)))
+    batch: dict[str, Any] = {}
+    if rules not in LEGACY:
+        batch = draw(
+            st.sampled_from([{}, {"steps_per_generation": 3}, {"generation_batch_size": 20}])
+            | st.just({"steps_per_generation": 2, "generation_batch_size": 24})
+        )
+    inputs = PlanInputs(
+        num_prompts=draw(st.integers(1, 200)),
+        num_generations=draw(st.integers(1, 12)),
+        per_device_train_batch_size=draw(st.integers(1, 16)),
+        max_completion_length=10,
+        num_processes=draw(st.integers(1, 8)),
+        gradient_accumulation_steps=draw(st.integers(1, 8)),
+        rules=rules,
+        per_device_eval_batch_size=None if rules == "grpo" else draw(st.none() | st.integers(1, 9)),
+        num_generations_eval=draw(st.none() | st.integers(1, 4)),
+        **batch,
+    )
+    assume(problems(inputs))
+    return inputs
+
+
+@given(refused())
+def test_every_fix_is_valid_and_says_truly_what_it_changes(inputs: PlanInputs) -> None:
+    found = fixes(inputs)
+    assert [fix.cost for fix in found] == sorted(fix.cost for fix in found)
+    for fix in found:
+        mended = dataclasses.replace(inputs, **fix.changes)
+        make_plan(mended)
+        assert fix.changes
+        assert all(getattr(inputs, key) != value for key, value in fix.changes.items())
+        assert fix.generation_batch_size == mended.prompt_batch
+        assert fix.keeps_generation_batch == (mended.prompt_batch == inputs.prompt_batch)
+
+
+@given(refused())
+def test_no_nearer_change_of_one_key_is_missed(inputs: PlanInputs) -> None:
+    distances = []
+    for key in KEYS:
+        present = getattr(inputs, key)
+        for value in range(1, 4 * max(present, inputs.num_generations) + 1):
+            mended = dataclasses.replace(inputs, **{key: value})
+            if not problems(mended):
+                ratio = math.log2(mended.prompt_batch / inputs.prompt_batch)
+                distances.append(1 + abs(math.log2(value / present)) + abs(ratio))
+    assert not distances or fixes(inputs)[0].cost <= min(distances) + 1e-3
+
+
+def _open_r1(**changes: Any) -> PlanInputs:
+    return PlanInputs(8000, 8, 1, max_completion_length=10, num_processes=7, **changes)
+
+
+def test_the_nearest_fix_comes_first() -> None:
+    first = fixes(_open_r1())[0]
+    assert (first.changes, first.keeps_generation_batch) == ({"num_generations": 7}, True)
+
+
+def test_under_the_rule_of_2025_the_same_batch_can_be_cut_otherwise() -> None:
+    found = fixes(_open_r1(gradient_accumulation_steps=8, rules="trl-0.16"))
+    changes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    assert changes in [fix.changes for fix in found if fix.keeps_generation_batch]
+
+
+def test_an_evaluation_batch_alone_is_mended_alone() -> None:
+    inputs = PlanInputs(100, 4, 4, max_completion_length=10, rules="trl-1.16", per_device_eval_batch_size=3)
+    found = fixes(inputs)
+    assert {"per_device_eval_batch_size": 4} in [fix.changes for fix in found]
+    assert found[0].keeps_generation_batch
+    with pytest.raises(PlanError, match="per_device_eval_batch_size=4"):
+        make_plan(inputs)
+
+
+def test_two_keys_change_where_one_is_not_enough() -> None:
+    inputs = PlanInputs(1, 6, 8, max_completion_length=10, num_processes=3, gradient_accumulation_steps=5)
+    assert fixes(inputs)
