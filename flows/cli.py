@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import subprocess
 import sys
@@ -15,11 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.environment import configure
+from flows.planning import plan
 from flows.server import prefect_api
 from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config
-from grpo_core.plan import PlanError, make_plan, plan_inputs
+from grpo_core.plan import PlanError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(plan)
 console = Console()
 
 ConfigFile = Annotated[Path, typer.Argument(help="run configuration (TOML), such as configs/quickstart.toml")]
@@ -44,23 +45,6 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     except (StageError, PlanError) as error:
         _fail(f"{resolved.name}: {error}", code=1)
     _summary(folder, time.monotonic() - start)
-
-
-@app.command()
-def plan(
-    config: ConfigFile,
-    num_prompts: Annotated[int, typer.Option(help="prompts in the training data")],
-    overrides: Overrides = None,
-) -> None:
-    """Show what a run would do, or why it is refused. In under a second, without torch."""
-    try:
-        figures = make_plan(plan_inputs(_load(config, overrides), num_prompts))
-    except PlanError as error:
-        _fail(str(error), code=2)
-    table = Table("quantity", "value", title=str(config))
-    for quantity, value in dataclasses.asdict(figures).items():
-        table.add_row(quantity, f"{value:,}")
-    console.print(table)
 
 
 @app.command()

@@ -6,6 +6,7 @@ Forecasts are estimates, unlike the plan. Imports no torch.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,15 @@ class Throughput:
     how: str
 
 
+@dataclass(frozen=True)
+class PromptLengths:
+    """Tokens of a prompt; `how`: where that is known from."""
+
+    mean: float
+    longest: int
+    how: str
+
+
 def load_shape(name_or_path: str, revision: str | None = None) -> ModelShape:
     """Read config.json of a model folder or of the local Hugging Face cache; ForecastError when there is none."""
     path = Path(name_or_path) / "config.json"
@@ -93,20 +103,41 @@ def adapter_parameters(shape: ModelShape, config: RunConfig) -> int:
     return shape.layers * config.model.lora_r * sum(sizes.get(name, 0) for name in adapted)
 
 
-def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, prompt_tokens: int, engine: str) -> dict[str, Any]:
+def forecast(
+    config: RunConfig, plan: Plan, lengths: PromptLengths, known: Throughput | None, pass_rates: Sequence[float]
+) -> dict[str, dict[str, Any]]:
+    """Memory, time and useful groups, each with `how` it was got, or with an `error` that says why it was not."""
+    found: dict[str, dict[str, Any]] = {}
+    shape = None
+    try:
+        shape = load_shape(config.model.name_or_path, config.model.revision)
+        found["memory"] = peak_memory(config, plan, shape, lengths)
+    except ForecastError as error:
+        found["memory"] = {"error": str(error)}
+    try:
+        parameters = shape.parameters if shape else None
+        found["time"] = wall_time(plan, lengths, config.rollout.max_completion_length, known, parameters)
+    except ForecastError as error:
+        found["time"] = {"error": str(error)}
+    if pass_rates:
+        found["useful_groups"] = useful_groups(pass_rates, plan.num_generations)
+    return found
+
+
+def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths) -> dict[str, Any]:
     """Bytes on each GPU at the worst moment, by what takes them, for completions of full length.
 
     Sampling and training take turns, so that of their own memory the larger counts; vLLM keeps its weights and cache.
     """
-    weights = shape.parameters
+    weights, prompt, engine = shape.parameters, lengths.longest, sampling_engine(config)
     trained = adapter_parameters(shape, config) if config.model.use_peft else weights
     half = config.train.mixed_precision == "bf16"
     width = HALF if half else FLOAT
     rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
-    tokens = rows * (prompt_tokens + completion)
+    tokens = rows * (prompt + completion)
     share = -(-plan.generation_batch_size // plan.num_processes)
     in_flight = share if engine == "vllm" else min(share, MAX_ROWS)
-    cache = in_flight * (prompt_tokens + completion) * 2 * shape.layers * shape.key_value * width
+    cache = in_flight * (prompt + completion) * 2 * shape.layers * shape.key_value * width
     # Bytes a token that a layer keeps for the backward pass: norms and residuals in float32, the rest as computed.
     a_layer = FLOAT * 6 * shape.hidden + width * (5 * shape.attention + 4 * shape.intermediate)
     kept_layers = 1 if config.train.gradient_checkpointing else shape.layers
@@ -130,14 +161,14 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, prompt_tokens:
         "parts_gib": {name: size / GIB for name, size in parts.items()},
         "parameters": weights,
         "how": (
-            f"from the model's config: {rows} completions a micro-step, prompts of {prompt_tokens} tokens, completions "
-            f"of {completion}; {in_flight} completions sampled at once by {engine}"
+            f"from the model's config: {rows} completions a micro-step, prompts of {prompt} tokens ({lengths.how}), "
+            f"completions of {completion}; {in_flight} completions sampled at once by {engine}"
         ),
     }
 
 
 def wall_time(
-    plan: Plan, prompt_tokens: float, max_completion_length: int, known: Throughput | None, parameters: int | None
+    plan: Plan, lengths: PromptLengths, max_completion_length: int, known: Throughput | None, parameters: int | None
 ) -> dict[str, Any]:
     """Hours of the whole training and GPU hours, at the pace of earlier runs, or at an assumed one."""
     if known:
@@ -150,11 +181,26 @@ def wall_time(
         )
     else:
         raise ForecastError("neither an earlier run nor the model's size is known")
-    seconds = plan.completions * (prompt_tokens + length) / (pace * plan.num_processes)
-    return {"wall_time_hours": seconds / 3600, "gpu_hours": seconds / 3600 * plan.num_processes, "how": how}
+    seconds = plan.completions * (lengths.mean + length) / (pace * plan.num_processes)
+    return {
+        "wall_time_hours": seconds / 3600,
+        "gpu_hours": seconds / 3600 * plan.num_processes,
+        "how": f"{how}; prompts of {lengths.mean:.0f} tokens ({lengths.how})",
+    }
 
 
-def useful_share(pass_rates: Sequence[float], num_generations: int) -> float:
+def useful_groups(pass_rates: Sequence[float], num_generations: int) -> dict[str, Any]:
     """Expected share of groups with a signal: 1 − E[p^G + (1−p)^G], for rewards of 0 or 1 and pass rates p."""
+    if not all(0 <= p <= 1 for p in pass_rates):
+        return {"error": f"a pass rate lies between 0 and 1; given is {max(pass_rates, key=lambda p: abs(p - 0.5)):g}"}
     g = num_generations
-    return 1 - sum(p**g + (1 - p) ** g for p in pass_rates) / len(pass_rates)
+    silent = sum(p**g + (1 - p) ** g for p in pass_rates) / len(pass_rates)
+    how = f"1 − E[p^G + (1−p)^G], G = {g}, over {len(pass_rates)} known pass rates p"
+    return {"share": 1 - silent, "silent_share": silent, "how": how}
+
+
+def sampling_engine(config: RunConfig) -> str:
+    """What samples: `auto` is vLLM where there is a GPU."""
+    if config.rollout.engine != "auto":
+        return config.rollout.engine
+    return "vllm" if shutil.which("nvidia-smi") else "transformers"

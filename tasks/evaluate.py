@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+import polars as pl
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.schemas.objects import State
@@ -35,8 +35,8 @@ def _work(context: Context) -> dict[str, Any]:
         for bound in ("mean", "low", "high"):
             client.log_metric(run_id, f"eval/difference/{name}/{bound}", difference[bound])
     create_markdown_artifact(key="evaluation", markdown=_markdown(report))
-    samples = pd.read_parquet(context.partial / "samples.parquet").head(SAMPLES_SHOWN)
-    create_table_artifact(key="evaluation-samples", table=json.loads(samples.to_json(orient="records")))
+    samples = pl.read_parquet(context.partial / "samples.parquet", n_rows=SAMPLES_SHOWN)
+    create_table_artifact(key="evaluation-samples", table=json.loads(samples.write_json()))
     return report
 
 

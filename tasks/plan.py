@@ -10,8 +10,11 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
+from grpo_core.forecast import PromptLengths, forecast
 from grpo_core.plan import make_plan, plan_inputs
+from tasks.sources import list_pass_rates
 from tasks.stage import PLAN, VALIDATE, Context, run_stage
+from tasks.tracking import earlier_throughput
 
 
 @task(name="plan")
@@ -20,8 +23,10 @@ def plan(run: Path) -> State[None]:
 
 
 def _work(context: Context) -> dict[str, Any]:
-    num_prompts = VALIDATE.read_receipt(context.run)["num_prompts"]["train"]
-    figures = asdict(make_plan(plan_inputs(context.config, num_prompts)))
+    config, data = context.config, VALIDATE.read_receipt(context.run)
+    num_prompts, lengths = data["num_prompts"]["train"], data["lengths"]["train"]
+    plan = make_plan(plan_inputs(config, num_prompts))
+    figures = asdict(plan)
     get_run_logger().info(
         "%d updates of %d completions (%d prompts × %d); %d prompts dropped an epoch",
         figures["max_steps"],
@@ -36,5 +41,19 @@ def _work(context: Context) -> dict[str, Any]:
             figures["completions"],
             figures["max_completions"],
         )
-    create_table_artifact(key="plan", table=[{"quantity": k, "value": v} for k, v in figures.items()])
-    return {"plan": figures}
+    forecasts = forecast(
+        config,
+        plan,
+        PromptLengths(lengths["mean"], lengths["max"], "from the validated data"),
+        earlier_throughput(config),
+        list_pass_rates(config.data),
+    )
+    table = [{"quantity": name, "value": value, "how": ""} for name, value in figures.items()]
+    table += [
+        {"quantity": f"forecast: {name}, {key}", "value": value, "how": found["how"]}
+        for name, found in forecasts.items()
+        for key, value in found.items()
+        if isinstance(value, float)
+    ]
+    create_table_artifact(key="plan", table=table)
+    return {"plan": figures, "forecasts": forecasts}

@@ -13,7 +13,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
 from tasks.lineage import lineage_keys
-from tasks.stage import EVALUATE, PLAN, REGISTER, TRAIN, VALIDATE, Context, run_stage
+from tasks.stage import EVALUATE, PLAN, REGISTER, TRAIN, Context, run_stage
 from tasks.tracking import connect, tracking_uri, training_run_id
 
 
@@ -36,7 +36,6 @@ def _work(context: Context) -> dict[str, Any]:
         mlflow.set_tags({f"lineage.{stage}": key for stage, key in keys.items()})
         for path in (run / "config.toml", PLAN.path(run), training / "result.json", training / "metrics.jsonl"):
             mlflow.log_artifact(str(path))
-        mlflow.log_artifact(str(VALIDATE.path(run) / VALIDATE.receipt), "dataset")
         mlflow.log_artifacts(str(EVALUATE.path(run)), "evaluation")
         model = mlflow.transformers.log_model(
             str(training / "model"),

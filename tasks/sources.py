@@ -8,6 +8,7 @@ import polars as pl
 
 from grpo_core.config import DataConfig
 
+PASS_RATE = "pass_rate"
 READERS = {
     ".parquet": pl.scan_parquet,
     ".jsonl": lambda path: pl.scan_ndjson(path, infer_schema_length=None),
@@ -44,6 +45,14 @@ def count_prompts(key: str, source: str, split: str) -> int:
         return _open(key, source, split).select(pl.len()).collect().item()
     except pl.exceptions.PolarsError as error:
         raise _unreadable(key, source, error) from error
+
+
+def list_pass_rates(data: DataConfig) -> list[float]:
+    """The training data's column `pass_rate`: how often the base model is known to solve each prompt; may be absent."""
+    frame = _open("data.train", data.train, data.train_split)
+    if PASS_RATE not in frame.collect_schema().names():
+        return []
+    return frame.select(pl.col(PASS_RATE).cast(pl.Float64, strict=False).drop_nulls()).collect()[PASS_RATE].to_list()
 
 
 def _open(key: str, source: str, split: str) -> pl.LazyFrame:

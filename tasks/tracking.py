@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import statistics
 from pathlib import Path
 from typing import Any
 
 import mlflow
 
 from grpo_core.config import RunConfig
+from grpo_core.forecast import Throughput
 from tasks.storage import storage_root, write_text
 
 RUN_ID_FILE = "mlflow_run_id"
+EARLIER_RUNS = 5
 
 
 def tracking_uri() -> str:
@@ -42,6 +45,36 @@ def open_tracking_run(config: RunConfig, folder: Path) -> str:
         client.log_param(run_id, key, value)
     write_text(id_file, run_id)
     return run_id
+
+
+def earlier_throughput(config: RunConfig) -> Throughput | None:
+    """The median pace of the last finished runs of the same base model; None where there is none."""
+    client = connect()
+    experiment = client.get_experiment_by_name(config.registry.experiment)
+    if experiment is None:
+        return None
+    model = config.model.name_or_path.replace("'", "")
+    runs = client.search_runs(
+        [experiment.experiment_id],
+        f"params.`model.name_or_path` = '{model}' and attributes.status = 'FINISHED'",
+        order_by=["attributes.start_time DESC"],
+        max_results=EARLIER_RUNS,
+    )
+    paces, lengths = [], []
+    for run in runs:
+        seconds = sum(metric.value for metric in client.get_metric_history(run.info.run_id, "step_time"))
+        tokens = run.data.metrics.get("num_tokens")
+        if seconds and tokens:
+            paces.append(tokens / seconds / int(run.data.params["train.num_processes"]))
+            lengths.append(run.data.metrics["completions/mean_length"])
+    if not paces:
+        return None
+    return Throughput(
+        statistics.median(paces),
+        statistics.median(lengths),
+        f"median of {len(paces)} earlier runs of this model in MLflow: {statistics.median(paces):,.0f} tokens/s a "
+        f"process, completions of {statistics.median(lengths):.0f} tokens at their end",
+    )
 
 
 def training_run_id(training: Path) -> str:

@@ -15,9 +15,10 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.plan import Plan, load_plan
+from tasks.data_report import FINDINGS, PICTURE, REPORT
 from tasks.process import run_process
-from tasks.stage import PLAN, TRAIN, Context, StageError, run_stage
-from tasks.tracking import open_tracking_run, tracking_uri
+from tasks.stage import PLAN, TRAIN, VALIDATE, Context, StageError, run_stage
+from tasks.tracking import connect, open_tracking_run, tracking_uri
 
 SECONDS_BETWEEN_UPDATES = 2.0
 
@@ -31,6 +32,8 @@ def _work(context: Context) -> dict[str, Any]:
     log = get_run_logger()
     plan = load_plan(PLAN.path(context.run))
     run_id = open_tracking_run(context.config, context.partial)
+    for file in (REPORT, FINDINGS, PICTURE):
+        connect().log_artifact(run_id, str(VALIDATE.path(context.run) / file), "dataset")
     progress = create_progress_artifact(
         progress=0.0, key="training-progress", description=f"0/{plan.max_steps} updates"
     )

@@ -1,0 +1,226 @@
+"""`grpo plan`: what a run would do and need, or why it is refused and what would work. No torch, under a second."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from grpo_core.config import ConfigError, RunConfig, load_config, parse_config
+from grpo_core.forecast import PromptLengths, forecast, useful_groups
+from grpo_core.plan import Plan, PlanError, make_plan, plan_inputs, updates_done
+from grpo_core.recipes import NEWEST, Recipe, RecipeError, System, read_recipe, recipe_inputs
+from grpo_core.rules import PlanInputs, Rules
+from grpo_core.sections import RolloutConfig, TrainConfig
+from tasks.sources import SourceError, count_prompts, list_pass_rates
+from tasks.storage import storage_root
+
+ASSUMED_PROMPT_TOKENS = 256
+NO_FILE: dict[str, Any] = {  # what a configuration needs, but a plan does not
+    "name": "plan",
+    "model": {"name_or_path": ""},
+    "data": {"train": "", "eval": ""},
+    "rewards": [{"function": "length"}],
+}
+File = Annotated[Path | None, typer.Argument(help="run configuration (TOML); with --recipe, another system's recipe")]
+Whole = int | None
+
+
+def _option(help: str) -> Any:
+    return typer.Option(help=help, show_default=False)
+
+
+def plan(
+    file: File = None,
+    recipe: Annotated[System | None, _option("the file is a recipe of TRL or Open-R1 (YAML), or of ms-swift")] = None,
+    rules: Annotated[Rules | None, _option("whose rules hold; default: the newest of the recipe's system")] = None,
+    num_prompts: Annotated[Whole, _option("prompts in the training data; default: counted in the data")] = None,
+    num_generations: Annotated[Whole, _option("G: completions of a prompt")] = None,
+    per_device_train_batch_size: Annotated[Whole, _option("b: completions a process and micro-step")] = None,
+    num_processes: Annotated[Whole, _option("W: training processes, one a GPU")] = None,
+    gradient_accumulation_steps: Annotated[Whole, _option("A: micro-steps an update")] = None,
+    steps_per_generation: Annotated[Whole, _option("S: micro-steps a generation batch")] = None,
+    generation_batch_size: Annotated[Whole, _option("completions sampled at once, over all processes")] = None,
+    num_iterations: Annotated[Whole, _option("passes over each generation batch")] = None,
+    num_train_epochs: Annotated[float | None, _option("passes over the prompts")] = None,
+    max_steps: Annotated[Whole, _option("updates, whatever the epochs")] = None,
+    warmup_steps: Annotated[float | None, _option("updates of warm-up; below 1 a share of them")] = None,
+    max_completion_length: Annotated[Whole, _option("tokens of a completion at most")] = None,
+    per_device_eval_batch_size: Annotated[Whole, _option("of an evaluating recipe")] = None,
+    num_generations_eval: Annotated[Whole, _option("of an evaluating recipe")] = None,
+    num_eval_prompts: Annotated[Whole, _option("of an evaluating recipe with held-out data of its own")] = None,
+    prompt_tokens: Annotated[Whole, _option("tokens of a prompt, for the forecasts; default: of the last run")] = None,
+    pass_rate: Annotated[
+        list[float] | None, _option("known share of right answers; repeat it for more prompts")
+    ] = None,
+    history: Annotated[bool, _option("ask MLflow for the pace of earlier runs of this model (takes seconds)")] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key of the configuration")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Show what a run would do and need, or why it is refused and what would work. Exit status 2 when it is refused."""
+    given = {
+        key: value
+        for key, value in locals().items()
+        if key in PlanInputs.__dataclass_fields__ and key != "rules" and value is not None
+    }
+    answer: dict[str, Any] = {"valid": False, "errors": [], "fixes": []}
+    try:
+        if recipe or (rules or "grpo") != "grpo":
+            config = None
+            inputs = _foreign(file, rules or NEWEST[recipe or "trl"], given)
+        else:
+            config = _configuration(file, given, overrides)
+            inputs = plan_inputs(config, given.get("num_prompts") or _count(config, file))
+        figures = make_plan(inputs)
+    except PlanError as error:
+        fixes = [dataclasses.asdict(fix) for fix in error.fixes]
+        answer |= {"errors": error.problems, "fixes": fixes, "rules": inputs.rules, **_known(inputs)}
+    except (ConfigError, RecipeError, SourceError) as error:
+        answer["errors"] = str(error).splitlines()
+    else:
+        answer |= {
+            "valid": True,
+            "rules": inputs.rules,
+            "notes": _notes(inputs, figures),
+            **dataclasses.asdict(figures),
+        }
+        pass_rates = pass_rate or (list_pass_rates(config.data) if config and file else [])
+        answer["forecasts"] = _forecasts(config, figures, prompt_tokens, pass_rates, history)
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        _show(answer)
+    if not answer["valid"]:
+        raise typer.Exit(2)
+
+
+def _configuration(file: Path | None, given: Mapping[str, Any], overrides: list[str] | None) -> RunConfig:
+    """The configuration with the values given by hand put into the sections that declare them."""
+    sections = {"rollout": RolloutConfig.model_fields, "train": TrainConfig.model_fields}
+    placed = [(s, key) for s, fields in sections.items() for key in given if key in fields]
+    if file is not None:
+        return load_config(file, [*(overrides or []), *(f"{s}.{key}={given[key]}" for s, key in placed)])
+    values = NO_FILE | {section: {key: given[key] for s, key in placed if s == section} for section in sections}
+    return parse_config(values)
+
+
+def _count(config: RunConfig, file: Path | None) -> int:
+    if file is None:
+        raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
+    return count_prompts("data.train", config.data.train, config.data.train_split)
+
+
+def _foreign(file: Path | None, rules: Rules, given: Mapping[str, Any]) -> PlanInputs:
+    recipe = read_recipe(file, rules) if file else Recipe(rules, {})
+    rows = given.get("num_prompts")
+    local = [name.partition("#")[0] for name in recipe.datasets]
+    if rows is None and local and all(Path(name).exists() for name in local):
+        rows = sum(count_prompts("dataset", name, recipe.split) for name in local)
+    return recipe_inputs(recipe, rows, given)
+
+
+def _known(inputs: PlanInputs) -> dict[str, Any]:
+    return {key: value for key, value in dataclasses.asdict(inputs).items() if value is not None and key != "rules"}
+
+
+def _notes(inputs: PlanInputs, figures: Plan) -> list[str]:
+    notes = []
+    if figures.dropped_prompts_per_epoch:
+        notes.append(
+            f"{figures.dropped_prompts_per_epoch} of {figures.num_prompts} prompts are left out each epoch, for they do "
+            "not fill a generation batch; the order is shuffled anew, so they are others each time"
+        )
+    if (done := updates_done(inputs)) < figures.max_steps:
+        notes.append(
+            f"{inputs.rules} plans {figures.max_steps} updates but ends after {done}: it counts the prompts that "
+            "it then drops, and its learning rate never reaches the end of its schedule"
+        )
+    return notes
+
+
+def _forecasts(
+    config: RunConfig | None, figures: Plan, prompt_tokens: int | None, pass_rates: list[float], history: bool
+) -> dict[str, Any]:
+    """Of a run of this project all that can be forecast; of another system's what does not depend on its loop."""
+    if config is None or not config.model.name_or_path:
+        return {"useful_groups": useful_groups(pass_rates, figures.num_generations)} if pass_rates else {}
+    known = None
+    if history:
+        from tasks.tracking import earlier_throughput
+
+        known = earlier_throughput(config)
+    return forecast(config, figures, _prompt_lengths(config, prompt_tokens), known, pass_rates)
+
+
+def _prompt_lengths(config: RunConfig, given: int | None) -> PromptLengths:
+    if given:
+        return PromptLengths(given, given, "given")
+    report = storage_root() / "runs" / config.name / "dataset" / "report.json"
+    if report.is_file():
+        figures = json.loads(report.read_text())["lengths"]["train"]
+        return PromptLengths(figures["mean"], figures["max"], f"from the validated data of run {config.name}")
+    return PromptLengths(ASSUMED_PROMPT_TOKENS, ASSUMED_PROMPT_TOKENS, "assumed; --prompt-tokens says better")
+
+
+def _show(answer: Mapping[str, Any]) -> None:
+    console = Console()
+    for error in answer["errors"]:
+        Console(stderr=True).print(error, style="red", markup=False, highlight=False)
+    if not answer["valid"]:
+        if answer["fixes"]:
+            console.print(_fixes_table(answer["fixes"]))
+        return
+    figures = {field.name: answer[field.name] for field in dataclasses.fields(Plan)}
+    table = Table("quantity", "value", title=f"plan by the rules of {answer['rules']}")
+    for quantity, value in figures.items():
+        table.add_row(quantity, f"{value:,}")
+    console.print(table)
+    for note in answer["notes"]:
+        console.print(note, style="yellow", markup=False, highlight=False)
+    if answer["forecasts"]:
+        console.print(_forecast_table(answer["forecasts"]))
+
+
+def _fixes_table(fixes: list[dict[str, Any]]) -> Table:
+    table = Table("what works, nearest first", "batch", "")
+    for fix in fixes:
+        changes = [f"remove {key}" if value is None else f"{key} = {value}" for key, value in fix["changes"].items()]
+        kept = "same batch" if fix["keeps_generation_batch"] else ""
+        table.add_row(", ".join(changes), f"{fix['generation_batch_size']:,}", kept)
+    return table
+
+
+def _forecast_table(forecasts: Mapping[str, Any]) -> Table:
+    table = Table("forecast", "value", "how")
+    for name, found in forecasts.items():
+        how = escape(found.get("how", ""))
+        if "error" in found:
+            table.add_row(name, "–", escape(found["error"]))
+        elif name == "memory":
+            table.add_row("peak memory a GPU", _size(found["peak_memory_gib"]), how)
+            for part, size in found["parts_gib"].items():
+                if size:
+                    table.add_row(f"  {part}", _size(size), "")
+        elif name == "time":
+            table.add_row("wall time", _duration(found["wall_time_hours"]), how)
+            table.add_row("GPU hours", f"{found['gpu_hours']:.2f}", "")
+        else:
+            table.add_row("groups with a signal", f"{found['share']:.1%}", how)
+    return table
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{1024 * gib:.1f} MiB"
+
+
+def _duration(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{3600 * hours:.0f} s"
