@@ -136,8 +136,8 @@ def _notes(inputs: PlanInputs, figures: Plan) -> list[str]:
     notes = []
     if figures.dropped_prompts_per_epoch:
         notes.append(
-            f"{figures.dropped_prompts_per_epoch} of {figures.num_prompts} prompts are left out each epoch, for they do "
-            "not fill a generation batch; the order is shuffled anew, so they are others each time"
+            f"{figures.dropped_prompts_per_epoch} of {figures.num_prompts} prompts are left out each epoch, for they "
+            "do not fill a generation batch; the order is shuffled anew, so they are others each time"
         )
     if (done := updates_done(inputs)) < figures.max_steps:
         notes.append(

@@ -29,23 +29,24 @@ class ModelConfig(Section):
     """Names of the linear layers that get an adapter; default: all but the head."""
 
 
-Severity = Literal["error", "warn", "drop"]
+Severity = Literal["error", "drop", "warn"]
+Refusal = Literal["error", "drop"]  # of what no model can be trained on
 
 
 class DataChecks(Section):
     """What becomes of a row that breaks a rule: `error` refuses the data, `drop` leaves the row out and keeps it in
     dataset/NAME.dropped.parquet, `warn` trains on it and says so."""
 
-    blank_prompt: Severity = "error"
+    blank_prompt: Refusal = "error"
     """A prompt that is missing, empty or only white space."""
-    malformed_conversation: Severity = "error"
+    malformed_conversation: Refusal = "error"
     """Messages of another role than system, user, assistant or without text, a system message that is not the first, a
     last one that is not the user's."""
-    chat_template: Severity = "error"
+    chat_template: Refusal = "error"
     """A conversation that the model's chat template refuses, for its roles or their order."""
     missing_value: Severity = "error"
     """A null or blank in a column that a reward reads."""
-    long_prompt: Severity = "error"
+    long_prompt: Refusal = "error"
     """A prompt that, with the chat template and a completion of full length, exceeds the model's context."""
     duplicate_prompt: Severity = "warn"
     """A prompt that came before in the same data; `drop` keeps the first."""

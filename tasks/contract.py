@@ -89,8 +89,8 @@ def prompt_text(frame: pl.DataFrame) -> pl.Series:
     if not is_conversation(frame):
         return frame["prompt"]
     message = pl.element().struct
-    line = pl.concat_str(message.field("role"), message.field("content"), separator="␟", ignore_nulls=True)
-    return frame.select(pl.col("prompt").list.eval(line).list.join("␞")).to_series()
+    line = pl.concat_str(message.field("role"), message.field("content"), separator=" ␟ ", ignore_nulls=True)
+    return frame.select(pl.col("prompt").list.eval(line).list.join(" ␞ ")).to_series()
 
 
 def _shape(name: str, frame: pl.DataFrame, rewards: list[Reward]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,15 +88,17 @@ def screen(config: RunConfig) -> Screened:
     frames = load_sources(config.data)
     checks = config.data.checks.model_dump()
     shape, findings = check(frames, rewards, tokenizer, room)
-    drop = findings.filter(pl.col("check").is_in([name for name, severity in checks.items() if severity == "drop"]))
-    dropped = {name: _dropped(frame, drop.filter(dataset=name)) for name, frame in frames.items()}
-    kept = {name: _kept(frame, dropped[name]) for name, frame in frames.items()}
-    shape += [
-        f"{name} has no rows left: all {frames[name].height} were dropped"
-        for name, frame in kept.items()
-        if frame.is_empty() and not shape
-    ]
-    lengths = {} if shape else {name: sample_lengths(frame["prompt"], tokenizer) for name, frame in kept.items()}
+    bad = {severity: _of(severity, findings, checks) for severity in ("error", "drop")}
+    dropped = {name: _dropped(frame, bad["drop"].filter(dataset=name)) for name, frame in frames.items()}
+    kept = {name: _without(frame, pl.concat(bad.values()).filter(dataset=name)) for name, frame in frames.items()}
+    if not shape and bad["error"].is_empty():
+        shape = [
+            f"{name} has no rows left: all {frames[name].height} were dropped"
+            for name, frame in kept.items()
+            if frame.is_empty()
+        ]
+    countable = {} if shape else {name: frame for name, frame in kept.items() if not frame.is_empty()}
+    lengths = {name: sample_lengths(frame["prompt"], tokenizer) for name, frame in countable.items()}
     report = {
         "num_prompts": {name: frame.height for name, frame in kept.items()},
         "rows_read": {name: frame.height for name, frame in frames.items()},
@@ -120,8 +123,12 @@ def _dropped(frame: pl.DataFrame, findings: pl.DataFrame) -> pl.DataFrame:
     return pl.concat([rules.rename({"row": "source_row"}), rows], how="horizontal")
 
 
-def _kept(frame: pl.DataFrame, dropped: pl.DataFrame) -> pl.DataFrame:
-    return frame.filter(~pl.int_range(frame.height, dtype=pl.UInt32, eager=True).is_in(dropped["source_row"].implode()))
+def _of(severity: str, findings: pl.DataFrame, checks: Mapping[str, str]) -> pl.DataFrame:
+    return findings.filter(pl.col("check").is_in([name for name, given in checks.items() if given == severity]))
+
+
+def _without(frame: pl.DataFrame, findings: pl.DataFrame) -> pl.DataFrame:
+    return frame.filter(~pl.int_range(frame.height, dtype=pl.UInt32, eager=True).is_in(findings["row"].implode()))
 
 
 def _refusal(screened: Screened, folder: Path) -> str:
@@ -150,4 +157,6 @@ def _rehearse(context: Context) -> dict[str, Any]:
     output = context.partial / "rehearsal.json"
     paths = (context.run / "config.toml", context.partial / "train.parquet", output)
     run_process(["-m", "grpo_core.rewards.rehearsal", *map(str, paths)], get_run_logger().info)
-    return json.loads(output.read_text())
+    report = json.loads(output.read_text())
+    output.unlink()
+    return report

@@ -51,8 +51,14 @@ def test_a_limit_that_only_watches_is_no_reason_to_run_a_stage_again(values: dic
     assert _stale(values, {**values, "health": {"max_kl": 3.0}}) == []
     edited = copy.deepcopy(values)
     edited["rollout"]["max_sync_drift"] = 0.5
-    edited["rewards"][0]["timeout"] = 7.0
     assert _stale(values, edited) == []
+
+
+def test_a_limit_of_a_reward_is_tried_anew_and_trains_nothing_again(values: dict[str, Any]) -> None:
+    for key, value in (("timeout", 7.0), ("range", [0.0, 2.0])):
+        edited = copy.deepcopy(values)
+        edited["rewards"][0][key] = value
+        assert _stale(values, edited) == ["validate"]
 
 
 def test_how_evaluations_sample_concerns_a_training_that_evaluates(values: dict[str, Any]) -> None:
@@ -97,4 +103,4 @@ def test_a_changed_line_in_a_reward_function_trains_again(
     before = lineage_keys(parse_config(values))
     module.write_text("def shorter(completions):\n    return [-2 * len(c) for c in completions]\n")
     after = lineage_keys(parse_config(values))
-    assert [stage for stage in STAGES if after[stage] != before[stage]] == ["train", "evaluate", "register"]
+    assert [stage for stage in STAGES if after[stage] != before[stage]] == STAGES

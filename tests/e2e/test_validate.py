@@ -1,0 +1,91 @@
+"""The validate stage for real: what it refuses, what it leaves behind, the rewards tried in a process of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from prefect import flow
+
+from grpo_core.config import parse_config
+from tasks.stage import StageError
+from tasks.storage import open_run
+from tasks.validate import validate
+from tests.conftest import config_values
+
+pytestmark = pytest.mark.slow
+
+
+def _run(model: Path, folder: Path, name: str, rows: dict[int, dict[str, Any]], **changes: Any) -> Path:
+    """A run directory over ten additions, of which `rows` are changed."""
+    train = [{"prompt": f"{n}+1=", "answer": str(n + 1), **rows.get(n - 10, {})} for n in range(10, 20)]
+    pl.DataFrame(train).write_parquet(folder / "train.parquet")
+    pl.DataFrame([{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(30, 35)]).write_parquet(
+        folder / "eval.parquet"
+    )
+    values = config_values(model, folder)
+    values["data"]["checks"] = changes.pop("checks", {})
+    return open_run(parse_config({**values, **changes, "name": name}))
+
+
+def _validate(run: Path) -> None:
+    flow(lambda: validate(run), name="validating")()
+
+
+def test_a_refusal_says_all_at_once_and_leaves_a_report(storage: Path, model_folder: Path, tmp_path: Path) -> None:
+    run = _run(model_folder, tmp_path, "refused", {1: {"prompt": ""}, 7: {"answer": None}, 0: {"prompt": "1" * 99}})
+    with pytest.raises(StageError) as error:
+        _validate(run)
+    message = str(error.value)
+    assert "blank_prompt (prompt is not blank): broken by 1 rows of train" in message
+    assert "train row 7, answer: None breaks missing_value" in message
+    assert "train row 0, prompt: '111" in message
+    assert "data.checks.blank_prompt = 'drop' or 'warn'" in message
+    rejected = run / "dataset.rejected"
+    assert pl.read_csv(rejected / "findings.csv").height == 3
+    broken = {found["check"] for found in json.loads((rejected / "report.json").read_text())["findings"]}
+    assert broken == {"blank_prompt", "missing_value", "long_prompt"}
+    assert (rejected / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    assert not (run / "dataset").exists()
+
+
+def test_dropped_rows_are_kept_beside_the_others(storage: Path, model_folder: Path, tmp_path: Path) -> None:
+    changed = {1: {"prompt": ""}, 2: {"prompt": "31+1="}}
+    run = _run(model_folder, tmp_path, "dropping", changed, checks={"blank_prompt": "drop", "overlap": "drop"})
+    _validate(run)
+    source, kept, dropped = (
+        pl.read_parquet(path)
+        for path in (
+            tmp_path / "train.parquet",
+            *(run / "dataset" / f for f in ("train.parquet", "train.dropped.parquet")),
+        )
+    )
+    assert kept.to_dicts() == [row for n, row in enumerate(source.to_dicts()) if n not in changed]
+    assert dropped.to_dicts() == [
+        {"source_row": 1, "broken_rules": "blank_prompt", "prompt": "", "answer": "12"},
+        {"source_row": 2, "broken_rules": "overlap", "prompt": "31+1=", "answer": "13"},
+    ]
+    report = json.loads((run / "dataset" / "report.json").read_text())
+    assert (report["rows_read"]["train"], report["num_prompts"]["train"]) == (10, 8)
+    assert report["rehearsal"]["rewards"]["numeric_match"]["right"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [1.0]", "reward 'tried' returned 1 values for 24 completions"),
+        ("import os; os._exit(3)", "ended with status 3"),
+    ],
+)
+def test_a_reward_that_breaks_its_contract_is_found_before_training(
+    storage: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    (tmp_path / "tried_rewards.py").write_text(f"def tried(completions):\n    {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "tried_rewards", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(StageError, match=message):
+        _validate(_run(model_folder, tmp_path, "rehearsed", {}, rewards=[{"function": "tried_rewards:tried"}]))

@@ -1,0 +1,104 @@
+"""The rehearsal of the rewards: what it reports of sound ones, and what makes it suspicious."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_core.config import parse_config
+from grpo_core.rewards.contract import RewardError
+from grpo_core.rewards.rehearsal import rehearse
+from tests.conftest import config_values, make_tokenizer
+
+REWARDS = """
+import time
+def same(completions): return [0.5] * len(completions)
+def never(completions): return [None] * len(completions)
+def short(completions): return [1.0]
+def nan(completions): return [float("nan")] * len(completions)
+def parses(completions): return [float(c) for c in completions]
+def hangs(completions):
+    while True: pass
+def tagged(completions, answer): return [float(c == f"<a>{a}</a>") for c, a in zip(completions, answer)]
+def slow(completions):
+    time.sleep(0.05)
+    return [float(len(c)) for c in completions]
+def talks(completions, prompts):
+    return [float(len(c[-1]["content"] + p[-1]["content"])) for c, p in zip(completions, prompts)]
+"""
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10, 18)]
+
+
+@pytest.fixture
+def rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "rehearsed_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(*rewards: dict[str, Any], rows: list[dict[str, Any]] = ROWS, **keys: Any) -> dict[str, Any]:
+        values = {**config_values(tmp_path, tmp_path, **keys), "rewards": list(rewards)}
+        return rehearse(parse_config(values), rows, make_tokenizer())
+
+    return run
+
+
+def test_a_right_answer_an_empty_and_a_garbage_completion_are_scored(rehearsed: Any) -> None:
+    report = rehearsed({"function": "numeric_match"}, {"function": "length", "args": {"target": 3}})
+    numeric, length = (report["rewards"][name] for name in ("numeric_match", "length"))
+    assert (numeric["right"], numeric["empty"], numeric["garbage"]) == (1.0, 0.0, 0.0)
+    assert length["right"] == pytest.approx(2 / 3)  # two digits
+    assert length["empty"] == 0.0
+    assert (report["rows"], report["warnings"]) == (8, [])
+
+
+def test_without_answers_only_the_others_are_scored(rehearsed: Any) -> None:
+    report = rehearsed({"function": "length", "args": {"target": 3}}, rows=[{"prompt": "1+1="}] * 3)
+    assert set(report["rewards"]["length"]) == {"empty", "garbage", "seconds_per_completion"}
+
+
+def test_conversations_are_answered_by_a_message(rehearsed: Any) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "1+1="}]}]
+    assert rehearsed({"function": "rehearsed_rewards:talks"}, rows=rows)["rewards"]["talks"]["empty"] == 4.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "keys", "warning"),
+    [
+        (
+            {"function": "rehearsed_rewards:same"},
+            {},
+            "'same' gave 0.5 to the right answer, an empty completion and garbage",
+        ),
+        ({"function": "rehearsed_rewards:never"}, {}, "'never' applies to none of the rehearsed completions"),
+        (
+            {"function": "rehearsed_rewards:tagged"},
+            {},
+            "gives 0 to the bare right answer of row 0 (and to 7 more of 8)",
+        ),
+        (
+            {"function": "rehearsed_rewards:slow", "timeout": 0.2},
+            {"per_device_train_batch_size": 400},
+            "'slow' would take",
+        ),
+    ],
+)
+def test_what_looks_wrong_is_a_warning(
+    rehearsed: Any, reward: dict[str, Any], keys: dict[str, Any], warning: str
+) -> None:
+    assert any(warning in found for found in rehearsed(reward, **keys)["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"function": "rehearsed_rewards:same", "range": [-1.0, 0.0]}, r"returned 0.5 .* its range is -1 to 0"),
+        ({"function": "rehearsed_rewards:short"}, r"returned 1 values for 24 completions"),
+        ({"function": "rehearsed_rewards:nan"}, r"returned nan for prompt"),
+        ({"function": "rehearsed_rewards:parses"}, r"raised ValueError: .* for prompt '10\+1=', completion ''"),
+        ({"function": "rehearsed_rewards:hangs", "timeout": 0.5}, r"did not come back within 0.5 s"),
+    ],
+)
+def test_what_breaks_the_reward_contract_is_refused(rehearsed: Any, reward: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        rehearsed(reward)

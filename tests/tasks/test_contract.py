@@ -1,0 +1,245 @@
+"""Each kind of bad data is found, with dataset, row, column and value; what becomes of it, the configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import polars as pl
+import pytest
+
+from grpo_core.config import RunConfig, parse_config
+from grpo_core.sections import DataChecks
+from tasks.contract import RULES
+from tasks.validate import screen
+from tests.conftest import config_values, make_model
+
+Frames = dict[str, pl.DataFrame]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' and loop.length > 2 %}{{ raise_exception('no system here') }}"
+    "{% endif %}{{ m.content }}{% endfor %}="
+)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_model(tmp_path_factory.mktemp("chat"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def _frames() -> Frames:
+    def sums(first: int, last: int) -> pl.DataFrame:
+        numbers = range(first, last)
+        return pl.DataFrame({"prompt": [f"{n}+1=" for n in numbers], "answer": [str(n + 1) for n in numbers]})
+
+    return {"train": sums(10, 20), "eval": sums(30, 35)}
+
+
+def _messages(*pairs: tuple[str, str | None]) -> list[dict[str, str | None]]:
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def _conversations(frames: Frames) -> Frames:
+    return {
+        name: frame.with_columns(prompt=pl.Series([_messages(("user", p)) for p in frame["prompt"]]))
+        for name, frame in frames.items()
+    }
+
+
+def _set(dataset: str, row: int, column: str, value: Any) -> Callable[[Frames], None]:
+    def mutate(frames: Frames) -> None:
+        rows = frames[dataset].to_dicts()
+        rows[row][column] = value
+        frames[dataset] = pl.DataFrame(rows, schema_overrides=frames[dataset].schema)
+
+    return mutate
+
+
+def _config(model: Path, folder: Path, frames: Frames, **checks: str) -> RunConfig:
+    for name, frame in frames.items():
+        frame.write_parquet(folder / f"{name}.parquet")
+    values = config_values(model, folder)
+    values["data"]["checks"] = checks
+    return parse_config(values)
+
+
+def test_sound_data_passes_whole(model_folder: Path, tmp_path: Path) -> None:
+    screened = screen(_config(model_folder, tmp_path, _frames()))
+    assert (screened.refused, screened.shape, screened.findings.height) == (False, [], 0)
+    assert {name: frame.to_dicts() for name, frame in screened.kept.items()} == {
+        name: frame.to_dicts() for name, frame in _frames().items()
+    }
+
+
+TEXT_FAULTS = [
+    ("train", 3, "prompt", None, "blank_prompt"),
+    ("train", 3, "prompt", " \n\t", "blank_prompt"),
+    ("eval", 2, "prompt", "", "blank_prompt"),
+    ("train", 3, "prompt", '[{"role": "user", "content": "1+1="}]', "malformed_conversation"),
+    ("train", 3, "prompt", "10+1=", "duplicate_prompt"),
+    ("eval", 3, "prompt", "30+1=", "duplicate_prompt"),
+    ("train", 0, "prompt", "1+" * 40 + "1=", "long_prompt"),
+    ("train", 4, "prompt", "31+1=", "overlap"),
+    ("train", 4, "prompt", "31+1=  ", "near_overlap"),
+    ("train", 5, "prompt", "5+\ufffd=", "encoding"),
+    ("train", 5, "prompt", "5+\x00=", "encoding"),
+    ("train", 5, "prompt", "cafÃ©=", "encoding"),
+    ("train", 5, "prompt", "itâ€™s=", "encoding"),
+    ("eval", 2, "answer", None, "missing_value"),
+    ("eval", 2, "answer", " ", "missing_value"),
+]
+CHAT_FAULTS = [
+    ("train", 3, "prompt", None, "blank_prompt"),
+    ("train", 3, "prompt", [], "blank_prompt"),
+    ("train", 3, "prompt", _messages(("user", "  ")), "blank_prompt"),
+    ("train", 3, "prompt", _messages(("user", "1+1="), ("user", None)), "blank_prompt"),
+    ("train", 3, "prompt", _messages(("user", None), ("user", "1+1=")), "malformed_conversation"),
+    ("train", 3, "prompt", _messages(("robot", "x"), ("user", "1+1=")), "malformed_conversation"),
+    ("train", 3, "prompt", _messages(("user", "1+1="), ("assistant", "2")), "malformed_conversation"),
+    ("train", 3, "prompt", _messages(("user", "1"), ("system", "x"), ("user", "2")), "malformed_conversation"),
+    ("train", 3, "prompt", _messages(("system", "x"), ("user", "1"), ("user", "2")), "chat_template"),
+    ("train", 3, "prompt", _messages(("user", "1+" * 20), ("user", "1+" * 20)), "long_prompt"),
+    ("train", 3, "prompt", _messages(("user", "10+1=")), "duplicate_prompt"),
+    ("train", 3, "prompt", _messages(("user", "31+1=")), "overlap"),
+    ("train", 3, "prompt", _messages(("user", " 31+1=")), "near_overlap"),
+    ("train", 3, "prompt", _messages(("system", "\ufffd"), ("user", "1+1=")), "encoding"),
+]
+
+
+@pytest.mark.parametrize(("dataset", "row", "column", "value", "rule"), TEXT_FAULTS)
+def test_a_single_fault_in_text_is_found_and_placed(
+    model_folder: Path, tmp_path: Path, dataset: str, row: int, column: str, value: Any, rule: str
+) -> None:
+    _expect_one(model_folder, tmp_path, _frames(), (dataset, row, column, value, rule))
+
+
+@pytest.mark.parametrize(("dataset", "row", "column", "value", "rule"), CHAT_FAULTS)
+def test_a_single_fault_in_conversations_is_found_and_placed(
+    chat_model: Path, tmp_path: Path, dataset: str, row: int, column: str, value: Any, rule: str
+) -> None:
+    _expect_one(chat_model, tmp_path, _conversations(_frames()), (dataset, row, column, value, rule))
+
+
+def _expect_one(model: Path, folder: Path, frames: Frames, fault: tuple[str, int, str, Any, str]) -> None:
+    """The fault alone is found; as an error it refuses, as a warning it stays, dropped it is kept beside."""
+    dataset, row, column, value, rule = fault
+    _set(dataset, row, column, value)(frames)
+    screened = screen(_config(model, folder, frames, **{rule: "error"}))
+    assert screened.findings.select("dataset", "row", "column", "check").rows() == [(dataset, row, column, rule)]
+    assert screened.refused
+    if "warn" in get_args(DataChecks.model_fields[rule].annotation):
+        warned = screen(_config(model, folder, frames, **{rule: "warn"}))
+        assert not warned.refused
+        assert {name: frame.height for name, frame in warned.kept.items()} == {"train": 10, "eval": 5}
+    dropped = screen(_config(model, folder, frames, **{rule: "drop"}))
+    assert not dropped.refused
+    assert dropped.kept[dataset].height == frames[dataset].height - 1
+    assert dropped.dropped[dataset]["source_row"].to_list() == [row]
+    assert dropped.dropped[dataset].drop("source_row", "broken_rules").to_dicts() == [
+        frames[dataset].row(row, named=True)
+    ]
+
+
+def test_every_rule_has_a_fault_above() -> None:
+    faults = {rule for *_, rule in (*TEXT_FAULTS, *CHAT_FAULTS)}
+    assert faults == set(RULES) == set(DataChecks.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "sentence"),
+    [
+        (
+            lambda f: f.update(train=f["train"].drop("answer")),
+            "train has no column 'answer', which numeric_match reads",
+        ),
+        (lambda f: f.update(eval=f["eval"].drop("prompt")), "eval has no column 'prompt'"),
+        (lambda f: f.update(eval=f["eval"].head(0)), "eval has no rows"),
+        (lambda f: f.update(train=f["train"].with_columns(prompt=pl.lit(5))), "column 'prompt': its type is Int32"),
+        (
+            lambda f: f.update(train=f["train"].with_columns(answer=pl.lit(None))),
+            "column 'answer': its type is null only",
+        ),
+        (
+            lambda f: f.update(train=f["train"].with_columns(answer=pl.concat_list("answer"))),
+            "column 'answer': its type is List(String); the reward numeric_match takes str | int | float",
+        ),
+        (
+            lambda f: f.update(eval=_conversations(f)["eval"]),
+            "the prompts of train are text, those of eval conversations",
+        ),
+        (lambda f: f.update(_conversations(f)), "has no chat template"),
+        (
+            lambda f: f.update(train=f["train"].with_columns(prompt=pl.concat_list(pl.struct(role=pl.lit("user"))))),
+            "a prompt is text, or a list of messages",
+        ),
+    ],
+)
+def test_columns_of_the_wrong_shape_are_named(
+    model_folder: Path, tmp_path: Path, mutate: Callable[[Frames], None], sentence: str
+) -> None:
+    frames = _frames()
+    mutate(frames)
+    screened = screen(_config(model_folder, tmp_path, frames))
+    assert screened.refused
+    assert sentence in "\n".join(screened.shape)
+
+
+def test_data_of_which_nothing_is_left_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    frames = _frames()
+    frames["eval"] = frames["eval"].with_columns(prompt=pl.lit(" "))
+    screened = screen(_config(model_folder, tmp_path, frames, blank_prompt="drop"))
+    assert screened.refused
+    assert screened.shape == ["eval has no rows left: all 5 were dropped"]
+
+
+def test_held_out_prompts_leave_room_for_the_evaluation_s_completions(model_folder: Path, tmp_path: Path) -> None:
+    values = config_values(model_folder, tmp_path)
+    _config(model_folder, tmp_path, _frames())
+    values["evaluation"] = {"max_completion_length": 60}
+    screened = screen(parse_config(values))
+    assert set(screened.findings["dataset"]) == {"eval"}
+    assert set(screened.findings["check"]) == {"long_prompt"}
+
+
+REWARDS = """
+def untyped(completions, fact): ...
+def text(completions, fact: list[str]): ...
+def number(completions, fact: list[float]): ...
+def whole(completions, fact: list[int]): ...
+def flag(completions, fact: list[bool]): ...
+def lists(completions, fact: list[list[str]]): ...
+def gaps(completions, fact: list[str | None]): ...
+def none(completions, fact=None, **columns): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "accepted_by"),
+    [
+        (["a", "b"], {"untyped", "text", "gaps", "none"}),
+        ([1.5, 2.5], {"untyped", "number", "none"}),
+        ([1, 2], {"untyped", "number", "whole", "none"}),
+        ([True, False], {"untyped", "flag", "none"}),
+        ([["a"], ["b"]], {"untyped", "lists", "none"}),
+        (["a", None], {"gaps", "none"}),
+        ([1.5, float("nan")], {"none"}),
+        (None, {"none"}),
+    ],
+)
+def test_what_a_column_must_hold_follows_from_the_rewards_signatures(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: list[Any] | None, accepted_by: set[str]
+) -> None:
+    (tmp_path / "signatures.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    frames = {"train": pl.DataFrame({"prompt": ["1", "2"]}), "eval": pl.DataFrame({"prompt": ["3", "4"]})}
+    if values is not None:
+        frames = {name: frame.with_columns(fact=pl.Series(values)) for name, frame in frames.items()}
+    accepted = set()
+    for reward in ("untyped", "text", "number", "whole", "flag", "lists", "gaps", "none"):
+        configured = _config(model_folder, tmp_path, frames).model_dump(mode="json")
+        configured["rewards"] = [{"function": f"signatures:{reward}"}]
+        if not screen(parse_config(configured)).refused:
+            accepted.add(reward)
+    assert accepted == accepted_by
