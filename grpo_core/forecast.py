@@ -67,7 +67,10 @@ def load_shape(name_or_path: str, revision: str | None = None) -> ModelShape:
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(name_or_path, "config.json", revision=revision) if path.parts[2:] else None
+        try:
+            cached = try_to_load_from_cache(name_or_path, "config.json", revision=revision)
+        except ValueError:  # a path, not a hub name
+            cached = None
         if not isinstance(cached, str):
             raise ForecastError(
                 f"model {name_or_path!r}: no such folder with a config.json, nor is one in the Hugging Face cache"
@@ -140,7 +143,8 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     cache = in_flight * (prompt + completion) * 2 * shape.layers * shape.key_value * width
     # Bytes a token that a layer keeps for the backward pass: norms and residuals in float32, the rest as computed.
     a_layer = FLOAT * 6 * shape.hidden + width * (5 * shape.attention + 4 * shape.intermediate)
-    kept_layers = 1 if config.train.gradient_checkpointing else shape.layers
+    # Recomputing holds one layer's activations and about as much of their gradients.
+    kept_layers = 2 if config.train.gradient_checkpointing else shape.layers
     checkpoints = FLOAT * shape.layers * shape.hidden if config.train.gradient_checkpointing else 0
     parts = {
         "weights": FLOAT * (weights + (trained if config.model.use_peft else 0)),

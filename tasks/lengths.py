@@ -58,7 +58,7 @@ def fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:
 
 def token_lengths(prompts: pl.Series, tokenizer: Any) -> pl.Series:
     """Tokens of each prompt, the chat template's included."""
-    return pl.Series([len(ids) for ids in encode_prompts(prompts.to_list(), tokenizer)], dtype=pl.UInt32)
+    return pl.Series([len(ids) for ids in encode_prompts(prompts.to_list(), tokenizer)], dtype=pl.Int64)
 
 
 def sample_lengths(prompts: pl.Series, tokenizer: Any) -> pl.Series:

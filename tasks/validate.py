@@ -85,6 +85,12 @@ def screen(config: RunConfig) -> Screened:
     tokenizer, positions = load_tokenizer_and_context(config.model)
     completion = {"train": config.rollout.max_completion_length, "eval": config.evaluation_length}
     room = {name: positions and positions - length for name, length in completion.items()}
+    for name, length in completion.items():
+        if (left := room[name]) is not None and left < 1:
+            raise ModelError(
+                f"completions of {length} tokens ({name}) leave no room for a prompt: the model "
+                f"{config.model.name_or_path!r} has {positions} positions; lower max_completion_length"
+            )
     frames = load_sources(config.data)
     checks = config.data.checks.model_dump()
     shape, findings = check(frames, rewards, tokenizer, room)

@@ -12,6 +12,7 @@ import pytest
 from grpo_core.config import RunConfig, parse_config
 from grpo_core.sections import DataChecks
 from tasks.contract import RULES
+from tasks.lengths import ModelError
 from tasks.validate import screen
 from tests.conftest import config_values, make_model
 
@@ -192,6 +193,12 @@ def test_data_of_which_nothing_is_left_is_refused(model_folder: Path, tmp_path: 
     screened = screen(_config(model_folder, tmp_path, frames, blank_prompt="drop"))
     assert screened.refused
     assert screened.shape == ["eval has no rows left: all 5 were dropped"]
+
+
+def test_a_completion_as_long_as_the_context_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    _config(model_folder, tmp_path, _frames())
+    with pytest.raises(ModelError, match=r"completions of 64 tokens \(train\) leave no room .* has 64 positions"):
+        screen(parse_config(config_values(model_folder, tmp_path, max_completion_length=64)))
 
 
 def test_held_out_prompts_leave_room_for_the_evaluation_s_completions(model_folder: Path, tmp_path: Path) -> None:

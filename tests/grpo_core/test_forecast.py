@@ -1,0 +1,175 @@
+"""Forecasts: parameters and memory against torch's own counts, time and signal against direct calculation."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from grpo_core.batching import Sequences
+from grpo_core.config import RunConfig, parse_config
+from grpo_core.forecast import (
+    GIB,
+    ForecastError,
+    PromptLengths,
+    Throughput,
+    adapter_parameters,
+    forecast,
+    load_shape,
+    model_shape,
+    peak_memory,
+    useful_groups,
+    wall_time,
+)
+from grpo_core.plan import Plan, make_plan, plan_inputs
+from grpo_core.policy import Policy, with_adapter
+from tests.conftest import config_values
+
+SIZES = {
+    "vocab_size": 2000,
+    "hidden_size": 256,
+    "intermediate_size": 700,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def _config(**keys: Any) -> RunConfig:
+    return parse_config(config_values(Path("model"), Path("data"), **keys))
+
+
+def _plan(config: RunConfig, num_prompts: int = 1000) -> Plan:
+    return make_plan(plan_inputs(config, num_prompts))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        (Qwen2Config, {}),
+        (Qwen2Config, {"tie_word_embeddings": True}),
+        (LlamaConfig, {}),
+        (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+        (MistralConfig, {"head_dim": 32}),
+        (Qwen3Config, {"head_dim": 128}),
+        (Qwen3Config, {"attention_bias": True, "tie_word_embeddings": True}),
+    ],
+)
+def test_parameters_are_those_of_the_model(family: Any, changes: dict[str, Any]) -> None:
+    config = family(**SIZES, **changes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert model_shape(config.to_dict()).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "down_proj"]])
+def test_adapter_parameters_are_those_of_the_adapter(targets: list[str] | None) -> None:
+    config = _config(use_peft=True, lora_r=4, **({"lora_target_modules": targets} if targets else {}))
+    model = with_adapter(AutoModelForCausalLM.from_config(Qwen2Config(**SIZES)), config.model)
+    adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert adapter_parameters(model_shape(Qwen2Config(**SIZES).to_dict()), config) == adapter
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "sizes", "keys"),
+    [
+        (50, 100, {}, {}),
+        (100, 8, {"num_hidden_layers": 12}, {}),
+        (10, 100, {"vocab_size": 20_000}, {}),
+        (50, 100, {}, {"mixed_precision": "bf16"}),
+        (100, 8, {"num_hidden_layers": 12}, {"gradient_checkpointing": True}),
+    ],
+    ids=["ordinary", "long prompts", "large vocabulary", "bf16", "recomputing"],
+)
+def test_forecast_memory_is_what_torch_counts_at_the_peak(
+    prompt: int, completion: int, sizes: dict[str, int], keys: dict[str, Any]
+) -> None:
+    """Never less than the peak of the second micro-step, where the gradients of the first are held, nor much more."""
+    config = _config(per_device_train_batch_size=8, max_completion_length=completion, **keys)
+    shape = Qwen2Config(**{**SIZES, **sizes})
+    parts = peak_memory(config, _plan(config), model_shape(shape.to_dict()), PromptLengths(prompt, prompt, "given"))
+    measured = _measured_peak(shape, prompt, completion, config)
+    expected = (sum(parts["parts_gib"].values()) - parts["parts_gib"]["kv_cache"]) * GIB
+    assert measured <= expected <= 1.3 * measured
+
+
+def _measured_peak(shape: Any, prompt: int, completion: int, config: RunConfig) -> int:
+    model = AutoModelForCausalLM.from_config(shape).eval()
+    policy = Policy(model, 1.0, gradient_checkpointing=config.train.gradient_checkpointing)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():  # so that the optimizer has its state
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    ids = torch.randint(0, shape.vocab_size, (config.train.per_device_train_batch_size, prompt + completion))
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        for again in (False, True):
+            if again:
+                tracker.reset_mod_stats()
+            with torch.autocast("cpu", torch.bfloat16, enabled=config.train.mixed_precision == "bf16"):
+                logprobs, _ = policy(Sequences(ids, torch.full((len(ids),), prompt), completion))
+            logprobs.mean().backward()
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+def test_what_is_held_follows_from_the_configuration() -> None:
+    shape, lengths = model_shape(Qwen2Config(**SIZES).to_dict()), PromptLengths(10, 10, "given")
+
+    def parts(**keys: Any) -> dict[str, float]:
+        config = _config(**keys)
+        found = peak_memory(config, _plan(config), shape, lengths)["parts_gib"]
+        return {name: size * GIB / shape.parameters for name, size in found.items()}
+
+    assert [parts()[name] for name in ("weights", "gradients", "optimizer", "reference")] == [4, 4, 8, 0]
+    assert parts(beta=0.1)["reference"] == 4
+    lora = parts(beta=0.1, use_peft=True)
+    assert lora["reference"] == 0
+    assert lora["optimizer"] < 1
+    cache = 16 * (10 + 6) * 2 * 6 * 128 * 4  # completions · tokens · (keys, values) · layers · size · float32
+    assert parts()["kv_cache"] * shape.parameters == pytest.approx(cache)
+    assert parts(engine="vllm")["engine_weights"] == 2
+
+
+def test_time_at_the_pace_of_earlier_runs() -> None:
+    config = _config(max_steps=10, num_processes=2)
+    known = Throughput(1000.0, 4.0, "measured")
+    found = wall_time(_plan(config), PromptLengths(6.0, 9, "given"), 100, known, None)
+    assert found["wall_time_hours"] == pytest.approx(10 * 32 * (6 + 4) / 2000 / 3600)
+    assert found["gpu_hours"] == pytest.approx(2 * found["wall_time_hours"])
+    assert "measured" in found["how"]
+
+
+def test_time_without_earlier_runs_states_its_assumption() -> None:
+    found = wall_time(_plan(_config(max_steps=10)), PromptLengths(6.0, 9, "given"), 100, None, 10**9)
+    assert "assumed are 11% of 790 TFLOP/s" in found["how"]
+    # 16 completions of 106 tokens an update, 8 floating-point operations a parameter and token.
+    assert found["gpu_hours"] == pytest.approx(10 * 16 * 106 * 8e9 / (0.11 * 790e12) / 3600)
+
+
+@pytest.mark.parametrize("g", [2, 3, 5])
+def test_useful_groups_are_those_with_both_outcomes(g: int) -> None:
+    rates = [0.0, 0.3, 0.9, 1.0]
+    share = 0.0
+    for p, outcome in itertools.product(rates, itertools.product([0, 1], repeat=g)):
+        if len(set(outcome)) == 2:
+            share += p ** sum(outcome) * (1 - p) ** (g - sum(outcome)) / len(rates)
+    assert useful_groups(rates, g)["share"] == pytest.approx(share)
+
+
+def test_what_cannot_be_forecast_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ForecastError, match=r"no such folder with a config\.json"):
+        load_shape(str(tmp_path))
+    with pytest.raises(ForecastError, match="model_type 'mamba'"):
+        model_shape({"model_type": "mamba"})
+    assert "between 0 and 1" in useful_groups([0.5, 1.5], 4)["error"]
+    config = _config()
+    found = forecast(config, _plan(config), PromptLengths(6, 6, "given"), None, [])
+    assert set(found) == {"memory", "time"}
+    assert all("error" in part for part in found.values())

@@ -1,0 +1,97 @@
+"""Whether a prompt fits is decided from its bytes where that is safe: the answer is always that of the tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from tasks.lengths import LONGEST, SAMPLED, fit, renders, sample_lengths, token_lengths
+
+CORPUS = ["the sum of two numbers is a number", "la somme de deux nombres", "и сумма двух чисел"]
+TEMPLATE = (
+    "{% if messages[0].role != 'system' %}<|system|>You are a helpful assistant.<|end|>{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def _byte_level(normalizer: Any = None) -> Any:
+    """GPT-2's and Qwen's kind: every byte is a token at worst."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
+
+
+def _byte_fallback() -> Any:
+    """Llama's and Gemma's kind: a space becomes ▁, what is unknown becomes its bytes."""
+    vocabulary = {"<unk>": 0, **{f"<0x{n:02X}>": n + 1 for n in range(256)}, "▁": 257, "a": 258}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
+
+
+TOKENIZERS = {
+    "byte level": _byte_level(),
+    "byte level, NFKC": _byte_level(normalizers.NFKC()),
+    "byte level, NFD": _byte_level(normalizers.NFD()),
+    "byte fallback": _byte_fallback(),
+}
+# Single characters that a normalisation makes many of, among ordinary text.
+TEXT = st.text("abc é\n的\ufdfa\u0390\U0001f600", min_size=1, max_size=60) | st.text(min_size=1, max_size=60)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(texts=st.lists(TEXT, min_size=1, max_size=8), spare=st.integers(-2, 1))
+def test_a_text_fits_just_when_its_tokens_do(name: str, texts: list[str], spare: int) -> None:
+    _expect_the_tokenizer_s_word(pl.Series(texts), TOKENIZERS[name], spare)
+
+
+def _expect_the_tokenizer_s_word(prompts: pl.Series, tokenizer: Any, spare: int) -> None:
+    """With room for the longest prompt and `spare` tokens more, or fewer."""
+    lengths = token_lengths(prompts, tokenizer)
+    room = lengths.max() + spare
+    assert fit(prompts, tokenizer, room).to_list() == (lengths <= room).to_list()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(
+    conversations=st.lists(
+        st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXT), min_size=1, max_size=4),
+        min_size=1,
+        max_size=5,
+    ),
+    spare=st.integers(-2, 1),
+)
+def test_a_conversation_fits_just_when_its_tokens_do(
+    name: str, conversations: list[list[tuple[str, str]]], spare: int
+) -> None:
+    prompts = pl.Series([[{"role": role, "content": text} for role, text in turns] for turns in conversations])
+    _expect_the_tokenizer_s_word(prompts, TOKENIZERS[name], spare)
+
+
+def test_what_the_template_refuses_is_found_by_the_order_of_roles() -> None:
+    conversations = [["user"], ["system", "user"], ["user", "tool", "user"], ["user"]]
+    prompts = pl.Series([[{"role": role, "content": "x"} for role in roles] for roles in conversations])
+    assert renders(prompts, TOKENIZERS["byte level"]).to_list() == [True, True, False, True]
+
+
+def test_a_model_without_a_limit_takes_every_prompt() -> None:
+    assert fit(pl.Series(["a" * 10_000]), TOKENIZERS["byte level"], None).to_list() == [True]
+
+
+def test_the_sampled_lengths_hold_the_longest_prompts() -> None:
+    prompts = pl.Series(["a"] * (2 * SAMPLED) + ["b" * 50] * 3)
+    lengths = sample_lengths(prompts, TOKENIZERS["byte fallback"])
+    assert SAMPLED - LONGEST <= len(lengths) <= SAMPLED
+    assert lengths.max() == token_lengths(prompts.tail(1), TOKENIZERS["byte fallback"])[0]
