@@ -60,7 +60,7 @@ def test_a_text_fits_just_when_its_tokens_do(name: str, texts: list[str], spare:
 def _expect_the_tokenizer_s_word(prompts: pl.Series, tokenizer: Any, spare: int) -> None:
     """With room for the longest prompt and `spare` tokens more, or fewer."""
     lengths = token_lengths(prompts, tokenizer)
-    room = lengths.max() + spare
+    room = max(lengths.max() + spare, 1)
     assert fit(prompts, tokenizer, room).to_list() == (lengths <= room).to_list()
 
 

@@ -1,0 +1,174 @@
+"""`grpo plan`, run as a person does: figures, errors with fixes, other systems' recipes, forecasts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import tomli_w
+
+from tests.conftest import config_values, make_model
+
+FIGURES = [
+    "num_prompts",
+    "num_generations",
+    "per_device_train_batch_size",
+    "num_processes",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+    "effective_batch_size",
+    "prompts_per_generation",
+    "expanded_dataset_size",
+    "dropped_prompts_per_epoch",
+    "micro_steps_per_epoch",
+    "updates_per_epoch",
+    "max_steps",
+    "rollouts",
+    "completions",
+    "max_completion_tokens",
+    "warmup_steps",
+]
+TRL_CASE = {
+    "--num-prompts": 8000,
+    "--num-generations": 6,
+    "--num-processes": 3,
+    "--per-device-train-batch-size": 4,
+    "--gradient-accumulation-steps": 2,
+    "--num-train-epochs": 2,
+}
+
+
+def _grpo(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flows.cli", "plan", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def _json(*arguments: Any, status: int = 0, **environment: str) -> dict[str, Any]:
+    done = _grpo(*arguments, "--json", **environment)
+    assert done.returncode == status, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def _flat(options: dict[str, Any]) -> list[Any]:
+    return [part for pair in options.items() for part in pair]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration whose 21 prompts leave one over, with known pass rates."""
+    folder = tmp_path_factory.mktemp("plan")
+    for name in ("train", "eval"):
+        frame = pl.DataFrame({"prompt": [str(n) for n in range(21)], "pass_rate": [0.5] * 21})
+        frame.write_parquet(folder / f"{name}.parquet")
+    values = config_values(make_model(folder / "model"), folder)
+    del values["train"]["max_steps"]
+    path = folder / "run.toml"
+    path.write_text(tomli_w.dumps(values))
+    return path
+
+
+def test_a_configuration_s_plan_as_json(config: Path, tmp_path: Path) -> None:
+    answer = _json(config, GRPO_STORAGE=str(tmp_path))
+    assert (answer["valid"], answer["errors"], answer["fixes"], answer["rules"]) == (True, [], [], "grpo")
+    assert [name for name in FIGURES if name not in answer] == []
+    assert (answer["num_prompts"], answer["prompts_per_generation"], answer["dropped_prompts_per_epoch"]) == (21, 4, 1)
+    assert answer["max_steps"] == 5
+    assert "1 of 21 prompts are left out each epoch" in answer["notes"][0]
+    assert answer["forecasts"]["useful_groups"]["share"] == pytest.approx(1 - 2 * 0.5**4)
+    assert answer["forecasts"]["memory"]["peak_memory_gib"] > 0
+    assert "assumed" in answer["forecasts"]["time"]["how"]
+    assert all("how" in forecast for forecast in answer["forecasts"].values())
+
+
+def test_values_given_by_hand_replace_the_configuration_s(config: Path, tmp_path: Path) -> None:
+    answer = _json(config, "--num-prompts", 100, "--max-steps", 3, "--set", "rollout.num_generations=8")
+    assert (answer["num_prompts"], answer["max_steps"], answer["num_generations"]) == (100, 3, 8)
+
+
+def test_no_configuration_is_needed() -> None:
+    answer = _json(*_flat(TRL_CASE))
+    assert (answer["max_steps"], answer["expanded_dataset_size"], answer["generation_batch_size"]) == (4000, 48_000, 24)
+    assert answer["forecasts"] == {}
+
+
+def test_an_invalid_run_says_why_and_what_works() -> None:
+    options = {**TRL_CASE, "--num-processes": 7, "--per-device-train-batch-size": 1, "--num-generations": 8}
+    options["--gradient-accumulation-steps"] = 1
+    answer = _json(*_flat(options), status=2)
+    assert not answer["valid"]
+    assert "not divisible by num_generations=8" in answer["errors"][0]
+    assert answer["fixes"][0]["changes"] == {"num_generations": 7}
+    for fix in answer["fixes"]:
+        changed = {f"--{key.replace('_', '-')}": value for key, value in fix["changes"].items()}
+        assert _json(*_flat({**options, **changed}))["generation_batch_size"] == fix["generation_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "the number of prompts is not known"),
+        (["gone.toml"], "gone.toml: no such file"),
+        (["--num-prompts", 10, "--num-generations", 1], "rollout.num_generations = 1"),
+        (["--recipe", "trl", "gone.yaml"], "No such file"),
+        (["--num-prompts", 3, "--per-device-train-batch-size", 64], "3 prompts do not fill one generation batch of 8"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_json_object_too(arguments: list[Any], error: str) -> None:
+    answer = _json(*arguments, status=2)
+    assert error in "\n".join(answer["errors"])
+
+
+def test_a_recipe_is_planned_by_its_system_s_rules_over_its_data(tmp_path: Path) -> None:
+    pl.DataFrame({"prompt": ["x"] * 8000}).write_parquet(tmp_path / "data.parquet")
+    script = tmp_path / "args.sh"
+    script.write_text(
+        f"NPROC_PER_NODE=6 swift rlhf --rlhf_type grpo --dataset {tmp_path / 'data.parquet'} --num_generations 8 "
+        "--split_dataset_ratio 0.01 --per_device_train_batch_size 8 --per_device_eval_batch_size 8 "
+        "--gradient_accumulation_steps 2 --num_iterations 2 --num_train_epochs 1\n"
+    )
+    answer = _json("--recipe", "swift", script)
+    assert (answer["rules"], answer["num_prompts"], answer["max_steps"]) == ("swift-4.6", 7920, 1320)
+    assert _json("--recipe", "swift", script, "--num-train-epochs", 3)["max_steps"] == 3960
+
+
+@pytest.mark.parametrize(("rules", "status"), [("trl-1.16", 0), ("trl-0.17", 0), ("trl-0.16", 2)])
+def test_the_same_recipe_under_the_rules_of_another_version(tmp_path: Path, rules: str, status: int) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("num_generations: 8\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\n")
+    arguments = ["--recipe", "trl", recipe, "--rules", rules, "--num-processes", 7, "--num-prompts", 8000]
+    assert _json(*arguments, status=status)["rules"] == rules
+
+
+def test_a_schedule_that_another_system_never_finishes_is_noted() -> None:
+    options = {"--num-prompts": 15, "--num-processes": 3, "--per-device-train-batch-size": 4, "--num-generations": 6}
+    options |= {"--gradient-accumulation-steps": 2, "--num-train-epochs": 2.3, "--rules": "trl-0.17"}
+    assert any("plans 10 updates but ends after 9" in note for note in _json(*_flat(options))["notes"])
+
+
+def test_the_table_shows_what_the_json_says(config: Path, tmp_path: Path) -> None:
+    done = _grpo(config, COLUMNS="200", GRPO_STORAGE=str(tmp_path))
+    assert done.returncode == 0
+    for name in (*FIGURES, "1 of 21 prompts are left out", "peak memory a GPU", "1 − E[p^G + (1−p)^G]"):
+        assert name in done.stdout
+    refused = _grpo(*_flat({**TRL_CASE, "--num-generations": 7}), COLUMNS="200")
+    assert (refused.returncode, "num_generations = 8" in refused.stdout) == (2, True)
+    assert "not divisible by num_generations=7" in refused.stderr
+
+
+def test_planning_needs_neither_torch_nor_prefect_nor_mlflow(config: Path) -> None:
+    code = (
+        "import sys; from flows.cli import app\n"
+        f"try: app(['plan', {str(config)!r}, '--json'])\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "loaded = {'torch', 'prefect', 'mlflow', 'transformers', 'pandera'} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
