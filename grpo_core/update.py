@@ -14,7 +14,7 @@ from grpo_core.batching import MicroBatch, cut, join
 from grpo_core.losses import token_losses
 from grpo_core.policy import Policy
 from grpo_core.progress import Progress
-from grpo_core.rollout.collect import NotFiniteError
+from grpo_core.rollout.collect import NotFiniteError, share
 from grpo_core.rollout.engine import Rollout
 from grpo_core.sections import AlgorithmConfig
 from grpo_core.session import Session
@@ -59,21 +59,20 @@ def update(session: Session, micro_batches: Sequence[MicroBatch], progress: Prog
 @torch.no_grad()
 def score(session: Session, policy: Policy, rollout: Rollout) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of the whole rollout, each process computing its share. 2 × (B, T) on the CPU"""
-    accelerator, plan = session.accelerator, session.plan
-    share = plan.generation_batch_size // plan.num_processes
-    first = accelerator.process_index * share
+    accelerator = session.accelerator
+    mine = share(session.plan.generation_batch_size, accelerator)
 
     def work(rows: int) -> Tensor:
-        scored = torch.zeros(2, share, rollout.completion_ids.shape[1], device=accelerator.device)
-        for start in range(0, share, rows):
-            chosen = range(first + start, first + min(start + rows, share))
+        scored = torch.zeros(2, len(mine), rollout.completion_ids.shape[1], device=accelerator.device)
+        for start in range(0, len(mine), rows):
+            chosen = mine[start : start + rows]
             with accelerator.autocast():
-                both = torch.stack(policy(join(rollout, chosen).to(accelerator.device)))
-            scored[:, start : start + len(chosen), : both.shape[2]] = both
+                part = torch.stack(policy(join(rollout, chosen).to(accelerator.device)))
+            scored[:, start : start + len(chosen), : part.shape[2]] = part
         return scored
 
-    mine = session.memory.run(work)
-    logprobs, entropy = (accelerator.gather(part.contiguous()).cpu() for part in mine)
+    both = session.memory.run(work)
+    logprobs, entropy = (accelerator.gather(part.contiguous()).cpu() for part in both)
     return logprobs, entropy
 
 

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -21,7 +22,7 @@ from grpo_core.data import Prompts, rollout_prompts
 from grpo_core.plan import load_plan
 from grpo_core.policy import Policy, load_model
 from grpo_core.rewards.contract import resolve
-from grpo_core.rollout.collect import score_completions
+from grpo_core.rollout.collect import _requests, score_completions, share
 from grpo_core.sections import RewardConfig
 from grpo_core.session import TrainingError
 from grpo_core.trainer import train
@@ -255,6 +256,26 @@ def test_replacements_end_at_their_bound(values: dict[str, Any], tmp_path: Path)
     plan = load_plan(run / "plan.json")
     assert _result(run)["sampled_completions"] == plan.max_completions == 3 * plan.completions
     assert {step["frac_reward_zero_std"] for step in _metrics(run)} == {1}
+
+
+@pytest.mark.parametrize(("processes", "g", "groups"), [(8, 4, 1), (4, 2, 1), (3, 2, 1), (8, 6, 2), (2, 3, 3)])
+def test_processes_share_groups_out_whatever_their_number_and_ask_for_nothing_twice_or_in_vain(
+    processes: int, g: int, groups: int
+) -> None:
+    rows, prompts = list(range(groups)), Prompts([{}] * groups, [[row] for row in range(groups)])
+
+    def drawn(processes: int) -> list[tuple[list[int], int]]:
+        found = []
+        for place in range(processes):
+            mine = share(groups * g, SimpleNamespace(process_index=place, num_processes=processes))
+            requests, local_rows = _requests(rows, prompts, g, (0, 0, 0), mine)
+            assert all(request.num_completions > 0 for request in requests)
+            assert local_rows == [r.prompt_ids[0] for r in requests for _ in range(r.num_completions)]
+            found += [(r.prompt_ids, r.seed + i) for r in requests for i in range(r.num_completions)]
+        return found
+
+    assert drawn(processes) == drawn(1)
+    assert len(drawn(1)) == groups * g
 
 
 def test_a_process_without_a_share_of_the_prompts_scores_nothing(model_folder: Path) -> None:
