@@ -27,6 +27,7 @@ from grpo_core.progress import Progress
 from grpo_core.rollout.engine import Rollout
 
 MANIFEST = "manifest.json"
+HEALTHY = "healthy"  # an empty file: the step from this checkpoint on went well
 
 
 class CheckpointError(RuntimeError):
@@ -44,13 +45,14 @@ class Checkpoints:
     optimizer: torch.optim.Optimizer
     reference: nn.Module | None  # saved where it moves
 
-    def save(self, progress: Progress, keep: int, *, healthy: bool = True) -> None:
+    def save(self, progress: Progress, keep: int, *, healthy: bool = False) -> None:
         """Write `step-NNNNNN`; drop all but the newest `keep` and the newest healthy one. Called by every process.
 
+        `healthy`: it is known to be; of weights that no step has looked at yet, `confirm` says so later.
         The generation batch goes with it: the next update may still read it, and its samples cannot be drawn again,
         since the policy that drew them is gone.
         """
-        final = self.directory / f"step-{progress.updates:06d}"
+        final = self._folder(progress.updates)
         temporary = final.with_suffix(".tmp")
         temporary.mkdir(parents=True, exist_ok=True)
         torch.save(_random_state(), temporary / f"random-{self.accelerator.process_index}.pt")
@@ -65,16 +67,18 @@ class Checkpoints:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             sums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
-            manifest = {
-                "fingerprint": self.fingerprint,
-                "healthy": healthy,
-                "best_step": progress.best_step,
-                "checksums": sums,
-            }
+            manifest = {"fingerprint": self.fingerprint, "best_step": progress.best_step, "checksums": sums}
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+            if healthy:
+                (temporary / HEALTHY).touch()
             _replace(temporary, final)
             self._prune(keep)
         self.accelerator.wait_for_everyone()
+
+    def confirm(self, step: int) -> None:
+        """The checkpoint of `step`, if there is one, is healthy. Called by every process."""
+        if self.accelerator.is_main_process and self._folder(step).exists():
+            (self._folder(step) / HEALTHY).touch()
 
     def restore(self, *, healthy: bool = False) -> Progress | None:
         """Load the newest whole checkpoint (the newest `healthy` one) and drop those after it; None when there is none.
@@ -125,17 +129,20 @@ class Checkpoints:
                     f"{folder} was written under another configuration or plan; move {self.directory.parent} away to "
                     "start anew, or restore the configuration to continue it"
                 )
-            if manifest["healthy"] or not healthy:
+            if not healthy or (folder / HEALTHY).exists():
                 return folder
             shutil.rmtree(folder)
         return None
 
     def _prune(self, keep: int) -> None:
         folders = self._all()
-        healthy = [f for f in folders if _manifest(f)["healthy"]]
+        healthy = [f for f in folders if (f / HEALTHY).exists()]
         for folder in folders[:-keep]:
             if folder not in healthy[-1:]:
                 shutil.rmtree(folder)
+
+    def _folder(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}"
 
     def _all(self) -> list[Path]:
         return sorted(path for path in self.directory.glob("step-*") if not path.suffix)

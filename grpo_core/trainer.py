@@ -71,9 +71,10 @@ def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, An
             records.rewind(progress.updates)
             continue
         records.step(step, metrics)
+        if health.is_healthy(config.health, progress.streaks):
+            checkpoints.confirm(step - 1)  # this step's figures are of the weights that it began with
         if step % config.train.save_steps == 0 and step < plan.max_steps:
-            healthy = health.is_healthy(config.health, progress.streaks)
-            checkpoints.save(progress, config.train.save_total_limit, healthy=healthy)
+            checkpoints.save(progress, config.train.save_total_limit)
 
     return _finish(session, progress, records, output)
 
@@ -155,7 +156,7 @@ def roll_back(checkpoints: Checkpoints, progress: Progress, keep: int) -> Progre
             "training anew, or set the health action to 'warn' or 'stop'"
         )
     restored = replace(restored, roll_backs=progress.roll_backs + 1, streaks={})
-    checkpoints.save(restored, keep)
+    checkpoints.save(restored, keep, healthy=True)
     return restored
 
 
@@ -166,7 +167,8 @@ def _begin(session: Session, checkpoints: Checkpoints) -> Progress:
     if progress is None:
         progress = Progress(rows_per_pass=session.memory.rows, entropy_coef=config.algorithm.entropy_coef)
         if health.may_roll_back(config.health):
-            checkpoints.save(progress, config.train.save_total_limit)
+            # Nothing is older to go back to, whatever the first step finds.
+            checkpoints.save(progress, config.train.save_total_limit, healthy=True)
     session.memory.rows = progress.rows_per_pass
     return progress
 

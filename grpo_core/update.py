@@ -25,7 +25,7 @@ BUCKET = 2**26  # gradient elements reduced at once: few calls, little memory
 def update(session: Session, micro_batches: Sequence[MicroBatch], progress: Progress) -> dict[str, float]:
     """Accumulate the gradient of this process's micro-batches, average it over the processes, step; global metrics.
 
-    NotFiniteError, before the step is taken, when the loss or the gradient is not a number.
+    NotFiniteError when the loss or the gradient is not a number, before the step is taken, or a weight after it.
     """
     config, accelerator, optimizer = session.config, session.accelerator, session.optimizer
     entropy_coef = applied_entropy_coef(config.algorithm, progress)
@@ -51,6 +51,8 @@ def update(session: Session, micro_batches: Sequence[MicroBatch], progress: Prog
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
+    if not torch.stack([parameter.isfinite().all() for parameter in parameters]).all():
+        raise NotFiniteError(f"step {progress.updates + 1}: the weights after the update are not finite")
     if config.algorithm.has_entropy_bonus:
         metrics["entropy_coef"] = entropy_coef
     return {**metrics, "grad_norm": grad_norm, "learning_rate": learning_rate}
