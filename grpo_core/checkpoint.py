@@ -104,7 +104,7 @@ class Checkpoints:
 
     def best_steps(self) -> set[int]:
         """The best evaluated step of each checkpoint: the policies that going on from one of them may ask for."""
-        return {_manifest(folder)["best_step"] for folder in self._all()} - {None}
+        return {_manifest(folder)["best_step"] for folder in self._readable()} - {None}
 
     def _newest(self, healthy: bool) -> Path | None:
         for replaced in self.directory.glob("*.old"):
@@ -131,15 +131,14 @@ class Checkpoints:
                 )
             if not healthy or (folder / HEALTHY).exists():
                 return folder
-            shutil.rmtree(folder)
+            _remove(folder)
         return None
 
     def _prune(self, keep: int) -> None:
-        folders = self._all()
+        folders = self._readable()
         healthy = [f for f in folders if (f / HEALTHY).exists()]
-        for folder in folders[:-keep]:
-            if folder not in healthy[-1:]:
-                shutil.rmtree(folder)
+        for folder in set(self._all()) - {*folders[-keep:], *healthy[-1:]}:
+            _remove(folder)
 
     def _folder(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
@@ -147,18 +146,26 @@ class Checkpoints:
     def _all(self) -> list[Path]:
         return sorted(path for path in self.directory.glob("step-*") if not path.suffix)
 
+    def _readable(self) -> list[Path]:
+        return [folder for folder in self._all() if _has_manifest(folder)]
+
 
 def _manifest(folder: Path) -> dict[str, Any]:
     return json.loads((folder / MANIFEST).read_text())
 
 
+def _has_manifest(folder: Path) -> bool:
+    try:
+        return "checksums" in _manifest(folder)
+    except (OSError, ValueError):
+        return False
+
+
 def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files, in words; None when they are as they were written."""
-    try:
-        checksums = _manifest(folder)["checksums"]
-    except (OSError, ValueError, KeyError):
+    if not _has_manifest(folder):
         return f"{MANIFEST} cannot be read"
-    for name, checksum in checksums.items():
+    for name, checksum in _manifest(folder)["checksums"].items():
         if not (folder / name).exists():
             return f"{name} is missing"
         if _checksum(folder / name) != checksum:
@@ -177,6 +184,13 @@ def _replace(temporary: Path, final: Path) -> None:
         final.rename(final.with_suffix(".old"))
     temporary.rename(final)
     shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Under a name that a start clears away: killed in between, half a checkpoint must not pass for one."""
+    temporary = folder.with_suffix(".tmp")
+    folder.rename(temporary)
+    shutil.rmtree(temporary)
 
 
 def _random_state() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,6 +128,43 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_none(values: dict[str, Any]
     newest.with_suffix(".tmp").mkdir()
     train(run, run / "training")
     assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 4
+    _assert_same(run, whole)
+
+
+@pytest.mark.parametrize("left", ["state.pt", "manifest.json"])
+def test_half_an_older_checkpoint_disturbs_no_later_one(values: dict[str, Any], tmp_path: Path, left: str) -> None:
+    run, whole = _interrupted(values, tmp_path)
+    checkpoints = run / "training" / "checkpoints"
+    shutil.rmtree(checkpoints / "step-000004")
+    half = checkpoints / "step-000000"
+    half.mkdir()
+    (half / "healthy").touch()
+    (half / left).write_bytes((checkpoints / "step-000002" / left).read_bytes()[:20])
+    train(run, run / "training")
+    assert sorted(folder.name for folder in checkpoints.iterdir()) == ["step-000002", "step-000004"]
+    assert (checkpoints / "step-000002" / "healthy").exists()
+    _assert_same(run, whole)
+
+
+def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_it(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, whole = (make_run(tmp_path / name, with_keys(values, save_steps=1, save_total_limit=1)) for name in "rw")
+    train(whole, whole / "training")
+    rmtree = shutil.rmtree
+
+    def killed(path: Path, **options: Any) -> None:
+        for file in sorted(Path(path).glob("[mr]*")):
+            file.unlink()
+            raise KeyboardInterrupt
+        rmtree(path, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        train(run, run / "training")
+    names = sorted(folder.name for folder in (run / "training" / "checkpoints").iterdir())
+    assert names == ["step-000001.tmp", "step-000002", "step-000003"]
+    train(run, run / "training")
     _assert_same(run, whole)
 
 
