@@ -81,7 +81,7 @@ class Checkpoints:
             (self._folder(step) / HEALTHY).touch()
 
     def restore(self, *, healthy: bool = False) -> Progress | None:
-        """Load the newest whole checkpoint (the newest `healthy` one) and drop those after it; None when there is none.
+        """Load the newest whole checkpoint (the newest `healthy` one) and drop those after it; when there is none, None.
 
         A damaged one is set aside as `step-NNNNNN.damaged` with a warning. CheckpointError when one was written under
         another configuration.
@@ -114,6 +114,7 @@ class Checkpoints:
                 replaced.rename(replaced.with_suffix(""))
         for left_over in self.directory.glob("*.tmp"):
             shutil.rmtree(left_over)
+        unhealthy = []
         for folder in reversed(self._all()):
             problem = _damage(folder)
             if problem:
@@ -130,8 +131,10 @@ class Checkpoints:
                     "start anew, or restore the configuration to continue it"
                 )
             if not healthy or (folder / HEALTHY).exists():
+                for later in unhealthy:
+                    _remove(later)
                 return folder
-            _remove(folder)
+            unhealthy.append(folder)
         return None
 
     def _prune(self, keep: int) -> None:
