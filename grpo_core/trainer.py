@@ -181,7 +181,7 @@ def _must_roll_back(session: Session, records: Records, findings: Sequence[Findi
     if stops:
         raise TrainingError(stops[0].message)
     roll_backs = [finding for finding in findings if finding.action == "roll_back"]
-    if roll_backs and progress.roll_backs == session.config.health.max_roll_backs:
+    if roll_backs and progress.roll_backs >= session.config.health.max_roll_backs:
         raise TrainingError(
             f"{roll_backs[0].message}. This is unhealthy again after {progress.roll_backs} roll-backs "
             "(health.max_roll_backs), so training stops"

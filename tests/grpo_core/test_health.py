@@ -216,6 +216,36 @@ def test_what_broken_weights_stopped_goes_on_from_before_them_once_it_may_roll_b
     assert rates == [0.01] * 2 + [0.005] * 4
 
 
+def test_a_roll_back_that_finds_no_whole_healthy_checkpoint_leaves_the_others(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", with_keys(values, not_finite_action="roll_back", **CONSTANT))
+    _train(run)
+    (run / "training" / "result.json").unlink()
+    checkpoints = run / "training" / "checkpoints"
+    assert sorted(folder.name for folder in checkpoints.iterdir()) == ["step-000002", "step-000004"]
+    (checkpoints / "step-000004" / "healthy").unlink()
+    (checkpoints / "step-000002" / "state.pt").write_bytes(b"cut off")
+    _break_once(monkeypatch, {1})
+    with pytest.warns(UserWarning, match="step-000002 is damaged"), pytest.raises(TrainingError, match="no healthy"):
+        _train(run)
+    assert sorted(folder.name for folder in checkpoints.iterdir()) == ["step-000002.damaged", "step-000004"]
+    assert _train(run)["resumed_at_step"] == 4
+
+
+def test_a_lowered_limit_of_roll_backs_counts_those_already_made(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _break_once(monkeypatch, {5, 7, 9})  # each time in the third update
+    run = make_run(tmp_path / "run", with_keys(values, not_finite_action="roll_back", max_roll_backs=2, **CONSTANT))
+    with pytest.raises(TrainingError, match="unhealthy again after 2 roll-backs"):
+        _train(run)
+    (run / "config.toml").write_text(dump_config(load_config(run / "config.toml", ["health.max_roll_backs=1"])))
+    _break_once(monkeypatch, {1})
+    with pytest.raises(TrainingError, match="unhealthy again after 2 roll-backs"):
+        _train(run)
+
+
 def test_weights_that_are_not_finite_are_never_saved(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
