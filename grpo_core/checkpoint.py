@@ -81,7 +81,7 @@ class Checkpoints:
             (self._folder(step) / HEALTHY).touch()
 
     def restore(self, *, healthy: bool = False) -> Progress | None:
-        """Load the newest whole checkpoint (the newest `healthy` one) and drop those after it; when there is none, None.
+        """Load the newest whole checkpoint (the newest `healthy` one) and drop those after it; None if there is none.
 
         A damaged one is set aside as `step-NNNNNN.damaged` with a warning. CheckpointError when one was written under
         another configuration.
