@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -94,7 +95,8 @@ def collect(
         **seconds,
     }
     if config.rollout.dynamic_sample:
-        metrics["dynamic_sampling/first_reward"] = first_reward
+        if not math.isnan(first_reward):
+            metrics["dynamic_sampling/first_reward"] = first_reward
         metrics["dynamic_sampling/resampled_groups"] = (len(sampled) - len(samples)) / g
     return replace(rollout, metrics=metrics), samples
 

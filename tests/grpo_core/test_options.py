@@ -250,6 +250,22 @@ def test_groups_without_signal_are_replaced_by_fresh_prompts(values: dict[str, A
         assert Counter(Counter(table["prompt"]).values()) == {4: 4}, "whole groups, each of another prompt"
 
 
+def only_odd_prompts_apply(prompts: list[str], completion_ids: list[list[int]]) -> list[float | None]:
+    values = only_odd_prompts(prompts, completion_ids)
+    return [value if int(p.split("+")[0]) % 2 else None for value, p in zip(values, prompts, strict=True)]
+
+
+def test_a_first_draw_that_no_reward_scored_is_replaced_and_has_no_first_reward(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.test_options:only_odd_prompts_apply"}]
+    keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 6}
+    steps = _metrics(_train(tmp_path / "run", values, **keys, dynamic_sample=True, max_resample_times=20))
+    unscored = [step for step in steps if "dynamic_sampling/first_reward" not in step]
+    assert 0 < len(unscored) < len(steps) == 6
+    assert all(step["dynamic_sampling/resampled_groups"] > 0 for step in unscored)
+
+
 def test_replacements_end_at_their_bound(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "tests.grpo_core.test_health:constant"}]
     run = _train(tmp_path / "run", values, dynamic_sample=True, max_resample_times=2)
