@@ -114,7 +114,7 @@ class Checkpoints:
                 replaced.rename(replaced.with_suffix(""))
         for left_over in self.directory.glob("*.tmp"):
             shutil.rmtree(left_over)
-        unhealthy = []
+        unhealthy: list[Path] = []
         for folder in reversed(self._all()):
             problem = _damage(folder)
             if problem:

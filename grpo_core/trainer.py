@@ -93,8 +93,8 @@ def advance(session: Session, progress: Progress, records: Records) -> tuple[Pro
         parts.append((rollout, micro_step.slice))
     metrics = update(session, [_micro_batch(session, *part, len(parts)) for part in parts], progress)
     progress = replace(progress, rows_per_pass=session.memory.rows)
-    kept_entropy = metrics.pop("kept_entropy")
-    if config.algorithm.use_adaptive_entropy:
+    kept_entropy = metrics.pop("kept_entropy", None)
+    if config.algorithm.use_adaptive_entropy and kept_entropy is not None:
         progress = adapt_entropy(config.algorithm, progress, kept_entropy)
     seconds = time.perf_counter() - start
     progress = progress.with_update(seconds)

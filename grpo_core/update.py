@@ -107,20 +107,21 @@ class _Tally:
         self.maxima[name] = torch.maximum(self.maxima[name], found)
 
     def over_all_processes(self, session: Session) -> dict[str, float]:
-        """Means over tokens, extremes, and the loss; the same on every process."""
+        """Means over tokens, where there are any, extremes, and the loss; the same on every process."""
         accelerator = session.accelerator
         sums = accelerator.reduce(torch.stack([*self.sums.values()]), "sum").tolist()
         totals = dict(zip(self.sums, sums, strict=True))
         rows = torch.tensor(float(session.memory.rows), device=accelerator.device)
         extremes = accelerator.gather(torch.stack([*self.maxima.values(), -rows])[None]).max(dim=0).values.tolist()
         session.memory.rows = int(-extremes.pop())  # what fits everywhere
-        tokens, kept = (max(totals.pop(name), 1.0) for name in ("tokens", "kept_tokens"))
+        tokens, kept, kept_entropy = (totals.pop(name) for name in ("tokens", "kept_tokens", "kept_entropy"))
         loss = totals.pop("loss") / accelerator.num_processes
-        kept_entropy = totals.pop("kept_entropy") / kept
         highest = {name: value for name, value in zip(self.maxima, extremes, strict=True) if math.isfinite(value)}
         lowest = {name: -highest.pop(name) for name in [*highest] if name.endswith("min")}
-        means = {name: total / tokens for name, total in totals.items()}
-        return {"loss": loss, **means, **highest, **lowest, "kept_entropy": kept_entropy}
+        means = {name: total / tokens for name, total in totals.items()} if tokens else {}
+        if kept:
+            means["kept_entropy"] = kept_entropy / kept
+        return {"loss": loss, **means, **highest, **lowest}
 
 
 def _forward_backward(session: Session, batch: MicroBatch, entropy_coef: float, tally: _Tally) -> None:

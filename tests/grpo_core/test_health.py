@@ -19,7 +19,7 @@ from grpo_core.rollout.collect import NotFiniteError
 from grpo_core.sections import HealthConfig
 from grpo_core.session import TrainingError
 from grpo_core.trainer import train
-from tests.conftest import config_values, make_model, make_run, with_keys
+from tests.conftest import config_values, make_run, with_keys
 
 HEALTHY = {
     "frac_reward_zero_std": 0.2,
@@ -128,8 +128,8 @@ def test_a_batch_that_no_reward_scored_stops_the_training_at_once(values: dict[s
         _train(run)
 
 
+@pytest.mark.usefixtures("endless")
 def test_completions_that_never_end_stop_the_training_when_asked_to(values: dict[str, Any], tmp_path: Path) -> None:
-    values["model"]["name_or_path"] = str(make_model(tmp_path / "endless", eos_token_id=99))
     run = make_run(tmp_path / "run", with_keys(values, patience=2, clipped_length_action="stop"))
     with pytest.raises(TrainingError, match=r"step 2: completions/clipped_ratio = 1 is above 0\.9, 2 updates in a row"):
         _train(run)

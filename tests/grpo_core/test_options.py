@@ -218,6 +218,21 @@ def test_adaptive_entropy_raises_its_weight_below_the_target_and_lowers_it_above
     assert [step["entropy_coef"] for step in high] == [0, 0, 0, 0]
 
 
+@pytest.mark.usefixtures("endless")
+def test_an_update_without_a_trained_token_says_nothing_about_entropy_and_adapts_nothing(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.test_options:only_odd_prompts"}]
+    adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 50.0}
+    keys = {"mask_truncated_completions": True, "entropy_action": "stop", "patience": 1, **adaptive}
+    run = _train(tmp_path / "run", values, **keys, max_steps=3, save_steps=2)
+    for step in _metrics(run):
+        assert (step["loss"], step["grad_norm"]) == (0, 0)
+        assert not {"entropy", "sampling/sampling_logp_difference/mean"} & step.keys()
+    assert _checkpoint(run, 2)["progress"]["entropy_coef"] == 0.01
+    assert "no token trained" in capsys.readouterr().out
+
+
 def test_an_entropy_bonus_keeps_the_policy_more_varied(values: dict[str, Any], tmp_path: Path) -> None:
     plain = _metrics(_train(tmp_path / "plain", values, max_steps=12))
     varied = _metrics(_train(tmp_path / "varied", values, max_steps=12, entropy_coef=1.0))
