@@ -18,6 +18,7 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from grpo_core import trainer
 from grpo_core.checkpoint import CheckpointError
 from grpo_core.config import dump_config, load_config
 from grpo_core.plan import load_plan
@@ -166,6 +167,24 @@ def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_it(
     assert names == ["step-000001.tmp", "step-000002", "step-000003"]
     train(run, run / "training")
     _assert_same(run, whole)
+
+
+def test_what_was_stopped_early_and_killed_before_its_result_has_the_metrics_of_its_last_step(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"save_steps": 1, "eval_steps": 1, "early_stopping_patience": 1, "learning_rate": 1e-9}
+    run = make_run(tmp_path / "run", with_keys(values, **keys))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trainer, "save_model", _interrupt)
+        train(run, run / "training")
+    result = train(run, run / "training")
+    last = json.loads((run / "training" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert result["resumed_at_step"] == result["stopped_early_at_step"] == last.pop("step")
+    assert result["metrics"] == last
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def drawing(completions: list[str]) -> list[float | None]:
