@@ -22,6 +22,8 @@ from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rollout.engine import Engine, make_engine
 from grpo_core.sections import TrainConfig
 
+SHORTEST_PROBE = 2  # tokens: the first of a sequence has no log-probability
+
 Result = TypeVar("Result")
 
 
@@ -88,7 +90,8 @@ def set_up(run: Path, report_to: str | None) -> Session:
     set_seed(config.seed)
     base = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
     model = with_adapter(base, config.model)
-    lengths = [prompts.max_length + config.rollout.max_completion_length]
+    # vLLM scores nothing as long as its longest sequence: it wants room for one more token.
+    lengths = [SHORTEST_PROBE + 1, prompts.max_length + config.rollout.max_completion_length]
     if held_out is not None:
         lengths.append(held_out.max_length + config.evaluation_length)
     engine = make_engine(config, config.model.name_or_path, model, tokenizer, max(lengths))
