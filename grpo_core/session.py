@@ -118,9 +118,7 @@ def set_up(run: Path, report_to: str | None) -> Session:
 
 def fingerprint(config: RunConfig, plan: Plan) -> str:
     """What a checkpoint belongs to: the plan and the parts of the configuration that a training depends on."""
-    sections = ["seed", "model", "rewards", "rollout", "algorithm", "train"]
-    if config.train.eval_steps:
-        sections.append("evaluation")
+    sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
     values = [config.determining()[section] for section in sections]
     return hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode()).hexdigest()
 

@@ -216,12 +216,17 @@ def test_a_checkpoint_of_another_configuration_is_refused(values: dict[str, Any]
         train(run, run / "training")
 
 
-@pytest.mark.parametrize("limit", ["health.max_kl=3", "rewards.0.timeout=7", "rollout.max_sync_drift=0.5"])
-def test_a_limit_that_only_watches_may_be_changed_and_the_training_goes_on(
-    values: dict[str, Any], tmp_path: Path, limit: str
+WATCHING = ["health.max_kl=3", "rewards.0.timeout=7", "rollout.max_sync_drift=0.5"]
+RESOURCES = ["rollout.gpu_memory_utilization=0.5", "rollout.cpu_kv_cache_gib=2", "train.gradient_checkpointing=true"]
+DISK = ["train.save_steps=1", "train.save_total_limit=1"]
+
+
+@pytest.mark.parametrize("keys", [WATCHING, RESOURCES, DISK], ids=["limits", "memory", "disk"])
+def test_a_key_that_results_do_not_follow_from_may_be_changed_and_the_training_goes_on(
+    values: dict[str, Any], tmp_path: Path, keys: list[str]
 ) -> None:
     run, whole = _interrupted(values, tmp_path)
-    (run / "config.toml").write_text(dump_config(load_config(run / "config.toml", [limit])))
+    (run / "config.toml").write_text(dump_config(load_config(run / "config.toml", keys)))
     train(run, run / "training")
     _assert_same(run, whole)
 

@@ -55,6 +55,30 @@ def test_a_limit_that_only_watches_is_no_reason_to_run_a_stage_again(values: dic
     assert _stale(values, edited) == []
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("rollout", "gpu_memory_utilization", 0.5),
+        ("rollout", "cpu_kv_cache_gib", 2),
+        ("train", "gradient_checkpointing", True),
+        ("train", "save_steps", 7),
+        ("train", "save_total_limit", 7),
+    ],
+)
+def test_memory_and_disk_are_no_reason_to_run_a_stage_again(
+    values: dict[str, Any], section: str, key: str, value: Any
+) -> None:
+    edited = copy.deepcopy(values)
+    edited[section][key] = value
+    assert _stale(values, edited) == []
+
+
+def test_how_an_evaluation_is_reported_concerns_no_training(values: dict[str, Any]) -> None:
+    values["train"]["eval_steps"] = 2
+    reported = {"evaluation": {"confidence": 0.9, "bootstrap_resamples": 500}}
+    assert _stale(values, {**values, **reported}) == ["evaluate", "register"]
+
+
 def test_how_evaluations_sample_concerns_a_training_that_evaluates(values: dict[str, Any]) -> None:
     hot = {"evaluation": {"temperature": 1.0}}
     assert _stale(values, {**values, **hot}) == ["evaluate", "register"]
