@@ -39,7 +39,7 @@ class Checkpoints:
     """Where a run's checkpoints lie and the objects that they hold the state of."""
 
     directory: Path
-    fingerprint: str  # of the configuration and plan that they belong to
+    fingerprint: str  # of what they belong to: configuration, plan, data, reward functions
     accelerator: Accelerator
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -84,7 +84,7 @@ class Checkpoints:
         """Load the newest whole checkpoint (the newest `healthy` one) and drop those after it; None if there is none.
 
         A damaged one is set aside as `step-NNNNNN.damaged` with a warning. CheckpointError when one was written under
-        another configuration.
+        another configuration, or with other data or reward functions.
         """
         found: list[Path | None] = [self._newest(healthy) if self.accelerator.is_main_process else None]
         (folder,) = broadcast_object_list(found)
@@ -127,8 +127,8 @@ class Checkpoints:
             manifest = _manifest(folder)
             if manifest["fingerprint"] != self.fingerprint:
                 raise CheckpointError(
-                    f"{folder} was written under another configuration or plan; move {self.directory.parent} away to "
-                    "start anew, or restore the configuration to continue it"
+                    f"{folder} was written under another configuration or plan, with other data or other reward "
+                    f"functions; move {self.directory.parent} away to start anew, or restore what it was to continue it"
                 )
             if not healthy or (folder / HEALTHY).exists():
                 for later in unhealthy:

@@ -18,7 +18,7 @@ from grpo_core.config import RunConfig, load_config
 from grpo_core.data import Prompts, load_prompts, load_tokenizer
 from grpo_core.plan import Plan, load_plan
 from grpo_core.policy import Policy, load_model, with_adapter
-from grpo_core.rewards.contract import Reward, resolve
+from grpo_core.rewards.contract import Reward, resolve, source_of
 from grpo_core.rollout.engine import Engine, make_engine
 from grpo_core.sections import TrainConfig
 
@@ -116,11 +116,16 @@ def set_up(run: Path, report_to: str | None) -> Session:
     )
 
 
-def fingerprint(config: RunConfig, plan: Plan) -> str:
-    """What a checkpoint belongs to: the plan and the parts of the configuration that a training depends on."""
+def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
+    """What a checkpoint belongs to: plan, data, reward functions, and the configuration that a training depends on."""
     sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
     values = [config.determining()[section] for section in sections]
-    return hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode()).hexdigest()
+    digest = hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode())
+    for reward in config.rewards:
+        digest.update(hashlib.blake2b(source_of(reward)).digest())
+    for name in ("train", "eval") if config.train.eval_steps else ("train",):
+        digest.update(hashlib.blake2b((run / "dataset" / f"{name}.parquet").read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _reference(config: RunConfig, accelerator: Accelerator) -> Policy | None:

@@ -43,7 +43,7 @@ def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, An
     config, plan = session.config, session.plan
     checkpoints = Checkpoints(
         output / "checkpoints",
-        fingerprint(config, plan),
+        fingerprint(run, config, plan),
         session.accelerator,
         session.model,
         session.optimizer,

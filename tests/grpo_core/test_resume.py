@@ -23,7 +23,7 @@ from grpo_core.checkpoint import CheckpointError
 from grpo_core.config import dump_config, load_config
 from grpo_core.plan import load_plan
 from grpo_core.trainer import train
-from tests.conftest import config_values, make_run, with_keys
+from tests.conftest import config_values, make_run, with_keys, write_sums
 from tests.grpo_core.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
 
 ROOT = Path(__file__).parents[2]
@@ -213,6 +213,27 @@ def test_a_checkpoint_of_another_configuration_is_refused(values: dict[str, Any]
     config = load_config(run / "config.toml", ["train.learning_rate=0.5"])
     (run / "config.toml").write_text(dump_config(config))
     with pytest.raises(CheckpointError, match="another configuration"):
+        train(run, run / "training")
+
+
+@pytest.mark.parametrize("changed", ["train", "eval", "reward"])
+def test_a_checkpoint_of_other_data_or_rewards_is_refused(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    (tmp_path / "own_rewards.py").write_text(
+        "def f(completion_ids): return [float(len(ids)) for ids in completion_ids]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
+    values["rewards"] = [{"function": "own_rewards:f"}]
+    values["train"]["eval_steps"] = 3
+    run, _ = _interrupted(values, tmp_path)
+    if changed == "reward":
+        with (tmp_path / "own_rewards.py").open("a") as file:
+            file.write("# another\n")
+    else:
+        write_sums(run / "dataset" / f"{changed}.parquet", 70, 94)
+    with pytest.raises(CheckpointError, match="with other data or other reward functions"):
         train(run, run / "training")
 
 
