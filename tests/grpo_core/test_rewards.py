@@ -108,7 +108,7 @@ def test_a_function_gets_the_rollout_the_columns_and_its_arguments(
     body += "    return [bonus * (c == a) for c, a in zip(completions, answer)]\n"
     config = _module(tmp_path, monkeypatch, body).model_copy(update={"args": {"bonus": 3}})
     reward = resolve(config)
-    assert reward.columns == ("answer",)
+    assert reward.columns == {"answer": Any}
     assert score([reward], ROWS, ["2", "5"], [[1], [2]]) == [[3, 0]]
 
 
