@@ -60,9 +60,8 @@ def measure(folder: Path) -> None:
     seconds = time.perf_counter() - start
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     size = (folder / "train.parquet").stat().st_size / 2**20
-    print(
-        f"{screened.report['rows_read']['train']:,} rows, {size:.0f} MiB of Parquet, findings: {screened.findings.height}"
-    )
+    rows = screened.report["rows_read"]["train"]
+    print(f"{rows:,} rows, {size:.0f} MiB of Parquet, findings: {screened.findings.height}")
     print(f"{seconds:.1f} s, {memory:.2f} GiB at most, imports included in the memory and not in the time")
 
 

@@ -27,6 +27,7 @@ from grpo_core.progress import Progress
 from grpo_core.rollout.engine import Rollout
 
 MANIFEST = "manifest.json"
+HEALTHY = "healthy"  # an empty file: the step from this checkpoint on went well
 
 
 class CheckpointError(RuntimeError):
@@ -38,19 +39,20 @@ class Checkpoints:
     """Where a run's checkpoints lie and the objects that they hold the state of."""
 
     directory: Path
-    fingerprint: str  # of the configuration and plan that they belong to
+    fingerprint: str  # of what they belong to: configuration, plan, data, reward functions
     accelerator: Accelerator
     model: nn.Module
     optimizer: torch.optim.Optimizer
     reference: nn.Module | None  # saved where it moves
 
-    def save(self, progress: Progress, keep: int, *, healthy: bool = True) -> None:
+    def save(self, progress: Progress, keep: int, *, healthy: bool = False) -> None:
         """Write `step-NNNNNN`; drop all but the newest `keep` and the newest healthy one. Called by every process.
 
+        `healthy`: it is known to be; of weights that no step has looked at yet, `confirm` says so later.
         The generation batch goes with it: the next update may still read it, and its samples cannot be drawn again,
         since the policy that drew them is gone.
         """
-        final = self.directory / f"step-{progress.updates:06d}"
+        final = self._folder(progress.updates)
         temporary = final.with_suffix(".tmp")
         temporary.mkdir(parents=True, exist_ok=True)
         torch.save(_random_state(), temporary / f"random-{self.accelerator.process_index}.pt")
@@ -65,22 +67,24 @@ class Checkpoints:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             sums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
-            manifest = {
-                "fingerprint": self.fingerprint,
-                "healthy": healthy,
-                "best_step": progress.best_step,
-                "checksums": sums,
-            }
+            manifest = {"fingerprint": self.fingerprint, "best_step": progress.best_step, "checksums": sums}
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+            if healthy:
+                (temporary / HEALTHY).touch()
             _replace(temporary, final)
             self._prune(keep)
         self.accelerator.wait_for_everyone()
 
+    def confirm(self, step: int) -> None:
+        """The checkpoint of `step`, if there is one, is healthy. Called by every process."""
+        if self.accelerator.is_main_process and self._folder(step).exists():
+            (self._folder(step) / HEALTHY).touch()
+
     def restore(self, *, healthy: bool = False) -> Progress | None:
-        """Load the newest whole checkpoint (the newest `healthy` one) and drop those after it; None when there is none.
+        """Load the newest whole checkpoint (the newest `healthy` one) and drop those after it; None if there is none.
 
         A damaged one is set aside as `step-NNNNNN.damaged` with a warning. CheckpointError when one was written under
-        another configuration.
+        another configuration, or with other data or reward functions.
         """
         found: list[Path | None] = [self._newest(healthy) if self.accelerator.is_main_process else None]
         (folder,) = broadcast_object_list(found)
@@ -100,7 +104,7 @@ class Checkpoints:
 
     def best_steps(self) -> set[int]:
         """The best evaluated step of each checkpoint: the policies that going on from one of them may ask for."""
-        return {_manifest(folder)["best_step"] for folder in self._all()} - {None}
+        return {_manifest(folder)["best_step"] for folder in self._readable()} - {None}
 
     def _newest(self, healthy: bool) -> Path | None:
         for replaced in self.directory.glob("*.old"):
@@ -110,6 +114,7 @@ class Checkpoints:
                 replaced.rename(replaced.with_suffix(""))
         for left_over in self.directory.glob("*.tmp"):
             shutil.rmtree(left_over)
+        unhealthy: list[Path] = []
         for folder in reversed(self._all()):
             problem = _damage(folder)
             if problem:
@@ -122,36 +127,48 @@ class Checkpoints:
             manifest = _manifest(folder)
             if manifest["fingerprint"] != self.fingerprint:
                 raise CheckpointError(
-                    f"{folder} was written under another configuration or plan; move {self.directory.parent} away to "
-                    "start anew, or restore the configuration to continue it"
+                    f"{folder} was written under another configuration or plan, with other data or other reward "
+                    f"functions; move {self.directory.parent} away to start anew, or restore what it was to continue it"
                 )
-            if manifest["healthy"] or not healthy:
+            if not healthy or (folder / HEALTHY).exists():
+                for later in unhealthy:
+                    _remove(later)
                 return folder
-            shutil.rmtree(folder)
+            unhealthy.append(folder)
         return None
 
     def _prune(self, keep: int) -> None:
-        folders = self._all()
-        healthy = [f for f in folders if _manifest(f)["healthy"]]
-        for folder in folders[:-keep]:
-            if folder not in healthy[-1:]:
-                shutil.rmtree(folder)
+        folders = self._readable()
+        healthy = [f for f in folders if (f / HEALTHY).exists()]
+        for folder in set(self._all()) - {*folders[-keep:], *healthy[-1:]}:
+            _remove(folder)
+
+    def _folder(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}"
 
     def _all(self) -> list[Path]:
         return sorted(path for path in self.directory.glob("step-*") if not path.suffix)
+
+    def _readable(self) -> list[Path]:
+        return [folder for folder in self._all() if _has_manifest(folder)]
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
     return json.loads((folder / MANIFEST).read_text())
 
 
+def _has_manifest(folder: Path) -> bool:
+    try:
+        return "checksums" in _manifest(folder)
+    except (OSError, ValueError):
+        return False
+
+
 def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files, in words; None when they are as they were written."""
-    try:
-        checksums = _manifest(folder)["checksums"]
-    except (OSError, ValueError, KeyError):
+    if not _has_manifest(folder):
         return f"{MANIFEST} cannot be read"
-    for name, checksum in checksums.items():
+    for name, checksum in _manifest(folder)["checksums"].items():
         if not (folder / name).exists():
             return f"{name} is missing"
         if _checksum(folder / name) != checksum:
@@ -170,6 +187,13 @@ def _replace(temporary: Path, final: Path) -> None:
         final.rename(final.with_suffix(".old"))
     temporary.rename(final)
     shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Under a name that a start clears away: killed in between, half a checkpoint must not pass for one."""
+    temporary = folder.with_suffix(".tmp")
+    folder.rename(temporary)
+    shutil.rmtree(temporary)
 
 
 def _random_state() -> dict[str, Any]:

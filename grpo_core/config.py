@@ -65,17 +65,22 @@ class RunConfig(Section):
         return self
 
     def determining(self) -> dict[str, Any]:
-        """The values that results follow from: all but those that only watch or rehearse.
+        """The values that results follow from: all but those that only watch, rehearse, or say what memory and disk a
+        training takes. `held_out`: those of `evaluation` that a training depends on.
 
         A limit that stopped a training may be changed, and the training goes on from where it was.
         """
-        watching: Any = {
+        others: Any = {
             "health": True,
             "rewards": {"__all__": {"timeout", "range"}},
-            "rollout": {"max_sync_drift"},
+            "rollout": {"max_sync_drift", "gpu_memory_utilization", "cpu_kv_cache_gib"},
             "data": {"answer_column"},
+            "train": {"save_steps", "save_total_limit", "gradient_checkpointing"},
         }
-        return self.model_dump(mode="json", exclude=watching)
+        values = self.model_dump(mode="json", exclude=others)
+        reported = {"confidence", "bootstrap_resamples"}
+        sampled = {key: value for key, value in values["evaluation"].items() if key not in reported}
+        return {**values, "held_out": sampled if self.train.eval_steps else None}
 
     @property
     def accuracy_reward(self) -> str:

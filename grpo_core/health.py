@@ -57,13 +57,14 @@ def not_finite(config: HealthConfig, step: int, error: Exception) -> Finding:
         config.not_finite_action,
         f"{error}. The weights, or a number on the way to their gradient, are broken: an update was too large, or the "
         "base model is damaged; or, where only rewards are named, no function scored a single completion. Lower "
-        "train.learning_rate or train.max_grad_norm, or look at this step's completions and rewards. The last "
-        "checkpoint is intact",
+        "train.learning_rate or train.max_grad_norm, or look at this step's completions and rewards. The "
+        "newest checkpoint that a healthy step followed is kept: health.not_finite_action = 'roll_back' goes on from "
+        "it",
     )
 
 
 def is_healthy(config: HealthConfig, streaks: Mapping[str, int]) -> bool:
-    """No limit is being broken that would roll the training back: a checkpoint now is one to come back to."""
+    """No limit is being broken that would roll the training back: the weights looked at are ones to come back to."""
     return not any(rule.action == "roll_back" and streaks.get(rule.name) for rule in _rules(config))
 
 

@@ -13,7 +13,7 @@ from grpo_core.config import RunConfig
 from grpo_core.data import derive_seed
 from grpo_core.policy import load_trainable_state, trainable_state
 from grpo_core.progress import Progress
-from grpo_core.rollout.collect import score_completions
+from grpo_core.rollout.collect import score_completions, share
 from grpo_core.rollout.engine import Request, Sampling
 from grpo_core.session import Session
 from grpo_core.sync import sync
@@ -35,9 +35,7 @@ def evaluate_policy(session: Session, progress: Progress) -> dict[str, float]:
     held_out, accelerator = session.held_out, session.accelerator
     assert held_out is not None
     sync(session, progress)
-    count = len(held_out.ids)
-    place, processes = accelerator.process_index, accelerator.num_processes
-    rows = range(count * place // processes, count * (place + 1) // processes)
+    rows = share(len(held_out.ids), accelerator)
     requests = [evaluation_request(session.config, row, held_out.ids[row]) for row in rows]
     completions = session.engine.generate(requests, evaluation_sampling(session.config))
     samples = gather_object(score_completions(rows, completions, held_out, session.tokenizer, session.rewards))

@@ -117,23 +117,27 @@ class Records:
         return result
 
     def _open(self, step: int) -> None:
-        _keep_until(self.output / "metrics.jsonl", step)
+        kept = _keep_until(self.output / "metrics.jsonl", step)
+        self.last = {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
         self.file = (self.output / "metrics.jsonl").open("a")
 
 
 def _line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
+    entropy = f"entropy {metrics['entropy']:.3f}" if "entropy" in metrics else "no token trained"
     return (
         f"step {step}/{max_steps}  reward {metrics['reward']:.3f}  loss {metrics['loss']:+.4f}  "
-        f"grad {metrics['grad_norm']:.2f}  entropy {metrics['entropy']:.3f}  "
+        f"grad {metrics['grad_norm']:.2f}  {entropy}  "
         f"length {metrics['completions/mean_length']:.1f}  {metrics['step_time']:.2f} s"
     )
 
 
-def _keep_until(path: Path, step: int) -> None:
+def _keep_until(path: Path, step: int) -> list[dict[str, float]]:
     """Drop the lines after `step`: the steps that a killed run did after its last checkpoint are done again."""
     if not path.exists():
-        return
+        return []
     complete = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    kept = [line for line in complete if json.loads(line)["step"] <= step]
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line for line in complete if json.loads(line)["step"] <= step))
+    temporary.write_text("".join(kept))
     temporary.rename(path)
+    return [json.loads(line) for line in kept]

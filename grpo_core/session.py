@@ -18,9 +18,11 @@ from grpo_core.config import RunConfig, load_config
 from grpo_core.data import Prompts, load_prompts, load_tokenizer
 from grpo_core.plan import Plan, load_plan
 from grpo_core.policy import Policy, load_model, with_adapter
-from grpo_core.rewards.contract import Reward, resolve
+from grpo_core.rewards.contract import Reward, resolve, source_of
 from grpo_core.rollout.engine import Engine, make_engine
 from grpo_core.sections import TrainConfig
+
+SHORTEST_PROBE = 2  # tokens: the first of a sequence has no log-probability
 
 Result = TypeVar("Result")
 
@@ -88,7 +90,8 @@ def set_up(run: Path, report_to: str | None) -> Session:
     set_seed(config.seed)
     base = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
     model = with_adapter(base, config.model)
-    lengths = [prompts.max_length + config.rollout.max_completion_length]
+    # vLLM scores nothing as long as its longest sequence: it wants room for one more token.
+    lengths = [SHORTEST_PROBE + 1, prompts.max_length + config.rollout.max_completion_length]
     if held_out is not None:
         lengths.append(held_out.max_length + config.evaluation_length)
     engine = make_engine(config, config.model.name_or_path, model, tokenizer, max(lengths))
@@ -113,13 +116,17 @@ def set_up(run: Path, report_to: str | None) -> Session:
     )
 
 
-def fingerprint(config: RunConfig, plan: Plan) -> str:
-    """What a checkpoint belongs to: the plan and the parts of the configuration that a training depends on."""
-    sections = ["seed", "model", "rewards", "rollout", "algorithm", "train"]
-    if config.train.eval_steps:
-        sections.append("evaluation")
+def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
+    """What a checkpoint belongs to: plan, data, reward functions, and the configuration that a training depends on."""
+    sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
     values = [config.determining()[section] for section in sections]
-    return hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode()).hexdigest()
+    digest = hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode())
+    for reward in config.rewards:
+        digest.update(hashlib.blake2b(source_of(reward)).digest())
+    for name in ("train", "eval") if config.train.eval_steps else ("train",):
+        with (run / "dataset" / f"{name}.parquet").open("rb") as data:
+            digest.update(hashlib.file_digest(data, "blake2b").digest())
+    return digest.hexdigest()
 
 
 def _reference(config: RunConfig, accelerator: Accelerator) -> Policy | None:

@@ -10,7 +10,7 @@ from grpo_core.policy import Policy
 from grpo_core.progress import Progress
 from grpo_core.rollout.collect import NotFiniteError
 from grpo_core.rollout.engine import pad
-from grpo_core.session import Session, TrainingError
+from grpo_core.session import SHORTEST_PROBE, Session, TrainingError
 
 PROBE_SEQUENCES = 8
 PROBE_TOKENS = 64
@@ -24,9 +24,9 @@ def sync(session: Session, progress: Progress) -> float:
     the one that is trained, and nothing else would say so.
     """
     session.engine.sync_weights(session.model)
-    # vLLM scores nothing as long as its longest sequence: it wants room for one more token.
-    longest = session.prompts.max_length + session.config.rollout.max_completion_length - 1
-    sequences = probe_sequences(session.prompts, session.tokenizer.eos_token_id, min(PROBE_TOKENS, longest))
+    longest = session.prompts.max_length + session.config.rollout.max_completion_length - 1  # that vLLM scores
+    length = min(PROBE_TOKENS, max(SHORTEST_PROBE, longest))
+    sequences = probe_sequences(session.prompts, session.tokenizer.eos_token_id, length)
     engine = torch.tensor([value for row in session.engine.score(sequences) for value in row])
     trainer = torch.cat([row[: len(ids) - 1] for row, ids in zip(_score(session, sequences), sequences, strict=True)])
     if not trainer.isfinite().all():

@@ -43,7 +43,7 @@ def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, An
     config, plan = session.config, session.plan
     checkpoints = Checkpoints(
         output / "checkpoints",
-        fingerprint(config, plan),
+        fingerprint(run, config, plan),
         session.accelerator,
         session.model,
         session.optimizer,
@@ -71,9 +71,10 @@ def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, An
             records.rewind(progress.updates)
             continue
         records.step(step, metrics)
+        if health.is_healthy(config.health, progress.streaks):
+            checkpoints.confirm(step - 1)  # this step's figures are of the weights that it began with
         if step % config.train.save_steps == 0 and step < plan.max_steps:
-            healthy = health.is_healthy(config.health, progress.streaks)
-            checkpoints.save(progress, config.train.save_total_limit, healthy=healthy)
+            checkpoints.save(progress, config.train.save_total_limit)
 
     return _finish(session, progress, records, output)
 
@@ -92,8 +93,8 @@ def advance(session: Session, progress: Progress, records: Records) -> tuple[Pro
         parts.append((rollout, micro_step.slice))
     metrics = update(session, [_micro_batch(session, *part, len(parts)) for part in parts], progress)
     progress = replace(progress, rows_per_pass=session.memory.rows)
-    kept_entropy = metrics.pop("kept_entropy")
-    if config.algorithm.use_adaptive_entropy:
+    kept_entropy = metrics.pop("kept_entropy", None)
+    if config.algorithm.use_adaptive_entropy and kept_entropy is not None:
         progress = adapt_entropy(config.algorithm, progress, kept_entropy)
     seconds = time.perf_counter() - start
     progress = progress.with_update(seconds)
@@ -155,7 +156,7 @@ def roll_back(checkpoints: Checkpoints, progress: Progress, keep: int) -> Progre
             "training anew, or set the health action to 'warn' or 'stop'"
         )
     restored = replace(restored, roll_backs=progress.roll_backs + 1, streaks={})
-    checkpoints.save(restored, keep)
+    checkpoints.save(restored, keep, healthy=True)
     return restored
 
 
@@ -166,7 +167,8 @@ def _begin(session: Session, checkpoints: Checkpoints) -> Progress:
     if progress is None:
         progress = Progress(rows_per_pass=session.memory.rows, entropy_coef=config.algorithm.entropy_coef)
         if health.may_roll_back(config.health):
-            checkpoints.save(progress, config.train.save_total_limit)
+            # Nothing is older to go back to, whatever the first step finds.
+            checkpoints.save(progress, config.train.save_total_limit, healthy=True)
     session.memory.rows = progress.rows_per_pass
     return progress
 
@@ -179,7 +181,7 @@ def _must_roll_back(session: Session, records: Records, findings: Sequence[Findi
     if stops:
         raise TrainingError(stops[0].message)
     roll_backs = [finding for finding in findings if finding.action == "roll_back"]
-    if roll_backs and progress.roll_backs == session.config.health.max_roll_backs:
+    if roll_backs and progress.roll_backs >= session.config.health.max_roll_backs:
         raise TrainingError(
             f"{roll_backs[0].message}. This is unhealthy again after {progress.roll_backs} roll-backs "
             "(health.max_roll_backs), so training stops"

@@ -14,7 +14,7 @@ from grpo_core.batching import MicroBatch, cut, join
 from grpo_core.losses import token_losses
 from grpo_core.policy import Policy
 from grpo_core.progress import Progress
-from grpo_core.rollout.collect import NotFiniteError
+from grpo_core.rollout.collect import NotFiniteError, share
 from grpo_core.rollout.engine import Rollout
 from grpo_core.sections import AlgorithmConfig
 from grpo_core.session import Session
@@ -25,7 +25,7 @@ BUCKET = 2**26  # gradient elements reduced at once: few calls, little memory
 def update(session: Session, micro_batches: Sequence[MicroBatch], progress: Progress) -> dict[str, float]:
     """Accumulate the gradient of this process's micro-batches, average it over the processes, step; global metrics.
 
-    NotFiniteError, before the step is taken, when the loss or the gradient is not a number.
+    NotFiniteError when the loss or the gradient is not a number, before the step is taken, or a weight after it.
     """
     config, accelerator, optimizer = session.config, session.accelerator, session.optimizer
     entropy_coef = applied_entropy_coef(config.algorithm, progress)
@@ -51,6 +51,8 @@ def update(session: Session, micro_batches: Sequence[MicroBatch], progress: Prog
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
+    if not torch.stack([parameter.isfinite().all() for parameter in parameters]).all():
+        raise NotFiniteError(f"step {progress.updates + 1}: the weights after the update are not finite")
     if config.algorithm.has_entropy_bonus:
         metrics["entropy_coef"] = entropy_coef
     return {**metrics, "grad_norm": grad_norm, "learning_rate": learning_rate}
@@ -59,21 +61,20 @@ def update(session: Session, micro_batches: Sequence[MicroBatch], progress: Prog
 @torch.no_grad()
 def score(session: Session, policy: Policy, rollout: Rollout) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of the whole rollout, each process computing its share. 2 × (B, T) on the CPU"""
-    accelerator, plan = session.accelerator, session.plan
-    share = plan.generation_batch_size // plan.num_processes
-    first = accelerator.process_index * share
+    accelerator = session.accelerator
+    mine = share(session.plan.generation_batch_size, accelerator)
 
     def work(rows: int) -> Tensor:
-        scored = torch.zeros(2, share, rollout.completion_ids.shape[1], device=accelerator.device)
-        for start in range(0, share, rows):
-            chosen = range(first + start, first + min(start + rows, share))
+        scored = torch.zeros(2, len(mine), rollout.completion_ids.shape[1], device=accelerator.device)
+        for start in range(0, len(mine), rows):
+            chosen = mine[start : start + rows]
             with accelerator.autocast():
-                both = torch.stack(policy(join(rollout, chosen).to(accelerator.device)))
-            scored[:, start : start + len(chosen), : both.shape[2]] = both
+                part = torch.stack(policy(join(rollout, chosen).to(accelerator.device)))
+            scored[:, start : start + len(chosen), : part.shape[2]] = part
         return scored
 
-    mine = session.memory.run(work)
-    logprobs, entropy = (accelerator.gather(part.contiguous()).cpu() for part in mine)
+    both = session.memory.run(work)
+    logprobs, entropy = (accelerator.gather(part.contiguous()).cpu() for part in both)
     return logprobs, entropy
 
 
@@ -106,20 +107,21 @@ class _Tally:
         self.maxima[name] = torch.maximum(self.maxima[name], found)
 
     def over_all_processes(self, session: Session) -> dict[str, float]:
-        """Means over tokens, extremes, and the loss; the same on every process."""
+        """Means over tokens, where there are any, extremes, and the loss; the same on every process."""
         accelerator = session.accelerator
         sums = accelerator.reduce(torch.stack([*self.sums.values()]), "sum").tolist()
         totals = dict(zip(self.sums, sums, strict=True))
         rows = torch.tensor(float(session.memory.rows), device=accelerator.device)
         extremes = accelerator.gather(torch.stack([*self.maxima.values(), -rows])[None]).max(dim=0).values.tolist()
         session.memory.rows = int(-extremes.pop())  # what fits everywhere
-        tokens, kept = (max(totals.pop(name), 1.0) for name in ("tokens", "kept_tokens"))
+        tokens, kept, kept_entropy = (totals.pop(name) for name in ("tokens", "kept_tokens", "kept_entropy"))
         loss = totals.pop("loss") / accelerator.num_processes
-        kept_entropy = totals.pop("kept_entropy") / kept
         highest = {name: value for name, value in zip(self.maxima, extremes, strict=True) if math.isfinite(value)}
         lowest = {name: -highest.pop(name) for name in [*highest] if name.endswith("min")}
-        means = {name: total / tokens for name, total in totals.items()}
-        return {"loss": loss, **means, **highest, **lowest, "kept_entropy": kept_entropy}
+        means = {name: total / tokens for name, total in totals.items()} if tokens else {}
+        if kept:
+            means["kept_entropy"] = kept_entropy / kept
+        return {"loss": loss, **means, **highest, **lowest}
 
 
 def _forward_backward(session: Session, batch: MicroBatch, entropy_coef: float, tally: _Tally) -> None:

@@ -37,9 +37,9 @@ def lineage_keys(config: RunConfig) -> dict[str, str]:
     )
     limits = [(reward.timeout, reward.range) for reward in config.rewards]
     validate = _key(data, limits, config.data.answer_column, config.evaluation_length)
-    plan = _key(data, part["rollout"], part["train"])
-    held_out = part["evaluation"] if config.train.eval_steps else None
-    train = _key(plan, config.seed, part["model"], part["algorithm"], held_out)
+    steps = _key(data, part["rollout"], part["train"])
+    plan = _key(steps, part["model"], config.algorithm.beta, config.train.gradient_checkpointing)  # its forecasts
+    train = _key(steps, config.seed, part["model"], part["algorithm"], part["held_out"])
     evaluate = _key(train, part["evaluation"])
     register = _key(evaluate, part["registry"], config.name)
     return {"validate": validate, "plan": plan, "train": train, "evaluate": evaluate, "register": register}

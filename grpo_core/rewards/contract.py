@@ -80,8 +80,9 @@ def resolve(config: RewardConfig) -> Reward:
 
 def source_of(config: RewardConfig) -> bytes:
     """Bytes that change when the reward function does: the whole source file it is defined in."""
-    function = _find(config.function)
-    return Path(inspect.getsourcefile(inspect.unwrap(function)) or "").read_bytes()
+    function: Any = inspect.unwrap(_find(config.function))
+    defined = function if inspect.isroutine(function) else type(function)  # an object that can be called
+    return Path(inspect.getsourcefile(defined) or "").read_bytes()
 
 
 def _value_types(function: RewardFunction) -> dict[str, Any]:

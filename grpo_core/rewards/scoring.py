@@ -16,20 +16,14 @@ from typing import Any
 from grpo_core.rewards.contract import Reward, RewardError
 
 SHOWN = 200  # characters of a prompt or completion in a message
-GRACE = 1.0  # seconds after which a coroutine that blocks instead of awaiting is ended like any function
+GRACE = 1.0  # seconds after which a coroutine that blocks or cleans up for long is ended like any function
 
 
 class _TimeIsUpError(BaseException):
     """Not an Exception: a function's own `except Exception` must not swallow it."""
 
 
-class _FailedError(Exception):
-    """What an asynchronous reward failed of, on its way out of the task group."""
-
-    def __init__(self, reward: Reward, error: BaseException):
-        super().__init__(reward.name)
-        self.reward = reward
-        self.error = error
+FAILURES = (Exception, asyncio.CancelledError, _TimeIsUpError)  # what a reward is blamed for; not an interrupt
 
 
 @dataclass(frozen=True)
@@ -79,33 +73,40 @@ def score(
 def _run(reward: Reward, batch: _Batch) -> Any:
     try:
         return _call(reward, batch, reward.timeout)
-    except (Exception, _TimeIsUpError) as error:
+    except FAILURES as error:
         raise _explained(reward, batch, error) from error
 
 
 def _run_together(rewards: Sequence[Reward], batch: _Batch) -> dict[str, Any]:
     """All at once; the first failure cancels the others."""
 
-    async def one(reward: Reward) -> Any:
-        try:
-            return await _awaited(reward, batch, reward.timeout)
-        except (Exception, _TimeIsUpError) as error:
-            raise _FailedError(reward, error) from error
+    values: dict[str, Any] = {}
+    failed: list[tuple[Reward, BaseException]] = []  # in the order in which they did
 
-    async def together() -> dict[str, Any]:
+    async def one(reward: Reward) -> None:
+        try:
+            values[reward.name] = await _awaited(reward, batch, reward.timeout)
+        except FAILURES as error:
+            failed.append((reward, error))
+            raise
+
+    async def together() -> None:
         async with asyncio.TaskGroup() as group:
-            tasks = {reward.name: group.create_task(one(reward)) for reward in rewards}
-        return {name: task.result() for name, task in tasks.items()}
+            for reward in rewards:
+                group.create_task(one(reward))
 
     if not rewards:
         return {}
     try:
         with _time_limit(max(reward.timeout for reward in rewards) + GRACE):
-            return asyncio.run(together())
-    except ExceptionGroup as group:
-        failed = group.exceptions[0]
-        assert isinstance(failed, _FailedError)
-        raise _explained(failed.reward, batch, failed.error) from failed.error
+            asyncio.run(together())
+    except (BaseExceptionGroup, asyncio.CancelledError, _TimeIsUpError):
+        # Who was ended by force, and clung to its time even so, has noted nothing.
+        failed += [(reward, _TimeIsUpError()) for reward in rewards if reward.name not in values]
+    if failed:
+        reward, error = failed[0]
+        raise _explained(reward, batch, error) from error
+    return values
 
 
 def _call(reward: Reward, batch: _Batch, seconds: float) -> Any:
@@ -122,7 +123,7 @@ async def _awaited(reward: Reward, batch: _Batch, seconds: float) -> Any:
     try:
         async with asyncio.timeout(seconds) as scope:
             return await answer
-    except TimeoutError:
+    except (TimeoutError, asyncio.CancelledError):
         if scope.expired():
             raise _TimeIsUpError from None
         raise
@@ -131,6 +132,7 @@ async def _awaited(reward: Reward, batch: _Batch, seconds: float) -> Any:
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise _TimeIsUpError in the block after `seconds`: also in a wait, and in a regular expression that runs wild.
+    What swallows it gets it again, every GRACE seconds.
 
     A function that uses SIGALRM itself (math_verify does) takes the timer over while it runs, and has limits of its
     own. Signals reach the main thread only: in another one there is no limit.
@@ -143,7 +145,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         yield
         return
     handler = signal.signal(signal.SIGALRM, time_is_up)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, GRACE)
     try:
         yield
     finally:
@@ -176,7 +178,7 @@ def _culprit(reward: Reward, batch: _Batch, kind: type[BaseException], share: fl
             _call(reward, batch.only(i), min(share, left))
         except kind:
             return i
-        except (Exception, _TimeIsUpError):
+        except FAILURES:
             continue
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -58,8 +59,8 @@ def collect(
     def draw(rows: Sequence[int]) -> list[Sample]:
         """G scored completions of each row, over all processes."""
         start = time.perf_counter()
-        first, last = (len(rows) * g * n // accelerator.num_processes for n in _place(accelerator))
-        requests, local_rows = _requests(rows, prompts, g, (config.seed, index, attempt), first, last)
+        mine = share(len(rows) * g, accelerator)
+        requests, local_rows = _requests(rows, prompts, g, (config.seed, index, attempt), mine)
         completions = engine.generate(requests, training_sampling(config.rollout))
         generated = time.perf_counter()
         samples = gather_object(score_completions(local_rows, completions, prompts, tokenizer, rewards))
@@ -94,7 +95,8 @@ def collect(
         **seconds,
     }
     if config.rollout.dynamic_sample:
-        metrics["dynamic_sampling/first_reward"] = first_reward
+        if not math.isnan(first_reward):
+            metrics["dynamic_sampling/first_reward"] = first_reward
         metrics["dynamic_sampling/resampled_groups"] = (len(sampled) - len(samples)) / g
     return replace(rollout, metrics=metrics), samples
 
@@ -104,8 +106,10 @@ def training_sampling(config: RolloutConfig) -> Sampling:
     return Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
 
 
-def _place(accelerator: Accelerator) -> tuple[int, int]:
-    return accelerator.process_index, accelerator.process_index + 1
+def share(count: int, accelerator: Accelerator) -> range:
+    """Which of `count` things this process does; none where there are more processes than things."""
+    place, processes = accelerator.process_index, accelerator.num_processes
+    return range(count * place // processes, count * (place + 1) // processes)
 
 
 def _matrix(samples: Sequence[Sample]) -> Tensor:
@@ -146,19 +150,18 @@ def score_completions(
 
 
 def _requests(
-    rows: Sequence[int], prompts: Prompts, g: int, seeds: tuple[int, ...], first: int, last: int
+    rows: Sequence[int], prompts: Prompts, g: int, seeds: tuple[int, ...], mine: range
 ) -> tuple[list[Request], list[int]]:
-    """Requests for completions `first` to `last` of the rows' groups, and the dataset row of each completion.
+    """Requests for the completions `mine` of the rows' groups, and the dataset row of each completion.
 
     A group may straddle two processes; its seeds go on where the other process's end.
     """
     requests: list[Request] = []
     local_rows: list[int] = []
-    for position in range(first // g, math.ceil(last / g)):
-        begin, end = max(first, position * g), min(last, (position + 1) * g)
-        row = rows[position]
-        requests.append(Request(prompts.ids[row], end - begin, derive_seed(*seeds, row) + begin - position * g))
-        local_rows += [row] * (end - begin)
+    for position, members in itertools.groupby(mine, lambda completion: completion // g):
+        row, (first, *others) = rows[position], members
+        requests.append(Request(prompts.ids[row], 1 + len(others), derive_seed(*seeds, row) + first % g))
+        local_rows += [row] * (1 + len(others))
     return requests, local_rows
 
 

@@ -23,8 +23,10 @@ class TransformersEngine:
         self.model: Any = model
         self.bf16 = bf16
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        end = getattr(model.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
-        self.end_ids = torch.tensor([end] if isinstance(end, int) else end)
+        # Both, as in vLLM: a chat model often ends its turns with another token than its tokenizer names.
+        named = getattr(model.generation_config, "eos_token_id", None)
+        named = named if isinstance(named, list) else [named]
+        self.end_ids = torch.tensor([end for end in {*named, tokenizer.eos_token_id} if end is not None])
 
     def sync_weights(self, model: nn.Module) -> None:
         self.model = model

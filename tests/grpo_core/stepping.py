@@ -133,6 +133,7 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator) -> dict[str
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(trainer, "set_up", return_value=session),
+        mock.patch.object(trainer, "fingerprint", return_value=""),
         mock.patch.object(accelerator, "end_training"),
     ):
         result = trainer.train(Path(folder), Path(folder))

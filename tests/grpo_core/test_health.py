@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 
-from grpo_core import update
+from grpo_core import trainer, update
+from grpo_core.config import dump_config, load_config
 from grpo_core.health import is_healthy, not_finite, observe
 from grpo_core.rollout.collect import NotFiniteError
 from grpo_core.sections import HealthConfig
 from grpo_core.session import TrainingError
 from grpo_core.trainer import train
-from tests.conftest import config_values, make_model, make_run, with_keys
+from tests.conftest import config_values, make_run, with_keys
 
 HEALTHY = {
     "frac_reward_zero_std": 0.2,
@@ -126,8 +128,8 @@ def test_a_batch_that_no_reward_scored_stops_the_training_at_once(values: dict[s
         _train(run)
 
 
+@pytest.mark.usefixtures("endless")
 def test_completions_that_never_end_stop_the_training_when_asked_to(values: dict[str, Any], tmp_path: Path) -> None:
-    values["model"]["name_or_path"] = str(make_model(tmp_path / "endless", eos_token_id=99))
     run = make_run(tmp_path / "run", with_keys(values, patience=2, clipped_length_action="stop"))
     with pytest.raises(TrainingError, match=r"step 2: completions/clipped_ratio = 1 is above 0\.9, 2 updates in a row"):
         _train(run)
@@ -150,7 +152,7 @@ def _break_once(monkeypatch: pytest.MonkeyPatch, at_calls: set[int]) -> None:
 def test_after_a_nan_training_goes_back_to_the_last_checkpoint_and_on_with_half_the_learning_rate(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _break_once(monkeypatch, {9})  # in the fifth update
+    _break_once(monkeypatch, {11})  # in the sixth update
     keys = {"not_finite_action": "roll_back", "max_steps": 6, "save_steps": 2, "lr_scheduler_type": "constant"}
     run = make_run(tmp_path / "run", with_keys(values, **keys))
     result = _train(run)
@@ -160,7 +162,104 @@ def test_after_a_nan_training_goes_back_to_the_last_checkpoint_and_on_with_half_
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert [step["learning_rate"] for step in steps] == [0.01] * 4 + [0.005] * 2
     (finding,) = _lines(run / "training" / "health.jsonl")
-    assert (finding["step"], finding["rule"], finding["action"]) == (5, "not_finite", "roll_back")
+    assert (finding["step"], finding["rule"], finding["action"]) == (6, "not_finite", "roll_back")
+
+
+def _break_the_weights_after(monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
+    """This update, once, leaves finite weights that no forward pass survives."""
+    original, done = trainer.update, False
+
+    def breaking(session: Any, micro_batches: Any, progress: Any) -> dict[str, float]:
+        nonlocal done
+        metrics = original(session, micro_batches, progress)
+        if progress.updates + 1 == updates and not done:
+            done = True
+            for parameter in session.model.parameters():
+                parameter.data.mul_(1e30)
+        return metrics
+
+    monkeypatch.setattr(trainer, "update", breaking)
+
+
+CONSTANT = {"max_steps": 6, "save_steps": 2, "save_total_limit": 1, "lr_scheduler_type": "constant"}
+
+
+def test_a_checkpoint_of_weights_that_the_next_step_finds_broken_is_not_gone_back_to(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _break_the_weights_after(monkeypatch, 4)
+    run = make_run(tmp_path / "run", with_keys(values, not_finite_action="roll_back", **CONSTANT))
+    result = _train(run)
+    assert result["roll_backs"] == 1
+    assert result["counted"] == result["planned"]
+    assert [finding["step"] for finding in _lines(run / "training" / "health.jsonl")] == [5]
+    rates = [step["learning_rate"] for step in _lines(run / "training" / "metrics.jsonl")]
+    assert rates == [0.01] * 2 + [0.005] * 4, "checkpoint 4 holds the broken weights, checkpoint 2 does not"
+
+
+def test_what_broken_weights_stopped_goes_on_from_before_them_once_it_may_roll_back(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _break_the_weights_after(monkeypatch, 4)
+    run = make_run(tmp_path / "run", with_keys(values, **CONSTANT))
+    for _ in range(2):
+        with pytest.raises(
+            TrainingError, match=r"after step 4: .* not finite.*health\.not_finite_action = 'roll_back'"
+        ):
+            _train(run)
+    (run / "config.toml").write_text(
+        dump_config(load_config(run / "config.toml", ["health.not_finite_action=roll_back"]))
+    )
+    result = _train(run)
+    assert (result["resumed_at_step"], result["roll_backs"]) == (4, 1)
+    rates = [step["learning_rate"] for step in _lines(run / "training" / "metrics.jsonl")]
+    assert rates == [0.01] * 2 + [0.005] * 4
+
+
+def test_a_roll_back_that_finds_no_whole_healthy_checkpoint_leaves_the_others(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", with_keys(values, not_finite_action="roll_back", **CONSTANT))
+    _train(run)
+    (run / "training" / "result.json").unlink()
+    checkpoints = run / "training" / "checkpoints"
+    assert sorted(folder.name for folder in checkpoints.iterdir()) == ["step-000002", "step-000004"]
+    (checkpoints / "step-000004" / "healthy").unlink()
+    (checkpoints / "step-000002" / "state.pt").write_bytes(b"cut off")
+    _break_once(monkeypatch, {1})
+    with pytest.warns(UserWarning, match="step-000002 is damaged"), pytest.raises(TrainingError, match="no healthy"):
+        _train(run)
+    assert sorted(folder.name for folder in checkpoints.iterdir()) == ["step-000002.damaged", "step-000004"]
+    assert _train(run)["resumed_at_step"] == 4
+
+
+def test_a_lowered_limit_of_roll_backs_counts_those_already_made(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _break_once(monkeypatch, {5, 7, 9})  # each time in the third update
+    run = make_run(tmp_path / "run", with_keys(values, not_finite_action="roll_back", max_roll_backs=2, **CONSTANT))
+    with pytest.raises(TrainingError, match="unhealthy again after 2 roll-backs"):
+        _train(run)
+    (run / "config.toml").write_text(dump_config(load_config(run / "config.toml", ["health.max_roll_backs=1"])))
+    _break_once(monkeypatch, {1})
+    with pytest.raises(TrainingError, match="unhealthy again after 2 roll-backs"):
+        _train(run)
+
+
+def test_weights_that_are_not_finite_are_never_saved(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = torch.optim.AdamW.step
+
+    def overflowing(self: Any, *arguments: Any) -> None:
+        step(self, *arguments)
+        self.param_groups[0]["params"][-1].data[0] = math.inf
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", overflowing)
+    run = make_run(tmp_path / "run", with_keys(values, save_steps=1, max_steps=1))
+    with pytest.raises(TrainingError, match="step 1: the weights after the update are not finite"):
+        _train(run)
+    assert not [path for path in (run / "training").rglob("*") if path.suffix in (".pt", ".safetensors")]
 
 
 def test_a_roll_back_reaches_the_checkpoint_from_before_the_limit_was_first_broken(

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -21,7 +22,7 @@ from grpo_core.data import Prompts, rollout_prompts
 from grpo_core.plan import load_plan
 from grpo_core.policy import Policy, load_model
 from grpo_core.rewards.contract import resolve
-from grpo_core.rollout.collect import score_completions
+from grpo_core.rollout.collect import _requests, score_completions, share
 from grpo_core.sections import RewardConfig
 from grpo_core.session import TrainingError
 from grpo_core.trainer import train
@@ -217,6 +218,21 @@ def test_adaptive_entropy_raises_its_weight_below_the_target_and_lowers_it_above
     assert [step["entropy_coef"] for step in high] == [0, 0, 0, 0]
 
 
+@pytest.mark.usefixtures("endless")
+def test_an_update_without_a_trained_token_says_nothing_about_entropy_and_adapts_nothing(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.test_options:only_odd_prompts"}]
+    adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 50.0}
+    keys = {"mask_truncated_completions": True, "entropy_action": "stop", "patience": 1, **adaptive}
+    run = _train(tmp_path / "run", values, **keys, max_steps=3, save_steps=2)
+    for step in _metrics(run):
+        assert (step["loss"], step["grad_norm"]) == (0, 0)
+        assert not {"entropy", "sampling/sampling_logp_difference/mean"} & step.keys()
+    assert _checkpoint(run, 2)["progress"]["entropy_coef"] == 0.01
+    assert "no token trained" in capsys.readouterr().out
+
+
 def test_an_entropy_bonus_keeps_the_policy_more_varied(values: dict[str, Any], tmp_path: Path) -> None:
     plain = _metrics(_train(tmp_path / "plain", values, max_steps=12))
     varied = _metrics(_train(tmp_path / "varied", values, max_steps=12, entropy_coef=1.0))
@@ -249,12 +265,48 @@ def test_groups_without_signal_are_replaced_by_fresh_prompts(values: dict[str, A
         assert Counter(Counter(table["prompt"]).values()) == {4: 4}, "whole groups, each of another prompt"
 
 
+def only_odd_prompts_apply(prompts: list[str], completion_ids: list[list[int]]) -> list[float | None]:
+    values = only_odd_prompts(prompts, completion_ids)
+    return [value if int(p.split("+")[0]) % 2 else None for value, p in zip(values, prompts, strict=True)]
+
+
+def test_a_first_draw_that_no_reward_scored_is_replaced_and_has_no_first_reward(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.test_options:only_odd_prompts_apply"}]
+    keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 6}
+    steps = _metrics(_train(tmp_path / "run", values, **keys, dynamic_sample=True, max_resample_times=20))
+    unscored = [step for step in steps if "dynamic_sampling/first_reward" not in step]
+    assert 0 < len(unscored) < len(steps) == 6
+    assert all(step["dynamic_sampling/resampled_groups"] > 0 for step in unscored)
+
+
 def test_replacements_end_at_their_bound(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "tests.grpo_core.test_health:constant"}]
     run = _train(tmp_path / "run", values, dynamic_sample=True, max_resample_times=2)
     plan = load_plan(run / "plan.json")
     assert _result(run)["sampled_completions"] == plan.max_completions == 3 * plan.completions
     assert {step["frac_reward_zero_std"] for step in _metrics(run)} == {1}
+
+
+@pytest.mark.parametrize(("processes", "g", "groups"), [(8, 4, 1), (4, 2, 1), (3, 2, 1), (8, 6, 2), (2, 3, 3)])
+def test_processes_share_groups_out_whatever_their_number_and_ask_for_nothing_twice_or_in_vain(
+    processes: int, g: int, groups: int
+) -> None:
+    rows, prompts = list(range(groups)), Prompts([{}] * groups, [[row] for row in range(groups)])
+
+    def drawn(processes: int) -> list[tuple[list[int], int]]:
+        found = []
+        for place in range(processes):
+            mine = share(groups * g, SimpleNamespace(process_index=place, num_processes=processes))
+            requests, local_rows = _requests(rows, prompts, g, (0, 0, 0), mine)
+            assert all(request.num_completions > 0 for request in requests)
+            assert local_rows == [r.prompt_ids[0] for r in requests for _ in range(r.num_completions)]
+            found += [(r.prompt_ids, r.seed + i) for r in requests for i in range(r.num_completions)]
+        return found
+
+    assert drawn(processes) == drawn(1)
+    assert len(drawn(1)) == groups * g
 
 
 def test_a_process_without_a_share_of_the_prompts_scores_nothing(model_folder: Path) -> None:

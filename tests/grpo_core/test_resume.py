@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,11 +18,12 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from grpo_core import trainer
 from grpo_core.checkpoint import CheckpointError
 from grpo_core.config import dump_config, load_config
 from grpo_core.plan import load_plan
 from grpo_core.trainer import train
-from tests.conftest import config_values, make_run, with_keys
+from tests.conftest import config_values, make_run, with_keys, write_sums
 from tests.grpo_core.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +132,61 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_none(values: dict[str, Any]
     _assert_same(run, whole)
 
 
+@pytest.mark.parametrize("left", ["state.pt", "manifest.json"])
+def test_half_an_older_checkpoint_disturbs_no_later_one(values: dict[str, Any], tmp_path: Path, left: str) -> None:
+    run, whole = _interrupted(values, tmp_path)
+    checkpoints = run / "training" / "checkpoints"
+    shutil.rmtree(checkpoints / "step-000004")
+    half = checkpoints / "step-000000"
+    half.mkdir()
+    (half / "healthy").touch()
+    (half / left).write_bytes((checkpoints / "step-000002" / left).read_bytes()[:20])
+    train(run, run / "training")
+    assert sorted(folder.name for folder in checkpoints.iterdir()) == ["step-000002", "step-000004"]
+    assert (checkpoints / "step-000002" / "healthy").exists()
+    _assert_same(run, whole)
+
+
+def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_it(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, whole = (make_run(tmp_path / name, with_keys(values, save_steps=1, save_total_limit=1)) for name in "rw")
+    train(whole, whole / "training")
+    rmtree = shutil.rmtree
+
+    def killed(path: Path, **options: Any) -> None:
+        for file in sorted(Path(path).glob("[mr]*")):
+            file.unlink()
+            raise KeyboardInterrupt
+        rmtree(path, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        train(run, run / "training")
+    names = sorted(folder.name for folder in (run / "training" / "checkpoints").iterdir())
+    assert names == ["step-000001.tmp", "step-000002", "step-000003"]
+    train(run, run / "training")
+    _assert_same(run, whole)
+
+
+def test_what_was_stopped_early_and_killed_before_its_result_has_the_metrics_of_its_last_step(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"save_steps": 1, "eval_steps": 1, "early_stopping_patience": 1, "learning_rate": 1e-9}
+    run = make_run(tmp_path / "run", with_keys(values, **keys))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trainer, "save_model", _interrupt)
+        train(run, run / "training")
+    result = train(run, run / "training")
+    last = json.loads((run / "training" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert result["resumed_at_step"] == result["stopped_early_at_step"] == last.pop("step")
+    assert result["metrics"] == last
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def drawing(completions: list[str]) -> list[float | None]:
     return [random.random() + np.random.rand() + float(torch.rand(())) for _ in completions]
 
@@ -159,12 +216,38 @@ def test_a_checkpoint_of_another_configuration_is_refused(values: dict[str, Any]
         train(run, run / "training")
 
 
-@pytest.mark.parametrize("limit", ["health.max_kl=3", "rewards.0.timeout=7", "rollout.max_sync_drift=0.5"])
-def test_a_limit_that_only_watches_may_be_changed_and_the_training_goes_on(
-    values: dict[str, Any], tmp_path: Path, limit: str
+@pytest.mark.parametrize("changed", ["train", "eval", "reward"])
+def test_a_checkpoint_of_other_data_or_rewards_is_refused(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    (tmp_path / "own_rewards.py").write_text(
+        "def f(completion_ids): return [float(len(ids)) for ids in completion_ids]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
+    values["rewards"] = [{"function": "own_rewards:f"}]
+    values["train"]["eval_steps"] = 3
+    run, _ = _interrupted(values, tmp_path)
+    if changed == "reward":
+        with (tmp_path / "own_rewards.py").open("a") as file:
+            file.write("# another\n")
+    else:
+        write_sums(run / "dataset" / f"{changed}.parquet", 70, 94)
+    with pytest.raises(CheckpointError, match="with other data or other reward functions"):
+        train(run, run / "training")
+
+
+WATCHING = ["health.max_kl=3", "rewards.0.timeout=7", "rollout.max_sync_drift=0.5"]
+RESOURCES = ["rollout.gpu_memory_utilization=0.5", "rollout.cpu_kv_cache_gib=2", "train.gradient_checkpointing=true"]
+DISK = ["train.save_steps=1", "train.save_total_limit=1"]
+
+
+@pytest.mark.parametrize("keys", [WATCHING, RESOURCES, DISK], ids=["limits", "memory", "disk"])
+def test_a_key_that_results_do_not_follow_from_may_be_changed_and_the_training_goes_on(
+    values: dict[str, Any], tmp_path: Path, keys: list[str]
 ) -> None:
     run, whole = _interrupted(values, tmp_path)
-    (run / "config.toml").write_text(dump_config(load_config(run / "config.toml", [limit])))
+    (run / "config.toml").write_text(dump_config(load_config(run / "config.toml", keys)))
     train(run, run / "training")
     _assert_same(run, whole)
 

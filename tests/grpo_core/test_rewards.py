@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_a_function_gets_the_rollout_the_columns_and_its_arguments(
     body += "    return [bonus * (c == a) for c, a in zip(completions, answer)]\n"
     config = _module(tmp_path, monkeypatch, body).model_copy(update={"args": {"bonus": 3}})
     reward = resolve(config)
-    assert reward.columns == ("answer",)
+    assert reward.columns == {"answer": Any}
     assert score([reward], ROWS, ["2", "5"], [[1], [2]]) == [[3, 0]]
 
 
@@ -204,6 +205,44 @@ def test_a_coroutine_that_awaits_for_ever_is_ended_and_cancels_the_others(
     with pytest.raises(RewardError, match="reward 'f' did not come back"):
         score([resolve(other), resolve(short)], ROWS, ["a", "b"], [[1], [2]])
     assert importlib.import_module(config.function.partition(":")[0]).ended == [1]
+
+
+CLINGING = {
+    "a long clean-up": "    try: await asyncio.sleep(60)\n    finally: await asyncio.sleep(60)\n",
+    "cancellation swallowed": "    for _ in range(4):\n        try: await asyncio.sleep(60)\n"
+    "        except BaseException: pass\n",
+}
+
+
+@pytest.mark.parametrize("body", CLINGING.values(), ids=CLINGING)
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_coroutine_that_clings_to_its_time_is_ended_by_force_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, alone: bool
+) -> None:
+    monkeypatch.setattr(scoring, "GRACE", 0.1)
+    body = (
+        f"import asyncio\nasync def g(completions): return [1.0] * len(completions)\nasync def f(completions):\n{body}"
+    )
+    config = _module(tmp_path, monkeypatch, body).model_copy(update={"timeout": 0.2})
+    other = config.model_copy(update={"function": config.function.replace(":f", ":g")})
+    rewards = [resolve(config)] if alone else [resolve(other), resolve(config)]
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"reward 'f' did not come back within 0\.2 s"):
+        score(rewards, ROWS, ["a", "b"], [[1], [2]])
+    assert time.monotonic() - start < 10
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("keyword", ["def", "async def"])
+def test_a_function_that_says_it_was_cancelled_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keyword: str
+) -> None:
+    body = f"import asyncio\n{keyword} f(completions): raise asyncio.CancelledError('the client gave up')\n"
+    body += "async def g(completions): return [1.0] * len(completions)\n"
+    config = _module(tmp_path, monkeypatch, body)
+    other = config.model_copy(update={"function": config.function.replace(":f", ":g")})
+    with pytest.raises(RewardError, match="reward 'f' raised CancelledError: the client gave up for prompt '1"):
+        score([resolve(other), resolve(config)], ROWS, ["a", "b"], [[1], [2]])
 
 
 def test_asynchronous_functions_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,18 @@ def test_the_end_token_ends_a_completion_and_the_limit_truncates_one(model: Any,
         assert not completion.truncated or len(completion.ids) == 6
 
 
+@pytest.mark.parametrize("named", [5, [5, 6], None])
+def test_the_generation_configs_end_tokens_and_the_tokenizers_end_a_completion(
+    model_folder: Path, tokenizer: Any, named: int | list[int] | None
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    model.generation_config.eos_token_id = named
+    ends = {tokenizer.eos_token_id, *([] if named is None else [named] if isinstance(named, int) else named)}
+    completions = TransformersEngine(model, tokenizer).generate(_requests(tokenizer, n=100), Sampling(8, 1.0))
+    assert {completion.ids[-1] for completion in completions if not completion.truncated} == ends
+    assert not any(ends & set(completion.ids[:-1]) for completion in completions)
+
+
 def test_greedy_is_what_generate_does(model: Any, tokenizer: Any) -> None:
     requests = _requests(tokenizer, n=1)
     completions = TransformersEngine(model, tokenizer).generate(requests, Sampling(8))

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from accelerate.state import AcceleratorState
 from torch import nn
@@ -110,6 +112,20 @@ def test_the_probe_is_fixed_short_and_has_a_score_for_a_prompt_of_one_token() ->
     assert len(sequences) == 8
     assert sequences[0] == [0, 99]
     assert all(2 <= len(ids) <= 64 and ids[-1] == 99 for ids in sequences)
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_prompts_and_completions_of_one_token_are_probed_too(
+    values: dict[str, Any], tmp_path: Path, engine: str
+) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
+    run = make_run(tmp_path / "run", with_keys(values, engine=engine, max_completion_length=1, max_steps=2))
+    pq.write_table(pa.table({"prompt": [str(i % 10) for i in range(24)]}), run / "dataset" / "train.parquet")
+    command = [sys.executable, "-m", "grpo_core.train", str(run)]
+    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["sampling/sync_drift"] < 1e-4 for step in steps] == [True] * 2
 
 
 @pytest.mark.slow

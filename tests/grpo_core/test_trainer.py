@@ -23,7 +23,7 @@ from grpo_core.plan import load_plan
 from grpo_core.rewards.contract import RewardError
 from grpo_core.session import TrainingError
 from grpo_core.trainer import train
-from tests.conftest import config_values, make_model, make_run, with_keys
+from tests.conftest import config_values, make_run, with_keys
 from tests.grpo_core.launching import REWARD, TWO_PROCESSES, finish, started
 
 # Some gradients are zero but for rounding (a key bias, under softmax); Adam with its usual epsilon would make a full
@@ -105,18 +105,17 @@ def test_half_the_batch_with_twice_the_accumulation_is_the_same_update(
     _close(whole, _train(tmp_path / "halves", values, **halves))
 
 
+@pytest.mark.usefixtures("endless")
 @pytest.mark.parametrize("masked", [True, False])
 def test_truncated_completions_move_the_model_unless_they_are_masked(
-    values: dict[str, Any], tmp_path: Path, masked: bool
+    values: dict[str, Any], tmp_path: Path, model_folder: Path, masked: bool
 ) -> None:
-    endless = make_model(tmp_path / "endless", eos_token_id=99)
-    values["model"]["name_or_path"] = str(endless)
     values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
     run = _train(tmp_path / "run", values, mask_truncated_completions=masked)
     metrics = _metrics(run)
     assert {step["completions/clipped_ratio"] for step in metrics} == {1}
     assert metrics[0]["frac_reward_zero_std"] < 1
-    before, after = load_file(endless / "model.safetensors"), _weights(run)
+    before, after = load_file(model_folder / "model.safetensors"), _weights(run)
     assert masked == all(torch.equal(before[name], after[name]) for name in before)
 
 

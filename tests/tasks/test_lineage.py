@@ -33,8 +33,9 @@ def _stale(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         ("data", "eval_split", "validation", "validate"),
         ("train", "max_steps", 9, "plan"),
         ("rollout", "temperature", 0.7, "plan"),
-        ("model", "lora_r", 8, "train"),
-        ("algorithm", "beta", 0.1, "train"),
+        ("model", "lora_r", 8, "plan"),
+        ("algorithm", "beta", 0.1, "plan"),
+        ("algorithm", "epsilon", 0.1, "train"),
         ("evaluation", "confidence", 0.9, "evaluate"),
         ("registry", "alias", "challenger", "register"),
     ],
@@ -59,6 +60,35 @@ def test_a_limit_of_a_reward_is_tried_anew_and_trains_nothing_again(values: dict
         edited = copy.deepcopy(values)
         edited["rewards"][0][key] = value
         assert _stale(values, edited) == ["validate"]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("rollout", "gpu_memory_utilization", 0.5),
+        ("rollout", "cpu_kv_cache_gib", 2),
+        ("train", "save_steps", 7),
+        ("train", "save_total_limit", 7),
+    ],
+)
+def test_memory_and_disk_are_no_reason_to_run_a_stage_again(
+    values: dict[str, Any], section: str, key: str, value: Any
+) -> None:
+    edited = copy.deepcopy(values)
+    edited[section][key] = value
+    assert _stale(values, edited) == []
+
+
+def test_recomputing_activations_changes_the_forecast_and_trains_nothing_again(values: dict[str, Any]) -> None:
+    edited = copy.deepcopy(values)
+    edited["train"]["gradient_checkpointing"] = True
+    assert _stale(values, edited) == ["plan"]
+
+
+def test_how_an_evaluation_is_reported_concerns_no_training(values: dict[str, Any]) -> None:
+    values["train"]["eval_steps"] = 2
+    reported = {"evaluation": {"confidence": 0.9, "bootstrap_resamples": 500}}
+    assert _stale(values, {**values, **reported}) == ["evaluate", "register"]
 
 
 def test_how_evaluations_sample_concerns_a_training_that_evaluates(values: dict[str, Any]) -> None:
@@ -104,3 +134,16 @@ def test_a_changed_line_in_a_reward_function_trains_again(
     module.write_text("def shorter(completions):\n    return [-2 * len(c) for c in completions]\n")
     after = lineage_keys(parse_config(values))
     assert [stage for stage in STAGES if after[stage] != before[stage]] == STAGES
+
+
+def test_an_object_that_can_be_called_is_a_reward_with_a_source(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "object_rewards.py"
+    body = "class Shorter:\n    def __call__(self, completions):\n        return [{factor} * len(c) for c in completions]\n"
+    module.write_text(body.format(factor=-1) + "shorter = Shorter()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    values["rewards"] = [{"function": "object_rewards:shorter"}]
+    before = lineage_keys(parse_config(values))
+    module.write_text(body.format(factor=-2) + "shorter = Shorter()\n")
+    assert lineage_keys(parse_config(values))["train"] != before["train"]
