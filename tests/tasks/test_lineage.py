@@ -140,7 +140,7 @@ def test_an_object_that_can_be_called_is_a_reward_with_a_source(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "object_rewards.py"
-    body = "class Shorter:\n    def __call__(self, completions):\n        return [{factor} * len(c) for c in completions]\n"
+    body = "class Shorter:\n    def __call__(self, completions):\n        return [{factor} * len(completions)]\n"
     module.write_text(body.format(factor=-1) + "shorter = Shorter()\n")
     monkeypatch.syspath_prepend(tmp_path)
     values["rewards"] = [{"function": "object_rewards:shorter"}]
