@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from flows.environment import configure
 from flows.planning import plan
@@ -38,11 +41,12 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     with prefect_api() as url:
         console.print(f"Prefect's UI while this runs: {url.removesuffix('/api')}", highlight=False)
         from flows.pipeline import pipeline
+        from grpo_core.rewards.contract import RewardError
         from tasks.stage import StageError
 
     try:
         folder = pipeline(resolved)
-    except (StageError, PlanError) as error:
+    except (StageError, PlanError, RewardError) as error:
         _fail(f"{resolved.name}: {error}", code=1)
     _summary(folder, time.monotonic() - start)
 
@@ -50,10 +54,9 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
 @app.command()
 def keys() -> None:
     """List every configuration key: default, bounds or choices, meaning."""
-    table = Table("key", "default", "accepts", "meaning", box=None)
     for key, default, accepts, meaning in describe_keys():
-        table.add_row(key, default, accepts, meaning)
-    console.print(table)
+        console.print(f"{key} = {default or '(none)'}   [{accepts}]", style="bold", markup=False, highlight=False)
+        console.print(Padding(Text(meaning), (0, 0, 0, 4)))
 
 
 @app.command()
@@ -74,11 +77,13 @@ def up(
         ],
     }
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # Prefect's pages ask the default port otherwise, whatever port they are served on.
+    environment = {**os.environ, "PREFECT_UI_API_URL": f"http://127.0.0.1:{prefect_port}/api"}
     servers = []
     try:
         for name, command in commands.items():
             console.print(name)
-            servers.append(subprocess.Popen([sys.executable, "-m", *command, "--host", "127.0.0.1"]))
+            servers.append(subprocess.Popen([sys.executable, "-m", *command, "--host", "127.0.0.1"], env=environment))
         console.print("Ctrl-C stops both.")
         for server in servers:
             server.wait()

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_core.config import ConfigError, RunConfig, load_config, parse_config
-from grpo_core.forecast import PromptLengths, forecast, useful_groups
+from grpo_core.forecast import PromptLengths, forecast, forecast_rows, useful_groups
 from grpo_core.plan import Plan, PlanError, make_plan, plan_inputs, updates_done
 from grpo_core.recipes import NEWEST, Recipe, RecipeError, System, read_recipe, recipe_inputs
 from grpo_core.rules import PlanInputs, Rules
@@ -165,8 +165,8 @@ def _prompt_lengths(config: RunConfig, given: int | None) -> PromptLengths:
     if given:
         return PromptLengths(given, given, "given")
     report = storage_root() / "runs" / config.name / "dataset" / "report.json"
-    if report.is_file():
-        figures = json.loads(report.read_text())["lengths"]["train"]
+    figures = json.loads(report.read_text()).get("lengths", {}).get("train") if report.is_file() else None
+    if figures:
         return PromptLengths(figures["mean"], figures["max"], f"from the validated data of run {config.name}")
     return PromptLengths(ASSUMED_PROMPT_TOKENS, ASSUMED_PROMPT_TOKENS, "assumed; --prompt-tokens says better")
 
@@ -187,7 +187,10 @@ def _show(answer: Mapping[str, Any]) -> None:
     for note in answer["notes"]:
         console.print(note, style="yellow", markup=False, highlight=False)
     if answer["forecasts"]:
-        console.print(_forecast_table(answer["forecasts"]))
+        table = Table("forecast", "value", "how")
+        for row in forecast_rows(answer["forecasts"]):
+            table.add_row(*map(escape, row))
+        console.print(table)
 
 
 def _fixes_table(fixes: list[dict[str, Any]]) -> Table:
@@ -197,30 +200,3 @@ def _fixes_table(fixes: list[dict[str, Any]]) -> Table:
         kept = "same batch" if fix["keeps_generation_batch"] else ""
         table.add_row(", ".join(changes), f"{fix['generation_batch_size']:,}", kept)
     return table
-
-
-def _forecast_table(forecasts: Mapping[str, Any]) -> Table:
-    table = Table("forecast", "value", "how")
-    for name, found in forecasts.items():
-        how = escape(found.get("how", ""))
-        if "error" in found:
-            table.add_row(name, "–", escape(found["error"]))
-        elif name == "memory":
-            table.add_row("peak memory a GPU", _size(found["peak_memory_gib"]), how)
-            for part, size in found["parts_gib"].items():
-                if size:
-                    table.add_row(f"  {part}", _size(size), "")
-        elif name == "time":
-            table.add_row("wall time", _duration(found["wall_time_hours"]), how)
-            table.add_row("GPU hours", f"{found['gpu_hours']:.2f}", "")
-        else:
-            table.add_row("groups with a signal", f"{found['share']:.1%}", how)
-    return table
-
-
-def _size(gib: float) -> str:
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{1024 * gib:.1f} MiB"
-
-
-def _duration(hours: float) -> str:
-    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{3600 * hours:.0f} s"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,3 +208,26 @@ def sampling_engine(config: RunConfig) -> str:
     if config.rollout.engine != "auto":
         return config.rollout.engine
     return "vllm" if shutil.which("nvidia-smi") else "transformers"
+
+
+def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """The forecasts as a person reads them: what, how much, how it was got."""
+    for name, found in forecasts.items():
+        if "error" in found:
+            yield name.replace("_", " "), "–", found["error"]
+        elif name == "memory":
+            yield "peak memory a GPU", _size(found["peak_memory_gib"]), found["how"]
+            yield from ((f"  {part}", _size(size), "") for part, size in found["parts_gib"].items() if size)
+        elif name == "time":
+            yield "wall time", _duration(found["wall_time_hours"]), found["how"]
+            yield "GPU hours", f"{found['gpu_hours']:.2f}", ""
+        else:
+            yield "groups with a signal", f"{found['share']:.1%}", found["how"]
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{1024 * gib:.1f} MiB"
+
+
+def _duration(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{3600 * hours:.1f} s"

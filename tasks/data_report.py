@@ -69,7 +69,9 @@ def draw_lengths(lengths: Mapping[str, pl.Series], room: Mapping[str, int | None
         first, last = values.min(), values.max()
         edges = np.arange(first, last + 1 + (step := (last - first) // BINS + 1), step) - 0.5
         axes.hist(values, bins=edges, color="#3366aa")
-        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        axes.set_xlim(left=min(edges[0], last - 3), right=max(edges[-1], first + 3))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator("auto", integer=True))
         axes.set(title=f"{name}: {len(values):,} prompts", xlabel="tokens", ylabel="prompts")
         limit = room[name]
         if limit is not None and limit < 2 * last:

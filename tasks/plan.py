@@ -10,7 +10,7 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
-from grpo_core.forecast import PromptLengths, forecast
+from grpo_core.forecast import PromptLengths, forecast, forecast_rows
 from grpo_core.plan import make_plan, plan_inputs
 from tasks.sources import list_pass_rates
 from tasks.stage import PLAN, VALIDATE, Context, run_stage
@@ -48,12 +48,7 @@ def _work(context: Context) -> dict[str, Any]:
         earlier_throughput(config),
         list_pass_rates(config.data),
     )
-    table = [{"quantity": name, "value": value, "how": ""} for name, value in figures.items()]
-    table += [
-        {"quantity": f"forecast: {name}, {key}", "value": value, "how": found["how"]}
-        for name, found in forecasts.items()
-        for key, value in found.items()
-        if isinstance(value, float)
-    ]
+    table = [{"quantity": name, "value": f"{value:,}", "how": ""} for name, value in figures.items()]
+    table += [{"quantity": name, "value": value, "how": how} for name, value, how in forecast_rows(forecasts)]
     create_table_artifact(key="plan", table=table)
     return {"plan": figures, "forecasts": forecasts}

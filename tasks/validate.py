@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import polars as pl
 from prefect import get_run_logger, task
@@ -15,6 +15,7 @@ from prefect.client.schemas.objects import State
 
 from grpo_core.config import RunConfig
 from grpo_core.rewards.contract import RewardError, resolve
+from grpo_core.sections import DataChecks
 from tasks.contract import check, needed_columns
 from tasks.data_report import FINDINGS, count_findings, length_figures, markdown, write_report
 from tasks.lengths import ModelError, load_tokenizer_and_context, sample_lengths
@@ -153,9 +154,14 @@ def _refusal(screened: Screened, folder: Path) -> str:
     if counts:
         lines.append(
             f"All of them: {folder / FINDINGS}. Mend the data, or have such rows left out or kept: "
-            + ", ".join(f"data.checks.{name} = 'drop' or 'warn'" for name in dict.fromkeys(broken))
+            + ", ".join(f"data.checks.{name} = {_ways_out(name)}" for name in dict.fromkeys(broken))
         )
     return "the data breaks its contract:\n" + "\n".join(lines)
+
+
+def _ways_out(name: str) -> str:
+    allowed = get_args(DataChecks.model_fields[name].annotation)
+    return " or ".join(repr(severity) for severity in allowed if severity != "error")
 
 
 def _rehearse(context: Context) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def test_a_refusal_says_all_at_once_and_leaves_a_report(storage: Path, model_fol
     assert "blank_prompt (prompt is not blank): broken by 1 rows of train" in message
     assert "train row 7, answer: None breaks missing_value" in message
     assert "train row 0, prompt: '111" in message
-    assert "data.checks.blank_prompt = 'drop' or 'warn'" in message
+    assert "data.checks.blank_prompt = 'drop', data.checks.long_prompt = 'drop', data.checks.missing_value" in message
     rejected = run / "dataset.rejected"
     assert pl.read_csv(rejected / "findings.csv").height == 3
     broken = {found["check"] for found in json.loads((rejected / "report.json").read_text())["findings"]}
