@@ -1,12 +1,17 @@
-"""Rollouts → the micro-batches of one update on one process: plain tensors, right-padded, weights included."""
+"""Rollouts → what one update trains on one process: plain tensors, right-padded, weights included.
+
+The weights carry an update's whole normalisation, so its rows may go through the model in any order and any cut: those
+without a gradient are left out, the others sorted by length and packed, so that little of a pass is padding.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_core.config import RunConfig
 from grpo_core.losses import LossType, token_weights
@@ -20,15 +25,19 @@ class Sequences:
 
     input_ids: Tensor  # (B, L) int64
     prompt_lengths: Tensor  # (B,) int64
-    num_completion_tokens: int  # T
+    completion_lengths: Tensor  # (B,) int64; their largest is T
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.prompt_lengths + self.completion_lengths
 
     def to(self, device: torch.device) -> Sequences:
-        return Sequences(self.input_ids.to(device), self.prompt_lengths.to(device), self.num_completion_tokens)
+        return Sequences(*(tensor.to(device) for tensor in vars(self).values()))
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward/backward needs; every tensor's rows are the same completions."""
+    """What a forward/backward needs; every tensor's rows are the same completions."""
 
     sequences: Sequences
     mask: Tensor  # (B, T)
@@ -40,6 +49,9 @@ class MicroBatch:
     keep: Tensor | None  # (B, T) see losses.top_entropy_mask
     entropy_weights: Tensor  # (B, T) of the entropy bonus: its mean over the tokens that are kept
 
+    def to(self, device: torch.device) -> MicroBatch:
+        return replace(self, **{name: v.to(device) for name, v in vars(self).items() if v is not None})
+
 
 def join(rollout: Rollout, rows: Sequence[int]) -> Sequences:
     """The given rows of a rollout as sequences, on the CPU."""
@@ -49,17 +61,15 @@ def join(rollout: Rollout, rows: Sequence[int]) -> Sequences:
         for row, length in zip(rows, lengths, strict=True)
     ]
     prompt_lengths = torch.tensor([len(rollout.prompt_ids[row]) for row in rows])
-    return Sequences(pad(sequences, torch.int64), prompt_lengths, max(lengths))
+    return Sequences(pad(sequences, torch.int64), prompt_lengths, torch.tensor(lengths))
 
 
-def micro_batch(
-    rollout: Rollout, rows: Sequence[int], plan: Plan, config: RunConfig, micro_steps: int, device: torch.device
-) -> MicroBatch:
-    """The given rows of a rollout, weighted as one of the `micro_steps` of an update."""
+def micro_batch(rollout: Rollout, rows: Sequence[int], plan: Plan, config: RunConfig, micro_steps: int) -> MicroBatch:
+    """The given rows of a rollout, weighted as one of the `micro_steps` of an update, on the CPU."""
     sequences = join(rollout, rows)
 
     def take(values: Tensor) -> Tensor:
-        return values[rows, : sequences.num_completion_tokens].to(device)
+        return values[rows, : int(sequences.completion_lengths.max())]
 
     def weights(loss_type: LossType, trained: Tensor) -> Tensor:
         return token_weights(
@@ -75,12 +85,12 @@ def micro_batch(
     mask = rollout.completion_mask
     kept = mask if rollout.keep is None else mask * rollout.keep
     return MicroBatch(
-        sequences=sequences.to(device),
+        sequences=sequences,
         mask=take(mask),
         weights=weights(config.algorithm.loss_type, mask),
         # A mean over tokens whatever the loss type, so that entropy_coef means the same for all.
         entropy_weights=weights("dapo", kept),
-        advantages=rollout.advantages[rows].to(device),
+        advantages=rollout.advantages[rows],
         sampling_logprobs=take(rollout.sampling_logprobs),
         old_logprobs=None if rollout.old_logprobs is None else take(rollout.old_logprobs),
         ref_logprobs=None if rollout.ref_logprobs is None else take(rollout.ref_logprobs),
@@ -88,10 +98,51 @@ def micro_batch(
     )
 
 
-def cut(batch: MicroBatch, rows: int) -> Iterator[MicroBatch]:
-    """The micro-batch in parts of at most `rows` completions; weights go with their rows, so nothing else changes."""
-    for start in range(0, len(batch.mask), rows):
-        part = slice(start, start + rows)
-        ids, lengths = batch.sequences.input_ids[part], batch.sequences.prompt_lengths[part]
-        tensors = {name: value[part] for name, value in vars(batch).items() if isinstance(value, Tensor)}
-        yield replace(batch, sequences=Sequences(ids, lengths, batch.sequences.num_completion_tokens), **tensors)
+def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
+    """The rows of all batches in one, padded to the longest."""
+
+    def rows(name: str) -> Tensor | None:
+        tensors = [getattr(batch, name) for batch in batches]
+        return None if tensors[0] is None else _stack(tensors)
+
+    fields = [field.name for field in dataclasses.fields(Sequences)]
+    parts = {name: _stack([getattr(batch.sequences, name) for batch in batches]) for name in fields}
+    names = [field.name for field in dataclasses.fields(MicroBatch) if field.name != "sequences"]
+    return MicroBatch(Sequences(**parts), **{name: rows(name) for name in names})  # type: ignore[arg-type]
+
+
+def trained(batch: MicroBatch) -> MicroBatch:
+    """The rows whose policy term has a gradient; one without if there are none, so that every process has figures.
+
+    A completion without advantage, of a group whose rewards are all equal or just at its mean, adds nothing to the
+    gradient of any loss type; neither does one without a token in the loss. The weights stay, and with them the
+    normalisation.
+    """
+    matters = ((batch.advantages != 0) & (batch.mask.sum(1) > 0)).nonzero().flatten()
+    return take(batch, matters if len(matters) else batch.sequences.lengths.argmin()[None])
+
+
+def pack(batch: MicroBatch, tokens: int) -> Iterator[MicroBatch]:
+    """The batch in parts of at most `tokens` tokens, padding included (one row at least), of rows of like length."""
+    lengths, order = batch.sequences.lengths.sort(descending=True, stable=True)
+    start = 0
+    while start < len(order):
+        end = start + max(1, tokens // int(lengths[start]))
+        yield take(batch, order[start:end])
+        start = end
+
+
+def take(batch: MicroBatch, rows: Tensor) -> MicroBatch:
+    """Some rows of a batch, padded to the longest of them."""
+    chosen = Sequences(*(tensor[rows] for tensor in vars(batch.sequences).values()))
+    chosen = replace(chosen, input_ids=chosen.input_ids[:, : int(chosen.lengths.max())])
+    width = int(chosen.completion_lengths.max())
+    tensors = {name: value[rows] for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return replace(batch, sequences=chosen, **{name: v[:, :width] if v.ndim == 2 else v for name, v in tensors.items()})
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    if tensors[0].ndim == 1:
+        return torch.cat(list(tensors))
+    width = max(tensor.shape[1] for tensor in tensors)
+    return torch.cat([nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors])

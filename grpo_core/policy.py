@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.batching import Sequences
+from grpo_core.head import chosen_logprobs
 from grpo_core.sections import ModelConfig
 
 
@@ -68,6 +70,26 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def decoder(model: Any) -> Any:
+    """What gives the last hidden states, with the adapter in place if there is one."""
+    return (model.get_base_model() if hasattr(model, "get_base_model") else model).get_decoder()
+
+
+@torch.no_grad()
+def plain_output_layer(model: Any) -> nn.Linear | None:
+    """The linear layer that makes the logits of the decoder's output, where that is all there is to it.
+
+    None for models that scale or cap their logits, or whose output layer is adapted or has a bias: there the model
+    itself has to make them.
+    """
+    layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(layer) is not nn.Linear or layer.bias is not None:
+        return None
+    ids = torch.arange(4, device=layer.weight.device)[None]
+    same = torch.allclose(layer(decoder(model)(input_ids=ids).last_hidden_state), model(input_ids=ids).logits)
+    return layer if same else None
+
+
 class Policy(nn.Module):
     """A causal LM whose forward gives what the loss needs."""
 
@@ -75,6 +97,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.output_layer = plain_output_layer(model)
         self.checkpointed = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if gradient_checkpointing:
             if not self.checkpointed:
@@ -87,21 +110,36 @@ class Policy(nn.Module):
     def forward(self, sequences: Sequences, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probability of each completion token, at the sampling temperature, and the entropy there. 2 × (B, T)
 
-        float32 whatever the model's dtype; entries past a completion's end are meaningless. The entropy carries a
-        gradient only when asked to.
+        float32 whatever the model's dtype; 0 past a completion's end. The entropy has a gradient only when asked to.
         """
-        ids, prompt_lengths = sequences.input_ids, sequences.prompt_lengths
-        first = int(prompt_lengths.min()) - 1  # the position that predicts the earliest completion token
+        ids, lengths = sequences.input_ids, sequences.completion_lengths
+        inside = torch.arange(int(lengths.max()), device=ids.device) < lengths[:, None]  # (B, T)
+        rows, offsets = inside.nonzero(as_tuple=True)
+        positions = sequences.prompt_lengths[rows] - 1 + offsets  # each predicts the token after it
+        logprobs, entropy = self._chosen(ids, rows, positions, ids[rows, positions + 1])
+        if not entropy_gradient:
+            entropy = entropy.detach()
+        empty = torch.zeros(inside.shape, device=ids.device)
+        return empty.masked_scatter(inside, logprobs), empty.masked_scatter(inside, entropy)
+
+    def at(self, temperature: float) -> Policy:
+        """The same policy at another temperature."""
+        other = copy.copy(self)
+        other.temperature = temperature
+        return other
+
+    def _chosen(self, ids: Tensor, rows: Tensor, positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of `targets`, predicted at `positions` of `rows`. 2 × (N,)"""
         with self._checkpointing():
-            logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=ids.shape[1] - first).logits[:, :-1]
-        logits = logits.float() / self.temperature  # (B, L - first - 1, V)
-        logprobs = logits.log_softmax(-1)
-        chosen = logprobs.gather(2, ids[:, first + 1 :, None]).squeeze(2)
-        with nullcontext() if entropy_gradient else torch.no_grad():
-            entropy = -(logprobs.exp() * logprobs).sum(-1)
-        offset = torch.arange(sequences.num_completion_tokens, device=ids.device)
-        columns = (prompt_lengths[:, None] - 1 - first + offset).clamp(max=chosen.shape[1] - 1)  # (B, T)
-        return chosen.gather(1, columns), entropy.gather(1, columns)
+            if self.output_layer is None:
+                logits = self.model(input_ids=ids, use_cache=False).logits[rows, positions].float()
+                log_p = (logits / self.temperature).log_softmax(-1)
+                return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+            hidden = decoder(self.model)(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = hidden.flatten(0, 1).index_select(0, rows * ids.shape[1] + positions)  # (N, h)
+        device = ids.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        return chosen_logprobs(hidden, self.output_layer.weight, targets, self.temperature, dtype)
 
     @contextmanager
     def _checkpointing(self) -> Iterator[None]:

@@ -6,7 +6,6 @@ import torch
 
 from grpo_core.batching import Sequences
 from grpo_core.data import Prompts
-from grpo_core.policy import Policy
 from grpo_core.progress import Progress
 from grpo_core.rollout.collect import NotFiniteError
 from grpo_core.rollout.engine import pad
@@ -53,7 +52,8 @@ def probe_sequences(prompts: Prompts, eos_id: int, length: int) -> list[list[int
 def _score(session: Session, sequences: list[list[int]]) -> torch.Tensor:
     """The trainer's log-probability of each token but the first, at temperature 1. (B, L - 1) on the CPU"""
     ids, firsts = pad(sequences, torch.int64), torch.ones(len(sequences), dtype=torch.int64)
-    batch = Sequences(ids, firsts, ids.shape[1] - 1).to(session.accelerator.device)
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    batch = Sequences(ids, firsts, lengths - 1).to(session.accelerator.device)
     with session.accelerator.autocast():
-        logprobs, _ = Policy(session.model, temperature=1.0)(batch)
+        logprobs, _ = session.policy.at(1.0)(batch)
     return logprobs.cpu()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from grpo_core import health
-from grpo_core.batching import MicroBatch, micro_batch
+from grpo_core.batching import MicroBatch, concatenate, micro_batch
 from grpo_core.checkpoint import Checkpoints
 from grpo_core.data import training_order
 from grpo_core.health import Finding
@@ -91,7 +91,8 @@ def advance(session: Session, progress: Progress, records: Records) -> tuple[Pro
             records.completions(progress.updates + 1, rollout, samples)
             progress = progress.with_rollout(rollout, plan)
         parts.append((rollout, micro_step.slice))
-    metrics = update(session, [_micro_batch(session, *part, len(parts)) for part in parts], progress)
+    batch = concatenate([_micro_batch(session, *part, len(parts)) for part in parts])
+    metrics = update(session, batch, progress)
     progress = replace(progress, rows_per_pass=session.memory.rows)
     kept_entropy = metrics.pop("kept_entropy", None)
     if config.algorithm.use_adaptive_entropy and kept_entropy is not None:
@@ -209,9 +210,9 @@ def _finish(session: Session, progress: Progress, records: Records, output: Path
 
 def _micro_batch(session: Session, rollout: Rollout, part: int, micro_steps: int) -> MicroBatch:
     """This process's rows of one slice of a rollout, weighted as one of `micro_steps` in the update."""
-    config, plan, accelerator = session.config, session.plan, session.accelerator
-    rows = training_order(plan, config.seed, rollout.index)[part, accelerator.process_index].tolist()
-    return micro_batch(rollout, rows, plan, config, micro_steps, accelerator.device)
+    config, plan = session.config, session.plan
+    rows = training_order(plan, config.seed, rollout.index)[part, session.accelerator.process_index].tolist()
+    return micro_batch(rollout, rows, plan, config, micro_steps)
 
 
 def _mean_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_core.batching import MicroBatch, cut, join
+from grpo_core.batching import MicroBatch, join, pack, trained
 from grpo_core.losses import token_losses
 from grpo_core.policy import Policy
 from grpo_core.progress import Progress
@@ -22,20 +22,24 @@ from grpo_core.session import Session
 BUCKET = 2**26  # gradient elements reduced at once: few calls, little memory
 
 
-def update(session: Session, micro_batches: Sequence[MicroBatch], progress: Progress) -> dict[str, float]:
-    """Accumulate the gradient of this process's micro-batches, average it over the processes, step; global metrics.
+def update(session: Session, batch: MicroBatch, progress: Progress) -> dict[str, float]:
+    """Accumulate the gradient of this process's rows, average it over the processes, step; global metrics.
 
-    NotFiniteError when the loss or the gradient is not a number, before the step is taken, or a weight after it.
+    Figures of tokens are means over those that are trained: without KL and entropy bonus, of completions with an
+    advantage. NotFiniteError when loss or gradient is not a number, before the step is taken, or a weight after it.
     """
     config, accelerator, optimizer = session.config, session.accelerator, session.optimizer
     entropy_coef = applied_entropy_coef(config.algorithm, progress)
 
+    longest = int(batch.sequences.lengths.max())
+    if batch.ref_logprobs is None and entropy_coef == 0:
+        batch = trained(batch)
+
     def accumulate(rows: int) -> _Tally:
         optimizer.zero_grad()
         tally = _Tally(accelerator.device)
-        for batch in micro_batches:
-            for part in cut(batch, rows):
-                _forward_backward(session, part, entropy_coef, tally)
+        for part in pack(batch, rows * longest):
+            _forward_backward(session, part.to(accelerator.device), entropy_coef, tally)
         return tally
 
     tally = session.memory.run(accumulate)

@@ -1,0 +1,81 @@
+"""Hidden states → log-probabilities of chosen tokens, without the logits of all tokens at once.
+
+The output layer is applied to chunks of tokens, so that memory does not grow with tokens · vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**24  # logits at once: 64 MiB of float32
+KEPT = 2**25  # probabilities kept for the backward pass; where there are more, they are computed again
+
+
+def chosen_logprobs(
+    hidden: Tensor,  # (N, h)
+    weight: Tensor,  # (V, h)
+    targets: Tensor,  # (N,)
+    temperature: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """logp = z_t − log Σ_j exp z_j and the entropy H = −Σ_j p_j log p_j of z = h Wᵀ / temperature. 2 × (N,) float32
+
+    `dtype`: that of the matrix products.
+    """
+    return _ChosenLogprobs.apply(hidden, weight, targets, temperature, dtype)
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    """Backward: ∂logp/∂z_j = [j = t] − p_j and ∂H/∂z_j = −p_j (log p_j + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, dtype: torch.dtype
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        keep = any(ctx.needs_input_grad) and len(targets) * len(weight) <= KEPT
+        logprobs, entropy = torch.empty(2, len(targets), device=hidden.device)
+        kept: list[Tensor] = []
+        for part in _chunks(len(targets), len(weight)):
+            log_p = _log_softmax(hidden[part], weight, temperature, dtype)
+            logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
+            p = log_p.exp()
+            entropy[part] = -torch.linalg.vecdot(p, log_p)
+            if keep:
+                kept.append(p)
+        ctx.save_for_backward(hidden, weight, targets, entropy, *kept)
+        ctx.temperature, ctx.dtype = temperature, dtype
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:  # type: ignore[override]
+        hidden, weight, targets, entropy, *kept = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for n, part in enumerate(_chunks(len(targets), len(weight))):
+            p = kept[n] if kept else _log_softmax(hidden[part], weight, ctx.temperature, ctx.dtype).exp()
+            grad = torch.zeros_like(p)
+            if grad_entropy is not None:
+                log_p = p.log().clamp(min=torch.finfo(p.dtype).min)  # p = 0: its term is 0
+                grad -= grad_entropy[part, None] * p * (log_p + entropy[part, None])
+            if grad_logprobs is not None:
+                grad -= grad_logprobs[part, None] * p
+                grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+            grad = (grad / ctx.temperature).to(ctx.dtype)
+            grad_hidden[part] = (grad @ weight.to(ctx.dtype)).to(hidden.dtype)
+            if ctx.needs_input_grad[1]:
+                grad_weight += grad.T @ hidden[part].to(ctx.dtype)
+        return grad_hidden, grad_weight if ctx.needs_input_grad[1] else None, None, None, None
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    logits = (hidden.to(dtype) @ weight.to(dtype).T).float()
+    return logits.div_(temperature).log_softmax(-1)
+
+
+def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
+    size = max(1, CHUNK // vocabulary)
+    return (slice(start, start + size) for start in range(0, tokens, size))
