@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.config import RunConfig
+from grpo_core.limits import CHUNK_LOGITS, KEPT_LOGITS, MAX_ROWS
 from grpo_core.plan import Plan
-from grpo_core.rollout import MAX_ROWS
 
 GIB = 2**30
 FLOAT, HALF = 4, 2  # bytes
@@ -137,7 +137,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     half = config.train.mixed_precision == "bf16"
     width = HALF if half else FLOAT
     rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
-    tokens = rows * (prompt + completion)
+    tokens, logits = rows * (prompt + completion), rows * completion * shape.vocabulary
     share = -(-plan.generation_batch_size // plan.num_processes)
     in_flight = share if engine == "vllm" else min(share, MAX_ROWS)
     cache = in_flight * (prompt + completion) * 2 * shape.layers * shape.key_value * width
@@ -153,7 +153,8 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         "reference": FLOAT * weights * (config.algorithm.beta > 0 and not config.model.use_peft),
         "bf16_copy": HALF * weights * half,
         "activations": tokens * (kept_layers * a_layer + checkpoints),
-        "logits": 4 * FLOAT * rows * completion * shape.vocabulary,  # scaled, log-softmax, two in use
+        # A chunk's log-softmax, probabilities and gradient, and the probabilities that are kept.
+        "logits": FLOAT * (3 * min(logits, CHUNK_LOGITS) + (logits if logits <= KEPT_LOGITS else 0)),
         "kv_cache": cache,
         "engine_weights": HALF * weights if engine == "vllm" else 0,
     }

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 2**24  # logits at once: 64 MiB of float32
-KEPT = 2**25  # probabilities kept for the backward pass; where there are more, they are computed again
+from grpo_core.limits import CHUNK_LOGITS, KEPT_LOGITS
 
 
 def chosen_logprobs(
@@ -37,7 +36,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, dtype: torch.dtype
     ) -> Any:
         ctx.set_materialize_grads(False)
-        keep = any(ctx.needs_input_grad) and len(targets) * len(weight) <= KEPT
+        keep = any(ctx.needs_input_grad) and len(targets) * len(weight) <= KEPT_LOGITS
         logprobs, entropy = torch.empty(2, len(targets), device=hidden.device)
         kept: list[Tensor] = []
         for part in _chunks(len(targets), len(weight)):
@@ -77,5 +76,5 @@ def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float, dtype: torc
 
 
 def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
-    size = max(1, CHUNK // vocabulary)
+    size = max(1, CHUNK_LOGITS // vocabulary)
     return (slice(start, start + size) for start in range(0, tokens, size))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from grpo_core.rollout import MAX_ROWS
+from grpo_core.limits import MAX_ROWS
 from grpo_core.rollout.engine import Completion, Request, Sampling
 
 

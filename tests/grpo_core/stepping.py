@@ -1,6 +1,6 @@
 """Random valid plans, stepped through by the real loop with a model of four numbers; what was done is counted.
 
-Counted where it happens: requests at the engine, forward passes with a gradient at the model, steps at the optimizer.
+Counted where it happens: requests at the engine, micro-steps as they are put together, steps at the optimizer.
 `python -m tests.grpo_core.stepping SEED COUNT OUTPUT` under `accelerate launch` does so in several processes.
 """
 
@@ -37,11 +37,9 @@ class FourLogits(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.logits = torch.nn.Parameter(torch.zeros(4))
-        self.forward_passes = 0
 
-    def forward(self, input_ids: torch.Tensor, use_cache: bool, logits_to_keep: int) -> Any:
-        self.forward_passes += torch.is_grad_enabled()
-        return SimpleNamespace(logits=self.logits.expand(len(input_ids), logits_to_keep, 4))
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, 4))
 
     def save_pretrained(self, folder: Path) -> None:
         pass
@@ -135,11 +133,12 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator) -> dict[str
         mock.patch.object(trainer, "set_up", return_value=session),
         mock.patch.object(trainer, "fingerprint", return_value=""),
         mock.patch.object(accelerator, "end_training"),
+        mock.patch.object(trainer, "_micro_batch", wraps=trainer._micro_batch) as micro_batch,
     ):
         result = trainer.train(Path(folder), Path(folder))
     return {
         "updates": steps.call_count,
-        "micro_steps": model.forward_passes,
+        "micro_steps": micro_batch.call_count,
         "rollouts": [[[r.prompt_ids[0], r.num_completions] for r in requests] for requests in engine.rollouts],
         "result": result["counted"],
     }

@@ -119,8 +119,8 @@ def test_the_token_budget_leaves_the_gradient_as_it_is(session: Session, rows: i
 def test_logits_in_chunks_and_computed_again_leave_the_gradient_as_it_is(
     session: Session, monkeypatch: pytest.MonkeyPatch, chunk: int, kept: int
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK", chunk)
-    monkeypatch.setattr(head, "KEPT", kept)
+    monkeypatch.setattr(head, "CHUNK_LOGITS", chunk)
+    monkeypatch.setattr(head, "KEPT_LOGITS", kept)
     batch = _batch(session, "none")
     assert _distance(_updated(session, batch), _plain(session, batch)) < BOUND
 

@@ -114,7 +114,7 @@ def _measured_peak(shape: Any, prompt: int, completion: int, config: RunConfig) 
             if again:
                 tracker.reset_mod_stats()
             with torch.autocast("cpu", torch.bfloat16, enabled=config.train.mixed_precision == "bf16"):
-                logprobs, _ = policy(Sequences(ids, torch.full((len(ids),), prompt), completion))
+                logprobs, _ = policy(Sequences(ids, *(torch.full((len(ids),), n) for n in (prompt, completion))))
             logprobs.mean().backward()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 

@@ -167,7 +167,7 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
 def test_between_passes_no_layer_is_in_training_mode(model_folder: Path) -> None:
     """Else sampling with the same model would lose its key-value cache."""
     policy = Policy(load_model(model_folder), 1.0, gradient_checkpointing=True)
-    logprobs, _ = policy(Sequences(torch.tensor([[1, 2, 3]]), torch.tensor([1]), 2))
+    logprobs, _ = policy(Sequences(torch.tensor([[1, 2, 3]]), torch.tensor([1]), torch.tensor([2])))
     assert logprobs.requires_grad
     assert not any(module.training for module in policy.model.modules())
 
