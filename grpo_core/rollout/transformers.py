@@ -15,6 +15,9 @@ from transformers import DynamicCache
 from grpo_core.limits import MAX_ROWS
 from grpo_core.rollout.engine import Completion, Request, Sampling
 
+STILL_GOING = 0.75  # share of the batch; below it, finished completions leave, which costs a copy of the cache
+BLOCK = 128  # tokens
+
 
 class TransformersEngine:
     """Satisfies `engine.Engine` with a decoding loop over a Hugging Face causal LM."""
@@ -76,28 +79,28 @@ class TransformersEngine:
         cache.batch_select_indices(rows)
         logits, mask, position = logits[rows], mask[rows], positions[rows, -1]
         uniforms = _uniforms(requests, sampling.max_tokens).to(device)  # (B, T)
-        finished = torch.zeros(len(rows), dtype=torch.bool, device=device)
-        tokens: list[Tensor] = []
-        logprobs: list[Tensor] = []
-        alive: list[Tensor] = []
+        tokens = torch.zeros(uniforms.shape, dtype=torch.int64, device=device)
+        logprobs, lengths = torch.zeros_like(uniforms), torch.zeros_like(rows)
+        ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        active = torch.arange(len(rows), device=device)  # the completions that are in the batch
         for t in range(sampling.max_tokens):
-            token, logprob = _draw(logits, uniforms[:, t], sampling)
-            token = torch.where(finished, self.pad_id, token)
-            tokens.append(token)
-            logprobs.append(logprob)
-            alive.append(~finished)
-            finished = finished | torch.isin(token, end_ids)
-            if t + 1 == sampling.max_tokens or bool(finished.all()):
+            token, logprob = _draw(logits, uniforms[active, t], sampling)
+            tokens[active, t], logprobs[active, t] = token, logprob
+            lengths[active] += ~ended[active]
+            ended[active] |= torch.isin(token, end_ids)
+            going = ~ended[active]
+            count = int(going.sum())
+            if t + 1 == sampling.max_tokens or count == 0:
                 break
+            if count <= STILL_GOING * len(active):
+                cache.batch_select_indices(going.nonzero().flatten())
+                active, token, mask, position = active[going], token[going], mask[going], position[going]
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             position = position + 1
             logits = self._step(token[:, None], mask, position[:, None], cache)
-        lengths = torch.stack(alive, dim=1).sum(dim=1).tolist()
-        token_rows = torch.stack(tokens, dim=1).tolist()
-        logprob_rows = torch.stack(logprobs, dim=1).tolist()
+        columns = (tokens.tolist(), logprobs.tolist(), lengths.tolist(), ended.tolist())
         return [
-            Completion(ids[:n], values[:n], truncated=not done)
-            for ids, values, n, done in zip(token_rows, logprob_rows, lengths, finished.tolist(), strict=True)
+            Completion(ids[:n], values[:n], truncated=not done) for ids, values, n, done in zip(*columns, strict=True)
         ]
 
     def _step(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
@@ -119,12 +122,27 @@ def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, 
         token = logits.argmax(-1)
     else:
         logprobs = _truncate((logits / sampling.temperature).log_softmax(-1), sampling)
-        # float64: the sum of V float32 probabilities must not reach a uniform below 1 too early.
-        cumulative = logprobs.double().exp().cumsum(-1)
-        target = uniform[:, None].double() * cumulative[:, -1:]
-        # Only where probabilities are not finite does a search end past the last token; the caller refuses those.
-        token = torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
+        token = _invert(logprobs.exp(), uniform)
     return token, logprobs.gather(1, token[:, None]).squeeze(1)
+
+
+def _invert(p: Tensor, uniform: Tensor) -> Tensor:
+    """The token at which the running sum of the probabilities passes the uniform. (B, V), (B,) → (B,)
+
+    First the block, then the token in it: summing a whole vocabulary in float64, so that the sum does not reach a
+    uniform below 1 too early, would take longer than all the rest of drawing.
+    """
+    blocks = nn.functional.pad(p, (0, -p.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))  # (B, V / BLOCK, BLOCK)
+    sums = blocks.sum(-1).double().cumsum(-1)
+    target = uniform[:, None].double() * sums[:, -1:]
+    # Only where probabilities are not finite does a search end past the last block; the caller refuses those.
+    block = torch.searchsorted(sums, target, right=True).clamp(max=sums.shape[1] - 1)  # (B, 1)
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inner = blocks[torch.arange(len(p), device=p.device), block.squeeze(1)].double().cumsum(-1)  # (B, BLOCK)
+    # Both sums round on their own: the rest must not pass the block's last token, nor fall on one without probability.
+    rest = torch.minimum(target - before, inner[:, -1:] * (1 - 1e-12)).clamp(min=0)
+    token = block * BLOCK + torch.searchsorted(inner, rest, right=True)
+    return token.squeeze(1).clamp(max=p.shape[1] - 1)
 
 
 def _truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
