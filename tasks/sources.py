@@ -47,10 +47,11 @@ def count_prompts(key: str, source: str, split: str) -> int:
         raise _unreadable(key, source, error) from error
 
 
-def list_pass_rates(data: DataConfig) -> list[float]:
-    """The training data's column `pass_rate`: how often the base model is known to solve each prompt; may be absent."""
-    frame = _open("data.train", data.train, data.train_split)
-    if PASS_RATE not in frame.collect_schema().names():
+def list_pass_rates(key: str, source: str, split: str) -> list[float]:
+    """A source's column `pass_rate`: how often the base model is known to solve each prompt. Empty without one."""
+    frame = _open(key, source, split)
+    kind = frame.collect_schema().get(PASS_RATE)
+    if kind is None or not (kind.is_numeric() or kind == pl.String):
         return []
     return frame.select(pl.col(PASS_RATE).cast(pl.Float64, strict=False).drop_nulls()).collect()[PASS_RATE].to_list()
 

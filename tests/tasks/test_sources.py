@@ -11,9 +11,7 @@ import datasets
 import polars as pl
 import pytest
 
-from grpo_core.config import parse_config
 from tasks.sources import SourceError, count_prompts, list_pass_rates, load_source
-from tests.conftest import config_values
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "007+1=", "answer": "NA"}]
 
@@ -67,8 +65,7 @@ def test_an_unreadable_source_is_named_with_its_key(
 
 
 def test_pass_rates_are_a_column_that_may_be_absent(tmp_path: Path) -> None:
-    data = parse_config(config_values(tmp_path, tmp_path)).data
-    pl.DataFrame({"prompt": ["1", "2"], "pass_rate": [0.25, None]}).write_parquet(tmp_path / "train.parquet")
-    assert list_pass_rates(data) == [0.25]
-    pl.DataFrame(ROWS).write_parquet(tmp_path / "train.parquet")
-    assert list_pass_rates(data) == []
+    source = ("data.train", str(tmp_path / "train.parquet"), "train")
+    for column, expected in (({"pass_rate": [0.25, None]}, [0.25]), ({"pass_rate": [[1], [2]]}, []), ({}, [])):
+        pl.DataFrame({"prompt": ["1", "2"], **column}).write_parquet(source[1])
+        assert list_pass_rates(*source) == expected
