@@ -187,6 +187,8 @@ def _script(text: str) -> tuple[dict[str, Any], dict[str, str]]:
                 name, _, value = word[2:].partition("=")
                 name = name.replace("-", "_")
                 arguments[name] = [value] if value else []
+            elif word.endswith(".py"):
+                name = None
             elif name is not None:
                 arguments[name].append(word)
             elif match := re.fullmatch(r"([A-Z_][A-Z0-9_]*)=(.*)", word):
