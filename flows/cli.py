@@ -22,7 +22,7 @@ from flows.server import prefect_api
 from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config
 from grpo_core.plan import PlanError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(plan)
 console = Console()
 

@@ -72,35 +72,98 @@ def plan(
         for key, value in locals().items()
         if key in PlanInputs.__dataclass_fields__ and key != "rules" and value is not None
     }
+    foreign = recipe is not None or rules not in (None, "grpo")
     answer: dict[str, Any] = {"valid": False, "errors": [], "fixes": []}
     try:
-        if recipe or (rules or "grpo") != "grpo":
-            config = None
-            inputs = _foreign(file, rules or NEWEST[recipe or "trl"], given)
+        if foreign:
+            answer |= _foreign_plan(file, _rules(recipe, rules), given, pass_rate or [])
         else:
-            config = _configuration(file, given, overrides)
-            inputs = plan_inputs(config, given.get("num_prompts") or _count(config, file))
-        figures = make_plan(inputs)
+            answer |= _own_plan(file, given, overrides, prompt_tokens, pass_rate or [], history)
     except PlanError as error:
         fixes = [dataclasses.asdict(fix) for fix in error.fixes]
-        answer |= {"errors": error.problems, "fixes": fixes, "rules": inputs.rules, **_known(inputs)}
+        given = {key: value for key, value in dataclasses.asdict(error.inputs).items() if value is not None}
+        answer |= {"errors": error.problems, "fixes": fixes, **given}
     except (ConfigError, RecipeError, SourceError) as error:
         answer["errors"] = str(error).splitlines()
-    else:
-        answer |= {
-            "valid": True,
-            "rules": inputs.rules,
-            "notes": _notes(inputs, figures),
-            **dataclasses.asdict(figures),
-        }
-        pass_rates = pass_rate or (list_pass_rates(config.data) if config and file else [])
-        answer["forecasts"] = _forecasts(config, figures, prompt_tokens, pass_rates, history)
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
     else:
         _show(answer)
     if not answer["valid"]:
         raise typer.Exit(2)
+
+
+def _own_plan(
+    file: Path | None,
+    given: Mapping[str, Any],
+    overrides: list[str] | None,
+    prompt_tokens: int | None,
+    pass_rates: list[float],
+    history: bool,
+) -> dict[str, Any]:
+    """The answer for a configuration of this project."""
+    if ignored := given.keys() & {"per_device_eval_batch_size", "num_generations_eval", "num_eval_prompts"}:
+        raise ConfigError(
+            f"{', '.join(sorted(ignored))}: this project evaluates prompt by prompt, without such a setting"
+        )
+    config = _configuration(file, given, overrides)
+    source = ("data.train", config.data.train, config.data.train_split)
+    num_prompts = given.get("num_prompts")
+    if num_prompts is None:
+        if file is None:
+            raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
+        num_prompts = count_prompts(*source)
+        pass_rates = pass_rates or list_pass_rates(*source)
+    inputs = plan_inputs(config, num_prompts)
+    figures = make_plan(inputs)
+    known = None
+    if history:
+        from tasks.tracking import earlier_throughput
+
+        known = earlier_throughput(config)
+    if config.model.name_or_path:
+        forecasts = forecast(config, figures, _prompt_lengths(config, prompt_tokens), known, pass_rates)
+    else:
+        forecasts = _useful(pass_rates, figures)
+    return {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
+
+
+def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pass_rates: list[float]) -> dict[str, Any]:
+    """The answer for another system's recipe; what depends on this project's loop is left out."""
+    recipe = read_recipe(file, rules) if file else Recipe(rules, {})
+    rows: list[int | None] = [given["num_prompts"]] if "num_prompts" in given else [None]
+    if "num_prompts" in given and len(recipe.datasets) > 1:
+        recipe = dataclasses.replace(recipe, arguments={**recipe.arguments, "dataset": []})
+    elif "num_prompts" not in given and recipe.datasets:
+        paths = [name.partition("#")[0] for name in recipe.datasets]
+        rows = [count_prompts("dataset", path, recipe.split) if Path(path).exists() else None for path in paths]
+    inputs = recipe_inputs(recipe, rows, given)
+    figures = make_plan(inputs)
+    answer = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": _useful(pass_rates, figures)}
+    del answer["evaluations"]
+    if not recipe.processes and "num_processes" not in given:
+        answer["notes"].insert(
+            0, "the recipe does not say how many processes train: 1 is assumed; give --num-processes"
+        )
+    return answer
+
+
+def _rules(recipe: System | None, rules: Rules | None) -> Rules:
+    """Whose rules hold: the given ones, of the recipe's system, or its newest."""
+    newest = NEWEST[recipe or "trl"]
+    if rules is None:
+        return newest
+    if recipe and not rules.startswith(recipe):
+        raise RecipeError(f"--rules {rules} does not go with --recipe {recipe}")
+    return rules
+
+
+def _valid(inputs: PlanInputs, figures: Plan) -> dict[str, Any]:
+    return {"valid": True, "rules": inputs.rules, "notes": _notes(inputs, figures)}
+
+
+def _useful(pass_rates: list[float], figures: Plan) -> dict[str, Any]:
+    return {"useful_groups": useful_groups(pass_rates, figures.num_generations)} if pass_rates else {}
 
 
 def _configuration(file: Path | None, given: Mapping[str, Any], overrides: list[str] | None) -> RunConfig:
@@ -111,25 +174,6 @@ def _configuration(file: Path | None, given: Mapping[str, Any], overrides: list[
         return load_config(file, [*(overrides or []), *(f"{s}.{key}={given[key]}" for s, key in placed)])
     values = NO_FILE | {section: {key: given[key] for s, key in placed if s == section} for section in sections}
     return parse_config(values)
-
-
-def _count(config: RunConfig, file: Path | None) -> int:
-    if file is None:
-        raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
-    return count_prompts("data.train", config.data.train, config.data.train_split)
-
-
-def _foreign(file: Path | None, rules: Rules, given: Mapping[str, Any]) -> PlanInputs:
-    recipe = read_recipe(file, rules) if file else Recipe(rules, {})
-    rows = given.get("num_prompts")
-    local = [name.partition("#")[0] for name in recipe.datasets]
-    if rows is None and local and all(Path(name).exists() for name in local):
-        rows = sum(count_prompts("dataset", name, recipe.split) for name in local)
-    return recipe_inputs(recipe, rows, given)
-
-
-def _known(inputs: PlanInputs) -> dict[str, Any]:
-    return {key: value for key, value in dataclasses.asdict(inputs).items() if value is not None and key != "rules"}
 
 
 def _notes(inputs: PlanInputs, figures: Plan) -> list[str]:
@@ -147,25 +191,16 @@ def _notes(inputs: PlanInputs, figures: Plan) -> list[str]:
     return notes
 
 
-def _forecasts(
-    config: RunConfig | None, figures: Plan, prompt_tokens: int | None, pass_rates: list[float], history: bool
-) -> dict[str, Any]:
-    """Of a run of this project all that can be forecast; of another system's what does not depend on its loop."""
-    if config is None or not config.model.name_or_path:
-        return {"useful_groups": useful_groups(pass_rates, figures.num_generations)} if pass_rates else {}
-    known = None
-    if history:
-        from tasks.tracking import earlier_throughput
-
-        known = earlier_throughput(config)
-    return forecast(config, figures, _prompt_lengths(config, prompt_tokens), known, pass_rates)
-
-
 def _prompt_lengths(config: RunConfig, given: int | None) -> PromptLengths:
+    if given is not None and given < 1:
+        raise ConfigError(f"--prompt-tokens {given}: a prompt has at least one token")
     if given:
         return PromptLengths(given, given, "given")
     report = storage_root() / "runs" / config.name / "dataset" / "report.json"
-    figures = json.loads(report.read_text()).get("lengths", {}).get("train") if report.is_file() else None
+    try:
+        figures = json.loads(report.read_text())["lengths"]["train"]
+    except (OSError, ValueError, KeyError):  # none yet, or of an older version
+        figures = None
     if figures:
         return PromptLengths(figures["mean"], figures["max"], f"from the validated data of run {config.name}")
     return PromptLengths(ASSUMED_PROMPT_TOKENS, ASSUMED_PROMPT_TOKENS, "assumed; --prompt-tokens says better")
@@ -179,7 +214,7 @@ def _show(answer: Mapping[str, Any]) -> None:
         if answer["fixes"]:
             console.print(_fixes_table(answer["fixes"]))
         return
-    figures = {field.name: answer[field.name] for field in dataclasses.fields(Plan)}
+    figures = {field.name: answer[field.name] for field in dataclasses.fields(Plan) if field.name in answer}
     table = Table("quantity", "value", title=f"plan by the rules of {answer['rules']}")
     for quantity, value in figures.items():
         table.add_row(quantity, f"{value:,}")

@@ -48,7 +48,13 @@ def encode_prompts(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
     """Token ids of standard (text) or conversational prompts, the latter through the chat template."""
     if isinstance(prompts[0], str):
         return tokenizer(list(prompts))["input_ids"]
-    return tokenizer.apply_chat_template(list(prompts), add_generation_prompt=True, return_dict=True)["input_ids"]
+    conversations = [without_gaps(prompt) for prompt in prompts]
+    return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def without_gaps(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without their null fields: Arrow gives every message each key that any of them has."""
+    return [{key: value for key, value in message.items() if value is not None} for message in conversation]
 
 
 def decode_completions(rows: Sequence[Mapping[str, Any]], ids: Sequence[list[int]], tokenizer: Any) -> list[Any]:

@@ -8,11 +8,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_core.rules import LEGACY, PlanInputs, batch_problems, evaluation_problems, problems
+from grpo_core.rules import (
+    LEGACY,
+    POSITIVE,
+    PlanInputs,
+    batch_problem,
+    divisors,
+    evaluation_problem,
+    problems,
+)
 
 Changes = Mapping[str, int | None]
 
 SHOWN = 6
+TRIED = 5_000  # values, from 1 on and on both sides of the present one
 PAIRED = 40  # values of each of two keys
 REACH = 4  # values up to this many times the present one, or G, are tried
 
@@ -32,6 +41,8 @@ def fixes(inputs: PlanInputs) -> list[Fix]:
 
     Distance: one for each key that changes, plus how often the value doubles or halves, the generation batch's too.
     """
+    if any(value is not None and value <= 0 for value in (getattr(inputs, key) for key in POSITIVE)):
+        return []
     found: list[Fix] = []
     for tried in (_changes, _pairs):
         candidates = ({**removed, **more} for removed in _removals(inputs) for more in tried(_with(inputs, removed)))
@@ -69,18 +80,22 @@ def _changes(inputs: PlanInputs) -> Iterator[Changes]:
         yield from ({key: value} for value in _values(inputs, key))
     for first, second in itertools.combinations([key for key in keys if key != "num_generations"], 2):
         product = getattr(inputs, first) * getattr(inputs, second)
-        yield from ({first: n, second: product // n} for n in range(1, product + 1) if product % n == 0)
+        yield from ({first: n, second: product // n} for n in divisors(product))
 
 
 def _pairs(inputs: PlanInputs) -> Iterator[Changes]:
     """Any two keys, for a run that no single one mends."""
     for first, second in itertools.combinations(_keys(inputs), 2):
-        values = (range(1, min(len(_values(inputs, key)), PAIRED) + 1) for key in (first, second))
+        values = (itertools.islice(_values(inputs, key), PAIRED) for key in (first, second))
         yield from ({first: n, second: m} for n, m in itertools.product(*values))
 
 
-def _values(inputs: PlanInputs, key: str) -> range:
-    return range(1, REACH * max(getattr(inputs, key), inputs.num_generations) + 1)
+def _values(inputs: PlanInputs, key: str) -> Iterator[int]:
+    """Small values, and those around the present one."""
+    present = getattr(inputs, key)
+    top = REACH * max(present, inputs.num_generations)
+    yield from range(1, min(top, TRIED) + 1)
+    yield from range(max(TRIED, present - TRIED) + 1, min(top, present + TRIED) + 1)
 
 
 def _keys(inputs: PlanInputs) -> list[str]:
@@ -96,9 +111,9 @@ def _keys(inputs: PlanInputs) -> list[str]:
 def _repaired(inputs: PlanInputs, changes: Changes) -> Iterator[Changes]:
     """The change, with one of the evaluation batch where that is needed too; nothing if neither helps."""
     changed = _with(inputs, changes)
-    if batch_problems(changed):
+    if batch_problem(changed):
         return
-    if not evaluation_problems(changed):
+    if not evaluation_problem(changed):
         yield changes
         return
     for key in ("per_device_eval_batch_size", "num_generations_eval"):

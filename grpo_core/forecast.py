@@ -76,7 +76,12 @@ def load_shape(name_or_path: str, revision: str | None = None) -> ModelShape:
                 f"model {name_or_path!r}: no such folder with a config.json, nor is one in the Hugging Face cache"
             )
         path = Path(cached)
-    return model_shape(json.loads(path.read_text()))
+    try:
+        return model_shape(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ForecastError(
+            f"{path}: {'' if isinstance(error, ForecastError) else 'not a model config: '}{error}"
+        ) from None
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:

@@ -22,7 +22,8 @@ from grpo_core.rules import LEGACY, PlanInputs, problems
 class PlanError(ValueError):
     """An invalid combination. `problems`: which value breaks which rule; `fixes`: the nearest valid ones."""
 
-    def __init__(self, problems: list[str], fixes: list[Fix]):
+    def __init__(self, inputs: PlanInputs, problems: list[str], fixes: list[Fix]):
+        self.inputs = inputs
         self.problems = problems
         self.fixes = fixes
         lines = [*problems]
@@ -114,7 +115,7 @@ class Plan:
 def make_plan(inputs: PlanInputs) -> Plan:
     """Work the plan out; PlanError when a rule is broken."""
     if broken := problems(inputs):
-        raise PlanError(broken, fixes(inputs))
+        raise PlanError(inputs, broken, fixes(inputs))
     b, w, a = inputs.per_device_train_batch_size, inputs.num_processes, inputs.gradient_accumulation_steps
     generation_batch = inputs.generation_batch
     s = generation_batch // (b * w)

@@ -11,7 +11,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +50,7 @@ WHOLE = (
     "generation_batch_size",
     "num_iterations",
 )
+OPERATORS = ";|&<>"
 NO = ("no", False)  # YAML reads a bare `no` as false
 
 
@@ -59,17 +60,17 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe's arguments, by name, and where they are silent the system's defaults. `processes`: None if not said."""
+    """A recipe's arguments, by name. `processes`: numbers whose product is that of the processes; empty if not said."""
 
     rules: Rules
     arguments: Mapping[str, Any]
-    processes: int | None = None
+    processes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def datasets(self) -> list[str]:
         """Files, folders or hub names of the training data; ms-swift's may end in #ROWS."""
         given = self.arguments.get("dataset" if self.rules == "swift-4.6" else "dataset_name") or []
-        return [given] if isinstance(given, str) else list(given)
+        return [str(name) for name in given] if isinstance(given, list) else [str(given)]
 
     @property
     def split(self) -> str:
@@ -80,53 +81,62 @@ def read_recipe(path: Path, rules: Rules) -> Recipe:
     """Read a YAML or JSON file of arguments, or a shell script that launches ms-swift."""
     try:
         text = path.read_text()
-    except OSError as error:
-        raise RecipeError(f"{path}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if path.suffix == ".sh":
         arguments, environment = _script(text)
-        return Recipe(rules, arguments, _processes_of_script(arguments, environment))
+        said = {**environment, **{name.upper(): value for name, value in arguments.items()}}
+        names = ("NPROC_PER_NODE" if "NPROC_PER_NODE" in said else "NUM_PROCESSES", "NNODES")
+        return Recipe(rules, arguments, {name: said[name] for name in names if name in said})
     try:
         arguments = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (json.JSONDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"{path}: not valid {path.suffix.lstrip('.')}: {error}") from error
+        raise RecipeError(
+            f"{path}: a recipe is YAML, JSON (.json) or a launch script (.sh); this is none of them: {error}"
+        ) from error
     if not isinstance(arguments, dict):
         raise RecipeError(f"{path}: holds {type(arguments).__name__}, not arguments by name")
-    return Recipe(rules, arguments, arguments.get("global_world_size"))
+    size = arguments.get("global_world_size")
+    return Recipe(rules, arguments, {} if size is None else {"global_world_size": size})
 
 
-def recipe_inputs(recipe: Recipe, num_prompts: int | None, given: Mapping[str, Any]) -> PlanInputs:
+def recipe_inputs(recipe: Recipe, rows: Sequence[int | None], given: Mapping[str, Any]) -> PlanInputs:
     """The plan's inputs: what is `given` by hand, else what the recipe says, else the system's defaults.
 
-    `num_prompts`: rows of the training data, before ms-swift splits its held-out share off; None where only ms-swift's
-    `#ROWS` says it.
+    `rows`: of each of its data sets, before ms-swift splits held-out ones off; None where that is not known, and only
+    ms-swift's `#ROWS` may say it.
     """
     arguments = {**DEFAULTS[recipe.rules]}
     arguments |= {name: value for name, value in {**recipe.arguments, **given}.items() if value is not None}
-    rows, held_out = num_prompts, _whole("num_eval_prompts", arguments)
+    held_out = _whole("num_eval_prompts", arguments)
     evaluates = arguments.get("eval_strategy", arguments.get("evaluation_strategy", "no")) not in NO
+    ratio = 0.0
     if recipe.rules == "swift-4.6":
         ratio = _swift_ratio(arguments)
-        rows, split_off = _swift_split(recipe.datasets, num_prompts, ratio)
-        held_out = split_off or held_out
         evaluates = ratio > 0 or (evaluates and bool(arguments.get("val_dataset")))
-    if rows is None:
-        raise RecipeError(
-            f"the number of prompts is not known: {', '.join(recipe.datasets) or 'no dataset'} is not on this machine; "
-            "give it by --num-prompts"
-        )
+    num_prompts, split_off = _split(recipe.datasets or [""], rows, ratio)
     max_steps = _whole("max_steps", arguments)
+    dynamic = recipe.rules == "swift-4.6" and str(arguments.get("dynamic_sample", False)).lower() == "true"
     return PlanInputs(
-        num_prompts=rows,
+        num_prompts=num_prompts,
         **{key: _whole(key, arguments) for key in WHOLE},
-        num_processes=_whole("num_processes", given) or recipe.processes or 1,
+        num_processes=_processes(recipe, given),
         num_train_epochs=_number("num_train_epochs", arguments),
-        max_steps=max_steps if max_steps and max_steps > 0 else None,
+        max_steps=None if max_steps == -1 else max_steps,
         warmup_steps=_warmup(arguments, recipe.rules),
+        dynamic_sample=dynamic,
+        max_resample_times=_whole("max_resample_times", {"max_resample_times": 3, **arguments}) if dynamic else 0,
         rules=recipe.rules,
         per_device_eval_batch_size=_whole("per_device_eval_batch_size", arguments) if evaluates else None,
         num_generations_eval=_whole("num_generations_eval", arguments) if evaluates else None,
-        num_eval_prompts=held_out if evaluates else None,
+        num_eval_prompts=(split_off or held_out) if evaluates else None,
     )
+
+
+def _processes(recipe: Recipe, given: Mapping[str, Any]) -> int:
+    if "num_processes" in given:
+        return given["num_processes"]
+    return math.prod(_whole(name, recipe.processes) for name in recipe.processes)
 
 
 def _warmup(arguments: Mapping[str, Any], rules: Rules) -> float:
@@ -141,46 +151,60 @@ def _swift_ratio(arguments: Mapping[str, Any]) -> float:
     """Held-out share of the data; held-out data of its own, or no evaluation, makes it 0."""
     if arguments.get("val_dataset") or arguments.get("eval_strategy") in NO:
         return 0.0
-    return _number("split_dataset_ratio", {"split_dataset_ratio": 0, **arguments})
+    ratio = _number("split_dataset_ratio", {"split_dataset_ratio": 0, **arguments})
+    if not 0 <= ratio < 1:
+        raise RecipeError(f"split_dataset_ratio={ratio:g} is no share: it lies between 0 and 1")
+    return ratio
 
 
-def _swift_split(datasets: Sequence[str], rows: int | None, ratio: float) -> tuple[int | None, int]:
-    """Training and held-out prompts: of each data set `#ROWS` are taken, max(int(rows·ratio), 1) of them held out."""
-    sampled = [re.search(r"#(\d+)$", name) for name in datasets]
-    if sampled and all(sampled):
-        taken = [int(match.group(1)) for match in sampled if match]
-    elif rows is not None:
-        taken = [rows]
-    else:
-        return None, 0
-    available = [min(rows, taken[0])] if rows is not None and len(taken) == 1 else taken
-    held_out = [max(int(n * ratio), 1) if ratio > 0 else 0 for n in available]
-    return sum(taken) - sum(held_out), sum(held_out)
+def _split(datasets: Sequence[str], rows: Sequence[int | None], ratio: float) -> tuple[int, int]:
+    """Training and held-out prompts, of each data set: `#ROWS` of it, and max(int(rows·ratio), 1) of them held out."""
+    train = held_out = 0
+    for name, available in zip(datasets, rows, strict=True):
+        sample = re.search(r"#(\d+)$", name)
+        taken = int(sample.group(1)) if sample else available
+        if taken is None:
+            raise RecipeError(
+                f"the number of prompts is not known, since {f'{name} is not here' if name else 'no data is named'}; "
+                "give it by --num-prompts"
+            )
+        part = max(int(min(taken, available or taken) * ratio), 1) if ratio > 0 else 0
+        train, held_out = train + taken - part, held_out + part
+    return train, held_out
 
 
 def _script(text: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Arguments (`--name value…`) and environment (`NAME=value`) of a launch script."""
+    """Arguments (`--name value…`) of a launch script's first command that has any; its environment (`NAME=value`)."""
+    environment: dict[str, str] = {}
+    for line in text.replace("\\\n", " ").splitlines():
+        arguments: dict[str, list[str]] = {}
+        name = None
+        for word in _words(re.sub(r"(^|\s)#.*|\s\d?>+&?\s*\S+", "", line)):  # without comment and redirections
+            if set(word) <= set(OPERATORS):
+                if arguments:
+                    break
+            elif word.startswith("--"):
+                name, _, value = word[2:].partition("=")
+                name = name.replace("-", "_")
+                arguments[name] = [value] if value else []
+            elif word.endswith(".py"):
+                name = None
+            elif name is not None:
+                arguments[name].append(word)
+            elif match := re.fullmatch(r"([A-Z_][A-Z0-9_]*)=(.*)", word):
+                environment[match.group(1)] = match.group(2)
+        if arguments:
+            return {key: values[0] if len(values) == 1 else values for key, values in arguments.items()}, environment
+    raise RecipeError("the script launches nothing with arguments (--name value)")
+
+
+def _words(line: str) -> list[str]:
+    words = shlex.shlex(line, posix=True, punctuation_chars=OPERATORS)
+    words.whitespace_split, words.commenters = True, ""
     try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        return list(words)
     except ValueError as error:
-        raise RecipeError(f"the script cannot be read: {error}") from error
-    environment = {m.group(1): m.group(2) for word in words if (m := re.fullmatch(r"([A-Z_][A-Z0-9_]*)=(.*)", word))}
-    arguments: dict[str, list[str]] = {}
-    name = None
-    for word in words:
-        if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
-            arguments[name] = [value] if value else []
-        elif name is not None:
-            arguments[name].append(word)
-    return {key: values[0] if len(values) == 1 else values for key, values in arguments.items()}, environment
-
-
-def _processes_of_script(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> int | None:
-    """Processes of all nodes, as NPROC_PER_NODE and NNODES or torchrun's arguments say."""
-    each = environment.get("NPROC_PER_NODE") or arguments.get("nproc_per_node") or arguments.get("num_processes")
-    nodes = environment.get("NNODES") or arguments.get("nnodes") or 1
-    return int(each) * int(nodes) if each else None
+        raise RecipeError(f"the script cannot be read: {error}: {line}") from error
 
 
 def _whole(key: str, arguments: Mapping[str, Any]) -> Any:

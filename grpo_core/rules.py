@@ -7,11 +7,27 @@ ms-swift; b·W·A in TRL 0.17; b·W in TRL up to 0.16. Imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 Rules = Literal["grpo", "trl-1.16", "trl-0.17", "trl-0.16", "swift-4.6"]
+POSITIVE = (
+    "num_prompts",
+    "num_generations",
+    "per_device_train_batch_size",
+    "max_completion_length",
+    "num_processes",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+    "num_iterations",
+    "num_train_epochs",
+    "max_steps",
+    "per_device_eval_batch_size",
+    "num_generations_eval",
+)
 LEGACY = ("trl-0.17", "trl-0.16")  # a rollout belongs to an update: no steps_per_generation, no generation_batch_size
 
 
@@ -64,25 +80,35 @@ class PlanInputs:
 
 def problems(inputs: PlanInputs) -> list[str]:
     """Every rule that is broken, with the values that break it; none for a valid run."""
-    return [*batch_problems(inputs), *evaluation_problems(inputs)]
+    broken = (batch_problem(inputs), evaluation_problem(inputs))
+    return [problem for problem in broken if problem]
 
 
-def batch_problems(inputs: PlanInputs) -> list[str]:
+def batch_problem(inputs: PlanInputs) -> str | None:
     """The first broken rule of the training batches; the later ones mean nothing before it holds."""
-    return list(_batch_problems(inputs))[:1]
+    return next(_batch_problems(inputs), None)
 
 
-def evaluation_problems(inputs: PlanInputs) -> list[str]:
-    """The broken rules of the evaluation batches, in systems that evaluate in batches."""
-    return list(_evaluation_problems(inputs))
+def evaluation_problem(inputs: PlanInputs) -> str | None:
+    """The broken rule of the evaluation batches, in systems that evaluate in batches."""
+    return next(_evaluation_problems(inputs), None)
+
+
+def divisors(n: int) -> list[int]:
+    """All of them, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
     b, w, g = inputs.per_device_train_batch_size, inputs.num_processes, inputs.num_generations
     s, batch = inputs.steps_per_generation, inputs.generation_batch_size
-    for name in ("num_prompts", "num_generations", "per_device_train_batch_size", "num_processes"):
-        if getattr(inputs, name) < 1:
-            yield f"{name}={getattr(inputs, name)} is not positive"
+    for name in POSITIVE:
+        value = getattr(inputs, name)
+        if value is not None and value <= 0:
+            yield f"{name}={value:g} is not positive"
+    if inputs.warmup_steps < 0:
+        yield f"warmup_steps={inputs.warmup_steps:g} is negative"
     if inputs.rules in LEGACY and (s or batch):
         given = f"steps_per_generation={s}" if s else f"generation_batch_size={batch}"
         yield f"{given}: {inputs.rules} has no such setting, a rollout belongs to one update there; remove it"
@@ -100,7 +126,7 @@ def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
     if g < 2:
         yield f"num_generations={g} leaves nothing to compare: a group needs at least 2 completions"
     if inputs.generation_batch % g:
-        valid = [n for n in range(2, inputs.generation_batch + 1) if inputs.generation_batch % n == 0]
+        valid = divisors(inputs.generation_batch)[1:]
         yield (
             f"generation_batch_size={inputs.generation_batch} ({_factors(inputs)}) is not divisible by "
             f"num_generations={g}: every group must be whole. Valid num_generations for this batch: "

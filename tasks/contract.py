@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,10 @@ ROLES = ("system", "user", "assistant")
 # U+FFFD; control characters but for tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or
 # Windows-1252 (é as "Ã©", ’ as "â€™").
 WRONGLY_DECODED = r"[\x{FFFD}\x00-\x08\x0B\x0C\x0E-\x1F]|Ã[\x{80}-\x{BF}]|Â[\x{80}-\x{BF}]|â€"
+VISIBLE = r"[^\s\x{200B}-\x{200D}\x{2060}\x{FEFF}]"  # neither white space nor of no width
+INVISIBLE = r"[\x{200B}-\x{200D}\x{2060}\x{FEFF}]"
+# Messages, or parts of one, written down as JSON or by Python's repr.
+WRITTEN_DOWN = r"""^\s*(\[\s*)?\{[^{}]*["'](role|content|type)["']\s*:"""
 RULES = {
     "blank_prompt": "is not blank",
     "malformed_conversation": f"is messages with text, of {', '.join(ROLES)}; system only first, user last",
@@ -39,23 +43,34 @@ SHOWN = 80  # characters of a value in a finding
 
 
 def check(
-    frames: Mapping[str, pl.DataFrame], rewards: list[Reward], tokenizer: Any, room: Mapping[str, int | None]
+    frames: Mapping[str, pl.DataFrame],
+    rewards: list[Reward],
+    tokenizer: Any,
+    room: Mapping[str, int | None],
+    dropped: Collection[str],
 ) -> tuple[list[str], pl.DataFrame]:
     """Hold `frames` (train, eval) against the contract; `room`: the most tokens that a prompt of each may have.
 
-    What is wrong with columns and types, in sentences; where nothing is, every row that breaks a rule (FINDING).
+    What is wrong with columns and types, in sentences; where nothing is, every row that breaks a rule (FINDING). A
+    prompt is only compared with those that stay: not with rows that break one of the rules `dropped`.
     """
     shape = [problem for name, frame in frames.items() for problem in _shape(name, frame, rewards)]
     shape = shape or list(_unlike(frames, tokenizer))
     if shape:
         return shape, pl.DataFrame(schema=FINDING)
     schemas = {name: build_schema(frame, rewards, tokenizer, room[name]) for name, frame in frames.items()}
-    rows = [_validate(name, frame, schemas[name]) for name, frame in frames.items()]
-    return [], pl.concat([*rows, _overlap(frames)])
+    found = pl.concat([_validate(name, frame, schemas[name]) for name, frame in frames.items()])
+    out = found.filter(pl.col("check").is_in([*dropped, "blank_prompt", "malformed_conversation"]))
+    staying = {
+        name: ~pl.int_range(frame.height, eager=True).is_in(out.filter(dataset=name)["row"].cast(pl.Int64).implode())
+        for name, frame in frames.items()
+    }
+    twice = [_duplicates(name, frame, staying[name]) for name, frame in frames.items()]
+    return [], pl.concat([found, *twice, _overlap(frames, staying)])
 
 
 def build_schema(frame: pl.DataFrame, rewards: list[Reward], tokenizer: Any, room: int | None) -> pa.DataFrameSchema:
-    """The rules of the rows: those of the prompt, and that no value which a reward reads is missing."""
+    """The rules that a row breaks by itself: those of the prompt, and that no value which a reward reads is missing."""
     answerable = _answerable(frame)  # what else is wrong with a blank or malformed prompt says nothing new
     accepted = _where(answerable if is_conversation(frame) else None, frame, lambda p: renders(p, tokenizer))
     rules = {
@@ -63,7 +78,6 @@ def build_schema(frame: pl.DataFrame, rewards: list[Reward], tokenizer: Any, roo
         "malformed_conversation": lambda frame: frame.select(_is_blank(frame) | _is_well_formed(frame)).to_series(),
         "chat_template": lambda _: accepted,
         "long_prompt": lambda frame: _where(answerable & accepted, frame, lambda p: fit(p, tokenizer, room)),
-        "duplicate_prompt": lambda frame: ~answerable | prompt_text(frame).is_first_distinct(),
         "encoding": lambda frame: ~prompt_text(frame).str.contains(WRONGLY_DECODED).fill_null(False),
     }
     read = needed_columns(rewards)
@@ -188,18 +202,19 @@ def _is_blank(frame: pl.DataFrame) -> pl.Expr:
     """Nothing to answer: a blank text, or no message, or a last message without text."""
     prompt = pl.col("prompt")
     last = prompt.list.last().struct.field("content") if is_conversation(frame) else prompt
-    return ~last.str.contains(r"\S").fill_null(False)
+    return ~last.str.contains(VISIBLE).fill_null(False)
 
 
 def _is_well_formed(frame: pl.DataFrame) -> pl.Expr:
     """Conversations: the rule of `malformed_conversation`. Text: it is no such conversation written down as JSON."""
     prompt = pl.col("prompt")
     if not is_conversation(frame):
-        return ~prompt.str.contains(r'^\s*\[\s*\{\s*"(role|content)"\s*:').fill_null(False)
+        return ~prompt.str.contains(WRITTEN_DOWN).fill_null(False)
     message = pl.element().struct
     known = message.field("role").is_in(ROLES).fill_null(False)
+    text = ~message.field("content").str.contains(WRITTEN_DOWN).fill_null(True)
     return (
-        prompt.list.eval(known & message.field("content").is_not_null()).list.all()
+        prompt.list.eval(known & text).list.all()
         & ~prompt.list.slice(1).list.eval(message.field("role") == "system").list.any()
         & (prompt.list.last().struct.field("role") == "user")
     ).fill_null(False)
@@ -227,14 +242,27 @@ def _validate(name: str, frame: pl.DataFrame, schema: pa.DataFrameSchema) -> pl.
     return pl.DataFrame(schema=FINDING)
 
 
-def _overlap(frames: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
+def _duplicates(name: str, frame: pl.DataFrame, staying: pl.Series) -> pl.DataFrame:
+    """Prompts that came before, among the rows that stay."""
+    text = prompt_text(frame).filter(staying)
+    again = text.to_frame("text").with_columns(row=staying.arg_true()).filter(~text.is_first_distinct())
+    return again.select(
+        dataset=pl.lit(name),
+        row=pl.col("row").cast(pl.UInt32),
+        column=pl.lit("prompt"),
+        check=pl.lit("duplicate_prompt"),
+        value=_short(pl.col("text")),
+    )
+
+
+def _overlap(frames: Mapping[str, pl.DataFrame], staying: Mapping[str, pl.Series]) -> pl.DataFrame:
     """Training prompts that are held out too: the same text, or the same but for case and white space."""
-    held_out = _texts(frames["eval"], 0).rename({"row": "eval_row"}).drop("prompt")
+    held_out = _texts(frames["eval"], 0).filter(staying["eval"]).rename({"row": "eval_row"}).drop("prompt")
     known = {kind: held_out.select("eval_row", kind).unique(kind, keep="first") for kind in ("overlap", "near_overlap")}
     found = [
         part.join(texts, on=kind).select("row", "prompt", "eval_row", check=pl.lit(kind))
         for start in range(0, frames["train"].height, SLICE)
-        for part in [_texts(frames["train"].slice(start, SLICE), start)]
+        for part in [_texts(frames["train"].slice(start, SLICE), start).filter(staying["train"].slice(start, SLICE))]
         for kind, texts in known.items()
     ]
     return (
@@ -254,9 +282,9 @@ def _texts(frame: pl.DataFrame, first_row: int) -> pl.DataFrame:
     """Each prompt that is there: row, prompt, and what is compared for `overlap` and for `near_overlap`."""
     text = prompt_text(frame)
     # White space is collapsed; leaving the many single spaces alone is four times as fast.
-    near = text.str.to_lowercase().str.replace_all(r"\s{2,}|[^\S ]", " ").str.strip_chars()
-    texts = pl.DataFrame({"prompt": text, "overlap": text, "near_overlap": near}).with_row_index("row", first_row)
-    return texts.filter(pl.col("near_overlap") != "")
+    near = text.str.to_lowercase().str.replace_all(INVISIBLE, "").str.replace_all(r"\s{2,}|[^\S ]", " ")
+    near = near.str.strip_chars()
+    return pl.DataFrame({"prompt": text, "overlap": text, "near_overlap": near}).with_row_index("row", first_row)
 
 
 def _short(text: pl.Expr) -> pl.Expr:

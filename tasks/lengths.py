@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import polars as pl
-from jinja2.exceptions import TemplateError
 
 from grpo_core.config import ModelConfig
-from grpo_core.data import encode_prompts, load_tokenizer
+from grpo_core.data import encode_prompts, load_tokenizer, without_gaps
 
 SAMPLED = 10_000  # prompts whose lengths stand for all
 LONGEST = 100  # prompts, by bytes, that are always among them
 # A byte-level or byte-fallback tokenizer makes at most one token of a byte; a Unicode normalisation before it makes
 # at most 11 bytes of one (NFKC; unicode.org/faq/normalization.html).
 GROWTH = 11
+UNKNOWN = 2**20  # bytes
 SPECIAL_TOKENS = 16  # more than any tokenizer puts around a text
 
 
@@ -39,9 +39,18 @@ def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
 
 def renders(conversations: pl.Series, tokenizer: Any) -> pl.Series:
     """Which conversations the chat template accepts, tried once for each order of roles."""
-    roles = conversations.list.eval(pl.element().struct.field("role"))
-    accepted = {order: _overhead(order, tokenizer) is not None for order in _orders(roles)}
-    return roles.list.join(",").replace_strict(accepted, return_dtype=pl.Boolean)
+    orders = conversations.list.eval(pl.element().struct.field("role")).list.join(",")
+    first = pl.DataFrame({"order": orders, "conversation": conversations}).unique("order", keep="first")
+    accepted = {order: _is_rendered(conversation, tokenizer) for order, conversation in first.iter_rows()}
+    return orders.replace_strict(accepted, return_dtype=pl.Boolean)
+
+
+def _is_rendered(conversation: list[dict[str, Any]], tokenizer: Any) -> bool:
+    try:
+        tokenizer.apply_chat_template(without_gaps(conversation), add_generation_prompt=True, tokenize=False)
+    except Exception:  # a template is a program, and may raise anything
+        return False
+    return True
 
 
 def fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:
@@ -57,8 +66,13 @@ def fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:
 
 
 def token_lengths(prompts: pl.Series, tokenizer: Any) -> pl.Series:
-    """Tokens of each prompt, the chat template's included."""
-    return pl.Series([len(ids) for ids in encode_prompts(prompts.to_list(), tokenizer)], dtype=pl.Int64)
+    """Tokens of each prompt, the chat template's included; ModelError with the prompt that the template fails on."""
+    try:
+        encoded = encode_prompts(prompts.to_list(), tokenizer)
+    except Exception as error:
+        failing = next((p for p in prompts.to_list() if not _is_rendered(p, tokenizer)), None)
+        raise ModelError(f"the chat template fails on a prompt: {error}; the prompt: {failing}") from error
+    return pl.Series([len(ids) for ids in encoded], dtype=pl.Int64)
 
 
 def sample_lengths(prompts: pl.Series, tokenizer: Any) -> pl.Series:
@@ -87,11 +101,10 @@ def _orders(roles: pl.Series) -> list[str]:
     return roles.list.join(",").unique().to_list()
 
 
-def _overhead(order: str, tokenizer: Any) -> int | None:
-    """Bytes that the chat template adds to messages of these roles; None where it refuses them."""
+def _overhead(order: str, tokenizer: Any) -> int:
+    """Bytes that the chat template adds to messages of these roles."""
     messages = [{"role": role, "content": "x"} for role in order.split(",")]
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except TemplateError:
-        return None
-    return len(text.encode())
+        return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False).encode())
+    except Exception:  # the template wants other fields too: then such prompts are tokenized
+        return UNKNOWN

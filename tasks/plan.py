@@ -46,7 +46,7 @@ def _work(context: Context) -> dict[str, Any]:
         plan,
         PromptLengths(lengths["mean"], lengths["max"], "from the validated data"),
         earlier_throughput(config),
-        list_pass_rates(config.data),
+        list_pass_rates("data.train", config.data.train, config.data.train_split),
     )
     table = [{"quantity": name, "value": f"{value:,}", "how": ""} for name, value in figures.items()]
     table += [{"quantity": name, "value": value, "how": how} for name, value, how in forecast_rows(forecasts)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import json
 from pathlib import Path
 
 import polars as pl
@@ -10,12 +12,14 @@ from grpo_core.config import DataConfig
 
 PASS_RATE = "pass_rate"
 READERS = {
-    ".parquet": pl.scan_parquet,
-    ".jsonl": lambda path: pl.scan_ndjson(path, infer_schema_length=None),
-    ".json": lambda path: pl.read_json(path, infer_schema_length=None).lazy(),
+    ".parquet": lambda path: pl.scan_parquet(path, glob=False),
+    ".jsonl": lambda path: pl.scan_ndjson(glob.escape(str(path)), infer_schema_length=None),
+    # Strict: a column whose values are of several kinds is refused, not made text of.
+    ".json": lambda path: pl.DataFrame(json.loads(path.read_text()), infer_schema_length=None).lazy(),
     # Text stays text: "007" keeps its zeros, and "NA" is an answer, not a gap.
-    ".csv": lambda path: pl.scan_csv(path, infer_schema=False),
+    ".csv": lambda path: pl.scan_csv(path, infer_schema=False, glob=False),
 }
+LONGEST_LINE = 2**24  # bytes
 
 
 class SourceError(ValueError):
@@ -34,8 +38,10 @@ def load_source(key: str, source: str, split: str) -> pl.DataFrame:
     """Read the prompts that configuration key `key` names; SourceError says what is wrong with the source."""
     frame = _open(key, source, split)
     try:
-        return frame.collect()
-    except pl.exceptions.PolarsError as error:
+        if Path(source).suffix == ".jsonl":
+            _refuse_mixed_columns(source)
+        return _plain(frame.collect())
+    except (pl.exceptions.PolarsError, ArithmeticError, ValueError) as error:
         raise _unreadable(key, source, error) from error
 
 
@@ -47,10 +53,11 @@ def count_prompts(key: str, source: str, split: str) -> int:
         raise _unreadable(key, source, error) from error
 
 
-def list_pass_rates(data: DataConfig) -> list[float]:
-    """The training data's column `pass_rate`: how often the base model is known to solve each prompt; may be absent."""
-    frame = _open("data.train", data.train, data.train_split)
-    if PASS_RATE not in frame.collect_schema().names():
+def list_pass_rates(key: str, source: str, split: str) -> list[float]:
+    """A source's column `pass_rate`: how often the base model is known to solve each prompt. Empty without one."""
+    frame = _open(key, source, split)
+    kind = frame.collect_schema().get(PASS_RATE)
+    if kind is None or not (kind.is_numeric() or kind == pl.String):
         return []
     return frame.select(pl.col(PASS_RATE).cast(pl.Float64, strict=False).drop_nulls()).collect()[PASS_RATE].to_list()
 
@@ -79,6 +86,36 @@ def _open(key: str, source: str, split: str) -> pl.LazyFrame:
             f"{key} = {source!r}, split {split!r}: {error}. A source is a file ending in {', '.join(READERS)}, "
             "a folder written by datasets' save_to_disk, or a dataset's name on the hub"
         ) from error
+
+
+def _refuse_mixed_columns(source: str) -> None:
+    """ValueError for a column with values of several kinds: polars would make text of them all."""
+    from pyarrow import ArrowInvalid, json  # takes half a second to import, which planning does not need
+
+    try:
+        json.read_json(source, json.ReadOptions(block_size=LONGEST_LINE))
+    except ArrowInvalid as error:
+        raise ValueError(f"{error}; a column holds values of one kind") from error
+
+
+def _plain(frame: pl.DataFrame) -> pl.DataFrame:
+    """Columns of the types that Parquet and rewards know: encoded text as text, arrays of one length as lists.
+
+    Without those that neither knows: integers beyond 64 bits, structs without fields, Python objects.
+    """
+    storable = [name for name, kind in frame.schema.items() if not _is_unstorable(kind)]
+    encoded = [name for name in storable if isinstance(frame.schema[name], (pl.Categorical, pl.Enum))]
+    arrays = {name: kind for name, kind in frame.schema.items() if isinstance(kind, pl.Array)}
+    casts = [pl.col(encoded).cast(pl.String), *(pl.col(n).cast(pl.List(kind.inner)) for n, kind in arrays.items())]
+    return frame.select(storable).with_columns(casts)
+
+
+def _is_unstorable(kind: pl.DataType) -> bool:
+    if isinstance(kind, (pl.List, pl.Array)):
+        return _is_unstorable(kind.inner)
+    if isinstance(kind, pl.Struct):
+        return not kind.fields or any(_is_unstorable(field.dtype) for field in kind.fields)
+    return isinstance(kind, (pl.Int128, pl.UInt128, pl.Object))
 
 
 def _unreadable(key: str, source: str, error: Exception) -> SourceError:

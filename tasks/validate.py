@@ -94,7 +94,8 @@ def screen(config: RunConfig) -> Screened:
             )
     frames = load_sources(config.data)
     checks = config.data.checks.model_dump()
-    shape, findings = check(frames, rewards, tokenizer, room)
+    dropping = [name for name, severity in checks.items() if severity == "drop"]
+    shape, findings = check(frames, rewards, tokenizer, room, dropping)
     bad = {severity: _of(severity, findings, checks) for severity in ("error", "drop")}
     dropped = {name: _dropped(frame, bad["drop"].filter(dataset=name)) for name, frame in frames.items()}
     kept = {name: _without(frame, pl.concat(bad.values()).filter(dataset=name)) for name, frame in frames.items()}

@@ -8,8 +8,11 @@ hold: `Sequence[str]` takes text, `list[float]` numbers, `Sequence[str | None]` 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import sys
+import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -64,8 +67,9 @@ def resolve(config: RewardConfig) -> Reward:
     if unknown and not takes_any:
         raise RewardError(f"reward {config.name!r} takes no argument {sorted(unknown)}; it takes {sorted(accepts)}")
     given = {*ROLLOUT_ARGUMENTS, *config.args}
-    types = _value_types(function)
-    columns = {p.name: types.get(p.name, Any) for p in named if p.default is p.empty and p.name not in given}
+    columns = {p.name: _value_type(p, function) for p in named if p.default is p.empty and p.name not in given}
+    if "prompt" in columns:
+        raise RewardError(f"reward {config.name!r} takes a parameter 'prompt'; the prompts come as 'prompts'")
     return Reward(
         name=config.name,
         function=function,
@@ -79,19 +83,39 @@ def resolve(config: RewardConfig) -> Reward:
 
 
 def source_of(config: RewardConfig) -> bytes:
-    """Bytes that change when the reward function does: the whole source file it is defined in."""
-    function: Any = inspect.unwrap(_find(config.function))
-    defined = function if inspect.isroutine(function) else type(function)  # an object that can be called
-    return Path(inspect.getsourcefile(defined) or "").read_bytes()
+    """Bytes that change when the reward does: the files of the module that names it and of the function itself."""
+    function = _find(config.function)
+    module = sys.modules[config.function.partition(":")[0]] if ":" in config.function else builtin
+    files = {module.__file__, inspect.getsourcefile(_code_of(function)) if _is_python(function) else None}
+    return b"".join(Path(file).read_bytes() for file in sorted(filter(None, files)))
 
 
-def _value_types(function: RewardFunction) -> dict[str, Any]:
-    """Parameter → type of one value of it, where the annotation says so: `str` for `Sequence[str]`."""
-    try:
-        hints = typing.get_type_hints(function)
-    except Exception:  # an annotation may name what only a type checker imports
-        return {}
-    return {name: typing.get_args(hint)[0] for name, hint in hints.items() if len(typing.get_args(hint)) == 1}
+def _code_of(function: Any) -> Any:
+    """The function under decorators and `functools.partial`, or the `__call__` of an object."""
+    function = inspect.unwrap(function)
+    if isinstance(function, functools.partial):
+        return _code_of(function.func)
+    return function if inspect.isroutine(function) else _code_of(type(function).__call__)
+
+
+def _is_python(function: Any) -> bool:
+    return hasattr(_code_of(function), "__code__")
+
+
+def _value_type(parameter: inspect.Parameter, function: RewardFunction) -> Any:
+    """Type of one value of a column, where the annotation says so: `str` for `Sequence[str]` and `list[str] | None`."""
+    annotation = parameter.annotation
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, getattr(_code_of(function), "__globals__", {}))
+        except Exception:  # an annotation may name what only a type checker imports
+            return Any
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        (annotation, *others) = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+        if others:
+            return Any
+    values = [kind for kind in typing.get_args(annotation) if kind is not Ellipsis]
+    return values[0] if len(values) == 1 else Any
 
 
 def _find(function: str) -> RewardFunction:
@@ -105,8 +129,8 @@ def _find(function: str) -> RewardFunction:
         )
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise RewardError(f"reward {function!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise RewardError(f"reward {function!r} is a {type(found).__name__}, not a function")
+    except (Exception, SystemExit) as error:  # the module is a user's code, which may do anything
+        raise RewardError(f"reward {function!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if inspect.isclass(found) or not callable(found):
+        raise RewardError(f"reward {function!r} is a {type(found).__name__}, not a function or an object to be called")
     return found

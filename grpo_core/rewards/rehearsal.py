@@ -49,14 +49,15 @@ def main() -> None:
 
 
 def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> dict[str, Any]:
-    """What each reward gives for each kind of completion, its pace, and warnings; RewardError as in `score`."""
-    kinds = {
-        **({"right": [str(row[config.data.answer_column]) for row in rows]} if _has_answers(config, rows) else {}),
-        "empty": ["" for _ in rows],
-        "garbage": [GARBAGE for _ in rows],
+    """What each reward gives for each kind of completion, its pace, and warnings; RewardError names all that fail."""
+    answered = [row for row in rows if isinstance(row.get(config.data.answer_column), (str, int, float))]
+    groups = {
+        "right": [(row, str(row[config.data.answer_column])) for row in answered],
+        "empty": [(row, "") for row in rows],
+        "garbage": [(row, GARBAGE) for row in rows],
     }
-    texts = [text for completions in kinds.values() for text in completions]
-    batch = [row for _ in kinds for row in rows]
+    kinds = [kind for kind, pairs in groups.items() for _ in pairs]
+    batch, texts = zip(*(pair for pairs in groups.values() for pair in pairs), strict=True)
     completions = [
         text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
         for row, text in zip(batch, texts, strict=True)
@@ -64,17 +65,26 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     rewards: dict[str, Any] = {}
     warnings: list[str] = []
+    errors: list[str] = []
     for reward in map(resolve, config.rewards):
         start = time.perf_counter()
-        limited = replace(reward, timeout=min(reward.timeout, SECONDS))
-        (values,) = score([limited], batch, completions, ids)
+        try:
+            (values,) = score([replace(reward, timeout=min(reward.timeout, SECONDS))], batch, completions, ids)
+        except RewardError as error:
+            errors.append(str(error))
+            continue
         seconds = (time.perf_counter() - start) / len(batch)
-        by_kind = {kind: values[n * len(rows) : (n + 1) * len(rows)] for n, kind in enumerate(kinds)}
+        by_kind = {
+            kind: [value for value, of in zip(values, kinds, strict=True) if of == kind]
+            for kind in dict.fromkeys(kinds)
+        }
         rewards[reward.name] = {
             **{kind: _mean(given) for kind, given in by_kind.items()},
             "seconds_per_completion": seconds,
         }
         warnings += _suspicions(reward, by_kind, seconds * _completions_per_process(config), config)
+    if errors:
+        raise RewardError("\n".join(errors))
     return {"rows": len(rows), "rewards": rewards, "warnings": warnings}
 
 
@@ -108,10 +118,6 @@ def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], seconds: 
 def _completions_per_process(config: RunConfig) -> int:
     inputs = plan_inputs(config, num_prompts=0)
     return math.ceil(inputs.generation_batch / inputs.num_processes)
-
-
-def _has_answers(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> bool:
-    return all(row.get(config.data.answer_column) is not None for row in rows)
 
 
 def _listed(kinds: Mapping[str, Any]) -> str:

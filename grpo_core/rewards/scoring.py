@@ -23,7 +23,12 @@ class _TimeIsUpError(BaseException):
     """Not an Exception: a function's own `except Exception` must not swallow it."""
 
 
-FAILURES = (Exception, asyncio.CancelledError, _TimeIsUpError)  # what a reward is blamed for; not an interrupt
+FAILURES = (
+    Exception,
+    SystemExit,
+    asyncio.CancelledError,
+    _TimeIsUpError,
+)  # what a reward is blamed for; not an interrupt
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,16 @@ def test_a_configuration_s_plan_as_json(config: Path, tmp_path: Path) -> None:
     assert all("how" in forecast for forecast in answer["forecasts"].values())
 
 
+def test_data_that_is_elsewhere_is_planned_by_its_number_of_prompts(config: Path, tmp_path: Path) -> None:
+    answer = _json(config, "--set", "data.train=gone.parquet", "--num-prompts", 40, GRPO_STORAGE=str(tmp_path))
+    assert (answer["num_prompts"], set(answer["forecasts"])) == (40, {"memory", "time"})
+
+
+def test_the_options_can_be_read_on_a_narrow_screen() -> None:
+    done = _grpo("--help", COLUMNS="80")
+    assert "--gradient-accumulation-steps" in done.stdout
+
+
 def test_values_given_by_hand_replace_the_configuration_s(config: Path, tmp_path: Path) -> None:
     answer = _json(config, "--num-prompts", 100, "--max-steps", 3, "--set", "rollout.num_generations=8")
     assert (answer["num_prompts"], answer["max_steps"], answer["num_generations"]) == (100, 3, 8)
@@ -118,6 +128,11 @@ def test_an_invalid_run_says_why_and_what_works() -> None:
         (["--num-prompts", 10, "--num-generations", 1], "rollout.num_generations = 1"),
         (["--recipe", "trl", "gone.yaml"], "No such file"),
         (["--num-prompts", 3, "--per-device-train-batch-size", 64], "3 prompts do not fill one generation batch of 8"),
+        (["--num-prompts", 0], "num_prompts=0 is not positive"),
+        (["--num-prompts", 9, "--rules", "trl-1.16", "--num-processes", -1], "num_processes=-1 is not positive"),
+        (["--recipe", "trl", "--rules", "grpo", "--num-prompts", 9], "--rules grpo does not go with --recipe trl"),
+        (["--num-prompts", 9, "--per-device-eval-batch-size", 3], "per_device_eval_batch_size: this project evaluates"),
+        ([Path(__file__).parent], "cannot be read: Is a directory"),
     ],
 )
 def test_what_cannot_be_planned_is_one_json_object_too(arguments: list[Any], error: str) -> None:

@@ -96,3 +96,22 @@ def test_an_evaluation_batch_alone_is_mended_alone() -> None:
 def test_two_keys_change_where_one_is_not_enough() -> None:
     inputs = PlanInputs(1, 6, 8, max_completion_length=10, num_processes=3, gradient_accumulation_steps=5)
     assert fixes(inputs)
+
+
+@pytest.mark.parametrize("field", ["num_generations", "gradient_accumulation_steps", "num_train_epochs", "max_steps"])
+@pytest.mark.parametrize("value", [0, -2])
+@pytest.mark.parametrize("rules", get_args(Rules))
+def test_a_value_that_is_not_positive_is_named(field: str, value: int, rules: Rules) -> None:
+    inputs = dataclasses.replace(PlanInputs(100, 4, 4, max_completion_length=10, rules=rules), **{field: value})
+    with pytest.raises(PlanError, match=rf"{field}={value} is not positive"):
+        make_plan(inputs)
+
+
+@pytest.mark.parametrize("batch", [{"per_device_train_batch_size": 1_000_003}, {"generation_batch_size": 65_536}])
+def test_absurdly_large_batches_are_mended_too(batch: dict[str, int]) -> None:
+    inputs = PlanInputs(
+        **{"num_prompts": 80_000, "num_generations": 24, "per_device_train_batch_size": 8} | batch,
+        max_completion_length=10,
+        num_processes=8,
+    )
+    assert fixes(inputs)

@@ -30,7 +30,7 @@ def test_the_figures_are_those_of_the_system_itself(rules: Rules) -> None:
         arguments = dict(case["arguments"])
         num_prompts, processes = arguments.pop("num_prompts"), arguments.pop("num_processes")
         try:
-            inputs = recipe_inputs(Recipe(rules, arguments, processes), num_prompts, {})
+            inputs = recipe_inputs(Recipe(rules, arguments, {"processes": processes}), [num_prompts], {})
             found = {**dataclasses.asdict(make_plan(inputs)), "updates_done": updates_done(inputs)}
         except (PlanError, RecipeError):
             found = None
@@ -44,7 +44,7 @@ def test_every_system_has_its_cases() -> None:
 
 def _read(path: Path, text: str, rules: Rules, rows: int | None = None, **given: Any) -> Any:
     path.write_text(text)
-    return recipe_inputs(read_recipe(path, rules), rows, given)
+    return recipe_inputs(read_recipe(path, rules), [rows], given)
 
 
 def test_an_open_r1_recipe(tmp_path: Path) -> None:
@@ -93,6 +93,41 @@ swift rlhf \
     assert make_plan(inputs).max_steps == 1320
 
 
+def test_each_swift_data_set_is_sampled_and_split_by_itself() -> None:
+    def prompts(datasets: list[str], rows: list[int | None], ratio: float) -> tuple[int, int | None]:
+        arguments = {"dataset": datasets, "split_dataset_ratio": ratio, "per_device_eval_batch_size": 8}
+        inputs = recipe_inputs(Recipe("swift-4.6", arguments), rows, {})
+        return inputs.num_prompts, inputs.num_eval_prompts
+
+    assert prompts(["a.jsonl#10", "b.jsonl"], [1000, 1000], 0.0) == (1010, None)
+    assert prompts(["a.jsonl", "b.jsonl"], [1000, 1000], 0.0015) == (1998, 2)
+    assert prompts(["hub/a#100", "hub/b#50"], [None, None], 0.1) == (135, 15)
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "torchrun --nproc-per-node 2 --nnodes 2 swift/cli/rlhf.py --num_generations 4 2>&1 | tee log",
+        "export NPROC_PER_NODE=4; swift rlhf --num_generations 4 && echo done",
+        "# eight? no\nNPROC_PER_NODE=4 swift rlhf --num_generations 4\nswift export --num_generations 9",
+    ],
+)
+def test_launch_scripts_as_people_write_them(tmp_path: Path, launch: str) -> None:
+    inputs = _read(tmp_path / "run.sh", launch, "swift-4.6", 100)
+    assert (inputs.num_generations, inputs.num_processes) == (4, 4)
+    assert _read(tmp_path / "run.sh", launch, "swift-4.6", 100, num_processes=3).num_processes == 3
+
+
+def test_an_unquoted_number_of_rows_is_no_comment(tmp_path: Path) -> None:
+    assert _read(tmp_path / "run.sh", "swift rlhf --dataset hub/name#500", "swift-4.6").num_prompts == 500
+
+
+def test_swift_dynamic_sampling_states_the_most_it_can_cost(tmp_path: Path) -> None:
+    text = "swift rlhf --dynamic_sample true --max_resample_times 2 --num_generations 4 --per_device_train_batch_size 4"
+    plan = make_plan(_read(tmp_path / "run.sh", text, "swift-4.6", 100))
+    assert plan.max_completions == 3 * plan.completions
+
+
 def test_swift_saved_arguments(tmp_path: Path) -> None:
     values = {"global_world_size": 6, "dataset": ["data.jsonl"], "split_dataset_ratio": 0.0, "eval_strategy": "no"}
     values |= {"per_device_train_batch_size": 8, "num_generations": 8, "generation_batch_size": None, "max_steps": -1}
@@ -110,19 +145,23 @@ def test_values_given_by_hand_come_before_the_recipe(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("gone.yaml", None, "No such file"),
-        ("r.yaml", "a: [", "not valid yaml"),
+        ("r.yaml", "a: [", "a recipe is YAML, JSON"),
+        ("r.yaml", b"\xff\xfe", "cannot be read"),
         ("r.yaml", "just text", "holds str, not arguments"),
         ("r.yaml", "num_generations: many", "num_generations = 'many' is not a number"),
         ("r.yaml", "num_generations: 2.5", "not a whole number"),
-        ("r.json", "{", "not valid json"),
+        ("r.json", "{", "a recipe is YAML, JSON"),
         ("r.sh", "swift rlhf --dataset 'x", "cannot be read"),
-        ("r.yaml", "dataset_name: hub/name", "hub/name is not on this machine; give it by --num-prompts"),
+        ("r.sh", "echo nothing", "launches nothing with arguments"),
+        ("r.sh", "NPROC_PER_NODE=$N swift rlhf --num_generations 4", r"NPROC_PER_NODE = '\$N' is not a number"),
+        ("r.json", '{"global_world_size": "many"}', "global_world_size = 'many' is not a number"),
+        ("r.yaml", "dataset_name: hub/name", "hub/name is not here; give it by --num-prompts"),
     ],
 )
 def test_a_recipe_that_says_too_little_or_nothing_is_refused(
-    tmp_path: Path, name: str, text: str | None, message: str
+    tmp_path: Path, name: str, text: str | bytes | None, message: str
 ) -> None:
     if text is not None:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(RecipeError, match=message):
-        recipe_inputs(read_recipe(tmp_path / name, "trl-1.16"), None if "hub/name" in message else 100, {})
+        recipe_inputs(read_recipe(tmp_path / name, "trl-1.16"), [None if "hub/name" in message else 100], {})

@@ -77,6 +77,9 @@ def test_sound_data_passes_whole(model_folder: Path, tmp_path: Path) -> None:
 TEXT_FAULTS = [
     ("train", 3, "prompt", None, "blank_prompt"),
     ("train", 3, "prompt", " \n\t", "blank_prompt"),
+    ("train", 3, "prompt", "\u200b\ufeff", "blank_prompt"),
+    ("train", 3, "prompt", "{'content': '1+1=', 'role': 'user'}", "malformed_conversation"),
+    ("train", 4, "prompt", "31+1=\u200b", "near_overlap"),
     ("eval", 2, "prompt", "", "blank_prompt"),
     ("train", 3, "prompt", '[{"role": "user", "content": "1+1="}]', "malformed_conversation"),
     ("train", 3, "prompt", "10+1=", "duplicate_prompt"),
@@ -97,6 +100,7 @@ CHAT_FAULTS = [
     ("train", 3, "prompt", _messages(("user", "  ")), "blank_prompt"),
     ("train", 3, "prompt", _messages(("user", "1+1="), ("user", None)), "blank_prompt"),
     ("train", 3, "prompt", _messages(("user", None), ("user", "1+1=")), "malformed_conversation"),
+    ("train", 3, "prompt", _messages(("user", '[{"type": "text", "text": "1+1="}]')), "malformed_conversation"),
     ("train", 3, "prompt", _messages(("robot", "x"), ("user", "1+1=")), "malformed_conversation"),
     ("train", 3, "prompt", _messages(("user", "1+1="), ("assistant", "2")), "malformed_conversation"),
     ("train", 3, "prompt", _messages(("user", "1"), ("system", "x"), ("user", "2")), "malformed_conversation"),
@@ -141,6 +145,45 @@ def _expect_one(model: Path, folder: Path, frames: Frames, fault: tuple[str, int
     assert dropped.dropped[dataset].drop("source_row", "broken_rules").to_dicts() == [
         frames[dataset].row(row, named=True)
     ]
+
+
+def test_prompts_are_compared_with_those_that_stay(model_folder: Path, tmp_path: Path) -> None:
+    frames = _frames()
+    for mutate in (
+        *(_set("train", row, "prompt", "7+7=") for row in (0, 7)),
+        _set("train", 0, "answer", None),
+        _set("train", 4, "prompt", "31+1="),
+        _set("eval", 1, "answer", None),
+    ):
+        mutate(frames)
+    screened = screen(_config(model_folder, tmp_path, frames, missing_value="drop", duplicate_prompt="drop"))
+    assert (screened.refused, screened.findings["check"].to_list()) == (False, ["missing_value", "missing_value"])
+    assert "7+7=" in screened.kept["train"]["prompt"]
+
+
+def test_keys_that_only_some_messages_have_are_no_part_of_the_others(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% if 'name' in m %}{{ m.name | length }}{% endif %}{% endfor %}"
+    frames = _conversations(_frames())
+    frames["train"] = frames["train"].with_columns(
+        prompt=pl.Series(
+            [[{"role": "user", "content": f"{n}+1=", "name": "1" if n == 10 else None}] for n in range(10, 20)]
+        )
+    )
+    model = make_model(tmp_path / "named")
+    (model / "chat_template.jinja").write_text(template)
+    screened = screen(_config(model, tmp_path, frames))
+    assert not screened.refused
+    assert sorted(screened.lengths["train"]) == [5] * 9 + [6]
+
+
+def test_a_template_that_fails_on_what_a_prompt_says_names_the_prompt(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "picky")
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if '17' in m.content %}{{ raise_exception('no 17') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(ModelError, match=r"no 17; the prompt: .*17\+1="):
+        screen(_config(model, tmp_path, _conversations(_frames())))
 
 
 def test_every_rule_has_a_fault_above() -> None:
@@ -211,6 +254,9 @@ def test_held_out_prompts_leave_room_for_the_evaluation_s_completions(model_fold
 
 
 REWARDS = """
+from collections.abc import Sequence
+from functools import partial
+from typing import Optional
 def untyped(completions, fact): ...
 def text(completions, fact: list[str]): ...
 def number(completions, fact: list[float]): ...
@@ -218,6 +264,11 @@ def whole(completions, fact: list[int]): ...
 def flag(completions, fact: list[bool]): ...
 def lists(completions, fact: list[list[str]]): ...
 def gaps(completions, fact: list[str | None]): ...
+def maybe(completions, fact: Optional[tuple[str, ...]], n: "Unknown" = 0): ...
+class Grader:
+    def __call__(self, completions, fact: "Sequence[str]"): ...
+called = Grader()
+part = partial(text)
 def none(completions, fact=None, **columns): ...
 """
 
@@ -225,7 +276,7 @@ def none(completions, fact=None, **columns): ...
 @pytest.mark.parametrize(
     ("values", "accepted_by"),
     [
-        (["a", "b"], {"untyped", "text", "gaps", "none"}),
+        (["a", "b"], {"untyped", "text", "gaps", "none", "maybe", "called", "part"}),
         ([1.5, 2.5], {"untyped", "number", "none"}),
         ([1, 2], {"untyped", "number", "whole", "none"}),
         ([True, False], {"untyped", "flag", "none"}),
@@ -244,7 +295,8 @@ def test_what_a_column_must_hold_follows_from_the_rewards_signatures(
     if values is not None:
         frames = {name: frame.with_columns(fact=pl.Series(values)) for name, frame in frames.items()}
     accepted = set()
-    for reward in ("untyped", "text", "number", "whole", "flag", "lists", "gaps", "none"):
+    names = ("untyped", "text", "number", "whole", "flag", "lists", "gaps", "none", "maybe", "called", "part")
+    for reward in names:
         configured = _config(model_folder, tmp_path, frames).model_dump(mode="json")
         configured["rewards"] = [{"function": f"signatures:{reward}"}]
         if not screen(parse_config(configured)).refused:

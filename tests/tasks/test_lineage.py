@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,14 +137,29 @@ def test_a_changed_line_in_a_reward_function_trains_again(
     assert [stage for stage in STAGES if after[stage] != before[stage]] == STAGES
 
 
-def test_an_object_that_can_be_called_is_a_reward_with_a_source(
-    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+OBJECT = """
+class Shorter:
+    def __call__(self, completions):
+        return [{factor} for _ in completions]
+reward = Shorter()
+"""
+PARTIAL = """
+from functools import partial
+def constant(completions, value):
+    return [value for _ in completions]
+reward = partial(constant, value={factor})
+"""
+
+
+@pytest.mark.parametrize("body", [OBJECT, PARTIAL], ids=["object", "partial"])
+def test_whatever_can_be_called_is_a_reward_with_a_source(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
-    module = tmp_path / "object_rewards.py"
-    body = "class Shorter:\n    def __call__(self, completions):\n        return [{factor} * len(completions)]\n"
-    module.write_text(body.format(factor=-1) + "shorter = Shorter()\n")
+    sys.modules.pop("called_rewards", None)
+    module = tmp_path / "called_rewards.py"
+    module.write_text(body.format(factor=-1))
     monkeypatch.syspath_prepend(tmp_path)
-    values["rewards"] = [{"function": "object_rewards:shorter"}]
+    values["rewards"] = [{"function": "called_rewards:reward"}]
     before = lineage_keys(parse_config(values))
-    module.write_text(body.format(factor=-2) + "shorter = Shorter()\n")
+    module.write_text(body.format(factor=-2))
     assert lineage_keys(parse_config(values))["train"] != before["train"]

@@ -11,9 +11,7 @@ import datasets
 import polars as pl
 import pytest
 
-from grpo_core.config import parse_config
 from tasks.sources import SourceError, count_prompts, list_pass_rates, load_source
-from tests.conftest import config_values
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "007+1=", "answer": "NA"}]
 
@@ -49,6 +47,9 @@ def test_every_form_of_source_gives_the_same_rows(tmp_path: Path, name: str, wri
         ("broken.json", b'[{"prompt": "1"}', "cannot be read as .json"),
         ("latin.csv", "prompt\ncafé\n".encode("latin-1"), "cannot be read as .csv"),
         ("latin.jsonl", '{"prompt": "café"}\n'.encode("latin-1"), "cannot be read as .jsonl"),
+        ("mixed.jsonl", b'{"answer": "11"}\n{"answer": ["11"]}\n', "a column holds values of one kind"),
+        ("mixed.jsonl", b'{"answer": true}\n{"answer": "yes"}\n', "a column holds values of one kind"),
+        ("mixed.json", b'[{"answer": "11"}, {"answer": ["11"]}]', "cannot be read as .json"),
         ("empty_folder", None, "a source is a file ending in"),
     ],
 )
@@ -66,9 +67,35 @@ def test_an_unreadable_source_is_named_with_its_key(
     assert "data.train" in str(error.value)
 
 
+def test_messages_whose_contents_are_of_two_kinds_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    contents: list[Any] = ["1+1=", [{"type": "text", "text": "1+1="}]]
+    path.write_text("".join(json.dumps({"prompt": [{"role": "user", "content": c}]}) + "\n" for c in contents))
+    with pytest.raises(SourceError, match="a column holds values of one kind"):
+        load_source("data.train", str(path), "train")
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "a*.jsonl", "a[1].csv", "a*.parquet"])
+def test_a_name_is_that_of_one_file(tmp_path: Path, name: str) -> None:
+    frame = pl.DataFrame(ROWS)
+    write = {".jsonl": frame.write_ndjson, ".csv": frame.write_csv, ".parquet": frame.write_parquet}[Path(name).suffix]
+    for other in (name, f"a1{Path(name).suffix}"):
+        write(tmp_path / other)
+    assert load_source("data.train", str(tmp_path / name), "train").height == 2
+
+
+def test_encoded_columns_are_read_and_those_that_nothing_can_hold_are_left_out(tmp_path: Path) -> None:
+    pl.DataFrame(ROWS).with_columns(
+        pl.col("answer").cast(pl.Categorical), pair=pl.Series([[1, 2], [3, 4]], dtype=pl.Array(pl.Int64, 2))
+    ).write_parquet(tmp_path / "a.parquet")
+    loaded = load_source("data.train", str(tmp_path / "a.parquet"), "train")
+    assert loaded.schema == {"prompt": pl.String, "answer": pl.String, "pair": pl.List(pl.Int64)}
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1", "meta": {}}\n{"prompt": "2", "meta": {}}\n')
+    assert load_source("data.train", str(tmp_path / "a.jsonl"), "train").columns == ["prompt"]
+
+
 def test_pass_rates_are_a_column_that_may_be_absent(tmp_path: Path) -> None:
-    data = parse_config(config_values(tmp_path, tmp_path)).data
-    pl.DataFrame({"prompt": ["1", "2"], "pass_rate": [0.25, None]}).write_parquet(tmp_path / "train.parquet")
-    assert list_pass_rates(data) == [0.25]
-    pl.DataFrame(ROWS).write_parquet(tmp_path / "train.parquet")
-    assert list_pass_rates(data) == []
+    source = ("data.train", str(tmp_path / "train.parquet"), "train")
+    for column, expected in (({"pass_rate": [0.25, None]}, [0.25]), ({"pass_rate": [[1], [2]]}, []), ({}, [])):
+        pl.DataFrame({"prompt": ["1", "2"], **column}).write_parquet(source[1])
+        assert list_pass_rates(*source) == expected
