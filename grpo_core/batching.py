@@ -7,6 +7,7 @@ without a gradient are left out, the others sorted by length and packed, so that
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,8 @@ from grpo_core.losses import LossType, token_weights
 from grpo_core.plan import Plan
 from grpo_core.rollout.engine import Rollout, pad
 
+SHARED_PROMPT = 64  # tokens from which computing a prompt once pays, on a CPU
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -26,13 +29,15 @@ class Sequences:
     input_ids: Tensor  # (B, L) int64
     prompt_lengths: Tensor  # (B,) int64
     completion_lengths: Tensor  # (B,) int64; their largest is T
+    one_prompt: bool = False  # all rows have the same, to be computed once
 
     @property
     def lengths(self) -> Tensor:
         return self.prompt_lengths + self.completion_lengths
 
     def to(self, device: torch.device) -> Sequences:
-        return Sequences(*(tensor.to(device) for tensor in vars(self).values()))
+        tensors = (self.input_ids, self.prompt_lengths, self.completion_lengths)
+        return Sequences(*(tensor.to(device) for tensor in tensors), one_prompt=self.one_prompt)
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,8 @@ def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
         tensors = [getattr(batch, name) for batch in batches]
         return None if tensors[0] is None else _stack(tensors)
 
-    fields = [field.name for field in dataclasses.fields(Sequences)]
-    parts = {name: _stack([getattr(batch.sequences, name) for batch in batches]) for name in fields}
+    tensors = ("input_ids", "prompt_lengths", "completion_lengths")
+    parts = {name: _stack([getattr(batch.sequences, name) for batch in batches]) for name in tensors}
     names = [field.name for field in dataclasses.fields(MicroBatch) if field.name != "sequences"]
     return MicroBatch(Sequences(**parts), **{name: rows(name) for name in names})  # type: ignore[arg-type]
 
@@ -122,19 +127,48 @@ def trained(batch: MicroBatch) -> MicroBatch:
     return take(batch, matters if len(matters) else batch.sequences.lengths.argmin()[None])
 
 
-def pack(batch: MicroBatch, tokens: int) -> Iterator[MicroBatch]:
-    """The batch in parts of at most `tokens` tokens, padding included (one row at least), of rows of like length."""
-    lengths, order = batch.sequences.lengths.sort(descending=True, stable=True)
+def pack(batch: MicroBatch, tokens: int, *, share_prompts: bool) -> Iterator[MicroBatch]:
+    """The batch in parts of at most `tokens` tokens, padding included (one row at least), of rows of like length.
+
+    With `share_prompts`, completions of the same long prompt go together, and their prompt counts once.
+    """
+    sequences = batch.sequences
+    alone = torch.arange(len(batch.mask))
+    if share_prompts:
+        together = _with_the_same_prompt(sequences)
+        alone = alone[~torch.isin(alone, torch.cat([*together, alone[:0]]))]
+        for rows in together:
+            prompt, completions = int(sequences.prompt_lengths[rows[0]]), sequences.completion_lengths[rows]
+            for part in _cut(completions, tokens - prompt):
+                chosen = take(batch, rows[part])
+                yield replace(chosen, sequences=replace(chosen.sequences, one_prompt=True))
+    for part in _cut(sequences.lengths[alone], tokens):
+        yield take(batch, alone[part])
+
+
+def _with_the_same_prompt(sequences: Sequences) -> list[Tensor]:
+    """Rows of each prompt that is worth computing once: long, and of several rows."""
+    prompts: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for row, length in enumerate(sequences.prompt_lengths.tolist()):
+        if length >= SHARED_PROMPT:
+            prompts[tuple(sequences.input_ids[row, :length].tolist())].append(row)
+    return [torch.tensor(rows) for rows in prompts.values() if len(rows) > 1]
+
+
+def _cut(lengths: Tensor, tokens: int) -> Iterator[Tensor]:
+    """Positions in parts of like lengths, each of at most `tokens` tokens padded, or of one position."""
+    ordered, order = lengths.sort(descending=True, stable=True)
     start = 0
     while start < len(order):
-        end = start + max(1, tokens // int(lengths[start]))
-        yield take(batch, order[start:end])
+        end = start + max(1, tokens // int(ordered[start]))
+        yield order[start:end]
         start = end
 
 
 def take(batch: MicroBatch, rows: Tensor) -> MicroBatch:
     """Some rows of a batch, padded to the longest of them."""
-    chosen = Sequences(*(tensor[rows] for tensor in vars(batch.sequences).values()))
+    sequences = batch.sequences
+    chosen = Sequences(sequences.input_ids[rows], sequences.prompt_lengths[rows], sequences.completion_lengths[rows])
     chosen = replace(chosen, input_ids=chosen.input_ids[:, : int(chosen.lengths.max())])
     width = int(chosen.completion_lengths.max())
     tensors = {name: value[rows] for name, value in vars(batch).items() if isinstance(value, Tensor)}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.batching import Sequences
@@ -90,6 +90,55 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     return layer if same else None
 
 
+def one_prompt_states(model: Any, input_ids: Tensor, prompt_length: int) -> Tensor:
+    """Last hidden states that predict each completion token of rows with the same prompt, which is computed once.
+
+    Its keys and values are those of every row, gradients included. `input_ids`: (B, prompt + T) → (B, T, h)
+    """
+    cache = DynamicCache()
+    prompt = input_ids[:1, :prompt_length]
+    first = decoder(model)(input_ids=prompt, past_key_values=cache, use_cache=True).last_hidden_state[:, -1:]
+    rows = len(input_ids)
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        layer.keys, layer.values = layer.keys.expand(rows, -1, -1, -1), layer.values.expand(rows, -1, -1, -1)
+    first, rest = first.expand(rows, -1, -1), input_ids[:, prompt_length:-1]
+    if rest.shape[1] == 0:
+        return first
+    positions = torch.arange(prompt_length, input_ids.shape[1] - 1, device=rest.device)[None].expand(rows, -1)
+    later = decoder(model)(input_ids=rest, position_ids=positions, past_key_values=cache, use_cache=True)
+    return torch.cat([first, later.last_hidden_state], dim=1)
+
+
+@torch.no_grad()
+def can_share_prompts(model: Any) -> bool:
+    """Whether completions that attend to one computation of their prompt have the hidden states of a plain pass.
+
+    Not so for layers that attend to a window only, or that carry a state.
+    """
+    config = model.config.get_text_config()
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
+        return False
+    ids = torch.arange(7, device=model.device).remainder(config.vocab_size).repeat(2, 1)
+    ids[1, 4:] = 0
+    plain = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[:, 2:-1]
+    try:
+        shared = one_prompt_states(model, ids, 3)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # a cache of another kind
+        return False
+    return torch.allclose(plain, shared, rtol=1e-3, atol=1e-4)
+
+
+def _of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = logits.log_softmax(-1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def _dtype_of_products(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
 class Policy(nn.Module):
     """A causal LM whose forward gives what the loss needs."""
 
@@ -98,6 +147,7 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature
         self.output_layer = plain_output_layer(model)
+        self.shares_prompts = self.output_layer is not None and not gradient_checkpointing and can_share_prompts(model)
         self.checkpointed = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if gradient_checkpointing:
             if not self.checkpointed:
@@ -116,7 +166,20 @@ class Policy(nn.Module):
         inside = torch.arange(int(lengths.max()), device=ids.device) < lengths[:, None]  # (B, T)
         rows, offsets = inside.nonzero(as_tuple=True)
         positions = sequences.prompt_lengths[rows] - 1 + offsets  # each predicts the token after it
-        logprobs, entropy = self._chosen(ids, rows, positions, ids[rows, positions + 1])
+        targets = ids[rows, positions + 1]
+        with self._checkpointing():
+            if self.output_layer is None:
+                logits = self.model(input_ids=ids, use_cache=False).logits[rows, positions].float()
+                logprobs, entropy = _of_logits(logits / self.temperature, targets)
+            else:
+                if sequences.one_prompt:
+                    states = one_prompt_states(self.model, ids, int(sequences.prompt_lengths[0]))
+                    hidden = states[rows, offsets]  # (N, h)
+                else:
+                    states = decoder(self.model)(input_ids=ids, use_cache=False).last_hidden_state
+                    hidden = states.flatten(0, 1).index_select(0, rows * ids.shape[1] + positions)
+                dtype = _dtype_of_products(hidden)
+                logprobs, entropy = chosen_logprobs(hidden, self.output_layer.weight, targets, self.temperature, dtype)
         if not entropy_gradient:
             entropy = entropy.detach()
         empty = torch.zeros(inside.shape, device=ids.device)
@@ -127,19 +190,6 @@ class Policy(nn.Module):
         other = copy.copy(self)
         other.temperature = temperature
         return other
-
-    def _chosen(self, ids: Tensor, rows: Tensor, positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of `targets`, predicted at `positions` of `rows`. 2 × (N,)"""
-        with self._checkpointing():
-            if self.output_layer is None:
-                logits = self.model(input_ids=ids, use_cache=False).logits[rows, positions].float()
-                log_p = (logits / self.temperature).log_softmax(-1)
-                return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
-            hidden = decoder(self.model)(input_ids=ids, use_cache=False).last_hidden_state
-        hidden = hidden.flatten(0, 1).index_select(0, rows * ids.shape[1] + positions)  # (N, h)
-        device = ids.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        return chosen_logprobs(hidden, self.output_layer.weight, targets, self.temperature, dtype)
 
     @contextmanager
     def _checkpointing(self) -> Iterator[None]:

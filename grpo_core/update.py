@@ -38,7 +38,7 @@ def update(session: Session, batch: MicroBatch, progress: Progress) -> dict[str,
     def accumulate(rows: int) -> _Tally:
         optimizer.zero_grad()
         tally = _Tally(accelerator.device)
-        for part in pack(batch, rows * longest):
+        for part in pack(batch, rows * longest, share_prompts=session.policy.shares_prompts):
             _forward_backward(session, part.to(accelerator.device), entropy_coef, tally)
         return tally
 

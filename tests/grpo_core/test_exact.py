@@ -12,7 +12,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
 
-from grpo_core import head
+from grpo_core import batching, head
 from grpo_core.batching import MicroBatch, concatenate, micro_batch
 from grpo_core.data import training_order
 from grpo_core.losses import token_losses
@@ -123,6 +123,20 @@ def test_logits_in_chunks_and_computed_again_leave_the_gradient_as_it_is(
     monkeypatch.setattr(head, "KEPT_LOGITS", kept)
     batch = _batch(session, "none")
     assert _distance(_updated(session, batch), _plain(session, batch)) < BOUND
+
+
+@pytest.mark.parametrize("rows", [2, 8, 100])
+@pytest.mark.parametrize("session", OPTIONS.values(), ids=OPTIONS, indirect=True)
+def test_a_prompt_computed_once_for_its_group_leaves_the_gradient_as_it_is(
+    session: Session, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr(batching, "SHARED_PROMPT", 1)
+    batch, shared = _batch(session, "half"), []
+    session.memory.rows = rows
+    forward = session.policy.forward
+    session.policy.forward = lambda s, **keys: shared.append(s.one_prompt) or forward(s, **keys)  # type: ignore[method-assign]
+    assert _distance(_updated(session, batch), _plain(session, batch)) < BOUND
+    assert any(shared) or session.config.algorithm.mask_truncated_completions  # which leaves few rows
 
 
 def test_an_update_without_any_advantage_steps_with_a_gradient_of_zeros(session: Session) -> None:
