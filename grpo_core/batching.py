@@ -36,8 +36,12 @@ class Sequences:
         return self.prompt_lengths + self.completion_lengths
 
     def to(self, device: torch.device) -> Sequences:
-        tensors = (self.input_ids, self.prompt_lengths, self.completion_lengths)
-        return Sequences(*(tensor.to(device) for tensor in tensors), one_prompt=self.one_prompt)
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            prompt_lengths=self.prompt_lengths.to(device),
+            completion_lengths=self.completion_lengths.to(device),
+        )
 
 
 @dataclass(frozen=True)
