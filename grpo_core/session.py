@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import get_scheduler
 
+from grpo_core.batching import SHARED_PROMPT
 from grpo_core.config import RunConfig, load_config
 from grpo_core.data import Prompts, load_prompts, load_tokenizer
 from grpo_core.plan import Plan, load_plan
@@ -97,7 +98,9 @@ def set_up(run: Path, report_to: str | None) -> Session:
     engine = make_engine(config, config.model.name_or_path, model, tokenizer, max(lengths))
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     optimizer = _optimizer(model, config.train)
-    checkpointing = config.train.gradient_checkpointing
+    policy = Policy(model, config.rollout.temperature, gradient_checkpointing=config.train.gradient_checkpointing)
+    if prompts.max_length >= SHARED_PROMPT and not policy.shares_prompts and accelerator.is_main_process:
+        print("prompts are computed anew for each completion: the model cannot share them, or recomputes activations")
     return Session(
         config=config,
         plan=plan,
@@ -107,7 +110,7 @@ def set_up(run: Path, report_to: str | None) -> Session:
         held_out=held_out,
         rewards=rewards,
         model=model,
-        policy=Policy(model, config.rollout.temperature, gradient_checkpointing=checkpointing),
+        policy=policy,
         reference=_reference(config, accelerator),
         optimizer=optimizer,
         learning_rate=_learning_rate(optimizer, config.train, plan),

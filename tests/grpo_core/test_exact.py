@@ -11,11 +11,13 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config
 
 from grpo_core import batching, head
-from grpo_core.batching import MicroBatch, concatenate, micro_batch
+from grpo_core.batching import MicroBatch, Sequences, concatenate, micro_batch
 from grpo_core.data import training_order
 from grpo_core.losses import token_losses
+from grpo_core.policy import Policy
 from grpo_core.progress import Progress
 from grpo_core.session import Session, set_up
 from grpo_core.trainer import roll_out
@@ -161,3 +163,37 @@ def test_every_row_is_computed_where_each_has_a_gradient(session: Session) -> No
     gradients = _updated(session, batch)
     assert sum(seen) == len(batch.advantages)
     assert any((gradient != 0).any() for gradient in gradients) == (session.config.algorithm.entropy_coef > 0)
+
+
+SIZES = {
+    "vocab_size": 20,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("config", "plain_output", "shares"),
+    [
+        (Qwen2Config(**SIZES), True, True),
+        (Qwen2Config(**SIZES, **WINDOW), True, False),
+        (Gemma2Config(**SIZES, head_dim=16, final_logit_softcapping=2.0), False, False),
+    ],
+    ids=["plain", "window", "capped logits"],
+)
+def test_a_model_that_short_cuts_would_change_takes_none(config: Any, plain_output: bool, shares: bool) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=1.0)
+    policy = Policy(model, 1.0)
+    assert (policy.output_layer is not None, policy.shares_prompts) == (plain_output, shares)
+    ids = torch.randint(1, 20, (3, 12))
+    logprobs, entropy = policy(Sequences(ids, torch.full((3,), 5), torch.full((3,), 7)))
+    expected = model(input_ids=ids).logits[:, 4:-1].log_softmax(-1)
+    assert torch.allclose(logprobs, expected.gather(2, ids[:, 5:, None]).squeeze(2), atol=1e-5)
+    assert torch.allclose(entropy, -(expected.exp() * expected).sum(-1), atol=1e-5)

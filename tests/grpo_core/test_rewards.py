@@ -217,6 +217,7 @@ CLINGING = {
 
 
 @pytest.mark.parametrize("body", CLINGING.values(), ids=CLINGING)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of what is ended by force
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_coroutine_that_clings_to_its_time_is_ended_by_force_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, alone: bool
