@@ -147,7 +147,7 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature
         self.output_layer = plain_output_layer(model)
-        self.shares_prompts = self.output_layer is not None and not gradient_checkpointing and can_share_prompts(model)
+        self.shares_prompts = self.output_layer is not None and can_share_prompts(model) and not gradient_checkpointing
         self.checkpointed = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if gradient_checkpointing:
             if not self.checkpointed:
