@@ -1,0 +1,116 @@
+"""Our side of a comparison, in a process of its own: trains on a workload and writes when each step ended.
+
+    python benchmarks/side_ours.py FOLDER SETTINGS RESULT
+
+SETTINGS is JSON: `precision` ("no" or "bf16"); `engine` and `seed` if they are not "transformers" and 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from benchmarks.clock import Clock
+from benchmarks.workload import Workload, read, reward
+
+
+def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[str, Any]) -> None:
+    """What the validate and plan stages leave."""
+    from grpo_core.config import dump_config, parse_config
+    from grpo_core.plan import make_plan, plan_inputs
+
+    num_prompts = pq.read_metadata(folder / "prompts.parquet").num_rows
+    replay = workload.mode == "replay"
+    config = parse_config(
+        {
+            "name": "benchmark",
+            "seed": settings.get("seed", 0),
+            "model": {"name_or_path": str(folder / "model")},
+            "data": {"train": str(folder / "prompts.parquet"), "eval": str(folder / "prompts.parquet")},
+            "rewards": [{"function": f"{reward(workload).__module__}:{reward(workload).__name__}"}],
+            "rollout": {
+                "engine": settings.get("engine", "transformers"),
+                "num_generations": workload.group,
+                "max_completion_length": workload.completion,
+            },
+            # Stored completions were not drawn from the policy: there is nothing to correct for.
+            "algorithm": {"vllm_importance_sampling_correction": not replay},
+            "train": {
+                "mixed_precision": settings["precision"],
+                "per_device_train_batch_size": workload.completions,
+                "max_steps": workload.steps,
+                "learning_rate": 1e-4,
+                "lr_scheduler_type": "constant",
+            },
+        }
+    )
+    (run / "dataset").mkdir(parents=True)
+    (run / "dataset" / "train.parquet").symlink_to(folder / "prompts.parquet")
+    (run / "config.toml").write_text(dump_config(config))
+    (run / "plan.json").write_text(json.dumps({"plan": asdict(make_plan(plan_inputs(config, num_prompts)))}))
+
+
+def replay_instead_of_generating(folder: Path) -> None:
+    """The stored completions in place of those that the engine would sample."""
+    from grpo_core.rollout.engine import Completion, Request, Sampling
+    from grpo_core.rollout.transformers import TransformersEngine
+
+    steps = iter(json.loads((folder / "completions.json").read_text()))
+
+    def generate(self: Any, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        stored = next(steps)
+        return [
+            Completion(ids, [0.0] * len(ids), truncated=len(ids) == sampling.max_tokens)
+            for request in requests
+            for ids in stored[int(self.tokenizer.decode(request.prompt_ids[:4]))]
+        ]
+
+    created = TransformersEngine.__init__
+
+    def create(self: Any, model: Any, tokenizer: Any, **keys: Any) -> None:
+        created(self, model, tokenizer, **keys)
+        self.tokenizer = tokenizer
+
+    TransformersEngine.__init__ = create  # type: ignore[method-assign]
+    TransformersEngine.generate = generate  # type: ignore[method-assign]
+
+
+def main(folder: Path, settings: dict[str, Any], result: Path) -> None:
+    from grpo_core.records import Records
+    from grpo_core.trainer import train
+
+    workload = read(folder)
+    if workload.mode == "replay":
+        replay_instead_of_generating(folder)
+    clock = Clock(workload.warm_up)
+    record, set_up = Records.step, Records.__init__
+    metrics: list[dict[str, float]] = []
+
+    def begin(self: Any, *arguments: Any, **keys: Any) -> None:
+        set_up(self, *arguments, **keys)
+        clock.begin()
+
+    def step(self: Any, number: int, values: dict[str, float]) -> None:
+        record(self, number, values)
+        clock.step()
+        metrics.append(values)
+
+    Records.__init__, Records.step = begin, step  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Path(scratch, "run")
+        run_directory(workload, folder, run, settings)
+        started = time.perf_counter()
+        train(run, run / "training")
+        clock.finish(result, set_up_and_train_seconds=time.perf_counter() - started, metrics=metrics)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3]))

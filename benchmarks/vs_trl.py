@@ -1,0 +1,222 @@
+"""Our loop and TRL's, side by side on this machine: `make bench`.
+
+    python benchmarks/vs_trl.py [--only CASE ...] [--rounds 2] [--output benchmarks/results]
+
+Each run is a process of its own with the same model folder, prompts, rewards, optimizer, precision and threads; the
+sides take turns (A B C C B A), warm-up steps are dropped, medians are compared. TRL runs as it comes and tuned: without
+recomputing activations, with the micro-batch and the precision that are fastest here. Nothing is measured on a busy
+machine. Writes a JSON file and a picture, named after the hardware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.cases import CASES, GATED, Case
+from benchmarks.picture import draw
+from benchmarks.workload import Workload, write
+
+ROOT = Path(__file__).parents[1]
+BUSY = 0.08  # share of the processors' time that others may take
+PATIENCE = 60.0  # seconds to wait for a quiet machine
+TUNING = {"steps": 3, "warm_up": 1}
+DRIFT = 0.15  # between the calibrations before and after a case, from which its figures are marked
+
+Settings = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare the training loop with TRL's, side by side.")
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="CASE")
+    parser.add_argument("--rounds", type=int, default=2, help="of each side, twice each; the default is 2")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    chosen = GATED if arguments.only is None else [case for case in CASES if case.name in arguments.only]
+    results = []
+    for case in chosen:
+        results.append(compare(case, arguments.rounds))
+        report(results[-1])
+        save(results, arguments.output)
+    print(f"\n{arguments.output}")
+    if not all(result["met"] for result in results):
+        raise SystemExit("a gate is not met")
+
+
+def compare(case: Case, rounds: int) -> dict[str, Any]:
+    """One case: TRL is tuned first, then all sides take turns."""
+    wait_until_quiet()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write(case.workload, folder / "measured")
+        write(replace(case.workload, **TUNING), folder / "tuning")
+        tuned, tried = tune(case.workload, folder / "tuning")
+        precision = tuned["precision"]
+        sides: dict[str, tuple[str, Settings]] = {
+            "ours": ("ours", {"precision": precision}),
+            "TRL tuned": ("trl", tuned),
+            "TRL default": ("trl", {"precision": precision, "rows": 8, "checkpointing": True}),
+        }
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+        before = calibrate()
+        for seed in case.seeds * rounds if len(case.seeds) == 1 else case.seeds:
+            for name in [*sides, *reversed(sides)]:
+                side, settings = sides[name]
+                runs[name].append(run(side, settings | {"seed": seed}, folder / "measured"))
+        after = calibrate()
+    return summary(case, sides, runs, tried, (before, after))
+
+
+def tune(workload: Workload, folder: Path) -> tuple[Settings, list[dict[str, Any]]]:
+    """TRL's fastest settings for the workload, and all that were tried: precision first, then the micro-batch."""
+    tried = []
+
+    def seconds(settings: Settings) -> float:
+        found = median(run("trl", settings, folder)["seconds"])
+        tried.append({**settings, "seconds": found})
+        print(f"  tuning TRL: {settings}: {found:.3f} s", flush=True)
+        return found
+
+    base: Settings = {"rows": min(32, workload.completions), "checkpointing": False}
+    best = min(({**base, "precision": precision} for precision in ("no", "bf16")), key=seconds)
+    sizes = [rows for rows in (8, 16, 64, 128, 256, 512) if rows <= workload.completions]
+    best_seconds = min(entry["seconds"] for entry in tried)
+    for rows in sizes:
+        found = seconds({**best, "rows": rows})
+        if found < best_seconds:
+            best, best_seconds = {**best, "rows": rows}, found
+    return best, tried
+
+
+def run(side: str, settings: Settings, folder: Path) -> dict[str, Any]:
+    """One training in a process of its own."""
+    result = folder / "result.json"
+    command = [sys.executable, "-m", f"benchmarks.side_{side}", str(folder), json.dumps(settings), str(result)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(result.read_text())
+
+
+def environment() -> dict[str, str]:
+    """The same for every side."""
+    quiet = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **quiet, "OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def summary(
+    case: Case,
+    sides: dict[str, tuple[str, Settings]],
+    runs: dict[str, list[dict[str, Any]]],
+    tried: list[dict[str, Any]],
+    calibration: tuple[float, float],
+) -> dict[str, Any]:
+    """Medians over all counted steps; the spread is that of the single runs' medians."""
+    figures = {
+        name: {
+            "settings": settings,
+            "seconds": [found["seconds"] for found in runs[name]],
+            "value": median(case.measure(found) for found in runs[name]),
+            "lowest": min(case.measure(found) for found in runs[name]),
+            "highest": max(case.measure(found) for found in runs[name]),
+        }
+        for name, (_, settings) in sides.items()
+    }
+    ours = figures["ours"]["value"]
+    ratios = {name: figures[name]["value"] / ours for name in ("TRL default", "TRL tuned")}
+    return {
+        "case": case.name,
+        "about": case.about,
+        "unit": case.unit,
+        "workload": asdict(case.workload),
+        "sides": figures,
+        "tried": tried,
+        "ratios": ratios,
+        "gates": case.gates,
+        "goals": case.goals,
+        "met": all(ratios[name] >= gate for name, gate in case.gates.items()),
+        "calibration_gflops": calibration,
+        "steady": abs(calibration[0] / calibration[1] - 1) <= DRIFT,
+    }
+
+
+def report(result: dict[str, Any]) -> None:
+    print(f"{result['case']}: {result['about']}{'' if result['steady'] else ' (the machine was not steady)'}")
+    for name, side in result["sides"].items():
+        ratio = f"  {result['ratios'][name]:5.2f}×" if name in result["ratios"] else ""
+        gate = (
+            f" (gate {result['gates'][name]:g}×, goal {result['goals'][name]:g}×)" if ratio and result["gates"] else ""
+        )
+        spread = f"{side['value']:9.3f} {result['unit']} [{side['lowest']:.3f}, {side['highest']:.3f}]"
+        print(f"  {name:12} {spread}{ratio}{gate}", flush=True)
+
+
+def save(results: list[dict[str, Any]], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = hardware()
+    packages = {package: version(package) for package in ("torch", "transformers", "trl", "accelerate")}
+    document = {"hardware": name, "date": time.strftime("%Y-%m-%d"), "packages": packages, "cases": results}
+    stem = "".join(letter if letter.isalnum() else "-" for letter in name).strip("-").lower()
+    temporary = folder / f"{stem}.json.tmp"
+    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    temporary.rename(folder / f"{stem}.json")
+    draw(document, folder / f"{stem}.png")
+
+
+def hardware() -> str:
+    """The processor's model name and how many cores there are."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "processor")
+    return f"{os.cpu_count()} cores of {model.replace('(R)', '')}"
+
+
+def wait_until_quiet() -> None:
+    """Return once others leave the processors alone; refuse to measure if they do not."""
+    deadline = time.monotonic() + PATIENCE
+    while (share := busy_share()) > BUSY:
+        if time.monotonic() > deadline:
+            raise SystemExit(
+                f"other processes take {share:.0%} of the processors' time, a measurement allows {BUSY:.0%}: "
+                "end them, and measure again"
+            )
+
+
+def busy_share(seconds: float = 2.0) -> float:
+    """The part of all processors' time that was used, over a while in which this process sleeps."""
+
+    def times() -> tuple[int, int]:
+        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        return sum(fields), fields[3] + fields[4]
+
+    total, idle = times()
+    time.sleep(seconds)
+    total_after, idle_after = times()
+    return 1 - (idle_after - idle) / max(total_after - total, 1)
+
+
+def calibrate() -> float:
+    """GFLOP/s of a float32 matrix product: tells a slow moment of the machine from a slow program."""
+    import torch
+
+    a = torch.randn(1024, 1024)
+    rates = []
+    for _ in range(15):
+        start = time.perf_counter()
+        for _ in range(4):
+            a @ a
+        rates.append(4 * 2 * 1024**3 / (time.perf_counter() - start) / 1e9)
+    return median(rates)
+
+
+if __name__ == "__main__":
+    main()
