@@ -10,6 +10,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,10 @@ SHARED_PROMPT = 64  # tokens from which computing a prompt once pays, on a CPU
 
 @dataclass(frozen=True)
 class Sequences:
-    """Prompts and completions joined, right-padded: causal attention needs no mask. Log-probabilities are (B, T)."""
+    """Prompts and completions joined, right-padded: causal attention needs no mask. Log-probabilities are (B, T).
+
+    On the CPU; the policy takes what it needs to its device.
+    """
 
     input_ids: Tensor  # (B, L) int64
     prompt_lengths: Tensor  # (B,) int64
@@ -34,14 +38,6 @@ class Sequences:
     @property
     def lengths(self) -> Tensor:
         return self.prompt_lengths + self.completion_lengths
-
-    def to(self, device: torch.device) -> Sequences:
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device),
-            prompt_lengths=self.prompt_lengths.to(device),
-            completion_lengths=self.completion_lengths.to(device),
-        )
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,9 @@ class MicroBatch:
     entropy_weights: Tensor  # (B, T) of the entropy bonus: its mean over the tokens that are kept
 
     def to(self, device: torch.device) -> MicroBatch:
-        return replace(self, **{name: v.to(device) for name, v in vars(self).items() if v is not None})
+        """On a device, but for the sequences, whose lengths say how large its work is."""
+        tensors: dict[str, Any] = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
 
 
 def join(rollout: Rollout, rows: Sequence[int]) -> Sequences:

@@ -162,28 +162,32 @@ class Policy(nn.Module):
 
         float32 whatever the model's dtype; 0 past a completion's end. The entropy has a gradient only when asked to.
         """
-        ids, lengths = sequences.input_ids, sequences.completion_lengths
-        inside = torch.arange(int(lengths.max()), device=ids.device) < lengths[:, None]  # (B, T)
-        rows, offsets = inside.nonzero(as_tuple=True)
+        # Indices are made on the CPU, where the lengths are: asking a device for a size would wait for all of its work.
+        device, lengths = self.model.device, sequences.completion_lengths
+        rows, offsets = (torch.arange(int(lengths.max())) < lengths[:, None]).nonzero(as_tuple=True)
         positions = sequences.prompt_lengths[rows] - 1 + offsets  # each predicts the token after it
-        targets = ids[rows, positions + 1]
+        targets = sequences.input_ids[rows, positions + 1].to(device)
+        ids = sequences.input_ids.to(device)
+        shape, width = (len(lengths), int(lengths.max())), ids.shape[1]
+        inside = (rows * shape[1] + offsets).to(device)
         with self._checkpointing():
             if self.output_layer is None:
-                logits = self.model(input_ids=ids, use_cache=False).logits[rows, positions].float()
-                logprobs, entropy = _of_logits(logits / self.temperature, targets)
+                logits = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+                chosen = logits.index_select(0, (rows * width + positions).to(device)).float()
+                logprobs, entropy = _of_logits(chosen / self.temperature, targets)
             else:
                 if sequences.one_prompt:
                     states = one_prompt_states(self.model, ids, int(sequences.prompt_lengths[0]))
-                    hidden = states[rows, offsets]  # (N, h)
+                    hidden = states.flatten(0, 1).index_select(0, inside)  # (N, h)
                 else:
                     states = decoder(self.model)(input_ids=ids, use_cache=False).last_hidden_state
-                    hidden = states.flatten(0, 1).index_select(0, rows * ids.shape[1] + positions)
+                    hidden = states.flatten(0, 1).index_select(0, (rows * width + positions).to(device))
                 dtype = _dtype_of_products(hidden)
                 logprobs, entropy = chosen_logprobs(hidden, self.output_layer.weight, targets, self.temperature, dtype)
         if not entropy_gradient:
             entropy = entropy.detach()
-        empty = torch.zeros(inside.shape, device=ids.device)
-        return empty.masked_scatter(inside, logprobs), empty.masked_scatter(inside, entropy)
+        empty = torch.zeros(shape[0] * shape[1], device=device)
+        return empty.index_put((inside,), logprobs).view(shape), empty.index_put((inside,), entropy).view(shape)
 
     def at(self, temperature: float) -> Policy:
         """The same policy at another temperature."""

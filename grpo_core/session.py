@@ -147,7 +147,7 @@ def _optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     betas = (config.adam_beta1, config.adam_beta2)
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
 
 
 def _learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, plan: Plan) -> Callable[[int], float]:

@@ -53,7 +53,7 @@ def _score(session: Session, sequences: list[list[int]]) -> torch.Tensor:
     """The trainer's log-probability of each token but the first, at temperature 1. (B, L - 1) on the CPU"""
     ids, firsts = pad(sequences, torch.int64), torch.ones(len(sequences), dtype=torch.int64)
     lengths = torch.tensor([len(sequence) for sequence in sequences])
-    batch = Sequences(ids, firsts, lengths - 1).to(session.accelerator.device)
+    batch = Sequences(ids, firsts, lengths - 1)
     with session.accelerator.autocast():
         logprobs, _ = session.policy.at(1.0)(batch)
     return logprobs.cpu()

@@ -73,7 +73,7 @@ def score(session: Session, policy: Policy, rollout: Rollout) -> tuple[Tensor, T
         for start in range(0, len(mine), rows):
             chosen = mine[start : start + rows]
             with accelerator.autocast():
-                part = torch.stack(policy(join(rollout, chosen).to(accelerator.device)))
+                part = torch.stack(policy(join(rollout, chosen)))
             scored[:, start : start + len(chosen), : part.shape[2]] = part
         return scored
 
