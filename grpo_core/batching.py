@@ -35,6 +35,11 @@ class Sequences:
     def lengths(self) -> Tensor:
         return self.prompt_lengths + self.completion_lengths
 
+    def take(self, rows: Tensor) -> Sequences:
+        """Some rows, padded to the longest of them."""
+        chosen = Sequences(self.input_ids[rows], self.prompt_lengths[rows], self.completion_lengths[rows])
+        return replace(chosen, input_ids=chosen.input_ids[:, : int(chosen.lengths.max())])
+
     def to(self, device: torch.device) -> Sequences:
         return replace(
             self,
@@ -120,34 +125,42 @@ def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
     return MicroBatch(Sequences(**parts), **{name: rows(name) for name in names})  # type: ignore[arg-type]
 
 
+def with_gradient(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Which completions' policy term has a gradient, (B,) bool.
+
+    One without advantage, of a group whose rewards are all equal or just at its mean, adds nothing to the gradient of
+    any loss type; neither does one without a token in the loss.
+    """
+    return (advantages != 0) & (mask.sum(1) > 0)
+
+
 def trained(batch: MicroBatch) -> MicroBatch:
     """The rows whose policy term has a gradient; one without if there are none, so that every process has figures.
 
-    A completion without advantage, of a group whose rewards are all equal or just at its mean, adds nothing to the
-    gradient of any loss type; neither does one without a token in the loss. The weights stay, and with them the
-    normalisation.
+    The weights stay, and with them the normalisation.
     """
-    matters = ((batch.advantages != 0) & (batch.mask.sum(1) > 0)).nonzero().flatten()
-    return take(batch, matters if len(matters) else batch.sequences.lengths.argmin()[None])
+    rows = with_gradient(batch.advantages, batch.mask).nonzero().flatten()
+    if len(rows):
+        return take(batch, rows)
+    # A row that no gradient needs has no old log-probabilities of its own: the current ones stand in for them.
+    return replace(take(batch, batch.sequences.lengths.argmin()[None]), old_logprobs=None)
 
 
-def pack(batch: MicroBatch, tokens: int, *, share_prompts: bool) -> Iterator[MicroBatch]:
-    """The batch in parts of at most `tokens` tokens, padding included (one row at least), of rows of like length.
+def pack(sequences: Sequences, tokens: int, *, share_prompts: bool) -> Iterator[tuple[Tensor, Sequences]]:
+    """Rows and sequences of parts of at most `tokens` tokens, padding included (one row at least), of like length.
 
     With `share_prompts`, completions of the same long prompt go together, and their prompt counts once.
     """
-    sequences = batch.sequences
-    alone = torch.arange(len(batch.mask))
+    alone = torch.arange(len(sequences.lengths))
     if share_prompts:
         together = _with_the_same_prompt(sequences)
         alone = alone[~torch.isin(alone, torch.cat([*together, alone[:0]]))]
         for rows in together:
             prompt, completions = int(sequences.prompt_lengths[rows[0]]), sequences.completion_lengths[rows]
             for part in _cut(completions, tokens - prompt):
-                chosen = take(batch, rows[part])
-                yield replace(chosen, sequences=replace(chosen.sequences, one_prompt=True))
+                yield rows[part], replace(sequences.take(rows[part]), one_prompt=True)
     for part in _cut(sequences.lengths[alone], tokens):
-        yield take(batch, alone[part])
+        yield alone[part], sequences.take(alone[part])
 
 
 def _with_the_same_prompt(sequences: Sequences) -> list[Tensor]:
@@ -171,12 +184,10 @@ def _cut(lengths: Tensor, tokens: int) -> Iterator[Tensor]:
 
 def take(batch: MicroBatch, rows: Tensor) -> MicroBatch:
     """Some rows of a batch, padded to the longest of them."""
-    sequences = batch.sequences
-    chosen = Sequences(sequences.input_ids[rows], sequences.prompt_lengths[rows], sequences.completion_lengths[rows])
-    chosen = replace(chosen, input_ids=chosen.input_ids[:, : int(chosen.lengths.max())])
-    width = int(chosen.completion_lengths.max())
+    sequences = batch.sequences.take(rows)
+    width = int(sequences.completion_lengths.max())
     tensors = {name: value[rows] for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    return replace(batch, sequences=chosen, **{name: v[:, :width] if v.ndim == 2 else v for name, v in tensors.items()})
+    return replace(batch, sequences=sequences, **{n: v[:, :width] if v.ndim == 2 else v for n, v in tensors.items()})
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
