@@ -20,8 +20,6 @@ from grpo_core.losses import LossType, token_weights
 from grpo_core.plan import Plan
 from grpo_core.rollout.engine import Rollout, pad
 
-SHARED_PROMPT = 64  # tokens from which computing a prompt once pays, on a CPU
-
 
 @dataclass(frozen=True)
 class Sequences:
@@ -33,11 +31,15 @@ class Sequences:
     input_ids: Tensor  # (B, L) int64
     prompt_lengths: Tensor  # (B,) int64
     completion_lengths: Tensor  # (B,) int64; their largest is T
-    one_prompt: bool = False  # all rows have the same, to be computed once
 
     @property
     def lengths(self) -> Tensor:
         return self.prompt_lengths + self.completion_lengths
+
+    def take(self, rows: Tensor) -> Sequences:
+        """Some rows, padded to the longest of them."""
+        chosen = Sequences(self.input_ids[rows], self.prompt_lengths[rows], self.completion_lengths[rows])
+        return replace(chosen, input_ids=chosen.input_ids[:, : int(chosen.lengths.max())])
 
 
 @dataclass(frozen=True)
@@ -118,63 +120,78 @@ def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
     return MicroBatch(Sequences(**parts), **{name: rows(name) for name in names})  # type: ignore[arg-type]
 
 
+def with_gradient(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Which completions' policy term has a gradient, (B,) bool.
+
+    One without advantage, of a group whose rewards are all equal or just at its mean, adds nothing to the gradient of
+    any loss type; neither does one without a token in the loss.
+    """
+    return (advantages != 0) & (mask.sum(1) > 0)
+
+
 def trained(batch: MicroBatch) -> MicroBatch:
     """The rows whose policy term has a gradient; one without if there are none, so that every process has figures.
 
-    A completion without advantage, of a group whose rewards are all equal or just at its mean, adds nothing to the
-    gradient of any loss type; neither does one without a token in the loss. The weights stay, and with them the
-    normalisation.
+    The weights stay, and with them the normalisation.
     """
-    matters = ((batch.advantages != 0) & (batch.mask.sum(1) > 0)).nonzero().flatten()
-    return take(batch, matters if len(matters) else batch.sequences.lengths.argmin()[None])
+    rows = with_gradient(batch.advantages, batch.mask).nonzero().flatten()
+    if len(rows):
+        return take(batch, rows)
+    # A row that no gradient needs has no old log-probabilities of its own: the current ones stand in for them.
+    return replace(take(batch, batch.sequences.lengths.argmin()[None]), old_logprobs=None)
 
 
-def pack(batch: MicroBatch, tokens: int, *, share_prompts: bool) -> Iterator[MicroBatch]:
-    """The batch in parts of at most `tokens` tokens, padding included (one row at least), of rows of like length.
-
-    With `share_prompts`, completions of the same long prompt go together, and their prompt counts once.
+def pack(sequences: Sequences, tokens: int, *, share_prompts: bool) -> Iterator[Tensor]:
+    """The rows in parts of at most `tokens` tokens, or of one row: those with the same prompt, then those of like
+    length next to each other. A prompt counts once in a part with `share_prompts`, else padding counts too.
     """
-    sequences = batch.sequences
-    alone = torch.arange(len(batch.mask))
+    lengths, completions = sequences.lengths.tolist(), sequences.completion_lengths.tolist()
     if share_prompts:
-        together = _with_the_same_prompt(sequences)
-        alone = alone[~torch.isin(alone, torch.cat([*together, alone[:0]]))]
-        for rows in together:
-            prompt, completions = int(sequences.prompt_lengths[rows[0]]), sequences.completion_lengths[rows]
-            for part in _cut(completions, tokens - prompt):
-                chosen = take(batch, rows[part])
-                yield replace(chosen, sequences=replace(chosen.sequences, one_prompt=True))
-    for part in _cut(sequences.lengths[alone], tokens):
-        yield take(batch, alone[part])
+        _, owners = prompts_of(sequences)
+        longest: dict[int, int] = defaultdict(int)
+        for row, owner in enumerate(owners):
+            longest[owner] = max(longest[owner], lengths[row])
+        order = sorted(range(len(lengths)), key=lambda row: (-longest[owners[row]], owners[row], -lengths[row]))
+    else:
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    part: list[int] = []
+    filled = 0
+    for row in order:
+        if share_prompts:
+            known = part and owners[row] == owners[part[-1]]
+            after = filled + (completions[row] if known else lengths[row])
+        else:
+            after = (len(part) + 1) * lengths[part[0] if part else row]
+        if part and after > tokens:
+            yield torch.tensor(part)
+            part, after = [], lengths[row]
+        part.append(row)
+        filled = after
+    yield torch.tensor(part)
 
 
-def _with_the_same_prompt(sequences: Sequences) -> list[Tensor]:
-    """Rows of each prompt that is worth computing once: long, and of several rows."""
-    prompts: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for row, length in enumerate(sequences.prompt_lengths.tolist()):
-        if length >= SHARED_PROMPT:
-            prompts[tuple(sequences.input_ids[row, :length].tolist())].append(row)
-    return [torch.tensor(rows) for rows in prompts.values() if len(rows) > 1]
-
-
-def _cut(lengths: Tensor, tokens: int) -> Iterator[Tensor]:
-    """Positions in parts of like lengths, each of at most `tokens` tokens padded, or of one position."""
-    ordered, order = lengths.sort(descending=True, stable=True)
-    start = 0
-    while start < len(order):
-        end = start + max(1, tokens // int(ordered[start]))
-        yield order[start:end]
-        start = end
+def prompts_of(sequences: Sequences) -> tuple[list[int], list[int]]:
+    """The first row of each different prompt, and for each row which of these its prompt is."""
+    places: dict[tuple[int, ...], int] = {}
+    firsts: list[int] = []
+    owners: list[int] = []
+    for row, (ids, length) in enumerate(
+        zip(sequences.input_ids.tolist(), sequences.prompt_lengths.tolist(), strict=True)
+    ):
+        prompt = tuple(ids[:length])
+        if prompt not in places:
+            places[prompt] = len(firsts)
+            firsts.append(row)
+        owners.append(places[prompt])
+    return firsts, owners
 
 
 def take(batch: MicroBatch, rows: Tensor) -> MicroBatch:
     """Some rows of a batch, padded to the longest of them."""
-    sequences = batch.sequences
-    chosen = Sequences(sequences.input_ids[rows], sequences.prompt_lengths[rows], sequences.completion_lengths[rows])
-    chosen = replace(chosen, input_ids=chosen.input_ids[:, : int(chosen.lengths.max())])
-    width = int(chosen.completion_lengths.max())
+    sequences = batch.sequences.take(rows)
+    width = int(sequences.completion_lengths.max())
     tensors = {name: value[rows] for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    return replace(batch, sequences=chosen, **{name: v[:, :width] if v.ndim == 2 else v for name, v in tensors.items()})
+    return replace(batch, sequences=sequences, **{n: v[:, :width] if v.ndim == 2 else v for n, v in tensors.items()})
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:

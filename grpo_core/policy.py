@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.batching import Sequences
 from grpo_core.head import chosen_logprobs
+from grpo_core.packing import line_up, packed_states
 from grpo_core.sections import ModelConfig
 
 
@@ -90,43 +91,24 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     return layer if same else None
 
 
-def one_prompt_states(model: Any, input_ids: Tensor, prompt_length: int) -> Tensor:
-    """Last hidden states that predict each completion token of rows with the same prompt, which is computed once.
-
-    Its keys and values are those of every row, gradients included. `input_ids`: (B, prompt + T) → (B, T, h)
-    """
-    cache = DynamicCache()
-    prompt = input_ids[:1, :prompt_length]
-    first = decoder(model)(input_ids=prompt, past_key_values=cache, use_cache=True).last_hidden_state[:, -1:]
-    rows = len(input_ids)
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        layer.keys, layer.values = layer.keys.expand(rows, -1, -1, -1), layer.values.expand(rows, -1, -1, -1)
-    first, rest = first.expand(rows, -1, -1), input_ids[:, prompt_length:-1]
-    if rest.shape[1] == 0:
-        return first
-    positions = torch.arange(prompt_length, input_ids.shape[1] - 1, device=rest.device)[None].expand(rows, -1)
-    later = decoder(model)(input_ids=rest, position_ids=positions, past_key_values=cache, use_cache=True)
-    return torch.cat([first, later.last_hidden_state], dim=1)
-
-
 @torch.no_grad()
-def can_share_prompts(model: Any) -> bool:
-    """Whether completions that attend to one computation of their prompt have the hidden states of a plain pass.
+def can_pack(model: Any, *, flex: bool) -> bool:
+    """Whether a line of tokens has the hidden states of a plain pass.
 
     Not so for layers that attend to a window only, or that carry a state.
     """
     config = model.config.get_text_config()
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
         return False
-    ids = torch.arange(7, device=model.device).remainder(config.vocab_size).repeat(2, 1)
-    ids[1, 4:] = 0
-    plain = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[:, 2:-1]
+    ids = torch.arange(14).remainder(config.vocab_size).view(2, 7).repeat_interleave(2, 0)
+    ids[1::2, 4:] = 0
     try:
-        shared = one_prompt_states(model, ids, 3)
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # a cache of another kind
+        line = line_up(Sequences(ids, torch.full((4,), 3), torch.full((4,), 4)), model.device, flex=flex)
+        packed = packed_states(decoder(model), line)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # attention of another kind
         return False
-    return torch.allclose(plain, shared, rtol=1e-3, atol=1e-4)
+    plain = decoder(model)(input_ids=ids.to(model.device), use_cache=False).last_hidden_state[:, 2:-1]
+    return torch.allclose(plain.flatten(0, 1), packed, rtol=1e-3, atol=1e-4)
 
 
 def _of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,7 +129,8 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature
         self.output_layer = plain_output_layer(model)
-        self.shares_prompts = self.output_layer is not None and can_share_prompts(model) and not gradient_checkpointing
+        self.flex = model.device.type == "cuda"
+        self.packs = self.output_layer is not None and can_pack(model, flex=self.flex)
         self.checkpointed = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if gradient_checkpointing:
             if not self.checkpointed:
@@ -167,27 +150,28 @@ class Policy(nn.Module):
         rows, offsets = (torch.arange(int(lengths.max())) < lengths[:, None]).nonzero(as_tuple=True)
         positions = sequences.prompt_lengths[rows] - 1 + offsets  # each predicts the token after it
         targets = sequences.input_ids[rows, positions + 1].to(device)
-        ids = sequences.input_ids.to(device)
-        shape, width = (len(lengths), int(lengths.max())), ids.shape[1]
-        inside = (rows * shape[1] + offsets).to(device)
+        predicts = (rows * sequences.input_ids.shape[1] + positions).to(device)
         with self._checkpointing():
             if self.output_layer is None:
-                logits = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
-                chosen = logits.index_select(0, (rows * width + positions).to(device)).float()
-                logprobs, entropy = _of_logits(chosen / self.temperature, targets)
+                logits = self.model(input_ids=sequences.input_ids.to(device), use_cache=False).logits.flatten(0, 1)
+                logprobs, entropy = _of_logits(logits[predicts].float() / self.temperature, targets)
             else:
-                if sequences.one_prompt:
-                    states = one_prompt_states(self.model, ids, int(sequences.prompt_lengths[0]))
-                    hidden = states.flatten(0, 1).index_select(0, inside)  # (N, h)
+                if self.packs:
+                    line = line_up(sequences, device, flex=self.flex)
+                    hidden = packed_states(decoder(self.model), line)  # (N, h)
                 else:
+                    ids = sequences.input_ids.to(device)
                     states = decoder(self.model)(input_ids=ids, use_cache=False).last_hidden_state
-                    hidden = states.flatten(0, 1).index_select(0, (rows * width + positions).to(device))
+                    hidden = states.flatten(0, 1).index_select(0, predicts)
                 dtype = _dtype_of_products(hidden)
                 logprobs, entropy = chosen_logprobs(hidden, self.output_layer.weight, targets, self.temperature, dtype)
         if not entropy_gradient:
             entropy = entropy.detach()
-        empty = torch.zeros(shape[0] * shape[1], device=device)
-        return empty.index_put((inside,), logprobs).view(shape), empty.index_put((inside,), entropy).view(shape)
+        inside, empty = (
+            (rows.to(device), offsets.to(device)),
+            torch.zeros(len(lengths), int(lengths.max()), device=device),
+        )
+        return empty.index_put(inside, logprobs), empty.index_put(inside, entropy)
 
     def at(self, temperature: float) -> Policy:
         """The same policy at another temperature."""

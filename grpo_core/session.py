@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import get_scheduler
 
-from grpo_core.batching import SHARED_PROMPT
 from grpo_core.config import RunConfig, load_config
 from grpo_core.data import Prompts, load_prompts, load_tokenizer
 from grpo_core.plan import Plan, load_plan
@@ -99,8 +98,8 @@ def set_up(run: Path, report_to: str | None) -> Session:
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     optimizer = _optimizer(model, config.train)
     policy = Policy(model, config.rollout.temperature, gradient_checkpointing=config.train.gradient_checkpointing)
-    if prompts.max_length >= SHARED_PROMPT and not policy.shares_prompts and accelerator.is_main_process:
-        print("prompts are computed anew for each completion: the model cannot share them, or recomputes activations")
+    if not policy.packs and accelerator.is_main_process:
+        print("prompts are computed anew for each completion, and padded: the model's layers need whole rows")
     return Session(
         config=config,
         plan=plan,

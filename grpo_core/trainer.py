@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from grpo_core import health
-from grpo_core.batching import MicroBatch, concatenate, micro_batch
+from grpo_core.batching import MicroBatch, concatenate, micro_batch, with_gradient
 from grpo_core.checkpoint import Checkpoints
 from grpo_core.data import training_order
 from grpo_core.health import Finding
@@ -113,18 +113,20 @@ def roll_out(session: Session, index: int, progress: Progress) -> tuple[Rollout,
     rollout, samples = collect(
         index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, s.engine, s.accelerator, progress.roll_backs
     )
-    if not s.plan.on_policy or algorithm.top_entropy_quantile < 1:
-        old_logprobs, entropy = score(s, s.policy, rollout)
-        if not s.plan.on_policy:
-            rollout = replace(rollout, old_logprobs=old_logprobs)
-        if algorithm.top_entropy_quantile < 1:
-            keep = top_entropy_mask(entropy, rollout.completion_mask, algorithm.top_entropy_quantile)
-            rollout = replace(rollout, keep=keep)
+    in_loss = rollout.completion_mask.sum(1) > 0
+    if algorithm.top_entropy_quantile < 1:
+        old_logprobs, entropy = score(s, s.policy, rollout, in_loss)
+        keep = top_entropy_mask(entropy, rollout.completion_mask, algorithm.top_entropy_quantile)
+        rollout = replace(rollout, keep=keep, old_logprobs=None if s.plan.on_policy else old_logprobs)
+    elif not s.plan.on_policy:
+        every = algorithm.beta > 0 or algorithm.has_entropy_bonus  # which train completions without an advantage too
+        read = in_loss if every else with_gradient(rollout.advantages, rollout.completion_mask)
+        rollout = replace(rollout, old_logprobs=score(s, s.policy, rollout, read)[0])
     if s.reference is not None:
-        rollout = replace(rollout, ref_logprobs=score(s, s.reference, rollout)[0])
+        rollout = replace(rollout, ref_logprobs=score(s, s.reference, rollout, in_loss)[0])
     elif algorithm.beta > 0:
         with without_adapter(s.model):
-            rollout = replace(rollout, ref_logprobs=score(s, s.policy, rollout)[0])
+            rollout = replace(rollout, ref_logprobs=score(s, s.policy, rollout, in_loss)[0])
     return replace(rollout, metrics={**rollout.metrics, "sampling/sync_drift": drift}), samples
 
 

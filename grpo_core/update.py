@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_core.batching import MicroBatch, join, pack, trained
+from grpo_core.batching import MicroBatch, join, pack, take, trained
 from grpo_core.losses import token_losses
 from grpo_core.policy import Policy
 from grpo_core.progress import Progress
@@ -38,8 +38,8 @@ def update(session: Session, batch: MicroBatch, progress: Progress) -> dict[str,
     def accumulate(rows: int) -> _Tally:
         optimizer.zero_grad()
         tally = _Tally(accelerator.device)
-        for part in pack(batch, rows * longest, share_prompts=session.policy.shares_prompts):
-            _forward_backward(session, part.to(accelerator.device), entropy_coef, tally)
+        for part in pack(batch.sequences, rows * longest, share_prompts=session.policy.packs):
+            _forward_backward(session, take(batch, part).to(accelerator.device), entropy_coef, tally)
         return tally
 
     tally = session.memory.run(accumulate)
@@ -63,22 +63,27 @@ def update(session: Session, batch: MicroBatch, progress: Progress) -> dict[str,
 
 
 @torch.no_grad()
-def score(session: Session, policy: Policy, rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the whole rollout, each process computing its share. 2 × (B, T) on the CPU"""
+def score(session: Session, policy: Policy, rollout: Rollout, needed: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the completions `needed` (B,), 0 of the others. 2 × (B, T) on the CPU
+
+    Each process computes its share of them and gets all.
+    """
     accelerator = session.accelerator
-    mine = share(session.plan.generation_batch_size, accelerator)
+    rows = needed.nonzero().flatten()
+    mine = rows[share(len(rows), accelerator)]
+    scored = torch.zeros(2, *rollout.completion_ids.shape, device=accelerator.device)
 
-    def work(rows: int) -> Tensor:
-        scored = torch.zeros(2, len(mine), rollout.completion_ids.shape[1], device=accelerator.device)
-        for start in range(0, len(mine), rows):
-            chosen = mine[start : start + rows]
+    def work(rows_per_pass: int) -> None:
+        everything = join(rollout, mine.tolist())
+        tokens = rows_per_pass * int(everything.lengths.max())
+        for part in pack(everything, tokens, share_prompts=policy.packs):
             with accelerator.autocast():
-                part = torch.stack(policy(join(rollout, chosen)))
-            scored[:, start : start + len(chosen), : part.shape[2]] = part
-        return scored
+                values = torch.stack(policy(everything.take(part)))
+            scored[:, mine[part], : values.shape[2]] = values
 
-    both = session.memory.run(work)
-    logprobs, entropy = (accelerator.gather(part.contiguous()).cpu() for part in both)
+    if len(mine):
+        session.memory.run(work)
+    logprobs, entropy = accelerator.reduce(scored, "sum").cpu()  # each row is 0 on all processes but one
     return logprobs, entropy
 
 

@@ -10,19 +10,24 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config
 
 from grpo_core import batching, head
-from grpo_core.batching import MicroBatch, Sequences, concatenate, micro_batch
-from grpo_core.data import training_order
-from grpo_core.losses import token_losses
+from grpo_core.batching import MicroBatch, Sequences
 from grpo_core.policy import Policy
 from grpo_core.progress import Progress
 from grpo_core.session import Session, set_up
-from grpo_core.trainer import roll_out
 from grpo_core.update import update
 from tests.conftest import config_values, make_run
+from tests.grpo_core.exactness import (
+    distance,
+    first_update,
+    move,
+    plain_gradient,
+    plain_logprobs,
+    rollout_with,
+    updating_gradient,
+)
 
 BOUND = 1e-6  # relative
 
@@ -37,57 +42,11 @@ def session(request: pytest.FixtureRequest, model_folder: Path, tmp_path: Path) 
 
 def _batch(session: Session, silent: str) -> MicroBatch:
     """One update's rows; `silent`: which of their groups have no advantage."""
-    rollout, _ = roll_out(session, 0, Progress(rows_per_pass=8))
     torch.manual_seed(0)
-    advantages = torch.randn(len(rollout.advantages))
+    advantages = torch.randn(session.plan.generation_batch_size)
     groups = torch.arange(len(advantages)) // session.plan.num_generations
     silenced = {"none": groups < 0, "half": groups % 2 == 0, "all": groups >= 0}[silent]
-    rollout = replace(rollout, advantages=advantages.masked_fill(silenced, 0.0))
-    order = training_order(session.plan, 0, 0)[:, 0]
-    parts = [micro_batch(rollout, rows.tolist(), session.plan, session.config, len(order)) for rows in order]
-    return concatenate(parts)
-
-
-def _gradients(session: Session) -> list[Tensor]:
-    parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
-    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
-
-
-def _updated(session: Session, batch: MicroBatch) -> list[Tensor]:
-    """The gradient that the optimizer steps with."""
-    found: list[Tensor] = []
-    session.optimizer.step = lambda: found.extend(_gradients(session))  # type: ignore[method-assign]
-    update(session, batch, Progress(rows_per_pass=8))
-    assert found
-    return found
-
-
-def _plain(session: Session, batch: MicroBatch) -> list[Tensor]:
-    """All rows at once, padded to the longest, all logits."""
-    sequences, config = batch.sequences, session.config
-    logits = session.model(input_ids=sequences.input_ids).logits / config.rollout.temperature
-    logprobs = logits[:, :-1].log_softmax(-1).gather(2, sequences.input_ids[:, 1:, None]).squeeze(2)
-    columns = sequences.prompt_lengths[:, None] - 1 + torch.arange(batch.mask.shape[1])
-    chosen = logprobs.gather(1, columns.clamp(max=logprobs.shape[1] - 1))
-    losses = token_losses(
-        chosen,
-        chosen.detach() if batch.old_logprobs is None else batch.old_logprobs,
-        batch.mask,
-        batch.advantages,
-        config.algorithm,
-        sampling_logprobs=batch.sampling_logprobs,
-        ref_logprobs=batch.ref_logprobs,
-    )
-    session.optimizer.zero_grad()
-    (batch.weights * losses.loss).sum().backward()
-    gradients = _gradients(session)
-    session.optimizer.zero_grad()
-    return gradients
-
-
-def _distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    found_, expected_ = (torch.cat([g.flatten().double() for g in gradients]) for gradients in (found, expected))
-    return float((found_ - expected_).norm() / expected_.norm())
+    return first_update(session, rollout_with(session, advantages.masked_fill(silenced, 0.0)))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -106,15 +65,38 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("session", OPTIONS.values(), ids=OPTIONS, indirect=True)
 def test_an_update_s_gradient_is_the_plain_one(session: Session, silent: str) -> None:
     batch = _batch(session, silent)
-    assert _distance(_updated(session, batch), _plain(session, batch)) < BOUND
+    assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
+
+
+OFF_POLICY: dict[str, dict[str, Any]] = {
+    "half of a rollout": {"steps_per_generation": 4},
+    "two iterations": {"num_iterations": 2, "loss_type": "grpo"},
+    "sequence ratios": {"num_iterations": 2, "importance_sampling_level": "sequence"},
+    "truncated left out": {"num_iterations": 2, "mask_truncated_completions": True},
+    "off-policy mask": {"num_iterations": 2, "off_policy_mask_threshold": 0.01},
+    "kl": {"num_iterations": 2, "beta": 0.1},
+}
+
+
+@pytest.mark.parametrize("shared_prompt", [1, 64])
+@pytest.mark.parametrize("session", OFF_POLICY.values(), ids=OFF_POLICY, indirect=True)
+def test_old_log_probabilities_of_the_rows_that_need_them_leave_the_gradient_as_it_is(
+    session: Session, monkeypatch: pytest.MonkeyPatch, shared_prompt: int
+) -> None:
+    monkeypatch.setattr(batching, "SHARED_PROMPT", shared_prompt)
+    session.memory.rows = 3
+    batch = _batch(session, "half")
+    every_row = replace(batch, old_logprobs=plain_logprobs(session, batch).detach())
+    move(session)
+    assert distance(updating_gradient(session, batch), plain_gradient(session, every_row)) < BOUND
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 100])
 def test_the_token_budget_leaves_the_gradient_as_it_is(session: Session, rows: int) -> None:
     batch = _batch(session, "half")
-    expected = _plain(session, batch)
+    expected = plain_gradient(session, batch)
     session.memory.rows = rows
-    assert _distance(_updated(session, batch), expected) < BOUND
+    assert distance(updating_gradient(session, batch), expected) < BOUND
 
 
 @pytest.mark.parametrize(("chunk", "kept"), [(200, 2**25), (200, 0), (60, 0)])
@@ -124,7 +106,7 @@ def test_logits_in_chunks_and_computed_again_leave_the_gradient_as_it_is(
     monkeypatch.setattr(head, "CHUNK_LOGITS", chunk)
     monkeypatch.setattr(head, "KEPT_LOGITS", kept)
     batch = _batch(session, "none")
-    assert _distance(_updated(session, batch), _plain(session, batch)) < BOUND
+    assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
 
 
 @pytest.mark.parametrize("rows", [2, 8, 100])
@@ -137,12 +119,12 @@ def test_a_prompt_computed_once_for_its_group_leaves_the_gradient_as_it_is(
     session.memory.rows = rows
     forward = session.policy.forward
     session.policy.forward = lambda s, **keys: shared.append(s.one_prompt) or forward(s, **keys)  # type: ignore[method-assign]
-    assert _distance(_updated(session, batch), _plain(session, batch)) < BOUND
+    assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
     assert any(shared) or session.config.algorithm.mask_truncated_completions  # which leaves few rows
 
 
 def test_an_update_without_any_advantage_steps_with_a_gradient_of_zeros(session: Session) -> None:
-    gradients = _updated(session, _batch(session, "all"))
+    gradients = updating_gradient(session, _batch(session, "all"))
     assert len(gradients) > 0
     assert all((gradient == 0).all() for gradient in gradients)
 
@@ -151,7 +133,7 @@ def test_rows_without_a_gradient_are_not_computed(session: Session) -> None:
     batch, seen = _batch(session, "half"), []
     forward = session.policy.forward
     session.policy.forward = lambda s, **keys: seen.append(len(s.input_ids)) or forward(s, **keys)  # type: ignore[method-assign]
-    _updated(session, batch)
+    updating_gradient(session, batch)
     assert sum(seen) == int((batch.advantages != 0).sum()) < len(batch.advantages)
 
 
@@ -160,9 +142,40 @@ def test_every_row_is_computed_where_each_has_a_gradient(session: Session) -> No
     batch, seen = _batch(session, "all"), []
     forward = session.policy.forward
     session.policy.forward = lambda s, **keys: seen.append(len(s.input_ids)) or forward(s, **keys)  # type: ignore[method-assign]
-    gradients = _updated(session, batch)
+    gradients = updating_gradient(session, batch)
     assert sum(seen) == len(batch.advantages)
     assert any((gradient != 0).any() for gradient in gradients) == (session.config.algorithm.entropy_coef > 0)
+
+
+@pytest.mark.parametrize(
+    ("session", "every"),
+    [
+        ({}, False),
+        ({"off_policy_mask_threshold": 0.01}, False),
+        ({"entropy_coef": 0.1}, True),
+        ({"use_adaptive_entropy": True}, True),
+        ({"top_entropy_quantile": 0.5}, True),
+        ({"beta": 0.1}, True),
+    ],
+    indirect=["session"],
+)
+def test_old_log_probabilities_that_nothing_reads_are_not_computed(session: Session, every: bool) -> None:
+    session = replace(session, plan=replace(session.plan, num_iterations=2))
+    seen: list[int] = []
+    forward = session.policy.forward
+    session.policy.forward = lambda s, **keys: seen.append(len(s.input_ids)) or forward(s, **keys)  # type: ignore[method-assign]
+    advantages = torch.tensor([0.0, 1.0, -1.0, 0.0]).repeat(session.plan.generation_batch_size // 4)
+    rollout_with(session, advantages)
+    probe = min(8, len(session.prompts.ids))
+    assert sum(seen) - probe == (len(advantages) if every else len(advantages) // 2)
+
+
+def test_an_off_policy_update_without_any_advantage_has_figures(session: Session) -> None:
+    session = replace(session, plan=replace(session.plan, num_iterations=2))
+    metrics = update(session, _batch(session, "all"), Progress(rows_per_pass=8))
+    assert metrics["entropy"] > 0
+    assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
+    assert metrics["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-4)
 
 
 SIZES = {

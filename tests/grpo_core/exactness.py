@@ -1,0 +1,115 @@
+"""The gradient of an update, from the loop and from a plain padded float32 pass over all rows.
+
+`python -m tests.grpo_core.exactness RUNS...` under `accelerate launch` leaves the gradient of each run directory's
+first update beside its configuration.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from grpo_core import batching, trainer
+from grpo_core.batching import MicroBatch, concatenate, micro_batch
+from grpo_core.data import training_order
+from grpo_core.losses import token_losses
+from grpo_core.progress import Progress
+from grpo_core.rollout.collect import collect
+from grpo_core.rollout.engine import Rollout
+from grpo_core.session import Session, set_up
+from grpo_core.update import update
+
+
+def rollout_with(session: Session, advantages: Tensor) -> Rollout:
+    """The first rollout as the loop makes it, but for these advantages."""
+
+    def collected(*arguments: object) -> object:
+        rollout, samples = collect(*arguments)  # type: ignore[arg-type]
+        return replace(rollout, advantages=advantages), samples
+
+    with mock.patch.object(trainer, "collect", collected):
+        return trainer.roll_out(session, 0, Progress(rows_per_pass=8))[0]
+
+
+def first_update(session: Session, rollout: Rollout) -> MicroBatch:
+    """This process's rows of the rollout's first update."""
+    plan, process = session.plan, session.accelerator.process_index
+    slices = [micro_step.slice for micro_step in plan.micro_steps(0)]
+    order = training_order(plan, session.config.seed, 0)[slices, process]
+    return concatenate([micro_batch(rollout, rows.tolist(), plan, session.config, len(slices)) for rows in order])
+
+
+def move(session: Session) -> None:
+    """The policy a step away from the one that sampled, so that ratios are not 1; the same step in every process."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in session.model.parameters():
+            parameter += 3e-3 * torch.randn_like(parameter)
+
+
+def updating_gradient(session: Session, batch: MicroBatch) -> list[Tensor]:
+    """The gradient that the optimizer steps with."""
+    found: list[Tensor] = []
+    session.optimizer.step = lambda: found.extend(_gradients(session))  # type: ignore[method-assign]
+    update(session, batch, Progress(rows_per_pass=8))
+    assert found
+    return found
+
+
+def plain_logprobs(session: Session, batch: MicroBatch) -> Tensor:
+    """All rows at once, padded to the longest, all logits."""
+    sequences = batch.sequences
+    logits = session.model(input_ids=sequences.input_ids).logits / session.config.rollout.temperature
+    logprobs = logits[:, :-1].log_softmax(-1).gather(2, sequences.input_ids[:, 1:, None]).squeeze(2)
+    columns = sequences.prompt_lengths[:, None] - 1 + torch.arange(batch.mask.shape[1])
+    return logprobs.gather(1, columns.clamp(max=logprobs.shape[1] - 1))
+
+
+def plain_gradient(session: Session, batch: MicroBatch) -> list[Tensor]:
+    """That of all rows' loss, in one pass."""
+    logprobs = plain_logprobs(session, batch)
+    losses = token_losses(
+        logprobs,
+        logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
+        batch.mask,
+        batch.advantages,
+        session.config.algorithm,
+        sampling_logprobs=batch.sampling_logprobs,
+        ref_logprobs=batch.ref_logprobs,
+    )
+    session.optimizer.zero_grad()
+    (batch.weights * losses.loss).sum().backward()
+    gradients = _gradients(session)
+    session.optimizer.zero_grad()
+    return gradients
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Relative, of the whole gradient."""
+    found_, expected_ = (torch.cat([g.flatten().double() for g in gradients]) for gradients in (found, expected))
+    return float((found_ - expected_).norm() / expected_.norm())
+
+
+def _gradients(session: Session) -> list[Tensor]:
+    parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+
+
+def main() -> None:
+    batching.SHARED_PROMPT = 1
+    for run in map(Path, sys.argv[1:]):
+        session = set_up(run, None)
+        rollout = rollout_with(session, torch.load(run / "advantages.pt"))
+        move(session)
+        gradient = updating_gradient(session, first_update(session, rollout))
+        if session.accelerator.is_main_process:
+            torch.save(gradient, run / "gradient.pt")
+
+
+if __name__ == "__main__":
+    main()
