@@ -7,8 +7,6 @@ little.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from grpo_core.batching import Sequences, prompts_of
 
@@ -83,20 +83,20 @@ def line_up(sequences: Sequences, device: torch.device, *, flex: bool) -> Line:
 
 
 def packed_states(decoder: Any, line: Line) -> Tensor:
-    """Hidden states that predict the completions' tokens, row by row. (tokens of all completions, h)"""
-    with _packed_attention(decoder.config):
-        output = decoder(input_ids=line.input_ids, position_ids=line.positions, use_cache=False, line=line.attention)
+    """Hidden states that predict the completions' tokens, row by row; `decoder` has `use_attention`. (tokens, h)"""
+    attention = line.attention
+    mask = attention if isinstance(attention, BlockMask) else attention.mask  # which transformers takes as it is
+    output = decoder(
+        input_ids=line.input_ids, position_ids=line.positions, attention_mask=mask, use_cache=False, line=attention
+    )
     return output.last_hidden_state[0].index_select(0, line.predicts)
 
 
-@contextmanager
-def _packed_attention(config: Any) -> Iterator[None]:
-    usual = config._attn_implementation
+def use_attention(config: Any) -> None:
+    """Let a model of torch's fused attention take lines too; for good, since recomputed layers ask again."""
+    if config._attn_implementation != "sdpa":
+        raise ValueError(f"attention is {config._attn_implementation!r}: a line of tokens needs that of 'sdpa'")
     config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = usual
 
 
 def attend(
@@ -104,13 +104,18 @@ def attend(
     query: Tensor,  # (1, H, N, d)
     key: Tensor,  # (1, K, N, d)
     value: Tensor,  # (1, K, N, d)
-    attention_mask: None,
+    attention_mask: Any,
     *,
-    line: _Padded | BlockMask,
+    line: _Padded | BlockMask | None = None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface, for a line. → (1, N, H, d). ValueError for attention of another kind."""
+    """transformers' attention interface: its own for rows, → (B, T, H, d), ours for a line, → (1, N, H, d).
+
+    ValueError for a line where the layer's attention is of another kind.
+    """
+    if line is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     changes = {name: options.get(name) for name in ("softcap", "sliding_window", "s_aux", "position_bias")}
     if any(value is not None for value in changes.values()):
         raise ValueError(f"a line of tokens has plain causal attention only, this layer has {changes}")
@@ -123,6 +128,7 @@ def attend(
 
 
 AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def _attend_padded(query: Tensor, key: Tensor, value: Tensor, line: _Padded, scale: float) -> Tensor:

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.batching import Sequences
 from grpo_core.head import chosen_logprobs
-from grpo_core.packing import line_up, packed_states
+from grpo_core.packing import line_up, packed_states, use_attention
 from grpo_core.sections import ModelConfig
 
 
@@ -92,23 +92,28 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
 
 
 @torch.no_grad()
-def can_pack(model: Any, *, flex: bool) -> bool:
-    """Whether a line of tokens has the hidden states of a plain pass.
+def make_packable(model: Any, *, flex: bool) -> bool:
+    """Let the model take lines of tokens; whether these have the hidden states of a plain pass.
 
-    Not so for layers that attend to a window only, or that carry a state.
+    Not so for layers that attend to a window only, or that carry a state: they stay as they are.
     """
-    config = model.config.get_text_config()
+    config = decoder(model).config
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
         return False
     ids = torch.arange(14).remainder(config.vocab_size).view(2, 7).repeat_interleave(2, 0)
     ids[1::2, 4:] = 0
+    plain = decoder(model)(input_ids=ids.to(model.device), use_cache=False).last_hidden_state[:, 2:-1].flatten(0, 1)
+    usual = config._attn_implementation
     try:
+        use_attention(config)
         line = line_up(Sequences(ids, torch.full((4,), 3), torch.full((4,), 4)), model.device, flex=flex)
         packed = packed_states(decoder(model), line)
     except (AttributeError, RuntimeError, TypeError, ValueError):  # attention of another kind
-        return False
-    plain = decoder(model)(input_ids=ids.to(model.device), use_cache=False).last_hidden_state[:, 2:-1]
-    return torch.allclose(plain.flatten(0, 1), packed, rtol=1e-3, atol=1e-4)
+        packed = torch.full_like(plain, torch.nan)
+    if torch.allclose(plain, packed, rtol=1e-3, atol=1e-4):
+        return True
+    config._attn_implementation = usual
+    return False
 
 
 def _of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +135,7 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.output_layer = plain_output_layer(model)
         self.flex = model.device.type == "cuda"
-        self.packs = self.output_layer is not None and can_pack(model, flex=self.flex)
+        self.packs = self.output_layer is not None and make_packable(model, flex=self.flex)
         self.checkpointed = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if gradient_checkpointing:
             if not self.checkpointed:

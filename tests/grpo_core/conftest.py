@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from grpo_core.rollout.transformers import TransformersEngine
+from tests.conftest import make_model
 
 
 @pytest.fixture
@@ -18,3 +20,9 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
         self.end_ids = torch.tensor([-1])
 
     monkeypatch.setattr(TransformersEngine, "__init__", without_ends)
+
+
+@pytest.fixture(scope="session")
+def smooth_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights so small that a float32 gradient is 5e-7 from that of float64; with `model_folder`'s it is 4e-6."""
+    return make_model(tmp_path_factory.mktemp("smooth"), initializer_range=0.03)

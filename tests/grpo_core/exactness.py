@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from grpo_core import batching, trainer
+from grpo_core import trainer
 from grpo_core.batching import MicroBatch, concatenate, micro_batch
 from grpo_core.data import training_order
 from grpo_core.losses import token_losses
@@ -101,7 +101,6 @@ def _gradients(session: Session) -> list[Tensor]:
 
 
 def main() -> None:
-    batching.SHARED_PROMPT = 1
     for run in map(Path, sys.argv[1:]):
         session = set_up(run, None)
         rollout = rollout_with(session, torch.load(run / "advantages.pt"))

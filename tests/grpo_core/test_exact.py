@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config
 
-from grpo_core import batching, head
+from grpo_core import head, packing, policy
 from grpo_core.batching import MicroBatch, Sequences
 from grpo_core.policy import Policy
 from grpo_core.progress import Progress
@@ -33,9 +34,9 @@ BOUND = 1e-6  # relative
 
 
 @pytest.fixture
-def session(request: pytest.FixtureRequest, model_folder: Path, tmp_path: Path) -> Iterator[Session]:
+def session(request: pytest.FixtureRequest, smooth_model_folder: Path, tmp_path: Path) -> Iterator[Session]:
     """Ready to train as the test's parameters say, gradients not clipped."""
-    values = config_values(model_folder, tmp_path, max_grad_norm=1e9, **getattr(request, "param", {}))
+    values = config_values(smooth_model_folder, tmp_path, max_grad_norm=1e9, **getattr(request, "param", {}))
     yield set_up(make_run(tmp_path / "run", values), None)
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -61,9 +62,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+WAYS = {"padded rows": (False, False), "a line": (True, False), "a line on a GPU": (True, True)}
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the test's passes go through the model."""
+    session.policy.packs, session.policy.flex = WAYS[request.param]
+    # On a CPU flex attention is plain torch, with gradients too, but for a check that refuses them.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+
+
+ALL_WAYS = pytest.mark.parametrize("way", WAYS, indirect=True)
+
+
+@ALL_WAYS
 @pytest.mark.parametrize("silent", ["none", "half"])
 @pytest.mark.parametrize("session", OPTIONS.values(), ids=OPTIONS, indirect=True)
-def test_an_update_s_gradient_is_the_plain_one(session: Session, silent: str) -> None:
+def test_an_update_s_gradient_is_the_plain_one(session: Session, silent: str, way: None) -> None:
     batch = _batch(session, silent)
     assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
 
@@ -78,12 +94,11 @@ OFF_POLICY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("shared_prompt", [1, 64])
+@ALL_WAYS
 @pytest.mark.parametrize("session", OFF_POLICY.values(), ids=OFF_POLICY, indirect=True)
 def test_old_log_probabilities_of_the_rows_that_need_them_leave_the_gradient_as_it_is(
-    session: Session, monkeypatch: pytest.MonkeyPatch, shared_prompt: int
+    session: Session, way: None
 ) -> None:
-    monkeypatch.setattr(batching, "SHARED_PROMPT", shared_prompt)
     session.memory.rows = 3
     batch = _batch(session, "half")
     every_row = replace(batch, old_logprobs=plain_logprobs(session, batch).detach())
@@ -91,8 +106,9 @@ def test_old_log_probabilities_of_the_rows_that_need_them_leave_the_gradient_as_
     assert distance(updating_gradient(session, batch), plain_gradient(session, every_row)) < BOUND
 
 
+@ALL_WAYS
 @pytest.mark.parametrize("rows", [1, 3, 8, 100])
-def test_the_token_budget_leaves_the_gradient_as_it_is(session: Session, rows: int) -> None:
+def test_the_token_budget_leaves_the_gradient_as_it_is(session: Session, rows: int, way: None) -> None:
     batch = _batch(session, "half")
     expected = plain_gradient(session, batch)
     session.memory.rows = rows
@@ -109,18 +125,28 @@ def test_logits_in_chunks_and_computed_again_leave_the_gradient_as_it_is(
     assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
 
 
-@pytest.mark.parametrize("rows", [2, 8, 100])
-@pytest.mark.parametrize("session", OPTIONS.values(), ids=OPTIONS, indirect=True)
-def test_a_prompt_computed_once_for_its_group_leaves_the_gradient_as_it_is(
-    session: Session, monkeypatch: pytest.MonkeyPatch, rows: int
-) -> None:
-    monkeypatch.setattr(batching, "SHARED_PROMPT", 1)
-    batch, shared = _batch(session, "half"), []
-    session.memory.rows = rows
-    forward = session.policy.forward
-    session.policy.forward = lambda s, **keys: shared.append(s.one_prompt) or forward(s, **keys)  # type: ignore[method-assign]
+@pytest.mark.parametrize("session", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"], indirect=True)
+def test_a_line_has_each_token_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, tokens, states = _batch(session, "none"), [], policy.packed_states
+    monkeypatch.setattr(
+        policy, "packed_states", lambda d, line: tokens.append(len(line.positions[0])) or states(d, line)
+    )
+    session.memory.rows = 100
     assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
-    assert any(shared) or session.config.algorithm.mask_truncated_completions  # which leaves few rows
+    rows = zip(batch.sequences.input_ids.tolist(), batch.sequences.prompt_lengths, strict=True)
+    prompts = {tuple(ids[:length]) for ids, length in rows}
+    assert len(prompts) < len(batch.mask)
+    assert tokens == [sum(map(len, prompts)) + int((batch.sequences.completion_lengths - 1).sum())]
+
+
+@pytest.mark.parametrize("session", [{"max_completion_length": 40}], indirect=True)
+@pytest.mark.parametrize("short", [0, 1000])
+def test_attention_s_two_products_leave_the_gradient_as_it_is(
+    session: Session, monkeypatch: pytest.MonkeyPatch, short: int
+) -> None:
+    monkeypatch.setattr(packing, "SHORT", short)
+    batch = _batch(session, "none")
+    assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
 
 
 def test_an_update_without_any_advantage_steps_with_a_gradient_of_zeros(session: Session) -> None:
@@ -191,7 +217,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 
 
 
 @pytest.mark.parametrize(
-    ("config", "plain_output", "shares"),
+    ("config", "plain_output", "packs"),
     [
         (Qwen2Config(**SIZES), True, True),
         (Qwen2Config(**SIZES, **WINDOW), True, False),
@@ -199,12 +225,12 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 
     ],
     ids=["plain", "window", "capped logits"],
 )
-def test_a_model_that_short_cuts_would_change_takes_none(config: Any, plain_output: bool, shares: bool) -> None:
+def test_a_model_that_short_cuts_would_change_takes_none(config: Any, plain_output: bool, packs: bool) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     torch.nn.init.normal_(model.get_output_embeddings().weight, std=1.0)
     policy = Policy(model, 1.0)
-    assert (policy.output_layer is not None, policy.shares_prompts) == (plain_output, shares)
+    assert (policy.output_layer is not None, policy.packs) == (plain_output, packs)
     ids = torch.randint(1, 20, (3, 12))
     logprobs, entropy = policy(Sequences(ids, torch.full((3,), 5), torch.full((3,), 7)))
     expected = model(input_ids=ids).logits[:, 4:-1].log_softmax(-1)

@@ -42,11 +42,11 @@ def _advantages(silent: str, run: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_two_processes_step_with_the_plain_gradient(model_folder: Path, tmp_path: Path) -> None:
+def test_two_processes_step_with_the_plain_gradient(smooth_model_folder: Path, tmp_path: Path) -> None:
     runs: dict[tuple[str, str], Path] = {}
     for number, (name, silent) in enumerate(itertools.product(OPTIONS, SILENT)):
         keys = {"num_processes": 2, "per_device_train_batch_size": 4, "max_grad_norm": 1e9, **OPTIONS[name]}
-        values = config_values(model_folder, tmp_path, **keys)
+        values = config_values(smooth_model_folder, tmp_path, **keys)
         runs[name, silent] = run = make_run(tmp_path / f"two-{number}", values)
         torch.save(_advantages(silent, run), run / "advantages.pt")
     done = subprocess.run(
@@ -60,7 +60,7 @@ def test_two_processes_step_with_the_plain_gradient(model_folder: Path, tmp_path
 
     distances = {}
     for number, ((name, silent), run) in enumerate(runs.items()):
-        values = config_values(model_folder, tmp_path, per_device_train_batch_size=8, **OPTIONS[name])
+        values = config_values(smooth_model_folder, tmp_path, per_device_train_batch_size=8, **OPTIONS[name])
         session = set_up(make_run(tmp_path / f"one-{number}", values), None)
         batch = first_update(session, rollout_with(session, torch.load(run / "advantages.pt")))
         if batch.old_logprobs is not None:
