@@ -47,8 +47,8 @@ def unpacked_linear_layers() -> Iterator[None]:
 
     packed = utils.dispatch_cpu_unquantized_gemm
 
-    def dispatch(layer: nn.Module, remove_weight: bool) -> None:
-        weight: Any = layer.weight
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        weight = layer.weight
         if weight.dtype != torch.float32 or weight.ndim != 2 or weight.is_meta:
             packed(layer, remove_weight)
             return
