@@ -56,7 +56,7 @@ class GroupCache:
         self.next = torch.zeros(1, dtype=torch.int64, device=device)  # place of the next token in the completions
         self.step, self.capacity = 0, 0
         self.block = GRAPH_TOKENS if device.type == "cuda" else 1  # tokens of completions that are read at a time
-        self.first_capacity = -(-min(FIRST_CAPACITY, max_tokens) // self.block) * self.block
+        self.most = -(-max_tokens // self.block) * self.block
         self.graph: Any = None
         self._lay_out()
 
@@ -80,7 +80,7 @@ class GroupCache:
     def decode(self, token: Tensor) -> Tensor:
         """Logits of the tokens after these. (B,) → (B, V)"""
         if self.step == self.capacity:
-            self._resize(2 * self.capacity or self.first_capacity)
+            self._resize(min(2 * self.capacity or FIRST_CAPACITY, self.most))
         logits = self._replay(token) if token.is_cuda else self._forward(token[:, None], self.positions[:, None])
         self.step += 1
         self.next += 1
@@ -217,7 +217,7 @@ def can_share_cache(model: Any) -> bool:
         return False
     prompts, later = [[0, 1, 2], [3, 1, 0, 2, 1]], [[1, 2, 0], [0, 3, 3], [2, 0, 1]]
     try:
-        cache = GroupCache(model, prompts, [1, 2], max_tokens=2)
+        cache = GroupCache(model, prompts, [1, 2], max_tokens=3)
         shared = [
             cache.prefill(),
             *(cache.decode(torch.tensor(t, device=model.device)) for t in zip(*later, strict=True)),
