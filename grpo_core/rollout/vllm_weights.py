@@ -74,7 +74,7 @@ def find_copies(engine_model: Any, weights: Mapping[str, Tensor]) -> Copies | No
     with _Noting() as noting:
         try:
             engine_model.load_weights(iter(weights.items()))
-        except (AssertionError, KeyError, RuntimeError, ValueError):  # parameters were replaced after loading
+        except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError):  # parameters were replaced
             return None
     targets, sources = noting.copies
     ours = {_storage(tensor) for tensor in weights.values()}
