@@ -256,6 +256,16 @@ def test_every_update_arrives_by_copies(tmp_path: Path, architecture: str, tied:
     assert all(after < 1e-4 for after in others[1::2])
 
 
+def test_a_packed_bf16_engine_is_reloaded(tmp_path: Path) -> None:
+    options = {"tie_word_embeddings": True, "max_position_embeddings": 512, **PACKED}
+    folder = make_model(tmp_path / "model", initializer_range=0.1, **options)
+    run = make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm", mixed_precision="bf16"))
+    found = in_process("follow", run, tmp_path / "found.json")
+    assert not found["by copies"]
+    _, *others = found["distances"]
+    assert all(after < before / 3 for before, after in zip(others[::2], others[1::2], strict=True))
+
+
 def adapt(run: str, result: str) -> None:
     """What an engine says of adapters that it was and was not handed, and what the model itself says."""
     import torch
