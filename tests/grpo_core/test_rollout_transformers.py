@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from grpo_core.policy import with_adapter
+from grpo_core.rollout import group_cache
 from grpo_core.rollout import transformers as engine_module
 from grpo_core.rollout.engine import Request, Sampling
 from grpo_core.rollout.transformers import TransformersEngine
@@ -60,6 +61,36 @@ def test_log_probabilities_are_those_of_a_plain_forward_pass(
         assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+ARCHITECTURES = {
+    "Qwen2": (True, {}),
+    "Qwen3": (True, {"head_dim": 16}),
+    "Llama": (True, {"num_attention_heads": 4}),
+    "Mistral": (False, {"sliding_window": 4}),
+    "Gemma2": (False, {"head_dim": 32, "sliding_window": 4, "attn_logit_softcapping": 2.0}),
+    "Gemma": (True, {"head_dim": 32}),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kind_of_attention_has_the_log_probabilities_of_a_plain_pass(
+    architecture: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of all sizes, whose members leave one by one; completions that outgrow the first buffers."""
+    monkeypatch.setattr(group_cache, "FIRST_CAPACITY", 2)
+    shared, changes = ARCHITECTURES[architecture]
+    folder = make_model(tmp_path, architecture=architecture, **changes)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    engine = TransformersEngine(model, tokenizer)
+    assert engine.shares_cache == shared
+    requests = [Request(tokenizer(prompt)["input_ids"], 1 + 7 * i, 100 * i) for i, prompt in enumerate(PROMPTS)]
+    completions = engine.generate(requests, Sampling(20, 1.0))
+    prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
+    assert len({len(completion.ids) for completion in completions}) > 4
+    for prompt, completion in zip(prompts, completions, strict=True):
+        expected = _plain_scores(model, prompt + completion.ids)[len(prompt) - 1 :]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
 def _plain_scores(model: Any, ids: list[int]) -> list[float]:
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
@@ -101,6 +132,7 @@ def test_a_model_under_an_adapter_samples_from_what_it_is_with_the_adapter(model
     before = TransformersEngine(base, tokenizer).generate(requests, sampling)
     adapted = with_adapter(base, ModelConfig(name_or_path=str(model_folder), use_peft=True, lora_r=4))
     engine = TransformersEngine(adapted, tokenizer)
+    assert engine.shares_cache
     # Not to the bit: torch multiplies by a frozen matrix in another order.
     for fresh, plain in zip(engine.generate(requests, sampling), before, strict=True):
         assert fresh.ids == plain.ids

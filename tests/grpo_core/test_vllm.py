@@ -213,6 +213,59 @@ def test_a_new_process_draws_the_same_bits_as_one_that_has_served_before(drawn: 
     assert resumed == {name: drawn.values[name] for name in resumed}
 
 
+def follow(run: str, result: str) -> None:
+    """Distances of an engine's scores from the model's, before and after it takes each of several updates."""
+    import copy
+
+    import torch
+
+    engine, model, _ = start(run)
+
+    def distance(model: Any) -> float:
+        rows = zip(engine.score(sequences()), (plain_logprobs(model, ids) for ids in sequences()), strict=True)
+        return max(abs(a - b) for row in rows for a, b in zip(*row, strict=True))
+
+    def change(model: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+    distances = [distance(model)]
+    another = copy.deepcopy(model)
+    for updated in (model, model, another, model):
+        change(updated)
+        before = distance(updated)
+        engine.sync_weights(updated)
+        distances += [before, distance(updated)]
+    engine.close()
+    Path(result).write_text(json.dumps({"distances": distances, "by copies": engine.copies is not None}))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "Qwen3"])
+def test_every_update_arrives_by_copies(tmp_path: Path, architecture: str, tied: bool) -> None:
+    """Qwen2 has biases, Llama none, Qwen3 norms of heads."""
+    options = {"tie_word_embeddings": tied, "max_position_embeddings": 512, **PACKED}
+    folder = make_model(tmp_path / "model", architecture=architecture, initializer_range=0.1, **options)
+    run = make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm"))
+    found = in_process("follow", run, tmp_path / "found.json")
+    assert found["by copies"]
+    first, *others = found["distances"]
+    assert first < 1e-4
+    assert all(before > 0.1 for before in others[::2])
+    assert all(after < 1e-4 for after in others[1::2])
+
+
+def test_a_packed_bf16_engine_is_reloaded(tmp_path: Path) -> None:
+    options = {"tie_word_embeddings": True, "max_position_embeddings": 512, **PACKED}
+    folder = make_model(tmp_path / "model", initializer_range=0.1, **options)
+    run = make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm", mixed_precision="bf16"))
+    found = in_process("follow", run, tmp_path / "found.json")
+    assert not found["by copies"]
+    _, *others = found["distances"]
+    assert all(after < before / 3 for before, after in zip(others[::2], others[1::2], strict=True))
+
+
 def adapt(run: str, result: str) -> None:
     """What an engine says of adapters that it was and was not handed, and what the model itself says."""
     import torch

@@ -1,0 +1,233 @@
+"""Decoding with one copy of each prompt's keys and values for all completions of its group, none of them padded.
+
+transformers hands a model's attention over to a function of ours. It keeps keys and values itself: those of a prompt
+once, which all its completions multiply in one product, and those of the completions in place, in buffers that grow by
+doubling. One softmax goes over both, so that the result is that of plain attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from grpo_core.policy import decoder
+
+NAME = "grpo_group_cache"
+FIRST_CAPACITY = 64  # tokens of a completion that there is room for at first
+GRAPH_TOKENS = 64  # on a GPU a captured step reads a multiple of these, and serves as many; divides every capacity
+HARMLESS = {"dropout", "position_ids", "position_embeddings", "use_cache"}  # what attention need not know
+
+
+class NotPlainError(Exception):
+    """The model's attention is not the plain one."""
+
+
+@dataclass
+class Layer:
+    """Keys and values of one attention layer."""
+
+    prompt_keys: Tensor  # (R, H, P, D)
+    prompt_values: Tensor
+    keys: Tensor  # (B, H, capacity, D) of the completions, zeros where there are none yet
+    values: Tensor
+
+
+class GroupCache:
+    """R prompts of up to P tokens and B completions, in the order of their prompts, all equally long so far."""
+
+    def __init__(self, model: Any, prompts: list[list[int]], copies: list[int], max_tokens: int):
+        self.model = model
+        device = next(model.parameters()).device
+        self.layers: dict[int, Layer] = {}
+        self.lengths = torch.tensor([len(ids) for ids in prompts], device=device)
+        padded = [torch.tensor(ids, device=device) for ids in prompts]
+        self.input_ids = nn.utils.rnn.pad_sequence(padded, batch_first=True)  # (R, P)
+        outside = torch.arange(self.input_ids.shape[1], device=device) >= self.lengths[:, None]
+        self.prompt_bias = torch.zeros(outside.shape, device=device).masked_fill(outside, -torch.inf)  # (R, P)
+        self.group = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(copies, device=device))
+        self.positions = self.lengths[self.group]  # (B,) of the next token
+        self.next = torch.zeros(1, dtype=torch.int64, device=device)  # place of the next token in the completions
+        self.step, self.capacity = 0, 0
+        self.block = GRAPH_TOKENS if device.type == "cuda" else 1  # tokens of completions that are read at a time
+        self.most = -(-max_tokens // self.block) * self.block
+        self.graph: Any = None
+        self._lay_out()
+
+    def prefill(self) -> Tensor:
+        """Logits of each completion's first token. (B, V)"""
+        rows = torch.arange(len(self.lengths), device=self.lengths.device)
+
+        def last_only(module: nn.Module, arguments: Any, output: Any) -> Any:
+            output.last_hidden_state = output.last_hidden_state[rows, self.lengths - 1][:, None]
+            return output
+
+        # Padded on the right, where a causal model's other positions do not see it: no mask.
+        positions = torch.arange(self.input_ids.shape[1], device=rows.device)[None]
+        hook = decoder(self.model).register_forward_hook(last_only)
+        try:
+            logits = self._forward(self.input_ids, positions)
+        finally:
+            hook.remove()
+        return logits[self.group]
+
+    def decode(self, token: Tensor) -> Tensor:
+        """Logits of the tokens after these. (B,) → (B, V)"""
+        if self.step == self.capacity:
+            self._resize(min(2 * self.capacity or FIRST_CAPACITY, self.most))
+        logits = self._replay(token) if token.is_cuda else self._forward(token[:, None], self.positions[:, None])
+        self.step += 1
+        self.next += 1
+        self.positions += 1
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        """Only these completions go on. (B,) bool"""
+        self.positions = self.positions[rows]
+        groups, self.group = self.group[rows].unique_consecutive(return_inverse=True)
+        self.prompt_bias = self.prompt_bias[groups]
+        for layer in self.layers.values():
+            layer.prompt_keys, layer.prompt_values = layer.prompt_keys[groups], layer.prompt_values[groups]
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        self._lay_out()
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Attention of one layer, whose new keys and values are kept. (B, heads, T, D) → (B, T, heads, D)"""
+        if module.layer_idx not in self.layers:
+            room = key.new_zeros(len(self.group), key.shape[1], 0, key.shape[3])
+            room_values = value.new_zeros(len(self.group), value.shape[1], 0, value.shape[3])
+            self.layers[module.layer_idx] = Layer(key, value, room, room_values)
+            return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)[0]
+        layer = self.layers[module.layer_idx]
+        layer.keys.index_copy_(2, self.next, key)
+        layer.values.index_copy_(2, self.next, value)
+        keys, values = layer.keys[:, :, : self.visible], layer.values[:, :, : self.visible]
+        rows, heads, _, size = query.shape
+        queries = (query * scaling).view(rows, key.shape[1], -1, size)  # by the key head that they read
+        prompt = self._of_rows(self._of_groups(queries) @ layer.prompt_keys.transpose(2, 3), queries)
+        own = queries @ keys.transpose(2, 3)
+        scores = torch.cat([prompt + self.row_bias, own + self.own_bias], dim=-1)
+        shares = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        of_prompt, of_own = shares.split([prompt.shape[-1], own.shape[-1]], dim=-1)
+        mixed = self._of_rows(self._of_groups(of_prompt) @ layer.prompt_values, queries) + of_own @ values
+        return mixed.reshape(rows, 1, heads, value.shape[3])
+
+    def _lay_out(self) -> None:
+        """Where each completion is in the grid of R prompts times the largest group."""
+        groups, sizes = self.group.unique_consecutive(return_counts=True)
+        self.width = int(sizes.max())
+        first = sizes.cumsum(0) - sizes
+        member = torch.arange(len(self.group), device=sizes.device) - first[self.group]
+        self.slots = None if len(self.group) == len(groups) * self.width else self.group * self.width + member
+        self.row_bias = self.prompt_bias[self.group][:, None, None]  # (B, 1, 1, P)
+        self.graph = None
+
+    def _of_groups(self, x: Tensor) -> Tensor:
+        """(B, H, n, …) → (R, H, width · n, …), zeros where a group has fewer completions than another."""
+        if self.slots is not None:
+            x = x.new_zeros(len(self.prompt_bias) * self.width, *x.shape[1:]).index_copy_(0, self.slots, x)
+        return x.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)
+
+    def _of_rows(self, x: Tensor, like: Tensor) -> Tensor:
+        """The way back: (R, H, width · n, …) → (B, H, n, …)."""
+        x = x.unflatten(2, (self.width, like.shape[2])).transpose(1, 2).flatten(0, 1)
+        return x if self.slots is None else x[self.slots]
+
+    def _resize(self, capacity: int) -> None:
+        for layer in self.layers.values():
+            more = (0, 0, 0, capacity - self.capacity)
+            layer.keys, layer.values = nn.functional.pad(layer.keys, more), nn.functional.pad(layer.values, more)
+        self.capacity, self.graph = capacity, None
+
+    def _forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits after the last of these. (…, T) → (…, V)"""
+        self.visible = (self.step // self.block + 1) * self.block
+        unwritten = torch.arange(self.visible, device=positions.device) > self.next
+        self.own_bias = torch.zeros(self.visible, device=positions.device).masked_fill(unwritten, -torch.inf)
+        options = {"use_cache": False, "logits_to_keep": 1, "group_cache": self}
+        with _attention_of_ours(self.model):
+            return self.model(input_ids=input_ids, position_ids=positions, **options).logits[:, -1].float()
+
+    def _replay(self, token: Tensor) -> Tensor:
+        """A step without the time that Python takes for one: captured as a CUDA graph, again where shapes change.
+
+        Written after torch's manual and not run on a GPU so far.
+        """
+        if self.graph is None or self.step % GRAPH_TOKENS == 0:
+            self.token, self.place = token[:, None].clone(), self.positions[:, None].clone()
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # what is set up at a first call must not be captured
+                self._forward(self.token, self.place)
+            torch.cuda.current_stream().wait_stream(side)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.logits = self._forward(self.token, self.place)
+        self.token.copy_(token[:, None])
+        self.place.copy_(self.positions[:, None])
+        self.graph.replay()
+        return self.logits
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    group_cache: GroupCache | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls."""
+    unknown = {name for name, option in options.items() if option is not None and option is not False} - HARMLESS
+    if group_cache is None or attention_mask is not None or unknown or not hasattr(module, "layer_idx"):
+        raise NotPlainError
+    return group_cache.attend(module, query, key, value, scaling or query.shape[-1] ** -0.5), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+
+
+@contextmanager
+def _attention_of_ours(model: Any) -> Iterator[None]:
+    config = decoder(model).config
+    former = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = former
+
+
+@torch.no_grad()
+def can_share_cache(model: Any) -> bool:
+    """Whether the model says the same with this cache as in a plain pass.
+
+    Not so for layers that attend to a window only, cap their scores or carry a state.
+    """
+    config = model.config.get_text_config()
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
+        return False
+    prompts, later = [[0, 1, 2], [3, 1, 0, 2, 1]], [[1, 2, 0], [0, 3, 3], [2, 0, 1]]
+    try:
+        cache = GroupCache(model, prompts, [1, 2], max_tokens=3)
+        shared = [
+            cache.prefill(),
+            *(cache.decode(torch.tensor(t, device=model.device)) for t in zip(*later, strict=True)),
+        ]
+    except (AttributeError, IndexError, KeyError, NotPlainError, RuntimeError, TypeError, ValueError):
+        return False
+    for row, (prompt, tokens) in enumerate(zip([prompts[0], prompts[1], prompts[1]], later, strict=True)):
+        plain = model(input_ids=torch.tensor([prompt + tokens], device=model.device), use_cache=False).logits[
+            0, len(prompt) - 1 :
+        ]
+        if not torch.allclose(plain.float(), torch.stack([logits[row] for logits in shared]), rtol=1e-3, atol=1e-3):
+            return False
+    return True

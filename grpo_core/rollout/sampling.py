@@ -1,0 +1,66 @@
+"""Drawing tokens from logits, each completion with a stream of uniforms of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from grpo_core.rollout.engine import Request, Sampling
+
+BLOCK = 128  # tokens
+
+
+def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """One token a row, and its log-probability under the distribution it was drawn from. (B, V), (B,) → (B,), (B,)
+
+    The token is the one at which the running sum of the probabilities passes the uniform. First the block is found,
+    then the token in it: summing a whole vocabulary in float64, so that the sum does not reach a uniform below 1 too
+    early, would take longer than all the rest of drawing.
+    """
+    rows, vocabulary = logits.shape
+    if sampling.temperature not in (0, 1):
+        logits = logits / sampling.temperature
+    if sampling.temperature > 0:
+        logits = _truncate(logits, sampling)
+    highest, token = logits.max(-1, keepdim=True)
+    p = logits.new_zeros(rows, -(-vocabulary // BLOCK) * BLOCK)  # not normalised: the sums are known below
+    torch.sub(logits, highest, out=p[:, :vocabulary]).exp_()
+    blocks = p.unflatten(1, (-1, BLOCK))  # (B, V / BLOCK, BLOCK)
+    sums = blocks.sum(-1).double().cumsum(-1)
+    total = sums[:, -1:]
+    if sampling.temperature > 0:
+        token = _search(blocks, sums, uniform[:, None].double() * total).clamp(max=vocabulary - 1)
+    logprob = (logits.gather(1, token) - highest).double() - total.log()
+    return token.squeeze(1), logprob.squeeze(1).float()
+
+
+def _search(blocks: Tensor, sums: Tensor, target: Tensor) -> Tensor:
+    """The token at which the running sum passes the target; `sums` is that over blocks. (B, 1) → (B, 1)"""
+    # Only where probabilities are not finite does a search end past the last block; the caller refuses those.
+    block = torch.searchsorted(sums, target, right=True).clamp(max=sums.shape[1] - 1)
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inner = blocks[torch.arange(len(blocks), device=blocks.device), block.squeeze(1)].double().cumsum(-1)  # (B, BLOCK)
+    # Both sums round on their own: the rest must not pass the block's last token, nor fall on one without probability.
+    rest = torch.minimum(target - before, inner[:, -1:] * (1 - 1e-12)).clamp(min=0)
+    return block * BLOCK + torch.searchsorted(inner, rest, right=True)
+
+
+def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
+    """-inf for the tokens that top-k and then top-p leave out."""
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        return logits
+    ordered, order = logits.sort(descending=True)
+    drop = torch.zeros_like(ordered, dtype=torch.bool)
+    if sampling.top_k:
+        drop[:, sampling.top_k :] = True
+    kept = ordered.masked_fill(drop, -torch.inf).softmax(-1)
+    drop |= (kept.cumsum(-1) - kept) >= sampling.top_p
+    return logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)
+
+
+def uniforms(requests: Sequence[Request], length: int) -> Tensor:
+    """One stream of uniforms a completion, from its own seed. (B, length) float32 on the CPU"""
+    seeds = [request.seed + i for request in requests for i in range(request.num_completions)]
+    return torch.stack([torch.rand(length, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
