@@ -22,7 +22,7 @@ from grpo_core.batching import Sequences, prompts_of
 
 NAME = "grpo_packed"  # of the attention function, among transformers'
 FLEX_BLOCK = 128  # tokens; a line's length is a multiple of it there, so that few kernels are compiled
-SHORT = 256  # keys up to which plain products are faster than torch's fused attention on a CPU
+SHORT = 512  # keys up to which plain products are faster than torch's fused attention on a CPU
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from grpo_core.sections import AlgorithmConfig
 from grpo_core.session import Session
 
 BUCKET = 2**26  # gradient elements reduced at once: few calls, little memory
+CPU_TOKENS = 2048  # of a pass on a CPU; with more, what a layer makes no longer stays in the cache for the next
 
 
 def update(session: Session, batch: MicroBatch, progress: Progress) -> dict[str, float]:
@@ -38,7 +39,8 @@ def update(session: Session, batch: MicroBatch, progress: Progress) -> dict[str,
     def accumulate(rows: int) -> _Tally:
         optimizer.zero_grad()
         tally = _Tally(accelerator.device)
-        for part in pack(batch.sequences, rows * longest, share_prompts=session.policy.packs):
+        tokens = _tokens(rows * longest, accelerator.device)
+        for part in pack(batch.sequences, tokens, share_prompts=session.policy.packs):
             _forward_backward(session, take(batch, part).to(accelerator.device), entropy_coef, tally)
         return tally
 
@@ -75,7 +77,7 @@ def score(session: Session, policy: Policy, rollout: Rollout, needed: Tensor) ->
 
     def work(rows_per_pass: int) -> None:
         everything = join(rollout, mine.tolist())
-        tokens = rows_per_pass * int(everything.lengths.max())
+        tokens = _tokens(rows_per_pass * int(everything.lengths.max()), accelerator.device)
         for part in pack(everything, tokens, share_prompts=policy.packs):
             with accelerator.autocast():
                 values = torch.stack(policy(everything.take(part)))
@@ -99,6 +101,11 @@ def adapt_entropy(config: AlgorithmConfig, progress: Progress, entropy: float) -
     step = config.entropy_coef_delta if entropy <= config.entropy_target else -config.entropy_coef_delta
     coef = min(max(progress.entropy_coef + step, config.entropy_coef_min), config.entropy_coef_max)
     return replace(progress, entropy_coef=coef, last_entropy=entropy)
+
+
+def _tokens(budget: int, device: torch.device) -> int:
+    """Of one pass."""
+    return min(budget, CPU_TOKENS) if device.type == "cpu" else budget
 
 
 class _Tally:
