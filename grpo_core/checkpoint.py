@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from grpo_core.policy import load_trainable_state, trainable_state
+from grpo_core.policy import Policy, load_trainable_state, trainable_state
 from grpo_core.progress import Progress
 from grpo_core.rollout.engine import Rollout
 
@@ -43,7 +43,7 @@ class Checkpoints:
     accelerator: Accelerator
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    reference: nn.Module | None  # saved where it moves
+    reference: Policy | None  # saved where it moves
 
     def save(self, progress: Progress, keep: int, *, healthy: bool = False) -> None:
         """Write `step-NNNNNN`; drop all but the newest `keep` and the newest healthy one. Called by every process.
@@ -60,7 +60,7 @@ class Checkpoints:
             state = {
                 "model": trainable_state(self.model),
                 "optimizer": self.optimizer.state_dict(),
-                "reference": None if self.reference is None else self.reference.state_dict(),
+                "reference": None if self.reference is None else self.reference.master.state_dict(),
                 "progress": {**dataclasses.asdict(progress), "seen_in_epoch": sorted(progress.seen_in_epoch)},
             }
             torch.save(state, temporary / "state.pt")
@@ -94,7 +94,8 @@ class Checkpoints:
         load_trainable_state(self.model, state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.reference is not None:
-            self.reference.load_state_dict(state["reference"])
+            self.reference.master.load_state_dict(state["reference"])
+            self.reference.refresh()
         _set_random_state(torch.load(folder / f"random-{self.accelerator.process_index}.pt", weights_only=True))
         progress = state["progress"]
         progress["rollout"] = None if progress["rollout"] is None else Rollout(**progress["rollout"])

@@ -44,6 +44,7 @@ def evaluate(run: Path, output: Path) -> dict[str, Any]:
     from grpo_core.data import load_prompts, load_tokenizer
     from grpo_core.held_out import evaluation_request, evaluation_sampling
     from grpo_core.policy import load_model
+    from grpo_core.precision import in_bfloat16
     from grpo_core.rewards.contract import resolve
     from grpo_core.rollout.collect import Sample, score_completions
     from grpo_core.rollout.engine import make_engine
@@ -55,13 +56,16 @@ def evaluate(run: Path, output: Path) -> dict[str, Any]:
     rewards = [resolve(reward) for reward in config.rewards]
     requests = [evaluation_request(config, row, ids) for row, ids in enumerate(prompts.ids)]
 
-    base = load_model(config.model.name_or_path, config.model.revision).to(device)
+    def in_precision(model: Any) -> Any:
+        return in_bfloat16(model) if config.train.mixed_precision == "bf16" else model
+
+    base = in_precision(load_model(config.model.name_or_path, config.model.revision).to(device))
     max_length = prompts.max_length + config.evaluation_length
     engine = make_engine(config, config.model.name_or_path, base, tokenizer, max_length)
     samples: dict[str, list[Sample]] = {}
     for name in ("base", "trained"):
         if name == "trained":
-            engine.sync_weights(load_model(run / "training" / "model").to(device))
+            engine.sync_weights(in_precision(load_model(run / "training" / "model").to(device)))
         print(f"evaluating the {name} policy on {len(requests)} held-out prompts", flush=True)
         completions = engine.generate(requests, evaluation_sampling(config))
         samples[name] = score_completions(range(len(requests)), completions, prompts, tokenizer, rewards)

@@ -19,43 +19,41 @@ def chosen_logprobs(
     weight: Tensor,  # (V, h)
     targets: Tensor,  # (N,)
     temperature: float,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """logp = z_t − log Σ_j exp z_j and the entropy H = −Σ_j p_j log p_j of z = h Wᵀ / temperature. 2 × (N,) float32
 
-    `dtype`: that of the matrix products.
+    The products have the dtype of `hidden`.
     """
-    return _ChosenLogprobs.apply(hidden, weight, targets, temperature, dtype)
+    return _ChosenLogprobs.apply(hidden, weight, targets, temperature)
 
 
 class _ChosenLogprobs(torch.autograd.Function):
     """Backward: ∂logp/∂z_j = [j = t] − p_j and ∂H/∂z_j = −p_j (log p_j + H)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, dtype: torch.dtype
-    ) -> Any:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Any:
         ctx.set_materialize_grads(False)
         keep = any(ctx.needs_input_grad) and len(targets) * len(weight) <= KEPT_LOGITS
         logprobs, entropy = torch.empty(2, len(targets), device=hidden.device)
         kept: list[Tensor] = []
         for part in _chunks(len(targets), len(weight)):
-            log_p = _log_softmax(hidden[part], weight, temperature, dtype)
+            log_p = _log_softmax(hidden[part], weight, temperature)
             logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
             p = log_p.exp()
             entropy[part] = -torch.linalg.vecdot(p, log_p)
             if keep:
                 kept.append(p)
         ctx.save_for_backward(hidden, weight, targets, entropy, *kept)
-        ctx.temperature, ctx.dtype = temperature, dtype
+        ctx.temperature = temperature
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:  # type: ignore[override]
         hidden, weight, targets, entropy, *kept = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # in which chunks add up
         for n, part in enumerate(_chunks(len(targets), len(weight))):
-            p = kept[n] if kept else _log_softmax(hidden[part], weight, ctx.temperature, ctx.dtype).exp()
+            p = kept[n] if kept else _log_softmax(hidden[part], weight, ctx.temperature).exp()
             grad = torch.zeros_like(p)
             if grad_entropy is not None:
                 log_p = p.log().clamp(min=torch.finfo(p.dtype).min)  # p = 0: its term is 0
@@ -63,15 +61,15 @@ class _ChosenLogprobs(torch.autograd.Function):
             if grad_logprobs is not None:
                 grad -= grad_logprobs[part, None] * p
                 grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
-            grad = (grad / ctx.temperature).to(ctx.dtype)
-            grad_hidden[part] = (grad @ weight.to(ctx.dtype)).to(hidden.dtype)
+            grad = (grad / ctx.temperature).to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
             if ctx.needs_input_grad[1]:
-                grad_weight += grad.T @ hidden[part].to(ctx.dtype)
-        return grad_hidden, grad_weight if ctx.needs_input_grad[1] else None, None, None, None
+                grad_weight += grad.T @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    logits = (hidden.to(dtype) @ weight.to(dtype).T).float()
+def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    logits = (hidden @ weight.T).float()
     return logits.div_(temperature).log_softmax(-1)
 
 

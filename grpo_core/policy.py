@@ -16,7 +16,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpo_core.batching import Sequences
 from grpo_core.head import chosen_logprobs
 from grpo_core.packing import line_up, packed_states, use_attention
+from grpo_core.precision import refresh, working_copy
 from grpo_core.sections import ModelConfig
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # relative, between two ways to compute the same
 
 
 def load_model(path: Path | str, revision: str | None = None) -> Any:
@@ -66,7 +69,7 @@ def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a model that transformers and vLLM load as it is; an adapter is merged into its base, in place."""
     if hasattr(model, "merge_and_unload"):
-        model = model.merge_and_unload()
+        model = model.cpu().merge_and_unload()  # the base may be there already, see `precision`
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -110,7 +113,7 @@ def make_packable(model: Any, *, flex: bool) -> bool:
         packed = packed_states(decoder(model), line)
     except (AttributeError, RuntimeError, TypeError, ValueError):  # attention of another kind
         packed = torch.full_like(plain, torch.nan)
-    if torch.allclose(plain, packed, rtol=1e-3, atol=1e-4):
+    if (plain - packed).norm() < TOLERANCE[plain.dtype] * plain.norm():
         return True
     config._attn_implementation = usual
     return False
@@ -121,17 +124,16 @@ def _of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 
-def _dtype_of_products(hidden: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-
-
 class Policy(nn.Module):
-    """A causal LM whose forward gives what the loss needs."""
+    """A causal LM whose forward gives what the loss needs.
 
-    def __init__(self, model: Any, temperature: float, *, gradient_checkpointing: bool = False):
+    `master` has the weights that an optimizer moves; `model` computes, and is the same, or a bfloat16 copy of it.
+    """
+
+    def __init__(self, master: Any, temperature: float, *, bf16: bool = False, gradient_checkpointing: bool = False):
         super().__init__()
-        self.model = model
+        self.master = master
+        self.model = model = working_copy(master) if bf16 else master
         self.temperature = temperature
         self.output_layer = plain_output_layer(model)
         self.flex = model.device.type == "cuda"
@@ -168,15 +170,17 @@ class Policy(nn.Module):
                     ids = sequences.input_ids.to(device)
                     states = decoder(self.model)(input_ids=ids, use_cache=False).last_hidden_state
                     hidden = states.flatten(0, 1).index_select(0, predicts)
-                dtype = _dtype_of_products(hidden)
-                logprobs, entropy = chosen_logprobs(hidden, self.output_layer.weight, targets, self.temperature, dtype)
+                logprobs, entropy = chosen_logprobs(hidden, self.output_layer.weight, targets, self.temperature)
         if not entropy_gradient:
             entropy = entropy.detach()
-        inside, empty = (
-            (rows.to(device), offsets.to(device)),
-            torch.zeros(len(lengths), int(lengths.max()), device=device),
-        )
+        inside = rows.to(device), offsets.to(device)
+        empty = torch.zeros(len(lengths), int(lengths.max()), device=device)
         return empty.index_put(inside, logprobs), empty.index_put(inside, entropy)
+
+    def refresh(self) -> None:
+        """Bring the copy that computes up to date with the masters."""
+        if self.model is not self.master:
+            refresh(self.model, self.master)
 
     def at(self, temperature: float) -> Policy:
         """The same policy at another temperature."""

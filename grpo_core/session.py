@@ -65,7 +65,7 @@ class Session:
     prompts: Prompts
     held_out: Prompts | None  # for evaluation in training
     rewards: list[Reward]
-    model: Any  # the causal LM, under its adapter if there is one
+    model: Any  # the causal LM with the weights that are trained, under its adapter if there is one
     policy: Policy
     reference: Policy | None  # a model of its own; None without KL, and with an adapter, whose base it is
     optimizer: torch.optim.Optimizer
@@ -77,7 +77,7 @@ class Session:
 def set_up(run: Path, report_to: str | None) -> Session:
     """Load and prepare everything that the run directory's configuration names."""
     config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
-    accelerator = Accelerator(mixed_precision=config.train.mixed_precision, log_with=report_to)
+    accelerator = Accelerator(log_with=report_to)
     if accelerator.num_processes != plan.num_processes:
         raise TrainingError(
             f"the plan is for num_processes={plan.num_processes}, but {accelerator.num_processes} were started; "
@@ -94,10 +94,15 @@ def set_up(run: Path, report_to: str | None) -> Session:
     lengths = [SHORTEST_PROBE + 1, prompts.max_length + config.rollout.max_completion_length]
     if held_out is not None:
         lengths.append(held_out.max_length + config.evaluation_length)
-    engine = make_engine(config, config.model.name_or_path, model, tokenizer, max(lengths))
+    policy = Policy(
+        model,
+        config.rollout.temperature,
+        bf16=config.train.mixed_precision == "bf16",
+        gradient_checkpointing=config.train.gradient_checkpointing,
+    )
+    engine = make_engine(config, config.model.name_or_path, policy.model, tokenizer, max(lengths))
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     optimizer = _optimizer(model, config.train)
-    policy = Policy(model, config.rollout.temperature, gradient_checkpointing=config.train.gradient_checkpointing)
     if not policy.packs and accelerator.is_main_process:
         print("prompts are computed anew for each completion, and padded: the model's layers need whole rows")
     return Session(
@@ -136,7 +141,8 @@ def _reference(config: RunConfig, accelerator: Accelerator) -> Policy | None:
     if config.algorithm.beta == 0 or config.model.use_peft:
         return None
     model = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
-    return Policy(model.requires_grad_(False), config.rollout.temperature)
+    bf16 = config.train.mixed_precision == "bf16"
+    return Policy(model.requires_grad_(False), config.rollout.temperature, bf16=bf16)
 
 
 def _optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:

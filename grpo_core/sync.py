@@ -22,7 +22,8 @@ def sync(session: Session, progress: Progress) -> float:
     TrainingError on every process when it is beyond the bound on one: the engine would sample from another policy than
     the one that is trained, and nothing else would say so.
     """
-    session.engine.sync_weights(session.model)
+    session.policy.refresh()
+    session.engine.sync_weights(session.policy.model)
     longest = session.prompts.max_length + session.config.rollout.max_completion_length - 1  # that vLLM scores
     length = min(PROBE_TOKENS, max(SHORTEST_PROBE, longest))
     sequences = probe_sequences(session.prompts, session.tokenizer.eos_token_id, length)
@@ -54,6 +55,5 @@ def _score(session: Session, sequences: list[list[int]]) -> torch.Tensor:
     ids, firsts = pad(sequences, torch.int64), torch.ones(len(sequences), dtype=torch.int64)
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     batch = Sequences(ids, firsts, lengths - 1)
-    with session.accelerator.autocast():
-        logprobs, _ = session.policy.at(1.0)(batch)
+    logprobs, _ = session.policy.at(1.0)(batch)
     return logprobs.cpu()

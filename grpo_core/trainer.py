@@ -125,7 +125,7 @@ def roll_out(session: Session, index: int, progress: Progress) -> tuple[Rollout,
     if s.reference is not None:
         rollout = replace(rollout, ref_logprobs=score(s, s.reference, rollout, in_loss)[0])
     elif algorithm.beta > 0:
-        with without_adapter(s.model):
+        with without_adapter(s.policy.model):
             rollout = replace(rollout, ref_logprobs=score(s, s.policy, rollout, in_loss)[0])
     return replace(rollout, metrics={**rollout.metrics, "sampling/sync_drift": drift}), samples
 
@@ -135,8 +135,9 @@ def move_reference(session: Session) -> None:
     """reference ← alpha · policy + (1 − alpha) · reference (TR-DPO, arXiv:2404.09656)."""
     assert session.reference is not None
     alpha = session.config.algorithm.ref_model_mixup_alpha
-    for old, new in zip(session.reference.parameters(), session.policy.parameters(), strict=True):
-        old.lerp_(new, alpha)
+    for old, new in zip(session.reference.master.parameters(), session.model.parameters(), strict=True):
+        old.lerp_(new.to(old.device), alpha)
+    session.reference.refresh()
 
 
 def evaluate(session: Session, progress: Progress) -> tuple[Progress, dict[str, float]]:

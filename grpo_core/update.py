@@ -31,6 +31,7 @@ def update(session: Session, batch: MicroBatch, progress: Progress) -> dict[str,
     """
     config, accelerator, optimizer = session.config, session.accelerator, session.optimizer
     entropy_coef = applied_entropy_coef(config.algorithm, progress)
+    session.policy.refresh()
 
     longest = int(batch.sequences.lengths.max())
     if batch.ref_logprobs is None and entropy_coef == 0:
@@ -79,8 +80,7 @@ def score(session: Session, policy: Policy, rollout: Rollout, needed: Tensor) ->
         everything = join(rollout, mine.tolist())
         tokens = _tokens(rows_per_pass * int(everything.lengths.max()), accelerator.device)
         for part in pack(everything, tokens, share_prompts=policy.packs):
-            with accelerator.autocast():
-                values = torch.stack(policy(everything.take(part)))
+            values = torch.stack(policy(everything.take(part)))
             scored[:, mine[part], : values.shape[2]] = values
 
     if len(mine):
@@ -143,8 +143,7 @@ class _Tally:
 def _forward_backward(session: Session, batch: MicroBatch, entropy_coef: float, tally: _Tally) -> None:
     """Add one part's gradient to what is accumulated, and its figures to the tally."""
     algorithm, mask = session.config.algorithm, batch.mask
-    with session.accelerator.autocast():
-        logprobs, entropy = session.policy(batch.sequences, entropy_gradient=entropy_coef > 0)
+    logprobs, entropy = session.policy(batch.sequences, entropy_gradient=entropy_coef > 0)
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     losses = token_losses(
         logprobs,

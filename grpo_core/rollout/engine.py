@@ -101,7 +101,7 @@ def make_engine(
     if name == "transformers":
         from grpo_core.rollout.transformers import TransformersEngine
 
-        return TransformersEngine(model, tokenizer, bf16=config.train.mixed_precision == "bf16")
+        return TransformersEngine(model, tokenizer)
     from grpo_core.rollout.vllm import VLLMEngine
 
     return VLLMEngine(config, model_path, model, max_length)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_core.policy import decoder
+from grpo_core.policy import TOLERANCE, decoder
 
 NAME = "grpo_group_cache"
 FIRST_CAPACITY = 64  # tokens of a completion that there is room for at first
@@ -225,9 +225,9 @@ def can_share_cache(model: Any) -> bool:
     except (AttributeError, IndexError, KeyError, NotPlainError, RuntimeError, TypeError, ValueError):
         return False
     for row, (prompt, tokens) in enumerate(zip([prompts[0], prompts[1], prompts[1]], later, strict=True)):
-        plain = model(input_ids=torch.tensor([prompt + tokens], device=model.device), use_cache=False).logits[
-            0, len(prompt) - 1 :
-        ]
-        if not torch.allclose(plain.float(), torch.stack([logits[row] for logits in shared]), rtol=1e-3, atol=1e-3):
+        ids = torch.tensor([prompt + tokens], device=model.device)
+        plain = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+        found = torch.stack([logits[row] for logits in shared])
+        if not (plain - found).norm() < TOLERANCE[model.dtype] * plain.norm():
             return False
     return True

@@ -23,9 +23,8 @@ STILL_GOING = 0.75  # share of the batch; below it, finished completions leave, 
 class TransformersEngine:
     """Satisfies `engine.Engine` with a decoding loop over a Hugging Face causal LM."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, *, bf16: bool = False):
+    def __init__(self, model: nn.Module, tokenizer: Any):
         self.model: Any = model
-        self.bf16 = bf16
         self.shares_cache = can_share_cache(model)
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         # Both, as in vLLM: a chat model often ends its turns with another token than its tokenizer names.
@@ -46,9 +45,8 @@ class TransformersEngine:
             return []
         device = next(self.model.parameters()).device
         completions: list[Completion] = []
-        with self._autocast(device):
-            for chunk in _chunks(requests, MAX_ROWS):
-                completions += self._generate(chunk, sampling, device)
+        for chunk in _chunks(requests, MAX_ROWS):
+            completions += self._generate(chunk, sampling, device)
         return completions
 
     @torch.no_grad()
@@ -56,15 +54,10 @@ class TransformersEngine:
         device = next(self.model.parameters()).device
         width = max(len(ids) for ids in sequences)
         input_ids = torch.tensor([ids + [self.pad_id] * (width - len(ids)) for ids in sequences], device=device)
-        with self._autocast(device):
-            # Padded on the right, where a causal model's other positions do not see it: no mask.
-            logits = self.model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
+        # Padded on the right, where a causal model's other positions do not see it: no mask.
+        logits = self.model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
         logprobs = logits.log_softmax(-1).gather(2, input_ids[:, 1:, None]).squeeze(2).tolist()
         return [row[: len(ids) - 1] for row, ids in zip(logprobs, sequences, strict=True)]
-
-    def _autocast(self, device: torch.device) -> torch.autocast:
-        """The precision that the trainer scores the same tokens in."""
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling, device: torch.device) -> list[Completion]:
         prompts = [request.prompt_ids for request in requests]

@@ -100,7 +100,10 @@ def test_forecast_memory_is_what_torch_counts_at_the_peak(
 
 def _measured_peak(shape: Any, prompt: int, completion: int, config: RunConfig) -> int:
     model = AutoModelForCausalLM.from_config(shape).eval()
-    policy = Policy(model, 1.0, gradient_checkpointing=config.train.gradient_checkpointing)
+    keys = config.train
+    bf16 = keys.mixed_precision == "bf16"
+    policy = Policy(model, 1.0, bf16=bf16, gradient_checkpointing=keys.gradient_checkpointing)
+    policy.packs = False  # what is forecast is a GPU's, whose attention keeps no scores
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():  # so that the optimizer has its state
         parameter.grad = torch.zeros_like(parameter)
@@ -108,13 +111,12 @@ def _measured_peak(shape: Any, prompt: int, completion: int, config: RunConfig) 
     optimizer.zero_grad()
     ids = torch.randint(0, shape.vocab_size, (config.train.per_device_train_batch_size, prompt + completion))
     tracker = MemTracker()
-    tracker.track_external(model, optimizer)
+    tracker.track_external(model, policy, optimizer)
     with tracker:
         for again in (False, True):
             if again:
                 tracker.reset_mod_stats()
-            with torch.autocast("cpu", torch.bfloat16, enabled=config.train.mixed_precision == "bf16"):
-                logprobs, _ = policy(Sequences(ids, *(torch.full((len(ids),), n) for n in (prompt, completion))))
+            logprobs, _ = policy(Sequences(ids, *(torch.full((len(ids),), n) for n in (prompt, completion))))
             logprobs.mean().backward()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from grpo_core.batching import Sequences
+from grpo_core.batching import Sequences, prompts_of
 from grpo_core.data import Prompts, rollout_prompts
 from grpo_core.plan import load_plan
 from grpo_core.policy import Policy, load_model
@@ -101,7 +101,7 @@ def test_bnpo_depends_on_the_cut_as_its_documentation_says(values: dict[str, Any
     assert not _close(whole, _train(tmp_path / "halves", values, **halves))
 
 
-def _refuse_more_rows_than(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def _refuse_more_tokens_than(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that runs out cannot be had on a CPU: every second forward pass says so in its place, so that an update is
     interrupted when a part of its gradient is there already."""
     forward, calls = Policy.forward, 0
@@ -109,7 +109,9 @@ def _refuse_more_rows_than(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def small(self: Policy, sequences: Any, **options: Any) -> Any:
         nonlocal calls
         calls += self.temperature != 1  # the probe's is 1
-        if self.temperature != 1 and len(sequences.input_ids) > rows and calls % 2 == 0:
+        firsts, _ = prompts_of(sequences)
+        tokens = int(sequences.prompt_lengths[firsts].sum() + sequences.completion_lengths.sum())
+        if self.temperature != 1 and tokens > limit and calls % 2 == 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(self, sequences, **options)
 
@@ -122,7 +124,7 @@ def test_when_memory_runs_out_training_goes_on_with_smaller_micro_steps(
 ) -> None:
     values = with_keys(values, **CALM_ADAM, **keys, temperature=0.9)
     whole = _train(tmp_path / "whole", values)
-    _refuse_more_rows_than(3, monkeypatch)
+    _refuse_more_tokens_than(30, monkeypatch)  # two completions have 24 at most
     small = _train(tmp_path / "small", values)
     result = _result(small)
     assert (result["per_device_train_batch_size"], result["gradient_accumulation_steps"]) == (2, 8)
@@ -202,10 +204,10 @@ def test_the_reference_moves_towards_the_policy_when_it_is_synced(
     base = load_file(model_folder / "model.safetensors")
     first, second, third = (_checkpoint(run, step) for step in (1, 2, 3))
     for name, weight in base.items():
-        assert torch.equal(first["reference"][f"model.{name}"], weight)
+        assert torch.equal(first["reference"][name], weight)
         expected = 0.6 * second["model"][name] + 0.4 * weight
-        assert torch.allclose(second["reference"][f"model.{name}"], expected, atol=1e-6)
-        assert torch.equal(third["reference"][f"model.{name}"], second["reference"][f"model.{name}"])
+        assert torch.allclose(second["reference"][name], expected, atol=1e-6)
+        assert torch.equal(third["reference"][name], second["reference"][name])
 
 
 def test_adaptive_entropy_raises_its_weight_below_the_target_and_lowers_it_above(

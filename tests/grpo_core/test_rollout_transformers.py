@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from grpo_core.policy import with_adapter
+from grpo_core.precision import in_bfloat16
 from grpo_core.rollout import group_cache
 from grpo_core.rollout import transformers as engine_module
 from grpo_core.rollout.engine import Request, Sampling
@@ -116,10 +118,10 @@ def test_scores_follow_the_weights_that_were_synced(model: Any, tokenizer: Any, 
 
 def test_scores_have_the_precision_of_the_samples(model: Any, tokenizer: Any) -> None:
     ids = SEQUENCES[0]
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = _plain_scores(model, ids)
+    half = in_bfloat16(copy.deepcopy(model))
+    expected = _plain_scores(half, ids)
     assert expected != pytest.approx(_plain_scores(model, ids), abs=1e-3)
-    assert TransformersEngine(model, tokenizer, bf16=True).score([ids])[0] == pytest.approx(expected, abs=1e-5)
+    assert TransformersEngine(half, tokenizer).score([ids])[0] == pytest.approx(expected, abs=1e-5)
 
 
 def test_no_requests_give_no_completions(model: Any, tokenizer: Any) -> None:
