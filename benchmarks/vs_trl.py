@@ -1,6 +1,6 @@
 """Our loop and TRL's, side by side on this machine: `make bench`.
 
-    python benchmarks/vs_trl.py [--only CASE ...] [--rounds 2] [--output benchmarks/results]
+    python benchmarks/vs_trl.py [--only CASE ...] [--output benchmarks/results]
 
 Each run is a process of its own with the same model folder, prompts, rewards, optimizer, precision and threads; the
 sides take turns (A B C C B A), warm-up steps are dropped, medians are compared. TRL runs as it comes and tuned: without
@@ -30,7 +30,7 @@ from benchmarks.workload import Workload, write
 ROOT = Path(__file__).parents[1]
 BUSY = 0.08  # share of the processors' time that others may take
 PATIENCE = 60.0  # seconds to wait for a quiet machine
-TUNING = {"steps": 3, "warm_up": 1}
+TUNING = {"mode": "replay", "silent": 0.0, "steps": 2, "warm_up": 1}
 DRIFT = 0.15  # between the calibrations before and after a case, from which its figures are marked
 
 Settings = dict[str, Any]
@@ -39,13 +39,16 @@ Settings = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the training loop with TRL's, side by side.")
     parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="CASE")
-    parser.add_argument("--rounds", type=int, default=2, help="of each side, twice each; the default is 2")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     chosen = GATED if arguments.only is None else [case for case in CASES if case.name in arguments.only]
-    results = []
+    results: list[dict[str, Any]] = []
+    tunings: dict[Workload, tuple[Settings, list[dict[str, Any]]]] = {}  # cases alike in this are tuned once
     for case in chosen:
-        results.append(compare(case, arguments.rounds))
+        workload = tuning_workload(case.workload)
+        if workload not in tunings:
+            tunings[workload] = tune(workload)
+        results.append(compare(case, *tunings[workload]))
         report(results[-1])
         save(results, arguments.output)
     print(f"\n{arguments.output}")
@@ -53,14 +56,12 @@ def main() -> None:
         raise SystemExit("a gate is not met")
 
 
-def compare(case: Case, rounds: int) -> dict[str, Any]:
-    """One case: TRL is tuned first, then all sides take turns."""
+def compare(case: Case, tuned: Settings, tried: list[dict[str, Any]]) -> dict[str, Any]:
+    """One case: all sides take turns."""
     wait_until_quiet()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write(case.workload, folder / "measured")
-        write(replace(case.workload, **TUNING), folder / "tuning")
-        tuned, tried = tune(case.workload, folder / "tuning")
         precision = tuned["precision"]
         sides: dict[str, tuple[str, Settings]] = {
             "ours": ("ours", {"precision": precision}),
@@ -69,17 +70,28 @@ def compare(case: Case, rounds: int) -> dict[str, Any]:
         }
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         before = calibrate()
-        for seed in case.seeds * rounds if len(case.seeds) == 1 else case.seeds:
-            for name in [*sides, *reversed(sides)]:
+        for turn in range(case.turns):
+            for name in sides if turn % 2 == 0 else reversed(sides):
                 side, settings = sides[name]
-                runs[name].append(run(side, settings | {"seed": seed}, folder / "measured"))
+                runs[name].append(run(side, settings | {"seed": turn}, folder / "measured"))
         after = calibrate()
     return summary(case, sides, runs, tried, (before, after))
 
 
-def tune(workload: Workload, folder: Path) -> tuple[Settings, list[dict[str, Any]]]:
+def tuning_workload(workload: Workload) -> Workload:
+    """Its training phase, where there are completions to replay."""
+    if workload.task == "sums":
+        return replace(workload, steps=6, warm_up=2)
+    return replace(workload, **TUNING)
+
+
+def tune(workload: Workload) -> tuple[Settings, list[dict[str, Any]]]:
     """TRL's fastest settings for the workload, and all that were tried: precision first, then the micro-batch."""
+    wait_until_quiet()
     tried = []
+    scratch = tempfile.TemporaryDirectory()
+    folder = Path(scratch.name, "tuning")
+    write(workload, folder)
 
     def seconds(settings: Settings) -> float:
         found = median(run("trl", settings, folder)["seconds"])
@@ -95,6 +107,7 @@ def tune(workload: Workload, folder: Path) -> tuple[Settings, list[dict[str, Any
         found = seconds({**best, "rows": rows})
         if found < best_seconds:
             best, best_seconds = {**best, "rows": rows}, found
+    scratch.cleanup()
     return best, tried
 
 

@@ -35,15 +35,15 @@ class Workload:
     heads: int = 4
     kv_heads: int = 2
     vocabulary: int = 4096
-    prompts: int = 16
+    prompts: int = 8
     prompt_lengths: tuple[int, int] = (16, 192)  # tokens, uniform
     group: int = 8
     completion: int = 128  # tokens at most
     task: Literal["random", "sums"] = "random"  # random weights and prompts, or the quickstart's model and sums
     mode: Literal["generate", "replay"] = "replay"  # sampled by each side, or the same stored completions for both
     silent: float = 0.0  # share of the prompts whose completions all have the same reward
-    steps: int = 6
-    warm_up: int = 2  # of these, not counted
+    steps: int = 4
+    warm_up: int = 1  # of these, not counted
     seed: int = 0
 
     @property

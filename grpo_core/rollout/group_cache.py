@@ -102,7 +102,8 @@ class GroupCache:
         if module.layer_idx not in self.layers:
             room = key.new_zeros(len(self.group), key.shape[1], 0, key.shape[3])
             room_values = value.new_zeros(len(self.group), value.shape[1], 0, value.shape[3])
-            self.layers[module.layer_idx] = Layer(key, value, room, room_values)
+            # Contiguous: each step would copy them for its products.
+            self.layers[module.layer_idx] = Layer(key.contiguous(), value.contiguous(), room, room_values)
             return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)[0]
         layer = self.layers[module.layer_idx]
         layer.keys.index_copy_(2, self.next, key)

@@ -137,7 +137,7 @@ def test_when_memory_runs_out_training_goes_on_with_smaller_micro_steps(
 def test_a_single_completion_too_large_for_memory_is_said(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _refuse_more_rows_than(0, monkeypatch)
+    _refuse_more_tokens_than(0, monkeypatch)
     with pytest.raises(TrainingError, match="memory runs out with a single completion"):
         _train(tmp_path / "run", values, temperature=0.9)
 
