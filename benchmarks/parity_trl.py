@@ -1,6 +1,6 @@
 """The same rollouts trained by TRL's GRPOTrainer and by grpo_core: gradients, losses, advantages, weights compared.
 
-    python benchmarks/parity_trl.py [--only WORD] [--output parity.json]      (needs the extra `bench`)
+    python benchmarks/parity_trl.py [--only WORD] [--output parity.json]      (needs requirements/bench.txt)
 
 grpo_core samples and trains an epoch of small rollouts. TRL is handed the sampled tokens and their log-probabilities in
 place of a generation of its own, and the order in which a rollout's rows are trained. All else is each side's own:
