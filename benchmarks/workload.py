@@ -76,7 +76,12 @@ def read(folder: Path) -> Workload:
 
 def reward(workload: Workload) -> Callable[..., list[float]]:
     """The function that both sides call."""
-    return spread if workload.task == "random" else numeric_match
+    return spread if workload.task == "random" else right
+
+
+def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Whether the sum is right. TRL hands a function all that it has."""
+    return numeric_match(completions, answer)
 
 
 def spread(completion_ids: list[list[int]], silent: list[bool], **_: Any) -> list[float]:
