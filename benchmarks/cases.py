@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.workload import Workload
 
@@ -45,6 +45,7 @@ class Case:
     measure: Callable[[dict[str, Any]], float] = seconds
     unit: str = "s a step"
     turns: int = 2  # there and back; each is a seed of its own
+    engine: Literal["transformers", "vllm"] = "transformers"  # that samples on both sides
 
 
 def _sides(default: float, tuned: float) -> dict[str, float]:
@@ -101,4 +102,44 @@ SWEEPS = [
     ),
 ]
 
-CASES = GATED + SWEEPS
+QWEN = {  # the shapes of Qwen2.5, random weights
+    "0.5B": {"hidden": 896, "intermediate": 4864, "layers": 24, "heads": 14, "kv_heads": 2, "vocabulary": 151_936},
+    "1.5B": {"hidden": 1536, "intermediate": 8960, "layers": 28, "heads": 12, "kv_heads": 2, "vocabulary": 151_936},
+    "7B": {"hidden": 3584, "intermediate": 18_944, "layers": 28, "heads": 28, "kv_heads": 4, "vocabulary": 152_064},
+}
+WORD_PROBLEMS: dict[str, Any] = {"prompts": 32, "prompt_lengths": (60, 220), "completion": 512}  # as in GSM8K
+
+
+def _gpu(name: str, about: str, shape: str, gates: dict[str, float], goals: dict[str, float], **keys: Any) -> Case:
+    return Case(f"gpu-{name}", f"{shape}, {about}", Workload(**QWEN[shape], **WORD_PROBLEMS | keys), gates, goals)
+
+
+GPU = [
+    *(_gpu(f"training-{shape}", "training phase", shape, _sides(2.5, 1.7), _sides(4, 2.5)) for shape in QWEN),
+    _gpu(
+        "long-prompts",
+        "prompts of 3000, completions of 200",
+        "0.5B",
+        _sides(5, 3),
+        _sides(9, 5),
+        prompts=8,
+        prompt_lengths=(3000, 3000),
+        completion=200,
+    ),
+    _gpu("end-to-end", "end to end, TRL's own generate", "0.5B", _sides(3, 3), _sides(6, 6), mode="generate"),
+    replace(
+        _gpu("vllm", "end to end, both with vLLM", "0.5B", {"TRL tuned": 1.5}, {"TRL tuned": 2.5}, mode="generate"),
+        engine="vllm",
+    ),
+]
+
+
+def cut_down(case: Case) -> Case:
+    """So small that a CPU runs it in seconds: that it runs is all that it shows."""
+    small = {"hidden": 64, "intermediate": 128, "layers": 2, "heads": 4, "kv_heads": 2, "vocabulary": 1024}
+    low, high = (max(length // 16, 5) for length in case.workload.prompt_lengths)
+    sizes: dict[str, Any] = {"prompts": 2, "prompt_lengths": (low, high), "completion": 16, "steps": 2, "warm_up": 1}
+    return replace(case, workload=replace(case.workload, **small, **sizes), engine="transformers", turns=1)
+
+
+CASES = GATED + SWEEPS + GPU

@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow.parquet as pq
+from transformers import AutoTokenizer
 
 from benchmarks.clock import Clock
 from benchmarks.workload import Workload, read, reward
@@ -58,11 +60,16 @@ def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[st
     (run / "plan.json").write_text(json.dumps({"plan": asdict(make_plan(plan_inputs(config, num_prompts)))}))
 
 
-def replay_instead_of_generating(folder: Path) -> None:
-    """The stored completions in place of those that the engine would sample."""
+@contextmanager
+def replayed(workload: Workload, folder: Path) -> Iterator[None]:
+    """The stored completions, where there are any, in place of those that the engine would sample."""
     from grpo_core.rollout.engine import Completion, Request, Sampling
     from grpo_core.rollout.transformers import TransformersEngine
 
+    if workload.mode != "replay":
+        yield
+        return
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     steps = iter(json.loads((folder / "completions.json").read_text()))
 
     def generate(self: Any, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -70,17 +77,11 @@ def replay_instead_of_generating(folder: Path) -> None:
         return [
             Completion(ids, [0.0] * len(ids), truncated=len(ids) == sampling.max_tokens)
             for request in requests
-            for ids in stored[int(self.tokenizer.decode(request.prompt_ids[:4]))]
+            for ids in stored[int(tokenizer.decode(request.prompt_ids[:4]))]
         ]
 
-    created = TransformersEngine.__init__
-
-    def create(self: Any, model: Any, tokenizer: Any, **keys: Any) -> None:
-        created(self, model, tokenizer, **keys)
-        self.tokenizer = tokenizer
-
-    TransformersEngine.__init__ = create  # type: ignore[method-assign]
-    TransformersEngine.generate = generate  # type: ignore[method-assign]
+    with mock.patch.object(TransformersEngine, "generate", generate):
+        yield
 
 
 def main(folder: Path, settings: dict[str, Any], result: Path) -> None:
@@ -88,8 +89,6 @@ def main(folder: Path, settings: dict[str, Any], result: Path) -> None:
     from grpo_core.trainer import train
 
     workload = read(folder)
-    if workload.mode == "replay":
-        replay_instead_of_generating(folder)
     clock = Clock(workload.warm_up)
     record, set_up = Records.step, Records.__init__
     metrics: list[dict[str, float]] = []
@@ -104,12 +103,11 @@ def main(folder: Path, settings: dict[str, Any], result: Path) -> None:
         metrics.append(values)
 
     Records.__init__, Records.step = begin, step  # type: ignore[method-assign]
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, replayed(workload, folder):
         run = Path(scratch, "run")
         run_directory(workload, folder, run, settings)
-        started = time.perf_counter()
         train(run, run / "training")
-        clock.finish(result, set_up_and_train_seconds=time.perf_counter() - started, metrics=metrics)
+    clock.finish(result, metrics=metrics)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.cases import CASES, GATED, Case
+import torch
+
+from benchmarks.cases import CASES, GATED, GPU, Case, cut_down, seconds
 from benchmarks.picture import draw
-from benchmarks.workload import Workload, write
+from benchmarks.workload import Workload, training_flops, write
 
 ROOT = Path(__file__).parents[1]
 BUSY = 0.08  # share of the processors' time that others may take
@@ -36,12 +38,20 @@ DRIFT = 0.15  # between the calibrations before and after a case, from which its
 Settings = dict[str, Any]
 
 
+class OutOfMemoryError(RuntimeError):
+    """A side's settings do not fit on this device."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the training loop with TRL's, side by side.")
+    parser.add_argument("--gpu", action="store_true", help="the cases for a GPU; cut down to run at all without one")
     parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="CASE")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     chosen = GATED if arguments.only is None else [case for case in CASES if case.name in arguments.only]
+    only_runs = arguments.gpu and not torch.cuda.is_available()
+    if arguments.gpu:
+        chosen = [cut_down(case) if only_runs else case for case in GPU]
     results: list[dict[str, Any]] = []
     tunings: dict[Workload, tuple[Settings, list[dict[str, Any]]]] = {}  # cases alike in this are tuned once
     for case in chosen:
@@ -50,7 +60,11 @@ def main() -> None:
             tunings[workload] = tune(workload)
         results.append(compare(case, *tunings[workload]))
         report(results[-1])
-        save(results, arguments.output)
+        if not only_runs:
+            save(results, arguments.output)
+    if only_runs:
+        print("\nno GPU here: all sizes are cut down, so that the figures say nothing; nothing is saved")
+        return
     print(f"\n{arguments.output}")
     if not all(result["met"] for result in results):
         raise SystemExit("a gate is not met")
@@ -64,17 +78,20 @@ def compare(case: Case, tuned: Settings, tried: list[dict[str, Any]]) -> dict[st
         write(case.workload, folder / "measured")
         precision = tuned["precision"]
         sides: dict[str, tuple[str, Settings]] = {
-            "ours": ("ours", {"precision": precision}),
-            "TRL tuned": ("trl", tuned),
-            "TRL default": ("trl", {"precision": precision, "rows": 8, "checkpointing": True}),
+            "ours": ("ours", {"precision": precision, "engine": case.engine}),
+            "TRL tuned": ("trl", tuned | {"engine": case.engine}),
+            "TRL default": (
+                "trl",
+                {"precision": precision, "rows": 8, "checkpointing": True, "engine": case.engine},
+            ),
         }
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-        before = calibrate()
+        before = calibrate(precision)
         for turn in range(case.turns):
             for name in sides if turn % 2 == 0 else reversed(sides):
                 side, settings = sides[name]
                 runs[name].append(run(side, settings | {"seed": turn}, folder / "measured"))
-        after = calibrate()
+        after = calibrate(precision)
     return summary(case, sides, runs, tried, (before, after))
 
 
@@ -94,7 +111,10 @@ def tune(workload: Workload) -> tuple[Settings, list[dict[str, Any]]]:
     write(workload, folder)
 
     def seconds(settings: Settings) -> float:
-        found = median(run("trl", settings, folder)["seconds"])
+        try:
+            found = median(run("trl", settings, folder)["seconds"])
+        except OutOfMemoryError:
+            found = float("inf")
         tried.append({**settings, "seconds": found})
         print(f"  tuning TRL: {settings}: {found:.3f} s", flush=True)
         return found
@@ -116,6 +136,8 @@ def run(side: str, settings: Settings, folder: Path) -> dict[str, Any]:
     result = folder / "result.json"
     command = [sys.executable, "-m", f"benchmarks.side_{side}", str(folder), json.dumps(settings), str(result)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    if "torch.OutOfMemoryError" in done.stderr:
+        raise OutOfMemoryError
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return json.loads(result.read_text())
@@ -155,12 +177,20 @@ def summary(
         "sides": figures,
         "tried": tried,
         "ratios": ratios,
+        "utilisation": utilisation(case, figures["ours"]["value"], calibration),
         "gates": case.gates,
         "goals": case.goals,
         "met": all(ratios[name] >= gate for name, gate in case.gates.items()),
         "calibration_gflops": calibration,
         "steady": abs(calibration[0] / calibration[1] - 1) <= DRIFT,
     }
+
+
+def utilisation(case: Case, seconds_a_step: float, gflops: tuple[float, float]) -> float | None:
+    """What a step needs at least, as a share of what a matrix product does in our time; of training phases only."""
+    if case.workload.mode != "replay" or case.measure is not seconds:
+        return None
+    return training_flops(case.workload) / seconds_a_step / (median(gflops) * 1e9)
 
 
 def report(result: dict[str, Any]) -> None:
@@ -172,6 +202,8 @@ def report(result: dict[str, Any]) -> None:
         )
         spread = f"{side['value']:9.3f} {result['unit']} [{side['lowest']:.3f}, {side['highest']:.3f}]"
         print(f"  {name:12} {spread}{ratio}{gate}", flush=True)
+    if result["utilisation"] is not None:
+        print(f"  ours at {result['utilisation']:.0%} of what a matrix product does here", flush=True)
 
 
 def save(results: list[dict[str, Any]], folder: Path) -> None:
@@ -187,7 +219,9 @@ def save(results: list[dict[str, Any]], folder: Path) -> None:
 
 
 def hardware() -> str:
-    """The processor's model name and how many cores there are."""
+    """The GPU's name, or the processor's and how many cores there are."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "processor")
     return f"{os.cpu_count()} cores of {model.replace('(R)', '')}"
@@ -217,17 +251,18 @@ def busy_share(seconds: float = 2.0) -> float:
     return 1 - (idle_after - idle) / max(total_after - total, 1)
 
 
-def calibrate() -> float:
-    """GFLOP/s of a float32 matrix product: tells a slow moment of the machine from a slow program."""
-    import torch
-
-    a = torch.randn(1024, 1024)
+def calibrate(precision: str) -> float:
+    """GFLOP/s of a matrix product: tells a slow moment of the machine from a slow program."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 8192 if device == "cuda" else 1024
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     rates = []
     for _ in range(15):
         start = time.perf_counter()
         for _ in range(4):
-            a @ a
-        rates.append(4 * 2 * 1024**3 / (time.perf_counter() - start) / 1e9)
+            product = a @ a
+        product[0, 0].item()  # done, on a GPU too
+        rates.append(4 * 2 * size**3 / (time.perf_counter() - start) / 1e9)
     return median(rates)
 
 

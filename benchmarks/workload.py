@@ -106,6 +106,29 @@ def stored_completions(workload: Workload) -> list[list[list[list[int]]]]:
     ]
 
 
+def training_flops(workload: Workload) -> float:
+    """Floating-point operations that a step of a replay needs, each token once: mean over the counted steps.
+
+    6 a parameter and token, the output layer's for completion tokens only; attention 12 · layers · hidden for each pair
+    of a token and one that it attends to. Rows without a signal need none.
+    """
+    head = workload.vocabulary * workload.hidden
+    size = workload.hidden // workload.heads
+    attention = 2 * workload.hidden**2 + 2 * workload.hidden * workload.kv_heads * size
+    body = workload.layers * (attention + 3 * workload.hidden * workload.intermediate)
+    prompts = [len(text) for text, quiet in _prompts(workload).iter_rows() if not quiet]
+    first = workload.prompts - len(prompts)
+    steps = stored_completions(workload)[workload.warm_up :]
+    total = 0.0
+    for step in steps:
+        for prompt, group in zip(prompts, step[first:], strict=True):
+            lengths = [len(ids) for ids in group]
+            tokens = prompt + sum(length - 1 for length in lengths)
+            pairs = prompt**2 / 2 + sum((length - 1) * (prompt + length / 2) for length in lengths)
+            total += 6 * (body * tokens + head * sum(lengths)) + 12 * workload.layers * workload.hidden * pairs
+    return total / len(steps)
+
+
 def _completion(generator: np.random.Generator, length: int, workload: Workload) -> list[int]:
     ids = generator.integers(FIRST, FIRST + BYTES, length).tolist()
     return ids if length == workload.completion else [*ids[:-1], END]

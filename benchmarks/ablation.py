@@ -1,0 +1,149 @@
+"""What each optimisation of the update gains by itself: the loop as it is beside the loop without it.
+
+    python -m benchmarks.ablation [--rounds 5]
+
+One process, one rollout; the variants take turns, in this order and back. Figures are medians, and the ratio to the
+loop as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate.state import AcceleratorState
+
+from benchmarks.cases import LONG_PROMPTS, SMALL
+from benchmarks.side_ours import replayed, run_directory
+from benchmarks.workload import Workload, write
+
+Variant = Callable[[Any], Iterator[None]]
+
+
+@contextmanager
+def as_it_is(session: Any) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def padded_rows(session: Any) -> Iterator[None]:
+    session.policy.packs = False
+    yield
+    session.policy.packs = True
+
+
+@contextmanager
+def all_rows(session: Any) -> Iterator[None]:
+    with mock.patch("grpo_core.update.trained", lambda batch: batch):
+        yield
+
+
+@contextmanager
+def one_large_pass(session: Any) -> Iterator[None]:
+    with mock.patch("grpo_core.update.CPU_TOKENS", 2**30):
+        yield
+
+
+@contextmanager
+def fused_attention(session: Any) -> Iterator[None]:
+    with mock.patch("grpo_core.packing.SHORT", 0):
+        yield
+
+
+@contextmanager
+def unfused_adamw(session: Any) -> Iterator[None]:
+    for group in session.optimizer.param_groups:
+        group["fused"] = False
+    yield
+    for group in session.optimizer.param_groups:
+        group["fused"] = True
+
+
+@contextmanager
+def old_logprobs_pass(session: Any) -> Iterator[None]:
+    from grpo_core import update as module
+
+    update = module.update
+
+    def with_a_pass(session: Any, batch: Any, progress: Any) -> Any:
+        with torch.no_grad():
+            for part in module.pack(batch.sequences, module.CPU_TOKENS, share_prompts=session.policy.packs):
+                session.policy(batch.sequences.take(part))
+        return update(session, batch, progress)
+
+    with mock.patch("grpo_core.update.update", with_a_pass):
+        yield
+
+
+CASES: list[tuple[str, Workload, str, dict[str, Any]]] = [
+    (
+        "5.8M, float32",
+        SMALL,
+        "no",
+        {
+            "as it is": as_it_is,
+            "padded rows, each with its prompt": padded_rows,
+            "no bound on the tokens of a pass": one_large_pass,
+            "torch's fused attention": fused_attention,
+            "AdamW not fused": unfused_adamw,
+            "a pass for old log-probabilities": old_logprobs_pass,
+        },
+    ),
+    ("half of the groups silent", replace(SMALL, silent=0.5), "no", {"as it is": as_it_is, "all rows": all_rows}),
+    ("prompts 8×", LONG_PROMPTS, "no", {"as it is": as_it_is, "padded rows, each with its prompt": padded_rows}),
+    ("5.8M, bf16", SMALL, "bf16", {"as it is": as_it_is, "torch's fused attention": fused_attention}),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What each optimisation of the update gains by itself.")
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    for name, workload, precision, variants in CASES:
+        print(name)
+        seconds = measure(workload, precision, variants, rounds)
+        base = median(seconds["as it is"])
+        for variant, found in seconds.items():
+            print(f"  {variant:36} {median(found):7.3f} s  {median(found) / base:5.2f}×", flush=True)
+
+
+def measure(workload: Workload, precision: str, variants: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    from grpo_core import trainer
+    from grpo_core import update as module
+    from grpo_core.batching import concatenate
+    from grpo_core.progress import Progress
+    from grpo_core.session import set_up
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, run = Path(scratch, "workload"), Path(scratch, "run")
+        write(workload, folder)
+        with replayed(workload, folder):
+            run_directory(workload, folder, run, {"precision": precision})
+            session = set_up(run, None)
+            progress = Progress(rows_per_pass=session.memory.rows)
+            rollout, _ = trainer.roll_out(session, 0, progress)
+        batch = concatenate([trainer._micro_batch(session, rollout, 0, 1)])
+        seconds: dict[str, list[float]] = {name: [] for name in variants}
+        for turn in range(rounds + 1):
+            for name in variants if turn % 2 == 0 else reversed(variants):
+                with ExitStack() as stack:
+                    stack.enter_context(variants[name](session))
+                    start = time.perf_counter()
+                    module.update(session, batch, progress)
+                    if turn:  # the first is warm-up
+                        seconds[name].append(time.perf_counter() - start)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
