@@ -144,6 +144,8 @@ def trained(batch: MicroBatch) -> MicroBatch:
 def pack(sequences: Sequences, tokens: int, *, share_prompts: bool) -> Iterator[Tensor]:
     """The rows in parts of at most `tokens` tokens, or of one row: those with the same prompt, then those of like
     length next to each other. A prompt counts once in a part with `share_prompts`, else padding counts too.
+
+    Completions padded to the longest, as a line's attention has them on a CPU, are at most twice as many.
     """
     lengths, completions = sequences.lengths.tolist(), sequences.completion_lengths.tolist()
     if share_prompts:
@@ -155,18 +157,19 @@ def pack(sequences: Sequences, tokens: int, *, share_prompts: bool) -> Iterator[
     else:
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     part: list[int] = []
-    filled = 0
+    filled = longest_completion = 0
     for row in order:
         if share_prompts:
             known = part and owners[row] == owners[part[-1]]
             after = filled + (completions[row] if known else lengths[row])
         else:
             after = (len(part) + 1) * lengths[part[0] if part else row]
-        if part and after > tokens:
+        padded = (len(part) + 1) * max(longest_completion, completions[row])
+        if part and (after > tokens or padded > 2 * tokens):
             yield torch.tensor(part)
-            part, after = [], lengths[row]
+            part, after, longest_completion = [], lengths[row], 0
         part.append(row)
-        filled = after
+        filled, longest_completion = after, max(longest_completion, completions[row])
     yield torch.tensor(part)
 
 

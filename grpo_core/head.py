@@ -50,8 +50,9 @@ class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:  # type: ignore[override]
         hidden, weight, targets, entropy, *kept = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # in which chunks add up
+        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # in which chunks add up
         for n, part in enumerate(_chunks(len(targets), len(weight))):
             p = kept[n] if kept else _log_softmax(hidden[part], weight, ctx.temperature).exp()
             grad = torch.zeros_like(p)
@@ -63,9 +64,9 @@ class _ChosenLogprobs(torch.autograd.Function):
                 grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
             grad = (grad / ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
-            if ctx.needs_input_grad[1]:
+            if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:

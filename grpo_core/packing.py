@@ -8,7 +8,7 @@ little.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from grpo_core.batching import Sequences, prompts_of
 
 NAME = "grpo_packed"  # of the attention function, among transformers'
-FLEX_BLOCK = 128  # tokens; a line's length is a multiple of it there, so that few kernels are compiled
+FLEX_BLOCK = 128  # tokens; a line's length is a multiple of it there, as block masks are
 SHORT = 512  # keys up to which plain products are faster than torch's fused attention on a CPU
 
 
@@ -59,7 +59,7 @@ def line_up(sequences: Sequences, device: torch.device, *, flex: bool) -> Line:
     """The sequences as a line on `device`. A completion's last token is not an input: nothing comes after it."""
     firsts, owners = prompts_of(sequences)
     of_row = torch.tensor(owners)
-    prompts, completions = sequences.prompt_lengths[firsts], sequences.completion_lengths - 1
+    prompts, completions = sequences.prompt_lengths[firsts], (sequences.completion_lengths - 1).clamp(min=0)
     prompt, prompt_position = _ragged(prompts)
     row, offset = _ragged(completions)
     position = sequences.prompt_lengths[row] + offset
@@ -83,7 +83,7 @@ def line_up(sequences: Sequences, device: torch.device, *, flex: bool) -> Line:
 
 
 def packed_states(decoder: Any, line: Line) -> Tensor:
-    """Hidden states that predict the completions' tokens, row by row; `decoder` has `use_attention`. (tokens, h)"""
+    """Hidden states that predict completions' tokens, row by row, by a decoder after `use_attention`. (tokens, h)"""
     attention = line.attention
     mask = attention if isinstance(attention, BlockMask) else attention.mask  # which transformers takes as it is
     output = decoder(
@@ -121,8 +121,7 @@ def attend(
         raise ValueError(f"a line of tokens has plain causal attention only, this layer has {changes}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(line, BlockMask):
-        attention = _compiled_flex() if query.is_cuda else flex_attention
-        output = attention(query, key, value, block_mask=line, scale=scale, enable_gqa=True)
+        output = _flex(scale, query.is_cuda)(query, key, value, block_mask=line)
         return output.transpose(1, 2).contiguous(), None
     return _attend_padded(query[0], key[0], value[0], line, scale)[None], None
 
@@ -224,16 +223,23 @@ def _block_mask(group: Tensor, member: Tensor) -> BlockMask:
     def allowed(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & (group[q] == group[k]) & ((member[k] == -1) | (member[q] == member[k]))
 
-    return create_block_mask(allowed, None, None, len(group), len(group), device=str(group.device))
+    return _create_block_mask(group.is_cuda)(allowed, None, None, len(group), len(group), device=str(group.device))
 
 
 @cache
-def _compiled_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
+def _flex(scale: float, compiled: bool) -> Any:
+    """Flex attention; the scale has to be a constant of the kernel."""
+    attention = partial(flex_attention, scale=scale, enable_gqa=True)
+    return torch.compile(attention) if compiled else attention
+
+
+@cache
+def _create_block_mask(compiled: bool) -> Any:
+    """Compiled, it does not make the whole mask on its way to that of the blocks."""
+    return torch.compile(create_block_mask) if compiled else create_block_mask
 
 
 def _ragged(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Row and place in it of each element of rows of these lengths, one after the other."""
     inside = torch.arange(int(lengths.max()))[None] < lengths[:, None]
-    rows, places = inside.nonzero(as_tuple=True)
-    return rows, places
+    return inside.nonzero(as_tuple=True)  # type: ignore[return-value]

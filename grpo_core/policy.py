@@ -24,7 +24,11 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # relative, between two
 
 def load_model(path: Path | str, revision: str | None = None) -> Any:
     """A causal LM with float32 weights, dropout off: the ratio of an on-policy update must be exactly 1."""
-    return AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=torch.float32).eval()
+    for module in model.modules():  # some layers apply dropout by a rate of their own
+        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
+            setattr(module, name, 0.0)
+    return model
 
 
 def with_adapter(model: Any, config: ModelConfig) -> Any:
@@ -87,11 +91,20 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     itself has to make them.
     """
     layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if type(layer) is not nn.Linear or layer.bias is not None:
+    capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if type(layer) is not nn.Linear or layer.bias is not None or capped:
         return None
     ids = torch.arange(4, device=layer.weight.device)[None]
     same = torch.allclose(layer(decoder(model)(input_ids=ids).last_hidden_state), model(input_ids=ids).logits)
     return layer if same else None
+
+
+def attends_to_all(config: Any) -> bool:
+    """Whether each layer attends to all tokens before, as far as the configuration says."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return all(kind == "full_attention" for kind in kinds)
+    return getattr(config, "sliding_window", None) is None and getattr(config, "attention_chunk_size", None) is None
 
 
 @torch.no_grad()
@@ -101,19 +114,25 @@ def make_packable(model: Any, *, flex: bool) -> bool:
     Not so for layers that attend to a window only, or that carry a state: they stay as they are.
     """
     config = decoder(model).config
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
+    if not attends_to_all(config):
         return False
-    ids = torch.arange(14).remainder(config.vocab_size).view(2, 7).repeat_interleave(2, 0)
-    ids[1::2, 4:] = 0
-    plain = decoder(model)(input_ids=ids.to(model.device), use_cache=False).last_hidden_state[:, 2:-1].flatten(0, 1)
+    prompt, completion = 40, 60  # which make a line of several blocks of flex attention
+    ids = torch.arange(2 * (prompt + completion)).remainder(config.vocab_size).view(2, -1).repeat_interleave(2, 0)
+    ids[1::2, prompt + 1 :] = 0
+    states = decoder(model)(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
+    plain = states[:, prompt - 1 : -1].flatten(0, 1)
     usual = config._attn_implementation
     try:
         use_attention(config)
-        line = line_up(Sequences(ids, torch.full((4,), 3), torch.full((4,), 4)), model.device, flex=flex)
-        packed = packed_states(decoder(model), line)
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # attention of another kind
+        sequences = Sequences(ids, torch.full((4,), prompt), torch.full((4,), completion))
+        line = line_up(sequences, model.device, flex=flex)
+        with torch.set_grad_enabled(flex):  # a kernel that cannot be compiled is to fail here
+            packed = packed_states(decoder(model), line)
+        if packed.requires_grad:
+            packed.sum().backward()
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another attention
         packed = torch.full_like(plain, torch.nan)
-    if (plain - packed).norm() < TOLERANCE[plain.dtype] * plain.norm():
+    if (plain - packed.detach()).norm() < TOLERANCE[plain.dtype] * plain.norm():
         return True
     config._attn_implementation = usual
     return False
@@ -138,14 +157,16 @@ class Policy(nn.Module):
         self.output_layer = plain_output_layer(model)
         self.flex = model.device.type == "cuda"
         self.packs = self.output_layer is not None and make_packable(model, flex=self.flex)
-        self.checkpointed = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self.zero_grad()
+        self.recomputable = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self.recomputed = 0
         if gradient_checkpointing:
-            if not self.checkpointed:
+            if not self.recomputable:
                 raise ValueError(
                     f"gradient_checkpointing=true: {type(model).__name__} has no layers that transformers can "
                     "recompute; turn it off"
                 )
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.recompute(len(self.recomputable))
 
     def forward(self, sequences: Sequences, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probability of each completion token, at the sampling temperature, and the entropy there. 2 × (B, T)
@@ -182,6 +203,12 @@ class Policy(nn.Module):
         if self.model is not self.master:
             refresh(self.model, self.master)
 
+    def recompute(self, layers: int) -> None:
+        """Compute the activations of the first `layers` layers again in the backward pass, instead of keeping them."""
+        if self.recomputed == 0 < layers:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.recomputed = layers
+
     def at(self, temperature: float) -> Policy:
         """The same policy at another temperature."""
         other = copy.copy(self)
@@ -193,10 +220,10 @@ class Policy(nn.Module):
         """transformers recomputes activations only in layers in training mode; their parts stay in evaluation mode, so
         that no dropout comes on. Outside, sampling with the same model needs the layers' key-value cache, which
         recomputing turns off."""
-        for layer in self.checkpointed:
+        for layer in self.recomputable[: self.recomputed]:
             layer.training = torch.is_grad_enabled()
         try:
             yield
         finally:
-            for layer in self.checkpointed:
+            for layer in self.recomputable[: self.recomputed]:
                 layer.training = False

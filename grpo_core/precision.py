@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def in_bfloat16(model: Any) -> Any:
@@ -23,7 +23,9 @@ def working_copy(master: Any) -> Any:
 
     Masters that are not trained move to the CPU's memory: no pass reads them.
     """
-    working = in_bfloat16(copy.deepcopy(master))
+    # Parameters are put into the copy as they are wanted, so that there is never a second float32 model.
+    halves = {id(own): nn.Parameter(own.detach().bfloat16(), own.requires_grad) for own in master.parameters()}
+    working = copy.deepcopy(master, halves)
     for own, parameter in zip(master.parameters(), working.parameters(), strict=True):
         if own.requires_grad:
             parameter.register_post_accumulate_grad_hook(partial(_hand_over, own))

@@ -89,7 +89,7 @@ class Records:
 
     def finish(self, progress: Progress) -> dict[str, Any]:
         """Write result.json, last of all: its presence says that the training is complete."""
-        plan, rows = self.plan, progress.rows_per_pass
+        plan, rows, recomputed = self.plan, progress.rows_per_pass, self.session.policy.recomputed
         passes = math.ceil(plan.per_device_train_batch_size / rows)
         result = {
             "counted": progress.counts,
@@ -104,7 +104,9 @@ class Records:
             "roll_backs": progress.roll_backs,
             "per_device_train_batch_size": rows,
             "gradient_accumulation_steps": plan.gradient_accumulation_steps * passes,
-            "ran_out_of_memory": rows < plan.per_device_train_batch_size,
+            "recomputed_layers": recomputed,
+            "ran_out_of_memory": rows < plan.per_device_train_batch_size
+            or (recomputed > 0 and not self.session.config.train.gradient_checkpointing),
             "metrics": self.last,
         }
         if self.accelerator.is_main_process:

@@ -38,7 +38,7 @@ def update(session: Session, batch: MicroBatch, progress: Progress) -> dict[str,
         batch = trained(batch)
 
     def accumulate(rows: int) -> _Tally:
-        optimizer.zero_grad()
+        session.policy.zero_grad()  # of both copies: memory may have run out between the two
         tally = _Tally(accelerator.device)
         tokens = _tokens(rows * longest, accelerator.device)
         for part in pack(batch.sequences, tokens, share_prompts=session.policy.packs):

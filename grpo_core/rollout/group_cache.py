@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_core.policy import TOLERANCE, decoder
+from grpo_core.policy import TOLERANCE, attends_to_all, decoder
 
 NAME = "grpo_group_cache"
 FIRST_CAPACITY = 64  # tokens of a completion that there is room for at first
@@ -213,15 +213,15 @@ def can_share_cache(model: Any) -> bool:
 
     Not so for layers that attend to a window only, cap their scores or carry a state.
     """
-    config = model.config.get_text_config()
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
+    if not attends_to_all(model.config.get_text_config()):
         return False
     prompts, later = [[0, 1, 2], [3, 1, 0, 2, 1]], [[1, 2, 0], [0, 3, 3], [2, 0, 1]]
     try:
         cache = GroupCache(model, prompts, [1, 2], max_tokens=3)
         shared = [
             cache.prefill(),
-            *(cache.decode(torch.tensor(t, device=model.device)) for t in zip(*later, strict=True)),
+            # A captured step writes its logits to the same place each time.
+            *(cache.decode(torch.tensor(t, device=model.device)).clone() for t in zip(*later, strict=True)),
         ]
     except (AttributeError, IndexError, KeyError, NotPlainError, RuntimeError, TypeError, ValueError):
         return False

@@ -107,7 +107,7 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator) -> dict[str
     config = parse_config(config_values(Path("model"), Path("data"), **{"max_steps": None, **settings["keys"]}))
     plan = make_plan(plan_inputs(config, settings["num_prompts"]))
     model = FourLogits()
-    engine = CountingEngine(model)
+    engine, policy = CountingEngine(model), Policy(model, 1.0)
     optimizer = torch.optim.SGD(model.parameters())
     steps = mock.Mock(side_effect=optimizer.step)
     optimizer.step = steps
@@ -121,12 +121,12 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator) -> dict[str
         held_out=None,
         rewards=[resolve(reward) for reward in config.rewards],
         model=model,
-        policy=Policy(model, 1.0),
+        policy=policy,
         reference=None,
         optimizer=optimizer,
         learning_rate=lambda updates: 0.01,
         engine=engine,
-        memory=Memory(plan.per_device_train_batch_size),
+        memory=Memory(plan.per_device_train_batch_size, policy),
     )
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -134,6 +134,44 @@ def test_when_memory_runs_out_training_goes_on_with_smaller_micro_steps(
     assert _close(whole, small)
 
 
+def test_when_memory_runs_out_with_one_completion_layers_are_computed_again(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = with_keys(values, **CALM_ADAM, temperature=0.9)
+    whole = _train(tmp_path / "whole", values)
+    policies: set[Policy] = set()
+    forward = Policy.forward
+
+    def small(self: Policy, sequences: Any, **options: Any) -> Any:
+        if self.temperature != 1:
+            policies.add(self)
+            if self.recomputed < 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, sequences, **options)
+
+    monkeypatch.setattr(Policy, "forward", small)
+    computed_again = _train(tmp_path / "small", values)
+    assert [policy.recomputed for policy in policies] == [2]
+    assert _result(computed_again)["ran_out_of_memory"]
+    assert _close(whole, computed_again)
+
+
+@pytest.mark.parametrize("recomputed", [1, 2])
+def test_some_layers_computed_again_or_all_leave_the_gradient_as_it_is(model_folder: Path, recomputed: int) -> None:
+    sequences = Sequences(torch.randint(3, 13, (3, 9)), torch.full((3,), 4), torch.full((3,), 5))
+    gradients, calls = [], []
+    for layers in (0, recomputed):
+        policy = Policy(load_model(model_folder), 1.0)
+        policy.recompute(layers)
+        for layer in policy.recomputable:
+            layer.mlp.register_forward_hook(lambda *_: calls.append(0))
+        calls.clear()
+        policy(sequences)[0].sum().backward()
+        assert len(calls) == 2 + layers
+        gradients.append([parameter.grad for parameter in policy.parameters()])
+    assert all(torch.equal(kept, again) for kept, again in zip(*gradients, strict=True))
+
+
 def test_a_single_completion_too_large_for_memory_is_said(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
