@@ -57,7 +57,14 @@ TINY = Workload(task="sums", mode="generate", prompts=64, completion=6, steps=12
 GENERATE = replace(SMALL, mode="generate")
 LONG_PROMPTS = replace(SMALL, prompt_lengths=(512, 512), completion=64)
 LARGE_VOCABULARY = Workload(
-    hidden=128, intermediate=384, layers=2, vocabulary=151_936, prompts=8, prompt_lengths=(16, 64), completion=64
+    hidden=128,
+    intermediate=384,
+    layers=2,
+    vocabulary=151_936,
+    prompts=4,
+    prompt_lengths=(16, 64),
+    completion=64,
+    steps=2,
 )
 
 GATED = [

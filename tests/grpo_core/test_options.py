@@ -164,7 +164,7 @@ def test_some_layers_computed_again_or_all_leave_the_gradient_as_it_is(model_fol
         policy = Policy(load_model(model_folder), 1.0)
         policy.recompute(layers)
         for layer in policy.recomputable:
-            layer.mlp.register_forward_hook(lambda *_: calls.append(0))
+            layer.mlp.register_forward_pre_hook(lambda *_: calls.append(0))
         calls.clear()
         policy(sequences)[0].sum().backward()
         assert len(calls) == 2 + layers
