@@ -207,15 +207,21 @@ def report(result: dict[str, Any]) -> None:
 
 
 def save(results: list[dict[str, Any]], folder: Path) -> None:
+    """Write the cases measured, beside those that were measured on this hardware before."""
     folder.mkdir(parents=True, exist_ok=True)
     name = hardware()
-    packages = {package: version(package) for package in ("torch", "transformers", "trl", "accelerate")}
-    document = {"hardware": name, "date": time.strftime("%Y-%m-%d"), "packages": packages, "cases": results}
     stem = "".join(letter if letter.isalnum() else "-" for letter in name).strip("-").lower()
-    temporary = folder / f"{stem}.json.tmp"
+    path = folder / f"{stem}.json"
+    packages = {package: version(package) for package in ("torch", "transformers", "trl", "accelerate")}
+    measured = {result["case"]: {"date": time.strftime("%Y-%m-%d"), **result} for result in results}
+    if path.exists() and (before := json.loads(path.read_text()))["packages"] == packages:
+        measured = {case["case"]: case for case in before["cases"]} | measured
+    cases = [measured[case.name] for case in CASES if case.name in measured]
+    document = {"hardware": name, "packages": packages, "cases": cases}
+    temporary = path.with_suffix(".json.tmp")
     temporary.write_text(json.dumps(document, indent=1) + "\n")
-    temporary.rename(folder / f"{stem}.json")
-    draw(document, folder / f"{stem}.png")
+    temporary.rename(path)
+    draw(document, path.with_suffix(".png"))
 
 
 def hardware() -> str:

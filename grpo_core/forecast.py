@@ -138,7 +138,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     Sampling and training take turns, so that of their own memory the larger counts; vLLM keeps its weights and cache.
     """
     weights, prompt, engine = shape.parameters, lengths.longest, sampling_engine(config)
-    trained = adapter_parameters(shape, config) if config.model.use_peft else weights
+    trained, frozen = (adapter_parameters(shape, config), weights) if config.model.use_peft else (weights, 0)
     half = config.train.mixed_precision == "bf16"
     width = HALF if half else FLOAT
     rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
@@ -152,11 +152,11 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     kept_layers = 2 if config.train.gradient_checkpointing else shape.layers
     checkpoints = FLOAT * shape.layers * shape.hidden if config.train.gradient_checkpointing else 0
     parts = {
-        "weights": FLOAT * (weights + (trained if config.model.use_peft else 0)),
+        "weights": FLOAT * (frozen + trained) if not half else FLOAT * trained,  # frozen masters are the CPU's
         "gradients": FLOAT * trained,
         "optimizer": 2 * FLOAT * trained,
-        "reference": FLOAT * weights * (config.algorithm.beta > 0 and not config.model.use_peft),
-        "bf16_copy": HALF * weights * half,
+        "reference": width * weights * (config.algorithm.beta > 0 and not config.model.use_peft),
+        "bf16_copy": HALF * (frozen + trained) * half,
         "activations": tokens * (kept_layers * a_layer + checkpoints),
         # A chunk's log-softmax, probabilities and gradient, and the probabilities that are kept.
         "logits": FLOAT * (3 * min(logits, CHUNK_LOGITS) + (logits if logits <= KEPT_LOGITS else 0)),

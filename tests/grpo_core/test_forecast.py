@@ -131,6 +131,9 @@ def test_what_is_held_follows_from_the_configuration() -> None:
 
     assert [parts()[name] for name in ("weights", "gradients", "optimizer", "reference")] == [4, 4, 8, 0]
     assert parts(beta=0.1)["reference"] == 4
+    half = parts(beta=0.1, mixed_precision="bf16")
+    assert [half[name] for name in ("weights", "bf16_copy", "gradients", "optimizer", "reference")] == [4, 2, 4, 8, 2]
+    assert parts(use_peft=True, mixed_precision="bf16")["weights"] < 1
     lora = parts(beta=0.1, use_peft=True)
     assert lora["reference"] == 0
     assert lora["optimizer"] < 1
