@@ -1,6 +1,6 @@
 """Our loop and TRL's, side by side on this machine: `make bench`.
 
-    python benchmarks/vs_trl.py [--only CASE ...] [--output benchmarks/results]
+    python benchmarks/vs_trl.py [--gpu] [--only CASE ...] [--output benchmarks/results]
 
 Each run is a process of its own with the same model folder, prompts, rewards, optimizer, precision and threads; the
 sides take turns (A B C C B A), warm-up steps are dropped, medians are compared. TRL runs as it comes and tuned: without
@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 BUSY = 0.08  # share of the processors' time that others may take
 PATIENCE = 60.0  # seconds to wait for a quiet machine
 TUNING = {"mode": "replay", "silent": 0.0, "steps": 2, "warm_up": 1}
+FIRST_TRIED = {"rows": 16, "checkpointing": False, "precision": "bf16"}  # TRL's settings that tuning begins with
 DRIFT = 0.15  # between the calibrations before and after a case, from which its figures are marked
 
 Settings = dict[str, Any]
@@ -48,16 +49,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="CASE")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
-    chosen = GATED if arguments.only is None else [case for case in CASES if case.name in arguments.only]
+    chosen = GPU if arguments.gpu else GATED
+    if arguments.only is not None:
+        chosen = [case for case in CASES if case.name in arguments.only]
     only_runs = arguments.gpu and not torch.cuda.is_available()
-    if arguments.gpu:
-        chosen = [cut_down(case) if only_runs else case for case in GPU]
+    if only_runs:
+        chosen = [cut_down(case) for case in chosen]
     results: list[dict[str, Any]] = []
     tunings: dict[Workload, tuple[Settings, list[dict[str, Any]]]] = {}  # cases alike in this are tuned once
     for case in chosen:
         workload = tuning_workload(case.workload)
         if workload not in tunings:
-            tunings[workload] = tune(workload)
+            tunings[workload] = (FIRST_TRIED, []) if only_runs else tune(workload)
         results.append(compare(case, *tunings[workload]))
         report(results[-1])
         if not only_runs:
@@ -119,9 +122,8 @@ def tune(workload: Workload) -> tuple[Settings, list[dict[str, Any]]]:
         print(f"  tuning TRL: {settings}: {found:.3f} s", flush=True)
         return found
 
-    base: Settings = {"rows": min(32, workload.completions), "checkpointing": False}
-    best = min(({**base, "precision": precision} for precision in ("no", "bf16")), key=seconds)
-    sizes = [rows for rows in (8, 16, 64, 128, 256, 512) if rows <= workload.completions]
+    best = min(({**FIRST_TRIED, "precision": precision} for precision in ("no", "bf16")), key=seconds)
+    sizes = [rows for rows in (8, 32, 64, 128, 256, 512) if rows <= workload.completions]
     best_seconds = min(entry["seconds"] for entry in tried)
     for rows in sizes:
         found = seconds({**best, "rows": rows})

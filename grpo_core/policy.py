@@ -116,7 +116,8 @@ def make_packable(model: Any, *, flex: bool) -> bool:
     config = decoder(model).config
     if not attends_to_all(config):
         return False
-    prompt, completion = 40, 60  # which make a line of several blocks of flex attention
+    length = min(100, getattr(config, "max_position_embeddings", 100))  # several blocks of flex attention, if it can be
+    prompt, completion = length // 2, length - length // 2
     ids = torch.arange(2 * (prompt + completion)).remainder(config.vocab_size).view(2, -1).repeat_interleave(2, 0)
     ids[1::2, prompt + 1 :] = 0
     states = decoder(model)(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
