@@ -91,8 +91,9 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     itself has to make them.
     """
     layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    if type(layer) is not nn.Linear or layer.bias is not None or capped:
+    if type(layer) is not nn.Linear or layer.bias is not None:
+        return None
+    if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         return None
     ids = torch.arange(4, device=layer.weight.device)[None]
     same = torch.allclose(layer(decoder(model)(input_ids=ids).last_hidden_state), model(input_ids=ids).logits)
@@ -156,7 +157,7 @@ class Policy(nn.Module):
         self.model = model = working_copy(master) if bf16 else master
         self.temperature = temperature
         self.output_layer = plain_output_layer(model)
-        self.flex = model.device.type == "cuda"
+        self.flex = next(model.parameters()).is_cuda
         self.packs = self.output_layer is not None and make_packable(model, flex=self.flex)
         self.zero_grad()
         self.recomputable = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -175,7 +176,7 @@ class Policy(nn.Module):
         float32 whatever the model's dtype; 0 past a completion's end. The entropy has a gradient only when asked to.
         """
         # Indices are made on the CPU, where the lengths are: asking a device for a size would wait for all of its work.
-        device, lengths = self.model.device, sequences.completion_lengths
+        device, lengths = next(self.model.parameters()).device, sequences.completion_lengths
         rows, offsets = (torch.arange(int(lengths.max())) < lengths[:, None]).nonzero(as_tuple=True)
         positions = sequences.prompt_lengths[rows] - 1 + offsets  # each predicts the token after it
         targets = sequences.input_ids[rows, positions + 1].to(device)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from grpo_core import trainer, update
+from grpo_core import trainer
 from grpo_core.config import dump_config, load_config
 from grpo_core.health import is_healthy, not_finite, observe
 from grpo_core.rollout.collect import NotFiniteError
@@ -135,24 +135,24 @@ def test_completions_that_never_end_stop_the_training_when_asked_to(values: dict
         _train(run)
 
 
-def _break_once(monkeypatch: pytest.MonkeyPatch, at_calls: set[int]) -> None:
-    """The loss is NaN at these calls, counted over the whole process."""
-    original, calls = update._forward_backward, 0
+def _break_once(monkeypatch: pytest.MonkeyPatch, at_updates: set[int]) -> None:
+    """The loss is NaN in these updates, counted over the whole process."""
+    original, updates = trainer.update, 0
 
-    def broken(session: Any, batch: Any, *rest: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls in at_calls:
+    def broken(session: Any, batch: Any, progress: Any) -> dict[str, float]:
+        nonlocal updates
+        updates += 1
+        if updates in at_updates:
             batch.weights.fill_(math.nan)
-        original(session, batch, *rest)
+        return original(session, batch, progress)
 
-    monkeypatch.setattr(update, "_forward_backward", broken)
+    monkeypatch.setattr(trainer, "update", broken)
 
 
 def test_after_a_nan_training_goes_back_to_the_last_checkpoint_and_on_with_half_the_learning_rate(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _break_once(monkeypatch, {11})  # in the sixth update
+    _break_once(monkeypatch, {6})
     keys = {"not_finite_action": "roll_back", "max_steps": 6, "save_steps": 2, "lr_scheduler_type": "constant"}
     run = make_run(tmp_path / "run", with_keys(values, **keys))
     result = _train(run)
@@ -236,7 +236,7 @@ def test_a_roll_back_that_finds_no_whole_healthy_checkpoint_leaves_the_others(
 def test_a_lowered_limit_of_roll_backs_counts_those_already_made(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _break_once(monkeypatch, {5, 7, 9})  # each time in the third update
+    _break_once(monkeypatch, {3, 4, 5})  # the third, and the third again after each roll-back
     run = make_run(tmp_path / "run", with_keys(values, not_finite_action="roll_back", max_roll_backs=2, **CONSTANT))
     with pytest.raises(TrainingError, match="unhealthy again after 2 roll-backs"):
         _train(run)
