@@ -1,6 +1,6 @@
 """Our side of a comparison, in a process of its own: trains on a workload and writes when each step ended.
 
-    python benchmarks/side_ours.py FOLDER SETTINGS RESULT
+    python -m benchmarks.side_ours FOLDER SETTINGS RESULT
 
 SETTINGS is JSON: `precision` ("no" or "bf16"); `engine` and `seed` if they are not "transformers" and 0.
 """

@@ -1,6 +1,6 @@
 """TRL's side of a comparison, in a process of its own: trains on a workload and writes when each step ended.
 
-    python benchmarks/side_trl.py FOLDER SETTINGS RESULT
+    python -m benchmarks.side_trl FOLDER SETTINGS RESULT
 
 SETTINGS is JSON: `precision` ("no" or "bf16"), `rows` (per_device_train_batch_size), `checkpointing`; `engine`
 and `seed` if they are not "transformers" and 0.

@@ -1,6 +1,6 @@
 """Our loop and TRL's, side by side on this machine: `make bench`.
 
-    python benchmarks/vs_trl.py [--gpu] [--only CASE ...] [--output benchmarks/results]
+    python -m benchmarks.vs_trl [--gpu] [--only CASE ...] [--output benchmarks/results]
 
 Each run is a process of its own with the same model folder, prompts, rewards, optimizer, precision and threads; the
 sides take turns (A B C C B A), warm-up steps are dropped, medians are compared. TRL runs as it comes and tuned: without
@@ -108,29 +108,29 @@ def tuning_workload(workload: Workload) -> Workload:
 def tune(workload: Workload) -> tuple[Settings, list[dict[str, Any]]]:
     """TRL's fastest settings for the workload, and all that were tried: precision first, then the micro-batch."""
     wait_until_quiet()
-    tried = []
-    scratch = tempfile.TemporaryDirectory()
-    folder = Path(scratch.name, "tuning")
-    write(workload, folder)
+    tried: list[tuple[float, Settings]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "tuning")
+        write(workload, folder)
 
-    def seconds(settings: Settings) -> float:
-        try:
-            found = median(run("trl", settings, folder)["seconds"])
-        except OutOfMemoryError:
-            found = float("inf")
-        tried.append({**settings, "seconds": found})
-        print(f"  tuning TRL: {settings}: {found:.3f} s", flush=True)
-        return found
+        def attempt(settings: Settings) -> None:
+            try:
+                found = seconds(run("trl", settings, folder))
+            except OutOfMemoryError:
+                found = float("inf")
+            tried.append((found, settings))
+            print(f"  tuning TRL: {settings}: {found:.3f} s", flush=True)
 
-    best = min(({**FIRST_TRIED, "precision": precision} for precision in ("no", "bf16")), key=seconds)
-    sizes = [rows for rows in (8, 32, 64, 128, 256, 512) if rows <= workload.completions]
-    best_seconds = min(entry["seconds"] for entry in tried)
-    for rows in sizes:
-        found = seconds({**best, "rows": rows})
-        if found < best_seconds:
-            best, best_seconds = {**best, "rows": rows}, found
-    scratch.cleanup()
-    return best, tried
+        def fastest() -> Settings:
+            return min(tried, key=lambda entry: entry[0])[1]
+
+        for precision in ("no", "bf16"):
+            attempt({**FIRST_TRIED, "precision": precision})
+        precision = fastest()["precision"]
+        for rows in (8, 32, 64, 128, 256, 512):
+            if rows <= workload.completions:
+                attempt({**FIRST_TRIED, "precision": precision, "rows": rows})
+    return fastest(), [{**settings, "seconds": found} for found, settings in tried]
 
 
 def run(side: str, settings: Settings, folder: Path) -> dict[str, Any]:
@@ -199,9 +199,9 @@ def report(result: dict[str, Any]) -> None:
     print(f"{result['case']}: {result['about']}{'' if result['steady'] else ' (the machine was not steady)'}")
     for name, side in result["sides"].items():
         ratio = f"  {result['ratios'][name]:5.2f}×" if name in result["ratios"] else ""
-        gate = (
-            f" (gate {result['gates'][name]:g}×, goal {result['goals'][name]:g}×)" if ratio and result["gates"] else ""
-        )
+        gate = ""
+        if name in result["gates"]:
+            gate = f" (gate {result['gates'][name]:g}×, goal {result['goals'][name]:g}×)"
         spread = f"{side['value']:9.3f} {result['unit']} [{side['lowest']:.3f}, {side['highest']:.3f}]"
         print(f"  {name:12} {spread}{ratio}{gate}", flush=True)
     if result["utilisation"] is not None:

@@ -90,8 +90,8 @@ def spread(completion_ids: list[list[int]], silent: list[bool], **_: Any) -> lis
 
 
 def stored_completions(workload: Workload) -> list[list[list[list[int]]]]:
-    """Token ids by step, prompt and member of the group; lengths are log-normal, the longest cut off. The first step's
-    longest completion has the greatest length, so that the warm-up meets it."""
+    """Token ids by step, prompt and member of the group; lengths are log-normal, the longest cut off. The first of
+    each step has the greatest length, so that the warm-up meets it."""
     generator = np.random.default_rng(workload.seed)
     shape = (workload.steps, workload.prompts, workload.group)
     median = workload.completion * 0.35
