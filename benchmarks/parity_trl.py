@@ -40,7 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 from grpo_core.data import rollout_prompts, training_order  # noqa: E402
 from grpo_core.plan import Plan  # noqa: E402
 from grpo_core.progress import Progress  # noqa: E402
-from grpo_core.rollout.engine import Rollout  # noqa: E402
+from grpo_core.rollout.engine import Completion, Finished, Rollout  # noqa: E402
 from grpo_core.session import set_up  # noqa: E402
 from grpo_core.trainer import advance  # noqa: E402
 
@@ -155,13 +155,16 @@ def train_here(run: Path, share_prompts: bool) -> tuple[Trained, Kept]:
     plan, seed, trained, rollouts = session.plan, session.config.seed, Trained(), []
     generate = session.engine.generate
 
-    def noisy(*arguments: Any) -> Any:
+    def noisy(*arguments: Any) -> Iterator[list[Finished]]:
         """Log-probabilities that are away from the trainer's, as those of an engine of low precision."""
-        torch.manual_seed(len(rollouts))
-        return [
-            replace(c, logprobs=(torch.tensor(c.logprobs) + 0.1 * torch.randn(len(c.ids))).tolist())
-            for c in generate(*arguments)
-        ]
+        noise = torch.Generator().manual_seed(len(rollouts))
+
+        def disturbed(c: Completion) -> Completion:
+            off = 0.1 * torch.randn(len(c.ids), generator=noise)
+            return replace(c, logprobs=(torch.tensor(c.logprobs) + off).tolist())
+
+        for step in generate(*arguments):
+            yield [(number, [disturbed(c) for c in completions]) for number, completions in step]
 
     session.engine.generate = noisy  # type: ignore[method-assign]
     records: Any = SimpleNamespace(completions=lambda step, rollout, samples: rollouts.append(rollout))

@@ -63,7 +63,7 @@ def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[st
 @contextmanager
 def replayed(workload: Workload, folder: Path) -> Iterator[None]:
     """The stored completions, where there are any, in place of those that the engine would sample."""
-    from grpo_core.rollout.engine import Completion, Request, Sampling
+    from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
     from grpo_core.rollout.transformers import TransformersEngine
 
     if workload.mode != "replay":
@@ -72,12 +72,12 @@ def replayed(workload: Workload, folder: Path) -> Iterator[None]:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     steps = iter(json.loads((folder / "completions.json").read_text()))
 
-    def generate(self: Any, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self: Any, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Finished]]:
         stored = next(steps)
-        return [
-            Completion(ids, [0.0] * len(ids), truncated=len(ids) == sampling.max_tokens)
-            for request in requests
-            for ids in stored[int(tokenizer.decode(request.prompt_ids[:4]))]
+        groups = [stored[int(tokenizer.decode(request.prompt_ids[:4]))] for request in requests]
+        yield [
+            (number, [Completion(ids, [0.0] * len(ids), truncated=len(ids) == sampling.max_tokens) for ids in group])
+            for number, group in enumerate(groups)
         ]
 
     with mock.patch.object(TransformersEngine, "generate", generate):

@@ -46,7 +46,7 @@ def evaluate(run: Path, output: Path) -> dict[str, Any]:
     from grpo_core.policy import load_model
     from grpo_core.precision import in_bfloat16
     from grpo_core.rewards.contract import resolve
-    from grpo_core.rollout.collect import Sample, score_completions
+    from grpo_core.rollout.collect import Sample, sample_and_score
     from grpo_core.rollout.engine import make_engine
 
     config = load_config(run / "config.toml")
@@ -55,6 +55,7 @@ def evaluate(run: Path, output: Path) -> dict[str, Any]:
     prompts = load_prompts(run / "dataset" / "eval.parquet", tokenizer)
     rewards = [resolve(reward) for reward in config.rewards]
     requests = [evaluation_request(config, row, ids) for row, ids in enumerate(prompts.ids)]
+    sampling = evaluation_sampling(config)
 
     def in_precision(model: Any) -> Any:
         return in_bfloat16(model) if config.train.mixed_precision == "bf16" else model
@@ -67,8 +68,8 @@ def evaluate(run: Path, output: Path) -> dict[str, Any]:
         if name == "trained":
             engine.sync_weights(in_precision(load_model(run / "training" / "model").to(device)))
         print(f"evaluating the {name} policy on {len(requests)} held-out prompts", flush=True)
-        completions = engine.generate(requests, evaluation_sampling(config))
-        samples[name] = score_completions(range(len(requests)), completions, prompts, tokenizer, rewards)
+        rows = range(len(requests))
+        samples[name], _ = sample_and_score(engine, requests, rows, sampling, prompts, tokenizer, rewards)
     engine.close()
 
     columns: dict[str, Any] = {"prompt": [row["prompt"] for row in prompts.rows]}

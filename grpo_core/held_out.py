@@ -13,7 +13,7 @@ from grpo_core.config import RunConfig
 from grpo_core.data import derive_seed
 from grpo_core.policy import load_trainable_state, trainable_state
 from grpo_core.progress import Progress
-from grpo_core.rollout.collect import score_completions, share
+from grpo_core.rollout.collect import sample_and_score, share
 from grpo_core.rollout.engine import Request, Sampling
 from grpo_core.session import Session
 from grpo_core.sync import sync
@@ -37,8 +37,11 @@ def evaluate_policy(session: Session, progress: Progress) -> dict[str, float]:
     sync(session, progress)
     rows = share(len(held_out.ids), accelerator)
     requests = [evaluation_request(session.config, row, held_out.ids[row]) for row in rows]
-    completions = session.engine.generate(requests, evaluation_sampling(session.config))
-    samples = gather_object(score_completions(rows, completions, held_out, session.tokenizer, session.rewards))
+    sampling = evaluation_sampling(session.config)
+    samples, _ = sample_and_score(
+        session.engine, requests, rows, sampling, held_out, session.tokenizer, session.rewards
+    )
+    samples = gather_object(samples)
     matrix = np.array([sample.rewards for sample in samples])  # (N, K)
     weights = np.array([reward.weight for reward in session.rewards])
     scored = ~np.isnan(matrix).all(axis=1)

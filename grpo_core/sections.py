@@ -80,7 +80,7 @@ class RewardConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments given to the function at each call."""
     timeout: float = Field(300.0, gt=0)
-    """Seconds after which scoring one generation batch counts as hung and stops the training."""
+    """Seconds after which a call of the function counts as hung and stops the training."""
     range: tuple[float, float] | None = None
     """Lowest and highest value that the function may give; another one stops the run. Default: any, and for a built-in
     reward the range it documents."""

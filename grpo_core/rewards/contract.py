@@ -4,6 +4,8 @@ A reward has TRL's signature `f(prompts, completions, completion_ids, **columns)
 not; None means "does not apply to this row". It may take fewer of these arguments; every other parameter without a
 default is a column of the data or one of the config's `args`. The annotation of a column's parameter says what it may
 hold: `Sequence[str]` takes text, `list[float]` numbers, `Sequence[str | None]` text with gaps.
+
+A call gets as many completions as have been sampled and not scored yet: groups, whole unless two processes share one.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Reward:
     function: RewardFunction
     weight: float
     args: Mapping[str, Any]
-    timeout: float  # seconds for one batch
+    timeout: float  # seconds for one call
     range: Range | None
     columns: Mapping[str, Any]
     accepts: frozenset[str] | None  # None: takes **kwargs

@@ -20,7 +20,7 @@ from grpo_core.config import RunConfig, load_config
 from grpo_core.environment import quiet_libraries
 from grpo_core.plan import plan_inputs
 from grpo_core.rewards.contract import Reward, RewardError, resolve
-from grpo_core.rewards.scoring import score
+from grpo_core.rewards.scoring import Batch, score
 
 ROWS = 8
 SECONDS = 20.0  # for one reward on 3·ROWS completions
@@ -69,7 +69,8 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
     for reward in map(resolve, config.rewards):
         start = time.perf_counter()
         try:
-            (values,) = score([replace(reward, timeout=min(reward.timeout, SECONDS))], batch, completions, ids)
+            limited = replace(reward, timeout=min(reward.timeout, SECONDS))
+            (values,) = score([limited], Batch(batch, completions, ids))
         except RewardError as error:
             errors.append(str(error))
             continue

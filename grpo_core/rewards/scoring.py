@@ -1,4 +1,7 @@
-"""Run the reward functions on a batch: each within its time, the asynchronous ones at once, a failure named exactly."""
+"""Run the reward functions: each within its time, the asynchronous ones at once, a failure named exactly.
+
+They need not wait for the last completion: what there is so far is scored while the rest is still being sampled.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,21 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_core.rewards.contract import Reward, RewardError
 
 SHOWN = 200  # characters of a prompt or completion in a message
 GRACE = 1.0  # seconds after which a coroutine that blocks or cleans up for long is ended like any function
+
+END = object()  # after the last that arrives
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class _TimeIsUpError(BaseException):
@@ -32,15 +41,15 @@ FAILURES = (
 
 
 @dataclass(frozen=True)
-class _Batch:
+class Batch:
     """B completions and what they belong to, row by row."""
 
     rows: Sequence[Mapping[str, Any]]  # dataset rows, "prompt" among their columns
     completions: Sequence[Any]  # texts, or conversations for conversational prompts
     completion_ids: Sequence[list[int]]
 
-    def only(self, i: int) -> _Batch:
-        return _Batch([self.rows[i]], [self.completions[i]], [self.completion_ids[i]])
+    def only(self, i: int) -> Batch:
+        return Batch([self.rows[i]], [self.completions[i]], [self.completion_ids[i]])
 
     def arguments(self, reward: Reward) -> dict[str, Any]:
         available = {
@@ -57,81 +66,172 @@ class _Batch:
         return f"prompt {_short(self.rows[i]['prompt'])}, completion {_short(self.completions[i])}"
 
 
-def score(
+def score(rewards: Sequence[Reward], batch: Batch) -> list[list[float]]:
+    """For each reward the B values of the B completions, NaN for None; errors as in `score_arriving`."""
+    ((_, _, columns),) = score_arriving(rewards, ([b] for b in (batch,)), lambda batches: batches[0])
+    return columns
+
+
+def score_arriving(
     rewards: Sequence[Reward],
-    rows: Sequence[Mapping[str, Any]],
-    completions: Sequence[Any],
-    completion_ids: Sequence[list[int]],
-) -> list[list[float]]:
-    """For each reward the B values of the B completions, NaN for None.
+    arriving: Generator[Sequence[Item], None, None],
+    batch_of: Callable[[list[Item]], Batch],
+) -> list[tuple[list[Item], Batch, list[list[float]]]]:
+    """Score what `arriving` gives as soon as it is there; a thread of its own waits for it.
 
-    Functions run one after the other in this thread; those that are `async def` then all at once. RewardError, with
-    the function's name, a prompt and the completion, when one raises, returns something else than B finite numbers in
-    its range or None, or does not come back within its timeout.
+    A batch is all that arrived since functions were last called. They run one after the other in this thread; those
+    that are `async def` all at once, of all batches. Returns each batch with its items and, for each reward, values.
+    RewardError, with the function's name, a prompt and the completion, when one raises, returns something else than a
+    finite number in its range or None for each completion, or does not come back within its timeout; nothing more is
+    then asked of `arriving`.
     """
-    batch = _Batch(rows, completions, completion_ids)
-    values = {reward.name: _run(reward, batch) for reward in rewards if not _is_async(reward)}
-    values |= _run_together([reward for reward in rewards if _is_async(reward)], batch)
-    return [_checked(reward, values[reward.name], batch) for reward in rewards]
+    scored: list[tuple[list[Item], Batch, dict[str, Any]]] = []
+    enough = threading.Event()
+    with closing(_Loop()) as loop, ThreadPoolExecutor(1, "arriving") as thread:
+
+        def read() -> None:
+            try:
+                with closing(arriving):
+                    for items in arriving:
+                        if enough.is_set():
+                            break
+                        if items:
+                            loop.put(items)
+            finally:
+                loop.put(END)
+
+        reading = thread.submit(read)
+        try:
+            while loop.arriving or loop.calls:
+                items = loop.wait()
+                if not items:
+                    continue
+                batch = batch_of(items)
+                values: dict[str, Any] = {}
+                scored.append((items, batch, values))
+                for reward in filter(_is_async, rewards):
+                    loop.start(reward, batch, values)
+                loop.tick()  # what they ask for is under way while functions run
+                values |= {reward.name: _run(reward, batch) for reward in rewards if not _is_async(reward)}
+            reading.result()
+        finally:
+            enough.set()
+    return [
+        (items, batch, [_checked(reward, values[reward.name], batch) for reward in rewards])
+        for items, batch, values in scored
+    ]
 
 
-def _run(reward: Reward, batch: _Batch) -> Any:
+class _Loop:
+    """The asynchronous functions' calls, and what arrives for them, on an event loop that runs only while it is waited
+    for: functions that run meanwhile may have loops of their own. The time that it stands still is nobody's."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self.loop = self.runner.get_loop()
+        self.news: asyncio.Queue[Any] = asyncio.Queue()
+        self.arriving = True
+        self.calls: dict[asyncio.Task[None], tuple[Reward, Batch]] = {}
+        self.scopes: set[asyncio.Timeout] = set()
+        self.failed: list[tuple[Reward, Batch, BaseException]] = []  # in the order in which they did
+        self.deadline = self.stopped = time.monotonic()
+
+    def put(self, items: Any) -> None:
+        """From another thread: what has arrived, END after the last."""
+        self.loop.call_soon_threadsafe(self.news.put_nowait, items)
+
+    def start(self, reward: Reward, batch: Batch, values: dict[str, Any]) -> None:
+        async def call() -> None:
+            try:
+                values[reward.name] = await _awaited(reward, batch, reward.timeout, self.scopes)
+            except FAILURES as error:
+                self.failed.append((reward, batch, error))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self.calls[task]
+            self.news.put_nowait([])
+
+        task = self.loop.create_task(call())
+        task.add_done_callback(ended)
+        self.calls[task] = reward, batch
+        self.deadline = max(self.deadline, time.monotonic() + reward.timeout + GRACE)
+
+    def tick(self) -> None:
+        if self.calls:
+            self._run(asyncio.sleep(0))
+
+    def wait(self) -> list[Any]:
+        """What has arrived; nothing when a call has ended, or when nothing more will arrive."""
+
+        async def news() -> list[Any]:
+            items, found = [], await self.news.get()
+            while found is not END:
+                items += found
+                if self.news.empty():
+                    return items
+                found = self.news.get_nowait()
+            self.arriving = False
+            return items
+
+        return self._run(news())
+
+    def close(self) -> None:
+        """Cancel the calls that are left; who clings is left behind."""
+        with suppress(_TimeIsUpError), _time_limit(GRACE):
+            self.runner.close()
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Let the loop run until the work is done; RewardError when a call has failed."""
+        stood = time.monotonic() - self.stopped
+        self.deadline += stood
+
+        async def go_on() -> Result:
+            for scope in self.scopes:
+                if not scope.expired():
+                    scope.reschedule((scope.when() or 0.0) + stood)
+            return await work
+
+        try:
+            with _time_limit(max(self.deadline - time.monotonic(), 1e-3)) if self.calls else nullcontext():
+                result = self.loop.run_until_complete(go_on())
+        except _TimeIsUpError as time_is_up:  # who is ended by force, and clings to its time even so, has noted nothing
+            self.failed += [(*call, time_is_up) for call in self.calls.values()]
+        self.stopped = time.monotonic()
+        if self.failed:
+            reward, batch, error = self.failed[0]
+            raise _explained(reward, batch, error) from error
+        return result
+
+
+def _run(reward: Reward, batch: Batch) -> Any:
     try:
         return _call(reward, batch, reward.timeout)
     except FAILURES as error:
         raise _explained(reward, batch, error) from error
 
 
-def _run_together(rewards: Sequence[Reward], batch: _Batch) -> dict[str, Any]:
-    """All at once; the first failure cancels the others."""
-
-    values: dict[str, Any] = {}
-    failed: list[tuple[Reward, BaseException]] = []  # in the order in which they did
-
-    async def one(reward: Reward) -> None:
-        try:
-            values[reward.name] = await _awaited(reward, batch, reward.timeout)
-        except FAILURES as error:
-            failed.append((reward, error))
-            raise
-
-    async def together() -> None:
-        async with asyncio.TaskGroup() as group:
-            for reward in rewards:
-                group.create_task(one(reward))
-
-    if not rewards:
-        return {}
-    try:
-        with _time_limit(max(reward.timeout for reward in rewards) + GRACE):
-            asyncio.run(together())
-    except (BaseExceptionGroup, asyncio.CancelledError, _TimeIsUpError):
-        # Who was ended by force, and clung to its time even so, has noted nothing.
-        failed += [(reward, _TimeIsUpError()) for reward in rewards if reward.name not in values]
-    if failed:
-        reward, error = failed[0]
-        raise _explained(reward, batch, error) from error
-    return values
-
-
-def _call(reward: Reward, batch: _Batch, seconds: float) -> Any:
+def _call(reward: Reward, batch: Batch, seconds: float) -> Any:
     """The function's answer; _TimeIsUpError when there is none after `seconds`."""
     if _is_async(reward):
         with _time_limit(seconds + GRACE):
-            return asyncio.run(_awaited(reward, batch, seconds))
+            return asyncio.run(_awaited(reward, batch, seconds, set()))
     with _time_limit(seconds):
         return reward.function(**batch.arguments(reward))
 
 
-async def _awaited(reward: Reward, batch: _Batch, seconds: float) -> Any:
+async def _awaited(reward: Reward, batch: Batch, seconds: float, scopes: set[asyncio.Timeout]) -> Any:
+    """The coroutine's answer; its time limit is among `scopes` while it runs."""
     answer: Any = reward.function(**batch.arguments(reward))
     try:
         async with asyncio.timeout(seconds) as scope:
+            scopes.add(scope)
             return await answer
     except (TimeoutError, asyncio.CancelledError):
         if scope.expired():
             raise _TimeIsUpError from None
         raise
+    finally:
+        scopes.discard(scope)
 
 
 @contextmanager
@@ -158,7 +258,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
-def _explained(reward: Reward, batch: _Batch, error: BaseException) -> RewardError:
+def _explained(reward: Reward, batch: Batch, error: BaseException) -> RewardError:
     """What failed, with the completion that makes it fail by itself where there is one."""
     timed_out = isinstance(error, _TimeIsUpError)
     share = reward.timeout / len(batch.rows) if timed_out else reward.timeout
@@ -172,7 +272,7 @@ def _explained(reward: Reward, batch: _Batch, error: BaseException) -> RewardErr
     return RewardError(f"reward {reward.name!r} {what} {where}{advice}")
 
 
-def _culprit(reward: Reward, batch: _Batch, kind: type[BaseException], share: float) -> int | None:
+def _culprit(reward: Reward, batch: Batch, kind: type[BaseException], share: float) -> int | None:
     """The first completion that fails in this way when it is alone; looked for no longer than the timeout."""
     deadline = time.monotonic() + reward.timeout
     for i in range(len(batch.rows)):
@@ -188,7 +288,7 @@ def _culprit(reward: Reward, batch: _Batch, kind: type[BaseException], share: fl
     return None
 
 
-def _checked(reward: Reward, values: Any, batch: _Batch) -> list[float]:
+def _checked(reward: Reward, values: Any, batch: Batch) -> list[float]:
     if getattr(values, "ndim", None) == 1:  # a tensor, or an array
         values = values.tolist()
     is_list = isinstance(values, Sequence) and not isinstance(values, str)

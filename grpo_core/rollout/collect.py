@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,8 @@ from grpo_core.config import RunConfig
 from grpo_core.data import Prompts, decode_completions, derive_seed, fresh_prompts, rollout_prompts
 from grpo_core.plan import Plan
 from grpo_core.rewards.contract import Reward
-from grpo_core.rewards.scoring import score
-from grpo_core.rollout.engine import Completion, Engine, Request, Rollout, Sampling, pad
+from grpo_core.rewards.scoring import Batch, score_arriving
+from grpo_core.rollout.engine import Completion, Engine, Finished, Request, Rollout, Sampling, pad
 from grpo_core.sections import AlgorithmConfig, RolloutConfig
 
 
@@ -54,19 +54,19 @@ def collect(
     Every process samples and scores its share; all get the whole. `attempt` gives other samples of the same prompts.
     """
     g = plan.num_generations
+    sampling = training_sampling(config.rollout)
     seconds = {"time/generate": 0.0, "time/score": 0.0}
 
     def draw(rows: Sequence[int]) -> list[Sample]:
         """G scored completions of each row, over all processes."""
         start = time.perf_counter()
         mine = share(len(rows) * g, accelerator)
-        requests, local_rows = _requests(rows, prompts, g, (config.seed, index, attempt), mine)
-        completions = engine.generate(requests, training_sampling(config.rollout))
-        generated = time.perf_counter()
-        samples = gather_object(score_completions(local_rows, completions, prompts, tokenizer, rewards))
-        seconds["time/generate"] += generated - start
-        seconds["time/score"] += time.perf_counter() - generated
-        return samples
+        requests, request_rows = _requests(rows, prompts, g, (config.seed, index, attempt), mine)
+        samples, generated = sample_and_score(engine, requests, request_rows, sampling, prompts, tokenizer, rewards)
+        gathered = gather_object(samples)
+        seconds["time/generate"] += generated
+        seconds["time/score"] += time.perf_counter() - start - generated
+        return gathered
 
     scheduled = rollout_prompts(plan, config.seed, index)
     samples = draw(scheduled)
@@ -129,40 +129,63 @@ def _advantages(
     )
 
 
-def score_completions(
+def sample_and_score(
+    engine: Engine,
+    requests: Sequence[Request],
     rows: Sequence[int],
-    completions: Sequence[Completion],
+    sampling: Sampling,
     prompts: Prompts,
     tokenizer: Any,
     rewards: Sequence[Reward],
-) -> list[Sample]:
-    """Decode once, run every reward function; `rows` are the completions' dataset rows."""
-    if not rows:  # a process without a share
-        return []
-    data = [prompts.rows[row] for row in rows]
-    ids = [completion.ids for completion in completions]
-    decoded = decode_completions(data, ids, tokenizer)
-    columns = score(rewards, data, decoded, ids)
-    return [
-        Sample(row, completion, text if isinstance(text, str) else text[-1]["content"], list(values))
-        for row, completion, text, *values in zip(rows, completions, decoded, *columns, strict=True)
-    ]
+) -> tuple[list[Sample], float]:
+    """The requests' completions, scored, and the seconds until the last was sampled; `rows` are the requests'.
+
+    Rewards work on the requests that are finished, while a thread samples the others.
+    """
+    start, ended = time.perf_counter(), 0.0
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def sampled() -> Generator[list[Finished], None, None]:
+        nonlocal ended
+        if device is not None:
+            torch.cuda.set_device(device)  # each thread has its own
+        yield from engine.generate(requests, sampling)
+        ended = time.perf_counter()
+
+    def batch_of(finished: list[Finished]) -> Batch:
+        data = [prompts.rows[rows[number]] for number, completions in finished for _ in completions]
+        ids = [completion.ids for _, completions in finished for completion in completions]
+        return Batch(data, decode_completions(data, ids, tokenizer), ids)
+
+    samples: dict[int, list[Sample]] = {}
+    for finished, batch, columns in score_arriving(rewards, sampled(), batch_of):
+        values = zip(batch.completions, zip(*columns, strict=True), strict=True)
+        for number, completions in finished:
+            samples[number] = [
+                Sample(rows[number], completion, _text(written), list(given))
+                for completion, (written, given) in zip(completions, values, strict=False)
+            ]
+    return [sample for number in range(len(requests)) for sample in samples[number]], ended - start
+
+
+def _text(completion: Any) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def _requests(
     rows: Sequence[int], prompts: Prompts, g: int, seeds: tuple[int, ...], mine: range
 ) -> tuple[list[Request], list[int]]:
-    """Requests for the completions `mine` of the rows' groups, and the dataset row of each completion.
+    """Requests for the completions `mine` of the rows' groups, and their dataset rows.
 
     A group may straddle two processes; its seeds go on where the other process's end.
     """
     requests: list[Request] = []
-    local_rows: list[int] = []
+    request_rows: list[int] = []
     for position, members in itertools.groupby(mine, lambda completion: completion // g):
         row, (first, *others) = rows[position], members
         requests.append(Request(prompts.ids[row], 1 + len(others), derive_seed(*seeds, row) + first % g))
-        local_rows += [row] * (1 + len(others))
-    return requests, local_rows
+        request_rows.append(row)
+    return requests, request_rows
 
 
 def _rollout(

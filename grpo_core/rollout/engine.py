@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -41,11 +41,14 @@ class Completion:
     truncated: bool
 
 
+Finished = tuple[int, list[Completion]]  # a request, by its place among the requests, and all of its completions
+
+
 class Engine(Protocol):
     """Samples from the policy; it has the policy's weights as of the last `sync_weights`."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Completions in the order of the requests, a request's own next to each other."""
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
+        """After each step the requests that it finished, often none. May run in another thread, and be closed early."""
         ...
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:

@@ -5,7 +5,7 @@ Each completion draws from its own stream of uniforms, so its tokens depend on i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from grpo_core.limits import MAX_ROWS
-from grpo_core.rollout.engine import Completion, Request, Sampling
+from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
 from grpo_core.rollout.group_cache import GroupCache, can_share_cache
 from grpo_core.rollout.sampling import draw, uniforms
 
@@ -40,14 +40,15 @@ class TransformersEngine:
         pass
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
         if not requests:
-            return []
+            return
         device = next(self.model.parameters()).device
-        completions: list[Completion] = []
+        first = 0
         for chunk in _chunks(requests, MAX_ROWS):
-            completions += self._generate(chunk, sampling, device)
-        return completions
+            for finished in self._generate(chunk, sampling, device):
+                yield [(first + number, completions) for number, completions in finished]
+            first += len(chunk)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
@@ -59,7 +60,9 @@ class TransformersEngine:
         logprobs = logits.log_softmax(-1).gather(2, input_ids[:, 1:, None]).squeeze(2).tolist()
         return [row[: len(ids) - 1] for row, ids in zip(logprobs, sequences, strict=True)]
 
-    def _generate(self, requests: Sequence[Request], sampling: Sampling, device: torch.device) -> list[Completion]:
+    def _generate(
+        self, requests: Sequence[Request], sampling: Sampling, device: torch.device
+    ) -> Generator[list[Finished], None, None]:
         prompts = [request.prompt_ids for request in requests]
         copies = [request.num_completions for request in requests]
         if self.shares_cache:
@@ -74,6 +77,9 @@ class TransformersEngine:
         lengths = torch.zeros(len(points), dtype=torch.int64, device=device)
         ended = torch.zeros(len(points), dtype=torch.bool, device=device)
         active = torch.arange(len(points), device=device)  # the completions that are in the batch
+
+        group = cache.group.clone()  # the request of each completion
+        unfinished, left = list(range(len(requests))), len(points)
         for t in range(sampling.max_tokens):
             token, logprob = draw(logits, points[active, t], sampling)
             tokens[active, t], logprobs[active, t] = token, logprob
@@ -81,16 +87,20 @@ class TransformersEngine:
             ended[active] |= torch.isin(token, end_ids)
             going = ~ended[active]
             count = int(going.sum())
-            if t + 1 == sampling.max_tokens or count == 0:
+            if count == 0 or t + 1 == sampling.max_tokens:
                 break
+            finished: list[int] = []
+            if count < left:
+                left = count
+                members = torch.zeros(len(requests), device=device).index_add_(0, group, (~ended).float()).tolist()
+                finished = [number for number in unfinished if members[number] == 0]
+                unfinished = [number for number in unfinished if members[number] > 0]
+            yield [(number, _completions(group == number, tokens, logprobs, lengths, ended)) for number in finished]
             if count <= STILL_GOING * len(active):
                 cache.keep(going)
                 active, token = active[going], token[going]
             logits = cache.decode(token)
-        columns = (tokens.tolist(), logprobs.tolist(), lengths.tolist(), ended.tolist())
-        return [
-            Completion(ids[:n], values[:n], truncated=not done) for ids, values, n, done in zip(*columns, strict=True)
-        ]
+        yield [(number, _completions(group == number, tokens, logprobs, lengths, ended)) for number in unfinished]
 
 
 class PlainCache:
@@ -132,6 +142,14 @@ class PlainCache:
             logits_to_keep=1,
         )
         return output.logits[:, -1].float()
+
+
+def _completions(rows: Tensor, *columns: Tensor) -> list[Completion]:
+    """Of some rows of tokens, log-probabilities, lengths and whether they ended."""
+    return [
+        Completion(ids[:n], logprobs[:n], truncated=not ended)
+        for ids, logprobs, n, ended in zip(*(column[rows].tolist() for column in columns), strict=True)
+    ]
 
 
 def _chunks(requests: Sequence[Request], rows: int) -> list[list[Request]]:

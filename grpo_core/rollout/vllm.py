@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from grpo_core.config import RunConfig
-from grpo_core.rollout.engine import Completion, Request, Sampling
+from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
 from grpo_core.rollout.vllm_weights import Copies, are_done, do, find_copies, unpacked_linear_layers
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
@@ -76,6 +76,7 @@ class VLLMEngine:
                 self.copies, self.copied_from = copies, _places(weights)
         self.adapter: Any = None  # the LoRARequest in force
         self.adapter_ids = itertools.count(1)
+        self.request_ids = itertools.count()
 
     def sync_weights(self, model: nn.Module) -> None:
         if isinstance(model, PeftModel):
@@ -113,14 +114,15 @@ class VLLMEngine:
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": request.prompt_ids} for request in requests],
-            [
-                SamplingParams(
+        engine = self.llm.llm_engine
+        numbers: dict[str, int] = {}  # of vLLM's requests that are not finished
+        try:
+            for number, request in enumerate(requests):
+                parameters = SamplingParams(
                     n=request.num_completions,
                     seed=request.seed,  # vLLM gives completion i of a request the seed + i
                     max_tokens=sampling.max_tokens,
@@ -132,20 +134,15 @@ class VLLMEngine:
                     detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
-                for request in requests
-            ],
-            lora_request=self.adapter,
-            use_tqdm=False,
-        )
-        return [
-            Completion(
-                ids=list(completion.token_ids),
-                logprobs=completion.logprobs.logprobs,
-                truncated=completion.finish_reason == "length",
-            )
-            for output in outputs
-            for completion in sorted(output.outputs, key=lambda completion: completion.index)
-        ]
+                prompt = {"type": "token", "prompt_token_ids": request.prompt_ids}
+                name = f"rollout-{next(self.request_ids)}"
+                engine.add_request(name, prompt, parameters, lora_request=self.adapter)
+                numbers[name] = number
+            while numbers:
+                outputs = [output for output in engine.step() if output.finished]
+                yield [(numbers.pop(output.request_id), _completions(output)) for output in outputs]
+        finally:
+            engine.abort_request([*numbers])
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         from vllm import SamplingParams
@@ -158,6 +155,17 @@ class VLLMEngine:
             use_tqdm=False,
         )
         return [output.prompt_logprobs.logprobs for output in outputs]  # the first token has none
+
+
+def _completions(output: Any) -> list[Completion]:
+    return [
+        Completion(
+            ids=list(completion.token_ids),
+            logprobs=completion.logprobs.logprobs,
+            truncated=completion.finish_reason == "length",
+        )
+        for completion in sorted(output.outputs, key=lambda completion: completion.index)
+    ]
 
 
 def lora_rank(rank: int) -> int:

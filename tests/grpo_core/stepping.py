@@ -11,7 +11,7 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from grpo_core.data import Prompts
 from grpo_core.plan import make_plan, plan_inputs
 from grpo_core.policy import Policy
 from grpo_core.rewards.contract import resolve
-from grpo_core.rollout.engine import Completion, Request, Sampling
+from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
 from grpo_core.session import Memory, Session
 from tests.conftest import config_values
 
@@ -52,11 +52,12 @@ class CountingEngine:
         self.model = model
         self.rollouts: list[list[Request]] = []
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
         self.rollouts.append(list(requests))
-        seeds = [request.seed + i for request in requests for i in range(request.num_completions)]
-        logprobs = self.model.logits.detach().log_softmax(0).tolist()
-        return [Completion([3] * (1 + seed % 2), [logprobs[3]] * (1 + seed % 2), truncated=False) for seed in seeds]
+        logprob = self.model.logits.detach().log_softmax(0)[3].item()
+        for number, request in enumerate(requests):
+            lengths = [1 + (request.seed + i) % 2 for i in range(request.num_completions)]
+            yield [(number, [Completion([3] * length, [logprob] * length, truncated=False) for length in lengths])]
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         logprobs = self.model.logits.detach().log_softmax(0).tolist()

@@ -22,7 +22,9 @@ from grpo_core.data import Prompts, rollout_prompts
 from grpo_core.plan import load_plan
 from grpo_core.policy import Policy, load_model
 from grpo_core.rewards.contract import resolve
-from grpo_core.rollout.collect import _requests, score_completions, share
+from grpo_core.rollout.collect import _requests, sample_and_score, share
+from grpo_core.rollout.engine import Sampling
+from grpo_core.rollout.transformers import TransformersEngine
 from grpo_core.sections import RewardConfig
 from grpo_core.session import TrainingError
 from grpo_core.trainer import train
@@ -339,9 +341,9 @@ def test_processes_share_groups_out_whatever_their_number_and_ask_for_nothing_tw
         found = []
         for place in range(processes):
             mine = share(groups * g, SimpleNamespace(process_index=place, num_processes=processes))
-            requests, local_rows = _requests(rows, prompts, g, (0, 0, 0), mine)
+            requests, request_rows = _requests(rows, prompts, g, (0, 0, 0), mine)
             assert all(request.num_completions > 0 for request in requests)
-            assert local_rows == [r.prompt_ids[0] for r in requests for _ in range(r.num_completions)]
+            assert request_rows == [request.prompt_ids[0] for request in requests]
             found += [(r.prompt_ids, r.seed + i) for r in requests for i in range(r.num_completions)]
         return found
 
@@ -350,8 +352,11 @@ def test_processes_share_groups_out_whatever_their_number_and_ask_for_nothing_tw
 
 
 def test_a_process_without_a_share_of_the_prompts_scores_nothing(model_folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    assert score_completions(range(0), [], Prompts([], []), tokenizer, [resolve(RewardConfig(function="length"))]) == []
+    tokenizer, model = AutoTokenizer.from_pretrained(model_folder), load_model(model_folder)
+    rewards = [resolve(RewardConfig(function="length"))]
+    engine = TransformersEngine(model, tokenizer)
+    samples, _ = sample_and_score(engine, [], [], Sampling(4), Prompts([], []), tokenizer, rewards)
+    assert samples == []
 
 
 # Evaluation in training.
@@ -408,8 +413,8 @@ STEPS_OF_EVALUATION = [0.1, 0.9, 0.3, 0.3, 0.2]
 def scripted(prompts: list[str], completion_ids: list[list[int]]) -> list[float | None]:
     """On held-out prompts a reward that rises and falls with the evaluations; on others one that trains."""
     if int(prompts[0].split("+")[0]) >= 60:
-        SEEN.append("evaluation")
-        return [STEPS_OF_EVALUATION[len(SEEN) - 1]] * len(prompts)
+        SEEN.extend(prompts)
+        return [STEPS_OF_EVALUATION[SEEN.count(prompt) - 1] for prompt in prompts]
     return [float(sum(ids) % 5) for ids in completion_ids]
 
 

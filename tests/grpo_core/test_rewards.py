@@ -6,6 +6,7 @@ import importlib
 import math
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from grpo_core.rewards import scoring
 from grpo_core.rewards.builtin import exact_match, format_regex, length, numeric_match, soft_overlong_punishment
 from grpo_core.rewards.contract import RewardError, resolve
-from grpo_core.rewards.scoring import score
+from grpo_core.rewards.scoring import Batch, score, score_arriving
 from grpo_core.sections import RewardConfig
 
 
@@ -109,11 +110,11 @@ def test_a_function_gets_the_rollout_the_columns_and_its_arguments(
     config = _module(tmp_path, monkeypatch, body).model_copy(update={"args": {"bonus": 3}})
     reward = resolve(config)
     assert reward.columns == {"answer": Any}
-    assert score([reward], ROWS, ["2", "5"], [[1], [2]]) == [[3, 0]]
+    assert score([reward], Batch(ROWS, ["2", "5"], [[1], [2]])) == [[3, 0]]
 
 
 def test_none_means_not_scored() -> None:
-    values = score([resolve(RewardConfig(function="exact_match"))], [{**ROWS[0], "answer": None}], ["2"], [[1]])
+    values = score([resolve(RewardConfig(function="exact_match"))], Batch([{**ROWS[0], "answer": None}], ["2"], [[1]]))
     assert math.isnan(values[0][0])
 
 
@@ -151,7 +152,7 @@ def test_a_broken_contract_is_reported_with_the_functions_name(
 ) -> None:
     reward = resolve(_module(tmp_path, monkeypatch, body))
     with pytest.raises(RewardError, match=f"reward 'f' {message}"):
-        score([reward], ROWS, ["a", "b"], [[1], [2]])
+        score([reward], Batch(ROWS, ["a", "b"], [[1], [2]]))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_a_function_that_hangs_is_ended_and_named_with_the_completion_it_hangs_o
     message = r"reward 'f' did not come back within 0\.3 s for prompt '2\+2=', completion 'b', which alone takes more"
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(RewardError, match=message):
-        score([resolve(config)], ROWS, ["a", "b"], [[1], [2]])
+        score([resolve(config)], Batch(ROWS, ["a", "b"], [[1], [2]]))
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -205,7 +206,7 @@ def test_a_coroutine_that_awaits_for_ever_is_ended_and_cancels_the_others(
     short = config.model_copy(update={"timeout": 0.2})
     other = config.model_copy(update={"function": config.function.replace(":f", ":g")})
     with pytest.raises(RewardError, match="reward 'f' did not come back"):
-        score([resolve(other), resolve(short)], ROWS, ["a", "b"], [[1], [2]])
+        score([resolve(other), resolve(short)], Batch(ROWS, ["a", "b"], [[1], [2]]))
     assert importlib.import_module(config.function.partition(":")[0]).ended == [1]
 
 
@@ -231,7 +232,7 @@ def test_a_coroutine_that_clings_to_its_time_is_ended_by_force_and_named(
     rewards = [resolve(config)] if alone else [resolve(other), resolve(config)]
     start = time.monotonic()
     with pytest.raises(RewardError, match=r"reward 'f' did not come back within 0\.2 s"):
-        score(rewards, ROWS, ["a", "b"], [[1], [2]])
+        score(rewards, Batch(ROWS, ["a", "b"], [[1], [2]]))
     assert time.monotonic() - start < 10
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -245,7 +246,7 @@ def test_a_function_that_says_it_was_cancelled_is_named(
     config = _module(tmp_path, monkeypatch, body)
     other = config.model_copy(update={"function": config.function.replace(":f", ":g")})
     with pytest.raises(RewardError, match="reward 'f' raised CancelledError: the client gave up for prompt '1"):
-        score([resolve(other), resolve(config)], ROWS, ["a", "b"], [[1], [2]])
+        score([resolve(other), resolve(config)], Batch(ROWS, ["a", "b"], [[1], [2]]))
 
 
 def test_asynchronous_functions_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,10 +259,73 @@ def test_asynchronous_functions_run_at_once(tmp_path: Path, monkeypatch: pytest.
     names = [config.function.replace(":f", f":{name}") for name in "ghf"]
     args = [{"bonus": 5.0}, {}, {}]
     rewards = [resolve(config.model_copy(update={"function": n, "args": a})) for n, a in zip(names, args, strict=True)]
-    values = score(rewards, ROWS, ["a", "b"], [[1], [2]])
+    values = score(rewards, Batch(ROWS, ["a", "b"], [[1], [2]]))
     assert values[:2] == [[5.0, 2.0], [3.0, 4.0]]
     assert values[2][0] == 1.0
     assert math.isnan(values[2][1])
+
+
+def _batch_of(texts: list[str]) -> Batch:
+    return Batch([{"prompt": "1+1="}] * len(texts), texts, [[1]] * len(texts))
+
+
+@pytest.mark.parametrize("keyword", ["def", "async def"])
+def test_what_is_there_is_scored_while_more_is_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keyword: str
+) -> None:
+    """The second completion comes only once the first is scored."""
+    body = "import threading\nscored = threading.Event()\n"
+    body += f"{keyword} f(completions):\n    scored.set()\n    return [ord(c) for c in completions]\n"
+    config = _module(tmp_path, monkeypatch, body)
+    reward = resolve(config)
+    module = importlib.import_module(config.function.partition(":")[0])
+
+    def arriving() -> Iterator[list[str]]:
+        yield []
+        yield ["a"]
+        assert module.scored.wait(20)
+        yield ["b"]
+
+    scored = score_arriving([reward], arriving(), _batch_of)
+    assert [(items, columns) for items, _, columns in scored] == [(["a"], [[97.0]]), (["b"], [[98.0]])]
+
+
+def test_a_broken_reward_ends_the_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = resolve(_module(tmp_path, monkeypatch, "async def f(completions): raise ValueError('no')"))
+    ended = []
+
+    def endless() -> Iterator[list[str]]:
+        try:
+            yield ["a"]
+            while True:
+                yield []
+        finally:
+            ended.append(1)
+
+    with pytest.raises(RewardError, match="reward 'f' raised ValueError: no"):
+        score_arriving([reward], endless(), _batch_of)
+    assert ended == [1]
+
+
+def test_sampling_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = resolve(_module(tmp_path, monkeypatch, "def f(completions): return [1.0]"))
+
+    def failing() -> Iterator[list[str]]:
+        yield ["a"]
+        raise OSError("the engine is gone")
+
+    with pytest.raises(OSError, match="the engine is gone"):
+        score_arriving([reward], failing(), _batch_of)
+
+
+def test_time_in_which_a_function_runs_is_not_a_coroutines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function takes longer than the coroutine may, and has an event loop of its own."""
+    body = "import asyncio\nasync def f(completions):\n    await asyncio.sleep(0.1)\n    return [1.0]\n"
+    body += "def g(completions):\n    asyncio.run(asyncio.sleep(1))\n    return [2.0]\n"
+    config = _module(tmp_path, monkeypatch, body)
+    short = config.model_copy(update={"timeout": 0.5})
+    other = config.model_copy(update={"function": config.function.replace(":f", ":g")})
+    assert score([resolve(short), resolve(other)], _batch_of(["a"])) == [[1.0], [2.0]]
 
 
 def test_a_function_with_an_alarm_of_its_own_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +340,7 @@ def f(completions):
     finally: signal.signal(signal.SIGALRM, before)
 """
     reward = resolve(_module(tmp_path, monkeypatch, body).model_copy(update={"timeout": 60.0}))
-    assert score([reward], ROWS, ["a", "b"], [[1], [2]]) == [[1.0, 2.0]]
+    assert score([reward], Batch(ROWS, ["a", "b"], [[1], [2]])) == [[1.0, 2.0]]
 
 
 def test_tensors_and_arrays_are_values_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,13 +348,13 @@ def test_tensors_and_arrays_are_values_too(tmp_path: Path, monkeypatch: pytest.M
     body += "def g(completions): return numpy.array([3, 4])\n"
     config = _module(tmp_path, monkeypatch, body)
     rewards = [resolve(config), resolve(config.model_copy(update={"function": config.function.replace(":f", ":g")}))]
-    assert score(rewards, ROWS, ["a", "b"], [[1], [2]]) == [[1, 2], [3, 4]]
+    assert score(rewards, Batch(ROWS, ["a", "b"], [[1], [2]])) == [[1, 2], [3, 4]]
 
 
 def test_a_long_prompt_is_shortened_in_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reward = resolve(_module(tmp_path, monkeypatch, "def f(completions): raise ValueError('no')"))
     with pytest.raises(RewardError) as error:
-        score([reward], [{"prompt": "x" * 10_000}], ["y" * 10_000], [[1]])
+        score([reward], Batch([{"prompt": "x" * 10_000}], ["y" * 10_000], [[1]]))
     assert 300 < len(str(error.value)) < 600
 
 

@@ -19,6 +19,7 @@ from grpo_core.rollout.engine import Request, Sampling
 from grpo_core.rollout.transformers import TransformersEngine
 from grpo_core.sections import ModelConfig
 from tests.conftest import make_model
+from tests.grpo_core.sampling import sampled
 
 PROMPTS = ["1+1=", "12+34=", "7", "99+99+1="]
 
@@ -53,7 +54,7 @@ def test_log_probabilities_are_those_of_a_plain_forward_pass(
 ) -> None:
     model = request.getfixturevalue(name)
     requests = _requests(tokenizer)
-    completions = TransformersEngine(model, tokenizer).generate(requests, Sampling(8, temperature))
+    completions = sampled(TransformersEngine(model, tokenizer).generate(requests, Sampling(8, temperature)))
     prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
     assert len(completions) == len(prompts)
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -85,7 +86,7 @@ def test_every_kind_of_attention_has_the_log_probabilities_of_a_plain_pass(
     engine = TransformersEngine(model, tokenizer)
     assert engine.shares_cache == shared
     requests = [Request(tokenizer(prompt)["input_ids"], 1 + 7 * i, 100 * i) for i, prompt in enumerate(PROMPTS)]
-    completions = engine.generate(requests, Sampling(20, 1.0))
+    completions = sampled(engine.generate(requests, Sampling(20, 1.0)))
     prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
     assert len({len(completion.ids) for completion in completions}) > 4
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -125,25 +126,25 @@ def test_scores_have_the_precision_of_the_samples(model: Any, tokenizer: Any) ->
 
 
 def test_no_requests_give_no_completions(model: Any, tokenizer: Any) -> None:
-    assert TransformersEngine(model, tokenizer).generate([], Sampling(8, 1.0)) == []
+    assert sampled(TransformersEngine(model, tokenizer).generate([], Sampling(8, 1.0))) == []
 
 
 def test_a_model_under_an_adapter_samples_from_what_it_is_with_the_adapter(model_folder: Path, tokenizer: Any) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     requests, sampling = _requests(tokenizer), Sampling(8, 1.0)
-    before = TransformersEngine(base, tokenizer).generate(requests, sampling)
+    before = sampled(TransformersEngine(base, tokenizer).generate(requests, sampling))
     adapted = with_adapter(base, ModelConfig(name_or_path=str(model_folder), use_peft=True, lora_r=4))
     engine = TransformersEngine(adapted, tokenizer)
     assert engine.shares_cache
     # Not to the bit: torch multiplies by a frozen matrix in another order.
-    for fresh, plain in zip(engine.generate(requests, sampling), before, strict=True):
+    for fresh, plain in zip(sampled(engine.generate(requests, sampling)), before, strict=True):
         assert fresh.ids == plain.ids
         assert fresh.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.2)
     engine.sync_weights(adapted)
-    completions = engine.generate(requests, sampling)
+    completions = sampled(engine.generate(requests, sampling))
     assert [c.ids for c in completions] != [c.ids for c in before]
     assert any(not completion.truncated for completion in completions)
     for request, completion in zip(requests, completions[::3], strict=True):
@@ -156,18 +157,18 @@ def test_a_completion_depends_on_its_seed_and_not_on_its_company(
 ) -> None:
     engine, sampling = TransformersEngine(model, tokenizer), Sampling(8, 1.0)
     requests = _requests(tokenizer)
-    together = [c.ids for c in engine.generate(requests, sampling)]
-    alone = [c.ids for request in requests for c in engine.generate([request], sampling)]
+    together = [c.ids for c in sampled(engine.generate(requests, sampling))]
+    alone = [c.ids for request in requests for c in sampled(engine.generate([request], sampling))]
     assert alone == together
     monkeypatch.setattr(engine_module, "MAX_ROWS", 4)
-    assert [c.ids for c in engine.generate(requests, sampling)] == together
+    assert [c.ids for c in sampled(engine.generate(requests, sampling))] == together
     singles = [Request(r.prompt_ids, 1, r.seed + i) for r in requests for i in range(r.num_completions)]
-    assert [c.ids for c in engine.generate(singles, sampling)] == together
-    assert [c.ids for c in engine.generate(_requests(tokenizer, seed=6), sampling)] != together
+    assert [c.ids for c in sampled(engine.generate(singles, sampling))] == together
+    assert [c.ids for c in sampled(engine.generate(_requests(tokenizer, seed=6), sampling))] != together
 
 
 def test_the_end_token_ends_a_completion_and_the_limit_truncates_one(model: Any, tokenizer: Any) -> None:
-    completions = TransformersEngine(model, tokenizer).generate(_requests(tokenizer, n=40), Sampling(6, 1.0))
+    completions = sampled(TransformersEngine(model, tokenizer).generate(_requests(tokenizer, n=40), Sampling(6, 1.0)))
     assert {completion.truncated for completion in completions} == {True, False}
     for completion in completions:
         assert len(completion.ids) == len(completion.logprobs) <= 6
@@ -183,14 +184,25 @@ def test_the_generation_configs_end_tokens_and_the_tokenizers_end_a_completion(
     model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
     model.generation_config.eos_token_id = named
     ends = {tokenizer.eos_token_id, *([] if named is None else [named] if isinstance(named, int) else named)}
-    completions = TransformersEngine(model, tokenizer).generate(_requests(tokenizer, n=100), Sampling(8, 1.0))
+    completions = sampled(TransformersEngine(model, tokenizer).generate(_requests(tokenizer, n=100), Sampling(8, 1.0)))
     assert {completion.ids[-1] for completion in completions if not completion.truncated} == ends
     assert not any(ends & set(completion.ids[:-1]) for completion in completions)
 
 
+def test_a_request_is_handed_out_with_the_step_that_finishes_it(model: Any, tokenizer: Any) -> None:
+    steps = list(TransformersEngine(model, tokenizer).generate(_requests(tokenizer, n=2), Sampling(60, 1.0)))
+    longest = {
+        step: max(len(completion.ids) for completion in completions)
+        for step, finished in enumerate(steps, start=1)
+        for _, completions in finished
+    }
+    assert len(longest) > 1
+    assert all(step == length for step, length in longest.items())
+
+
 def test_greedy_is_what_generate_does(model: Any, tokenizer: Any) -> None:
     requests = _requests(tokenizer, n=1)
-    completions = TransformersEngine(model, tokenizer).generate(requests, Sampling(8))
+    completions = sampled(TransformersEngine(model, tokenizer).generate(requests, Sampling(8)))
     for request, completion in zip(requests, completions, strict=True):
         prompt = torch.tensor([request.prompt_ids])
         expected = model.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
@@ -199,7 +211,7 @@ def test_greedy_is_what_generate_does(model: Any, tokenizer: Any) -> None:
 
 def test_first_tokens_are_drawn_with_the_models_probabilities(model: Any, tokenizer: Any) -> None:
     prompt, n = tokenizer("1+1=")["input_ids"], 4000
-    drawn = TransformersEngine(model, tokenizer).generate([Request(prompt, n, seed=0)], Sampling(1, 1.0))
+    drawn = sampled(TransformersEngine(model, tokenizer).generate([Request(prompt, n, seed=0)], Sampling(1, 1.0)))
     counts = Counter(completion.ids[0] for completion in drawn)
     with torch.no_grad():
         probabilities = model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
@@ -226,7 +238,7 @@ def test_truncated_sampling_keeps_the_allowed_tokens_and_renormalises(
             break
         allowed[token] = p
     sampling = Sampling(1, 1.0, top_p=top_p, top_k=top_k)
-    drawn = TransformersEngine(model, tokenizer).generate([Request(prompt, 500, seed=0)], sampling)
+    drawn = sampled(TransformersEngine(model, tokenizer).generate([Request(prompt, 500, seed=0)], sampling))
     assert {completion.ids[0] for completion in drawn} == set(allowed)
     for completion in drawn:
         expected = allowed[completion.ids[0]] / sum(allowed.values())

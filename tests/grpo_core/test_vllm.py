@@ -14,6 +14,7 @@ import pytest
 
 from grpo_core.rollout.engine import Completion, Request, Sampling
 from tests.conftest import config_values, make_model, make_run
+from tests.grpo_core.sampling import sampled
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,23 +112,27 @@ def sample(run: str, other: str, result: str) -> None:
     singles = [Request(r.prompt_ids, 1, r.seed + i) for r in requests for i in range(r.num_completions)]
     reseeded = [Request(r.prompt_ids, r.num_completions, r.seed + 500) for r in requests]
     free = Sampling(6, temperature=0.7)
-    drawn = {
-        "first": engine.generate(requests, free),
-        "again": engine.generate(requests, free),
-        "singles": engine.generate(singles, free),
-        "reseeded": engine.generate(reseeded, free),
-        "truncated": engine.generate(requests, Sampling(6, temperature=0.7, top_k=3)),
-        "greedy": engine.generate(singles, Sampling(6)),
-        "none": engine.generate([], free),
-        "long": engine.generate(long_requests(), free),
+    drawn = {"first": sampled(engine.generate(requests, free))}
+    steps = engine.generate(requests, free)
+    next(steps)
+    steps.close()  # before anything has finished
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+    drawn |= {
+        "again": sampled(engine.generate(requests, free)),
+        "singles": sampled(engine.generate(singles, free)),
+        "reseeded": sampled(engine.generate(reseeded, free)),
+        "truncated": sampled(engine.generate(requests, Sampling(6, temperature=0.7, top_k=3))),
+        "greedy": sampled(engine.generate(singles, Sampling(6))),
+        "none": sampled(engine.generate([], free)),
+        "long": sampled(engine.generate(long_requests(), free)),
     }
     scores = {"base scores": engine.score(sequences())}
     model.load_state_dict(load_model(other).state_dict())
     scores["unsynced scores"] = engine.score(sequences())
     engine.sync_weights(model)
     scores["synced scores"] = engine.score(sequences())
-    drawn["synced"] = engine.generate(requests, free)
-    drawn["long synced"] = engine.generate(long_requests(), free)
+    drawn["synced"] = sampled(engine.generate(requests, free))
+    drawn["long synced"] = sampled(engine.generate(long_requests(), free))
     engine.close()
     save(drawn | scores, result)
 
@@ -141,8 +146,8 @@ def resume(run: str, other: str, result: str) -> None:
     requests = [Request(tokenizer(prompt)["input_ids"], 6, seed=1000 * i) for i, prompt in enumerate(PROMPTS)]
     free = Sampling(6, temperature=0.7)
     drawn = {
-        "synced": engine.generate(requests, free),
-        "long synced": engine.generate(long_requests(), free),
+        "synced": sampled(engine.generate(requests, free)),
+        "long synced": sampled(engine.generate(long_requests(), free)),
     }
     engine.close()
     save(drawn, result)
@@ -275,7 +280,7 @@ def adapt(run: str, result: str) -> None:
     steps = []
 
     def step(name: str) -> None:
-        samples = engine.generate(requests, sampling)
+        samples = sampled(engine.generate(requests, sampling))
         prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
         steps.append(
             {
