@@ -148,7 +148,7 @@ def run(side: str, settings: Settings, folder: Path) -> dict[str, Any]:
 def environment() -> dict[str, str]:
     """The same for every side."""
     quiet = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**os.environ, **quiet, "OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "PASSIVE"}
+    return {**os.environ, **quiet, "OMP_NUM_THREADS": str(os.cpu_count())}
 
 
 def summary(

@@ -5,7 +5,8 @@ not; None means "does not apply to this row". It may take fewer of these argumen
 default is a column of the data or one of the config's `args`. The annotation of a column's parameter says what it may
 hold: `Sequence[str]` takes text, `list[float]` numbers, `Sequence[str | None]` text with gaps.
 
-A call gets as many completions as have been sampled and not scored yet: groups, whole unless two processes share one.
+A function is called once for what its process samples of a generation batch. One that is `async def` is called with
+each group as soon as that is complete (or several at once), while others are still being sampled.
 """
 
 from __future__ import annotations

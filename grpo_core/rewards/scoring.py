@@ -1,6 +1,6 @@
 """Run the reward functions: each within its time, the asynchronous ones at once, a failure named exactly.
 
-They need not wait for the last completion: what there is so far is scored while the rest is still being sampled.
+Asynchronous ones do not wait for the last completion: they are under way while the rest is still being sampled.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from grpo_core.rewards.contract import Reward, RewardError
@@ -22,10 +21,9 @@ from grpo_core.rewards.contract import Reward, RewardError
 SHOWN = 200  # characters of a prompt or completion in a message
 GRACE = 1.0  # seconds after which a coroutine that blocks or cleans up for long is ended like any function
 
-END = object()  # after the last that arrives
+TURNS = 20  # of an event loop: what has come in gets through a client and to its coroutine
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 class _TimeIsUpError(BaseException):
@@ -68,7 +66,7 @@ class Batch:
 
 def score(rewards: Sequence[Reward], batch: Batch) -> list[list[float]]:
     """For each reward the B values of the B completions, NaN for None; errors as in `score_arriving`."""
-    ((_, _, columns),) = score_arriving(rewards, ([b] for b in (batch,)), lambda batches: batches[0])
+    _, _, columns = score_arriving(rewards, ([part] for part in (batch,)), lambda parts: parts[0])
     return columns
 
 
@@ -76,69 +74,45 @@ def score_arriving(
     rewards: Sequence[Reward],
     arriving: Generator[Sequence[Item], None, None],
     batch_of: Callable[[list[Item]], Batch],
-) -> list[tuple[list[Item], Batch, list[list[float]]]]:
-    """Score what `arriving` gives as soon as it is there; a thread of its own waits for it.
+) -> tuple[list[Item], Batch, list[list[float]]]:
+    """Score what `arriving` gives: all items, as one batch, and for each reward its values.
 
-    A batch is all that arrived since functions were last called. They run one after the other in this thread; those
-    that are `async def` all at once, of all batches. Returns each batch with its items and, for each reward, values.
-    RewardError, with the function's name, a prompt and the completion, when one raises, returns something else than a
-    finite number in its range or None for each completion, or does not come back within its timeout; nothing more is
-    then asked of `arriving`.
+    Functions that are `async def` are called with what has just arrived, and go on whenever `arriving` gives something,
+    be it nothing. The others run one after the other when all is there, in this thread, with all of it. RewardError,
+    with the function's name, a prompt and the completion, when one raises, returns something else than a finite number
+    in its range or None for each completion, or does not come back within its timeout; nothing more is then asked of
+    `arriving`.
     """
-    scored: list[tuple[list[Item], Batch, dict[str, Any]]] = []
-    enough = threading.Event()
-    with closing(_Loop()) as loop, ThreadPoolExecutor(1, "arriving") as thread:
-
-        def read() -> None:
-            try:
-                with closing(arriving):
-                    for items in arriving:
-                        if enough.is_set():
-                            break
-                        if items:
-                            loop.put(items)
-            finally:
-                loop.put(END)
-
-        reading = thread.submit(read)
-        try:
-            while loop.arriving or loop.calls:
-                items = loop.wait()
-                if not items:
-                    continue
-                batch = batch_of(items)
-                values: dict[str, Any] = {}
-                scored.append((items, batch, values))
-                for reward in filter(_is_async, rewards):
-                    loop.start(reward, batch, values)
-                loop.tick()  # what they ask for is under way while functions run
-                values |= {reward.name: _run(reward, batch) for reward in rewards if not _is_async(reward)}
-            reading.result()
-        finally:
-            enough.set()
-    return [
-        (items, batch, [_checked(reward, values[reward.name], batch) for reward in rewards])
-        for items, batch, values in scored
-    ]
+    items: list[Item] = []
+    parts: list[tuple[Batch, dict[str, Any]]] = []  # with the values that asynchronous functions gave
+    with closing(_Loop()) as loop:
+        with closing(arriving):
+            for new in arriving:
+                if new:
+                    items += new
+                    parts.append((batch_of(list(new)), {}))
+                    for reward in filter(_is_async, rewards):
+                        loop.start(reward, *parts[-1])
+                loop.turn()
+        whole = _joined([batch for batch, _ in parts])
+        values = {reward.name: _run(reward, whole) for reward in rewards if parts and not _is_async(reward)}
+        loop.finish()
+    columns = {name: _checked(reward, values[name], whole) for reward in rewards if (name := reward.name) in values}
+    for reward in filter(_is_async, rewards):
+        columns[reward.name] = [value for part, found in parts for value in _checked(reward, found[reward.name], part)]
+    return items, whole, [columns.get(reward.name, []) for reward in rewards]
 
 
 class _Loop:
-    """The asynchronous functions' calls, and what arrives for them, on an event loop that runs only while it is waited
-    for: functions that run meanwhile may have loops of their own. The time that it stands still is nobody's."""
+    """The asynchronous functions' calls, on an event loop that runs only when it is told to: what runs in between may
+    have loops of its own. The time that it stands still is nobody's."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self.loop = self.runner.get_loop()
-        self.news: asyncio.Queue[Any] = asyncio.Queue()
-        self.arriving = True
         self.calls: dict[asyncio.Task[None], tuple[Reward, Batch]] = {}
         self.scopes: set[asyncio.Timeout] = set()
         self.failed: list[tuple[Reward, Batch, BaseException]] = []  # in the order in which they did
         self.deadline = self.stopped = time.monotonic()
-
-    def put(self, items: Any) -> None:
-        """From another thread: what has arrived, END after the last."""
-        self.loop.call_soon_threadsafe(self.news.put_nowait, items)
 
     def start(self, reward: Reward, batch: Batch, values: dict[str, Any]) -> None:
         async def call() -> None:
@@ -147,60 +121,50 @@ class _Loop:
             except FAILURES as error:
                 self.failed.append((reward, batch, error))
 
-        def ended(task: asyncio.Task[None]) -> None:
-            del self.calls[task]
-            self.news.put_nowait([])
-
-        task = self.loop.create_task(call())
-        task.add_done_callback(ended)
+        task = self.runner.get_loop().create_task(call())
+        task.add_done_callback(self.calls.pop)
         self.calls[task] = reward, batch
         self.deadline = max(self.deadline, time.monotonic() + reward.timeout + GRACE)
 
-    def tick(self) -> None:
+    def turn(self) -> None:
+        """Go on as far as the calls get without waiting."""
+
+        async def turns() -> None:
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+
         if self.calls:
-            self._run(asyncio.sleep(0))
+            self._run(turns())
 
-    def wait(self) -> list[Any]:
-        """What has arrived; nothing when a call has ended, or when nothing more will arrive."""
-
-        async def news() -> list[Any]:
-            items, found = [], await self.news.get()
-            while found is not END:
-                items += found
-                if self.news.empty():
-                    return items
-                found = self.news.get_nowait()
-            self.arriving = False
-            return items
-
-        return self._run(news())
+    def finish(self) -> None:
+        while self.calls:
+            self._run(asyncio.wait([*self.calls], return_when=asyncio.FIRST_COMPLETED))
 
     def close(self) -> None:
         """Cancel the calls that are left; who clings is left behind."""
         with suppress(_TimeIsUpError), _time_limit(GRACE):
             self.runner.close()
 
-    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+    def _run(self, work: Coroutine[Any, Any, Any]) -> None:
         """Let the loop run until the work is done; RewardError when a call has failed."""
         stood = time.monotonic() - self.stopped
         self.deadline += stood
 
-        async def go_on() -> Result:
+        async def go_on() -> None:
             for scope in self.scopes:
                 if not scope.expired():
                     scope.reschedule((scope.when() or 0.0) + stood)
-            return await work
+            await work
 
         try:
-            with _time_limit(max(self.deadline - time.monotonic(), 1e-3)) if self.calls else nullcontext():
-                result = self.loop.run_until_complete(go_on())
+            with _time_limit(max(self.deadline - time.monotonic(), 1e-3)):
+                self.runner.get_loop().run_until_complete(go_on())
         except _TimeIsUpError as time_is_up:  # who is ended by force, and clings to its time even so, has noted nothing
             self.failed += [(*call, time_is_up) for call in self.calls.values()]
         self.stopped = time.monotonic()
         if self.failed:
             reward, batch, error = self.failed[0]
             raise _explained(reward, batch, error) from error
-        return result
 
 
 def _run(reward: Reward, batch: Batch) -> Any:
@@ -232,6 +196,10 @@ async def _awaited(reward: Reward, batch: Batch, seconds: float, scopes: set[asy
         raise
     finally:
         scopes.discard(scope)
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    return Batch(*([entry for batch in batches for entry in getattr(batch, f.name)] for f in fields(Batch)))
 
 
 @contextmanager

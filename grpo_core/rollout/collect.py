@@ -140,15 +140,12 @@ def sample_and_score(
 ) -> tuple[list[Sample], float]:
     """The requests' completions, scored, and the seconds until the last was sampled; `rows` are the requests'.
 
-    Rewards work on the requests that are finished, while a thread samples the others.
+    Asynchronous rewards work on the requests that are finished while the others are sampled.
     """
     start, ended = time.perf_counter(), 0.0
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def sampled() -> Generator[list[Finished], None, None]:
         nonlocal ended
-        if device is not None:
-            torch.cuda.set_device(device)  # each thread has its own
         yield from engine.generate(requests, sampling)
         ended = time.perf_counter()
 
@@ -157,14 +154,15 @@ def sample_and_score(
         ids = [completion.ids for _, completions in finished for completion in completions]
         return Batch(data, decode_completions(data, ids, tokenizer), ids)
 
-    samples: dict[int, list[Sample]] = {}
-    for finished, batch, columns in score_arriving(rewards, sampled(), batch_of):
-        values = zip(batch.completions, zip(*columns, strict=True), strict=True)
-        for number, completions in finished:
-            samples[number] = [
-                Sample(rows[number], completion, _text(written), list(given))
-                for completion, (written, given) in zip(completions, values, strict=False)
-            ]
+    finished, batch, columns = score_arriving(rewards, sampled(), batch_of)
+    scored = zip(batch.completions, zip(*columns, strict=True), strict=True)
+    samples = {
+        number: [
+            Sample(rows[number], completion, _text(written), list(values))
+            for completion, (written, values) in zip(completions, scored, strict=False)
+        ]
+        for number, completions in finished
+    }
     return [sample for number in range(len(requests)) for sample in samples[number]], ended - start
 
 

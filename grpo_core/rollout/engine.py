@@ -48,7 +48,7 @@ class Engine(Protocol):
     """Samples from the policy; it has the policy's weights as of the last `sync_weights`."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
-        """After each step the requests that it finished, often none. May run in another thread, and be closed early."""
+        """After each step the requests that it finished, often none; may be closed early."""
         ...
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.slow
 # Training stops for good inside the fourth rollout, until the file that allows it to go on exists.
 REWARD = """
 import os, threading
-seen = []
+calls = []
 def patient(completions, completion_ids):
-    seen.extend(completions)
-    if len(seen) > 3 * 16 and not os.path.exists(os.environ["MAY_GO_ON"]):
+    calls.append(1)
+    if len(calls) == 4 and not os.path.exists(os.environ["MAY_GO_ON"]):
         print("stuck in the fourth rollout", flush=True)
         threading.Event().wait()
     return [-float(len(ids)) for ids in completion_ids]

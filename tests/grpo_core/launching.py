@@ -17,10 +17,10 @@ TWO_PROCESSES = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_proce
 # Blocks for good at the scoring that $STUCK_AT numbers.
 REWARD = """
 import os, threading
-seen = []
+calls = []
 def patient(completion_ids):
-    seen.extend(completion_ids)
-    if 0 < int(os.environ["STUCK_AT"]) <= len(seen):
+    calls.append(1)
+    if len(calls) == int(os.environ["STUCK_AT"]):
         print("stuck", flush=True)
         threading.Event().wait()
     return [-float(len(ids)) for ids in completion_ids]
@@ -37,7 +37,7 @@ def kill_tree(pid: int) -> None:
 
 @contextmanager
 def started(run: Path, python_path: Path, stuck_at: int, *launcher: str) -> Iterator[subprocess.Popen[str]]:
-    """A training of which nothing is left afterwards, its workers included; `stuck_at`: a completion, from 1."""
+    """A training of which nothing is left afterwards, its workers included."""
     path = f"{python_path}{os.pathsep}{Path(__file__).parents[2]}"
     process = subprocess.Popen(
         [sys.executable, *launcher, "-m", "grpo_core.train", str(run)],

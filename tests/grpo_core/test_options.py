@@ -413,8 +413,8 @@ STEPS_OF_EVALUATION = [0.1, 0.9, 0.3, 0.3, 0.2]
 def scripted(prompts: list[str], completion_ids: list[list[int]]) -> list[float | None]:
     """On held-out prompts a reward that rises and falls with the evaluations; on others one that trains."""
     if int(prompts[0].split("+")[0]) >= 60:
-        SEEN.extend(prompts)
-        return [STEPS_OF_EVALUATION[SEEN.count(prompt) - 1] for prompt in prompts]
+        SEEN.append("evaluation")
+        return [STEPS_OF_EVALUATION[len(SEEN) - 1]] * len(prompts)
     return [float(sum(ids) % 5) for ids in completion_ids]
 
 

@@ -300,7 +300,7 @@ def test_two_processes_killed_and_started_again_end_with_the_same_weights(
     values["rewards"] = [{"function": "patience:patient"}]
     keys = {"num_processes": 2, "per_device_train_batch_size": 4, "max_steps": 7, "save_steps": 2, "num_iterations": 2}
     whole, run = (make_run(tmp_path / name, with_keys(values, **keys)) for name in ("whole", "run"))
-    with started(run, tmp_path, 17, *TWO_PROCESSES) as process:  # of 8 in each process and rollout
+    with started(run, tmp_path, 3, *TWO_PROCESSES) as process:
         assert process.stdout is not None
         assert any("stuck" in line for line in process.stdout)
         kill_tree(process.pid)

@@ -269,25 +269,48 @@ def _batch_of(texts: list[str]) -> Batch:
     return Batch([{"prompt": "1+1="}] * len(texts), texts, [[1]] * len(texts))
 
 
-@pytest.mark.parametrize("keyword", ["def", "async def"])
-def test_what_is_there_is_scored_while_more_is_sampled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keyword: str
+def test_coroutines_get_through_with_what_is_there_while_more_is_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second completion comes only once the first is scored."""
-    body = "import threading\nscored = threading.Event()\n"
-    body += f"{keyword} f(completions):\n    scored.set()\n    return [ord(c) for c in completions]\n"
+    """The second completion comes only once the first is scored, which takes an answer from a server."""
+    body = """
+import asyncio
+called, scored, counted = [], [], []
+async def f(completions):
+    called.append(completions)
+    async def answer(reader, writer):
+        writer.write(await reader.readline())
+        writer.close()
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    writer.write(b"%d\\n" % ord(completions[0]))
+    values = [float(await reader.readline()) for _ in completions]
+    writer.close()
+    server.close()
+    scored.append(completions)
+    return values
+def g(completions):
+    counted.append(completions)
+    return [1.0] * len(completions)
+"""
     config = _module(tmp_path, monkeypatch, body)
-    reward = resolve(config)
+    other = config.model_copy(update={"function": config.function.replace(":f", ":g")})
     module = importlib.import_module(config.function.partition(":")[0])
 
     def arriving() -> Iterator[list[str]]:
         yield []
         yield ["a"]
-        assert module.scored.wait(20)
+        for _ in range(100_000):
+            if module.scored:
+                break
+            yield []
+        assert module.scored == [["a"]]
         yield ["b"]
 
-    scored = score_arriving([reward], arriving(), _batch_of)
-    assert [(items, columns) for items, _, columns in scored] == [(["a"], [[97.0]]), (["b"], [[98.0]])]
+    items, batch, columns = score_arriving([resolve(config), resolve(other)], arriving(), _batch_of)
+    assert (items, batch.completions, columns) == (["a", "b"], ["a", "b"], [[97.0, 98.0], [1.0, 1.0]])
+    assert module.called == [["a"], ["b"]]
+    assert module.counted == [["a", "b"]]
 
 
 def test_a_broken_reward_ends_the_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
