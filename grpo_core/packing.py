@@ -22,7 +22,7 @@ from grpo_core.batching import Sequences, prompts_of
 
 NAME = "grpo_packed"  # of the attention function, among transformers'
 FLEX_BLOCK = 128  # tokens; a line's length is a multiple of it there, as block masks are
-SHORT = 512  # keys up to which plain products are faster than torch's fused attention on a CPU
+SHORT = {torch.bfloat16: 512}  # keys up to which plain products are faster than torch's fused attention on a CPU
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
     """softmax(q kᵀ · scale) v, causal without a mask. (B, H, T, d), (B, K, S, d), (B, K, S, d) → (B, H, T, d)"""
     rows, heads, tokens, size = query.shape
     groups, keys = key.shape[1], key.shape[2]
-    if keys > SHORT:
+    if keys > SHORT.get(query.dtype, 0):
         key, value = (x.repeat_interleave(heads // groups, dim=1) for x in (key, value))
         fused = nn.functional.scaled_dot_product_attention
         return fused(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)

@@ -145,7 +145,7 @@ def test_a_line_has_each_token_once(session: Session, monkeypatch: pytest.Monkey
 def test_attention_s_two_products_leave_the_gradient_as_it_is(
     session: Session, monkeypatch: pytest.MonkeyPatch, short: int
 ) -> None:
-    monkeypatch.setattr(packing, "SHORT", short)
+    monkeypatch.setattr(packing, "SHORT", {torch.float32: short})
     batch = _batch(session, "none")
     assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
 
