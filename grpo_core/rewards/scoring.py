@@ -20,7 +20,6 @@ from grpo_core.rewards.contract import Reward, RewardError
 
 SHOWN = 200  # characters of a prompt or completion in a message
 GRACE = 1.0  # seconds after which a coroutine that blocks or cleans up for long is ended like any function
-
 TURNS = 20  # of an event loop: what has come in gets through a client and to its coroutine
 
 Item = TypeVar("Item")

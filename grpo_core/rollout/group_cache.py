@@ -7,9 +7,10 @@ doubling. One softmax goes over both, so that the result is that of plain attent
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -207,18 +208,21 @@ def _attention_of_ours(model: Any) -> Iterator[None]:
         config._attn_implementation = former
 
 
-@torch.no_grad()
 def can_share_cache(model: Any) -> bool:
     """Whether the model says the same with this cache as in a plain pass.
 
     Not so for layers that attend to a window only, cap their scores or carry a state.
     """
-    if not attends_to_all(model.config.get_text_config()):
-        return False
+    return attends_to_all(model.config.get_text_config()) and says_the_same(model, partial(GroupCache, model))
+
+
+@torch.no_grad()
+def says_the_same(model: Any, make_cache: Callable[..., Any]) -> bool:
+    """Whether the model says the same of prompts of different lengths with the cache as in a plain pass."""
     prompts, later = [[0, 1, 2], [3, 1, 0, 2, 1]], [[1, 2, 0], [0, 3, 3], [2, 0, 1]]
     try:
-        cache = GroupCache(model, prompts, [1, 2], max_tokens=3)
-        shared = [
+        cache = make_cache(prompts, [1, 2], max_tokens=3)
+        cached = [
             cache.prefill(),
             # A captured step writes its logits to the same place each time.
             *(cache.decode(torch.tensor(t, device=model.device)).clone() for t in zip(*later, strict=True)),
@@ -228,7 +232,7 @@ def can_share_cache(model: Any) -> bool:
     for row, (prompt, tokens) in enumerate(zip([prompts[0], prompts[1], prompts[1]], later, strict=True)):
         ids = torch.tensor([prompt + tokens], device=model.device)
         plain = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
-        found = torch.stack([logits[row] for logits in shared])
+        found = torch.stack([logits[row] for logits in cached])
         if not (plain - found).norm() < TOLERANCE[model.dtype] * plain.norm():
             return False
     return True

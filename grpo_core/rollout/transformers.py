@@ -6,6 +6,7 @@ Each completion draws from its own stream of uniforms, so its tokens depend on i
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import DynamicCache
 
 from grpo_core.limits import MAX_ROWS
 from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
-from grpo_core.rollout.group_cache import GroupCache, can_share_cache
+from grpo_core.rollout.group_cache import GroupCache, can_share_cache, says_the_same
 from grpo_core.rollout.sampling import draw, uniforms
 
 STILL_GOING = 0.75  # share of the batch; below it, finished completions leave, which costs a copy of the cache
@@ -24,9 +25,8 @@ class TransformersEngine:
     """Satisfies `engine.Engine` with a decoding loop over a Hugging Face causal LM."""
 
     def __init__(self, model: nn.Module, tokenizer: Any):
-        self.model: Any = model
-        self.shares_cache = can_share_cache(model)
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        self._take(model)
         # Both, as in vLLM: a chat model often ends its turns with another token than its tokenizer names.
         named = getattr(model.generation_config, "eos_token_id", None)
         named = named if isinstance(named, list) else [named]
@@ -34,10 +34,20 @@ class TransformersEngine:
 
     def sync_weights(self, model: nn.Module) -> None:
         if model is not self.model:
-            self.model, self.shares_cache = model, can_share_cache(model)
+            self._take(model)
 
     def close(self) -> None:
         pass
+
+    def _take(self, model: Any) -> None:
+        """ValueError for a model that says something else when it goes on from what it has kept of prompts."""
+        self.model, self.shares_cache = model, can_share_cache(model)
+        if not self.shares_cache and not says_the_same(model, partial(PlainCache, model, pad_id=self.pad_id)):
+            raise ValueError(
+                f"{type(model).__name__} says something else of a padded prompt than of the prompt alone, as layers do "
+                "that carry a state: the transformers engine would sample from another policy; set rollout.engine to "
+                "'vllm'"
+            )
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
@@ -68,7 +78,7 @@ class TransformersEngine:
         if self.shares_cache:
             cache: Any = GroupCache(self.model, prompts, copies, sampling.max_tokens)
         else:
-            cache = PlainCache(self.model, prompts, copies, self.pad_id)
+            cache = PlainCache(self.model, prompts, copies, sampling.max_tokens, self.pad_id)
         logits = cache.prefill()
         end_ids = self.end_ids.to(device)
         points = uniforms(requests, sampling.max_tokens).to(device)  # (B, T)
@@ -106,7 +116,7 @@ class TransformersEngine:
 class PlainCache:
     """transformers' own cache behind the methods of `GroupCache`, for models whose attention is not the plain one."""
 
-    def __init__(self, model: Any, prompts: list[list[int]], copies: list[int], pad_id: int):
+    def __init__(self, model: Any, prompts: list[list[int]], copies: list[int], max_tokens: int, pad_id: int):
         self.model, device = model, model.device
         width = max(map(len, prompts))
         padding = [width - len(ids) for ids in prompts]

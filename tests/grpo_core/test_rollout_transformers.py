@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from grpo_core.policy import with_adapter
 from grpo_core.precision import in_bfloat16
@@ -187,6 +187,12 @@ def test_the_generation_configs_end_tokens_and_the_tokenizers_end_a_completion(
     completions = sampled(TransformersEngine(model, tokenizer).generate(_requests(tokenizer, n=100), Sampling(8, 1.0)))
     assert {completion.ids[-1] for completion in completions if not completion.truncated} == ends
     assert not any(ends & set(completion.ids[:-1]) for completion in completions)
+
+
+def test_a_model_that_carries_a_state_is_refused(tokenizer: Any) -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": len(tokenizer)}
+    with pytest.raises(ValueError, match="MambaForCausalLM says something else of a padded prompt"):
+        TransformersEngine(MambaForCausalLM(MambaConfig(**shape)).eval(), tokenizer)
 
 
 def test_a_request_is_handed_out_with_the_step_that_finishes_it(model: Any, tokenizer: Any) -> None:
