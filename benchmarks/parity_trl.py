@@ -157,14 +157,17 @@ def train_here(run: Path, share_prompts: bool) -> tuple[Trained, Kept]:
 
     def noisy(*arguments: Any) -> Iterator[list[Finished]]:
         """Log-probabilities that are away from the trainer's, as those of an engine of low precision."""
-        noise = torch.Generator().manual_seed(len(rollouts))
 
-        def disturbed(c: Completion) -> Completion:
-            off = 0.1 * torch.randn(len(c.ids), generator=noise)
-            return replace(c, logprobs=(torch.tensor(c.logprobs) + off).tolist())
+        def disturbed(number: int, completions: list[Completion]) -> list[Completion]:
+            noise = torch.Generator().manual_seed(1000 * len(rollouts) + number)  # whatever is finished first
+            off = [0.1 * torch.randn(len(c.ids), generator=noise) for c in completions]
+            return [
+                replace(c, logprobs=(torch.tensor(c.logprobs) + values).tolist())
+                for c, values in zip(completions, off, strict=True)
+            ]
 
         for step in generate(*arguments):
-            yield [(number, [disturbed(c) for c in completions]) for number, completions in step]
+            yield [(number, disturbed(number, completions)) for number, completions in step]
 
     session.engine.generate = noisy  # type: ignore[method-assign]
     records: Any = SimpleNamespace(completions=lambda step, rollout, samples: rollouts.append(rollout))
