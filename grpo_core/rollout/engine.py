@@ -45,7 +45,7 @@ Finished = tuple[int, list[Completion]]  # a request, by its place among the req
 
 
 class Engine(Protocol):
-    """Samples from the policy; it has the policy's weights as of the last `sync_weights`."""
+    """Samples from the policy: with its weights as of the last `sync_weights`, or, in the same memory, as they are."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
         """After each step the requests that it finished, often none; may be closed early."""

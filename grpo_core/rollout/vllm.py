@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from grpo_core.config import RunConfig
 from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
-from grpo_core.rollout.vllm_weights import Copies, are_done, do, find_copies, unpacked_linear_layers
+from grpo_core.rollout.vllm_weights import Copies, are_done, do, find_copies, part, share, unpacked_linear_layers
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
 
@@ -69,11 +69,14 @@ class VLLMEngine:
         torch.set_num_threads(threads)
         self.copies: Copies | None = None  # how weights get there; None: vLLM's own loader has to bring them
         self.copied_from: list[int] = []
+        self.shares_with: nn.Module | None = None  # its weights are the engine's own
         if not adapted:
             weights = model.state_dict()
             copies = self._find_copies(weights)
             if copies is not None and are_done(copies):
                 self.copies, self.copied_from = copies, _places(weights)
+                if share(copies, model):
+                    self.shares_with, self.copied_from = model, _places(model.state_dict())
         self.adapter: Any = None  # the LoRARequest in force
         self.adapter_ids = itertools.count(1)
         self.request_ids = itertools.count()
@@ -100,6 +103,11 @@ class VLLMEngine:
         # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM, when it
         # reloads, would then go on with its packed copy of the old head, without a word.
         weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        if self.shares_with is not None:
+            if model is self.shares_with and self.copied_from == _places(weights):
+                return
+            part(self.shares_with)
+            self.shares_with = None
         if self.copies is not None and self.copied_from != _places(weights):  # another model, or one that was moved
             self.copies, self.copied_from = self._find_copies(weights), _places(weights)
         if self.copies is None:

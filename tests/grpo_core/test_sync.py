@@ -82,8 +82,10 @@ def test_a_sync_skipped_in_vllm_stops_the_training(values: dict[str, Any], tmp_p
     (tmp_path / "skip.py").write_text(
         "import sys\n"
         "from pathlib import Path\n"
+        "from grpo_core.rollout import vllm\n"
         "from grpo_core.rollout.vllm import VLLMEngine\n"
         "from grpo_core.trainer import train\n"
+        "vllm.share = lambda copies, model: False\n"
         "original, calls = VLLMEngine.sync_weights, []\n"
         "def skipping(self, model):\n"
         "    calls.append(1)\n"
