@@ -180,6 +180,7 @@ def summary(
         "tried": tried,
         "ratios": ratios,
         "utilisation": utilisation(case, figures["ours"]["value"], calibration),
+        "token_step_ms": token_step_ms(case, runs["ours"]),
         "gates": case.gates,
         "goals": case.goals,
         "met": all(ratios[name] >= gate for name, gate in case.gates.items()),
@@ -195,6 +196,14 @@ def utilisation(case: Case, seconds_a_step: float, gflops: tuple[float, float]) 
     return training_flops(case.workload) / seconds_a_step / (median(gflops) * 1e9)
 
 
+def token_step_ms(case: Case, runs: list[dict[str, Any]]) -> float | None:
+    """Milliseconds in which our engine samples a token for all completions of a step, prompts included; the median."""
+    if case.workload.mode != "generate":
+        return None
+    steps = [step for found in runs for step in found["metrics"][case.workload.warm_up :]]
+    return median(1e3 * step["time/generate"] / step["completions/max_length"] for step in steps)
+
+
 def report(result: dict[str, Any]) -> None:
     print(f"{result['case']}: {result['about']}{'' if result['steady'] else ' (the machine was not steady)'}")
     for name, side in result["sides"].items():
@@ -206,6 +215,8 @@ def report(result: dict[str, Any]) -> None:
         print(f"  {name:12} {spread}{ratio}{gate}", flush=True)
     if result["utilisation"] is not None:
         print(f"  ours at {result['utilisation']:.0%} of what a matrix product does here", flush=True)
+    if result["token_step_ms"] is not None:
+        print(f"  our engine takes {result['token_step_ms']:.2f} ms a token step", flush=True)
 
 
 def save(results: list[dict[str, Any]], folder: Path) -> None:
