@@ -102,6 +102,11 @@ def parse_config(values: dict[str, Any]) -> RunConfig:
 
 def load_config(path: Path | str, overrides: list[str] | None = None) -> RunConfig:
     """Read a TOML file and apply `section.key=value` overrides (values in TOML syntax, bare strings allowed)."""
+    return parse_config(read_values(path, overrides))
+
+
+def read_values(path: Path | str, overrides: list[str] | None = None) -> dict[str, Any]:
+    """What a TOML file and its overrides say, not yet validated."""
     path = Path(path)
     try:
         values = tomllib.loads(path.read_text())
@@ -113,7 +118,7 @@ def load_config(path: Path | str, overrides: list[str] | None = None) -> RunConf
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     for override in overrides or []:
         _override(values, override)
-    return parse_config(values)
+    return values
 
 
 def dump_config(config: RunConfig) -> str:
