@@ -64,6 +64,8 @@ def _field(field: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
         return section
     (form,) = (form for form in field.get("anyOf", [field]) if form.get("type") != "null")
     rules = {key: value for key, value in form.items() if key not in ("default", "title")}
+    if rules.get("type") == "boolean":  # as a switch the form would send false for what nobody touched
+        rules = {"enum": [True, False]}
     if "$ref" in form.get("items", {}):
         rules["items"] = _section(sections[form["items"]["$ref"].rsplit("/", 1)[-1]], sections)
     text = field.get("description", "").replace("\n", " ")

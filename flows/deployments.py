@@ -1,0 +1,78 @@
+"""What Prefect offers to trigger on one machine: the pipeline and each stage, served by one process (`grpo serve`).
+
+prefect.yaml declares the same flows for work pools.
+"""
+
+from __future__ import annotations
+
+import prefect
+from prefect import Flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+from prefect.deployments.runner import EntrypointType, RunnerDeployment
+from prefect.exceptions import ObjectNotFound
+from prefect.schedules import Cron
+
+from flows.pipeline import pipeline
+from flows.stages import evaluate_run, plan_run, register_run, train_run, validate_run
+
+NAME = "local"  # pipeline/local, train/local, …
+NIGHTLY = Cron("0 2 * * *", timezone="UTC", active=False, slug="nightly")
+STAGES = [validate_run, plan_run, train_run, evaluate_run, register_run]
+TRAINING_LIMIT = "grpo-training"
+
+PIPELINE_HELP = """\
+validate → plan → train → evaluate → register. Finished stages are skipped.
+
+**preset**: the run configuration to start from, a file in `configs/`. **changes**: only what differs from it; an empty field is
+as in the preset. Give another **name** to have another run beside the first. A run's directory is `runs/NAME`.
+
+The schedule `nightly` is paused until you switch it on.
+"""
+STAGE_HELP = """\
+Runs the stage **{stage}** of an earlier run by itself.
+
+**run**: the run's name, the folder under `runs/`. **force**: run it though its output is up to date. What depends on its
+output is rerun by the next pipeline of that run.
+"""
+
+
+def deployments() -> list[RunnerDeployment]:
+    """The pipeline, with a nightly schedule that is off until switched on, and each stage by itself."""
+    schedules = [] if _has_schedule() else [NIGHTLY]
+    return [
+        _deployment(pipeline, PIPELINE_HELP, schedules=schedules),
+        *(_deployment(stage, STAGE_HELP.format(stage=stage.name), tags=["stage"]) for stage in STAGES),
+    ]
+
+
+def serve() -> None:
+    """Make what the flows need on the server, then run what is triggered, until SIGINT or SIGTERM."""
+    ensure_training_limit()
+    # A schedule stays as its user left it: switching it off at the end would need somebody to switch it on again.
+    prefect.serve(*deployments(), pause_on_shutdown=False)
+
+
+def ensure_training_limit() -> None:
+    """One training at a time, unless the server already has a limit of that name with other slots."""
+    with get_client(sync_client=True) as client:
+        try:
+            client.read_global_concurrency_limit_by_name(TRAINING_LIMIT)
+        except ObjectNotFound:
+            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=TRAINING_LIMIT, limit=1))
+
+
+def _deployment(flow: Flow, help: str, **options: object) -> RunnerDeployment:
+    # By module, so that a flow run finds it whatever folder it starts in.
+    tags = ["grpo", *options.pop("tags", [])]
+    return flow.to_deployment(NAME, description=help, tags=tags, entrypoint_type=EntrypointType.MODULE_PATH, **options)
+
+
+def _has_schedule() -> bool:
+    """Whether the server has the schedule from an earlier time, switched on or changed by its user perhaps."""
+    with get_client(sync_client=True) as client:
+        try:
+            known = client.read_deployment_by_name(f"{pipeline.name}/{NAME}")
+        except ObjectNotFound:
+            return False
+    return any(schedule.slug == NIGHTLY.slug for schedule in known.schedules)
