@@ -1,4 +1,4 @@
-"""The command line: `grpo run`, `plan`, `keys`, `up`, `serve`. Heavy libraries are imported by the command that needs them."""
+"""The command line: `grpo run`, `plan`, `keys`, `up`, `serve`. Each command imports the heavy libraries it needs."""
 
 from __future__ import annotations
 

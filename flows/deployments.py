@@ -24,16 +24,16 @@ TRAINING_LIMIT = "grpo-training"
 PIPELINE_HELP = """\
 validate → plan → train → evaluate → register. Finished stages are skipped.
 
-**preset**: the run configuration to start from, a file in `configs/`. **changes**: only what differs from it; an empty field is
-as in the preset. Give another **name** to have another run beside the first. A run's directory is `runs/NAME`.
+**preset**: the run configuration to start from, a file in `configs/`. **changes**: only what differs from it; an empty
+field is as in the preset. Give another **name** to have another run beside the first. A run's directory is `runs/NAME`.
 
 The schedule `nightly` is paused until you switch it on.
 """
 STAGE_HELP = """\
 Runs the stage **{stage}** of an earlier run by itself.
 
-**run**: the run's name, the folder under `runs/`. **force**: run it though its output is up to date. What depends on its
-output is rerun by the next pipeline of that run.
+**run**: the run's name, the folder under `runs/`. **force**: run it though its output is up to date. What depends on
+its output is rerun by the next pipeline of that run.
 """
 
 

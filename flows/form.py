@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from grpo_core.config import ConfigError, RunConfig, parse_config, read_values
+from grpo_core.config import ConfigError, RunConfig, describe_bounds, parse_config, read_values
 
 CONFIGS = Path(os.environ.get("GRPO_CONFIGS", Path(__file__).parents[1] / "configs"))
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.toml"))
@@ -68,10 +68,12 @@ def _field(field: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
         rules = {"enum": [True, False]}
     if "$ref" in form.get("items", {}):
         rules["items"] = _section(sections[form["items"]["$ref"].rsplit("/", 1)[-1]], sections)
-    text = field.get("description", "").replace("\n", " ")
-    if field.get("default") is not None:
-        text = f"{text} Default: {json.dumps(field['default'])}.".strip()
-    return {**rules, "description": text}
+        field = {**field, "description": f"{field['description']} What is given here replaces the preset's."}
+    # Prefect's UI shows neither bounds nor patterns by itself.
+    meaning = field["description"].replace("\n", " ")
+    bounds = f" Bounds: {describe_bounds(form)}." if describe_bounds(form) else ""
+    default = f" Default: {json.dumps(field['default'])}." if field.get("default") is not None else ""
+    return {**rules, "description": meaning + bounds + default}
 
 
 def _merge(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

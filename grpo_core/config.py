@@ -41,6 +41,7 @@ class RunConfig(Section):
     model: ModelConfig
     data: DataConfig
     rewards: list[RewardConfig] = Field(min_length=1)
+    """Reward functions; their weighted sum is what the policy is trained on."""
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
@@ -147,9 +148,13 @@ def describe_keys() -> Iterator[tuple[str, str, str, str]]:
 def _accepts(form: dict[str, Any]) -> str:
     if "enum" in form:
         return ", ".join(form["enum"])
+    return f"{form['type']} {describe_bounds(form)}".strip()
+
+
+def describe_bounds(form: dict[str, Any]) -> str:
+    """The bounds in a JSON schema, such as "> 0 ≤ 1"; empty without any."""
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {form[key]}" for key, sign in signs.items() if key in form]
-    return " ".join([form["type"], *bounds])
+    return " ".join(f"{sign} {form[key]}" for key, sign in signs.items() if key in form)
 
 
 def _toml(default: Any) -> str:

@@ -39,7 +39,7 @@ def test_a_run_from_the_form_completes_and_the_same_again_skips_every_stage(
     assert (first["state_type"], first["name"]) == ("COMPLETED", "small"), served.messages(first["id"])
     assert served.tasks(first["id"]) == [(stage, "Completed") for stage in STAGES]
     folder = served.storage / "runs" / "small"
-    assert json.loads((folder / "registration.json").read_text())["version"] == 1
+    assert json.loads((folder / "registration.json").read_text())["version"] == "1"
     second = served.wait(served.trigger("pipeline/local", preset="quickstart", changes=changes))
     assert served.tasks(second["id"]) == [(stage, "Skipped") for stage in STAGES]
 
