@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prefect import flow
+from prefect import flow, get_run_logger
 
 from grpo_core.config import RunConfig
 from tasks.evaluate import evaluate
@@ -21,10 +21,10 @@ def pipeline(config: RunConfig) -> Path:
 
     A stage whose output is up to date is skipped, so running the same configuration again continues where it stopped.
     """
-    run = open_run(config)
-    validate(run)
-    plan(run)
-    train(run)
-    evaluate(run)
-    register(run)
+    with open_run(config, get_run_logger().warning) as run:
+        validate(run)
+        plan(run)
+        train(run)
+        evaluate(run)
+        register(run)
     return run
