@@ -1,4 +1,7 @@
-"""The command line: `grpo run`, `plan`, `keys`, `up`. Heavy libraries are imported by the command that needs them."""
+"""The command line: `grpo run`, `stage`, `status`, `plan`, `keys`, `up`.
+
+Heavy libraries are imported by the command that needs them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -19,11 +22,16 @@ from rich.text import Text
 from flows.environment import configure
 from flows.planning import plan
 from flows.server import prefect_api
+from flows.status import show_status, status
 from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config
 from grpo_core.plan import PlanError
+from grpo_core.rewards.contract import RewardError
+from tasks.stage import EVALUATE, REGISTER, TRAIN, StageError
+from tasks.storage import RunInUseError, UnknownRunError, find_run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(plan)
+app.command()(status)
 console = Console()
 
 ConfigFile = Annotated[Path, typer.Argument(help="run configuration (TOML), such as configs/quickstart.toml")]
@@ -41,14 +49,34 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     with prefect_api() as url:
         console.print(f"Prefect's UI while this runs: {url.removesuffix('/api')}", highlight=False)
         from flows.pipeline import pipeline
-        from grpo_core.rewards.contract import RewardError
-        from tasks.stage import StageError
 
     try:
         folder = pipeline(resolved)
-    except (StageError, PlanError, RewardError) as error:
+    except (StageError, PlanError, RewardError, RunInUseError) as error:
         _fail(f"{resolved.name}: {error}", code=1)
     _summary(folder, time.monotonic() - start)
+
+
+@app.command()
+def stage(
+    name: Annotated[Literal["validate", "plan", "train", "evaluate", "register"], typer.Argument(help="the stage")],
+    run: Annotated[str, typer.Option(help="name of an earlier run")],
+    force: Annotated[bool, typer.Option("--force", help="though it is up to date; train: again from step 0")] = False,
+) -> None:
+    """Run one stage of an earlier run by its own configuration; refused when what it reads is missing or outdated."""
+    try:
+        folder = find_run(run)
+    except UnknownRunError as error:
+        _fail(str(error), code=2)
+    configure()
+    with prefect_api():
+        from flows import stages
+
+    try:
+        getattr(stages, f"{name}_run")(run, force)
+    except (ConfigError, StageError, PlanError, RewardError, RunInUseError) as error:
+        _fail(f"{run}: {error}", code=1)
+    show_status(folder)
 
 
 @app.command()
@@ -110,8 +138,6 @@ def _fail(message: str, code: int) -> None:
 
 def _summary(folder: Path, seconds: float) -> None:
     """What happened and where to look."""
-    from tasks.stage import EVALUATE, REGISTER, TRAIN
-
     report, training, registration = (stage.read_receipt(folder) for stage in (EVALUATE, TRAIN, REGISTER))
     counted = training["counted"]
     base, trained, gain = report["base"], report["trained"], report["difference"]
