@@ -5,6 +5,8 @@ prefect.yaml declares the same flows for work pools.
 
 from __future__ import annotations
 
+from typing import Any
+
 import prefect
 from prefect import Flow
 from prefect.client.orchestration import get_client
@@ -21,28 +23,13 @@ NIGHTLY = Cron("0 2 * * *", timezone="UTC", active=False, slug="nightly")
 STAGES = [validate_run, plan_run, train_run, evaluate_run, register_run]
 TRAINING_LIMIT = "grpo-training"
 
-PIPELINE_HELP = """\
-validate → plan → train → evaluate → register. Finished stages are skipped.
-
-**preset**: the run configuration to start from, a file in `configs/`. **changes**: only what differs from it; an empty
-field is as in the preset. Give another **name** to have another run beside the first. A run's directory is `runs/NAME`.
-
-The schedule `nightly` is paused until you switch it on.
-"""
-STAGE_HELP = """\
-Runs the stage **{stage}** of an earlier run by itself.
-
-**run**: the run's name, the folder under `runs/`. **force**: run it though its output is up to date. What depends on
-its output is rerun by the next pipeline of that run.
-"""
-
 
 def deployments() -> list[RunnerDeployment]:
     """The pipeline, with a nightly schedule that is off until switched on, and each stage by itself."""
     schedules = [] if _has_schedule() else [NIGHTLY]
     return [
-        _deployment(pipeline, PIPELINE_HELP, schedules=schedules),
-        *(_deployment(stage, STAGE_HELP.format(stage=stage.name), tags=["stage"]) for stage in STAGES),
+        _deployment(pipeline, ["grpo"], schedules=schedules),
+        *(_deployment(stage, ["grpo", "stage"]) for stage in STAGES),
     ]
 
 
@@ -62,10 +49,9 @@ def ensure_training_limit() -> None:
             client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=TRAINING_LIMIT, limit=1))
 
 
-def _deployment(flow: Flow, help: str, **options: object) -> RunnerDeployment:
+def _deployment(flow: Flow, tags: list[str], **options: Any) -> RunnerDeployment:
     # By module, so that a flow run finds it whatever folder it starts in.
-    tags = ["grpo", *options.pop("tags", [])]
-    return flow.to_deployment(NAME, description=help, tags=tags, entrypoint_type=EntrypointType.MODULE_PATH, **options)
+    return flow.to_deployment(NAME, tags=tags, entrypoint_type=EntrypointType.MODULE_PATH, **options)
 
 
 def _has_schedule() -> bool:
