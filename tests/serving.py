@@ -1,4 +1,4 @@
-"""`grpo up` in a process of its own: real servers on free ports, and what a person does in their UI, by the API."""
+"""`grpo up`, or a Prefect server alone, as a process of its own on free ports; what a person does in the UI, by the API."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,21 @@ import httpx
 
 START_SECONDS = 300
 RUN_SECONDS = 600
+STOP_SECONDS = 120
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
 @dataclass(frozen=True)
 class Served:
-    """`up`: the process of `grpo up`; `log`: what it and its children print; `api`: a client of Prefect's API."""
+    """`process`: what runs; `log`: what it and its children print; `environment`: of a process that is to find the
+    servers; `api`: a client of Prefect's API. Without MLflow's server, `mlflow_url` is empty."""
 
     prefect_url: str
     mlflow_url: str
     storage: Path
-    up: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes]
     log: Path
+    environment: dict[str, str]
     api: httpx.Client
 
     def trigger(self, deployment: str, **parameters: Any) -> str:
@@ -76,47 +79,71 @@ class Served:
 @contextmanager
 def serving(storage: Path, **environment: str) -> Iterator[Served]:
     """`grpo up` over this storage until the body ends; `environment`: further variables of its processes."""
-    prefect_port, mlflow_port = _free_ports(2)
-    url = f"http://127.0.0.1:{prefect_port}"
-    log = storage / "up.log"
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
+    ports = _free_ports(2)
+    command = ["-m", "flows.cli", "up", "--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1])]
+    with _running(command, ports, storage, environment) as served:
+
+        def is_serving() -> bool:
+            ready = [d for d in served.filter("deployments") if d["status"] == "READY"]
+            return len(ready) == 6 and httpx.get(f"{served.mlflow_url}/health", timeout=5).is_success
+
+        _wait(served, is_serving)
+        yield served
+
+
+@contextmanager
+def prefect_server(storage: Path, **environment: str) -> Iterator[Served]:
+    """A Prefect server alone, until the body ends."""
+    ports = _free_ports(1)
+    command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(ports[0])]
+    with _running(command, ports, storage, environment) as served:
+        _wait(served, lambda: served.api.get("/health").is_success)
+        yield served
+
+
+@contextmanager
+def _running(command: list[str], ports: list[int], storage: Path, further: dict[str, str]) -> Iterator[Served]:
+    prefect_url, mlflow_url = [*(f"http://127.0.0.1:{port}" for port in ports), ""][:2]
+    home = storage / "prefect"
+    home.mkdir(exist_ok=True)
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))},
+        "GRPO_STORAGE": str(storage),
+        "PREFECT_HOME": str(home),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        **further,
+    }
+    log = storage / "serving.log"
     with log.open("wb") as output:
-        up = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "flows.cli", "up"),
-                *("--prefect-port", str(prefect_port), "--mlflow-port", str(mlflow_port)),
-            ],
-            env={**kept, "GRPO_STORAGE": str(storage), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", **environment},
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**environment, "PREFECT_UI_API_URL": f"{prefect_url}/api"},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    environment["PREFECT_API_URL"] = f"{prefect_url}/api"
     try:
-        with httpx.Client(base_url=f"{url}/api", timeout=60) as api:
-            served = Served(url, f"http://127.0.0.1:{mlflow_port}", storage, up, log, api)
-            _wait_until_served(served)
-            yield served
+        with httpx.Client(base_url=f"{prefect_url}/api", timeout=60) as api:
+            yield Served(prefect_url, mlflow_url, storage, process, log, environment, api)
     finally:
-        up.send_signal(signal.SIGTERM)
+        process.terminate()
         try:
-            up.wait(timeout=120)
+            process.wait(timeout=STOP_SECONDS)
         finally:
-            if up.poll() is None:
-                os.killpg(up.pid, signal.SIGKILL)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait_until_served(served: Served) -> None:
-    """Until each deployment is registered and its runner asks for work, and MLflow answers."""
+def _wait(served: Served, is_ready: Callable[[], bool]) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while served.up.poll() is None and time.monotonic() < deadline:
-        try:
-            ready = [d for d in served.filter("deployments") if d["status"] == "READY"]
-            if len(ready) == 6 and httpx.get(f"{served.mlflow_url}/health", timeout=5).is_success:
+    while served.process.poll() is None and time.monotonic() < deadline:
+        with suppress(httpx.HTTPError):
+            if is_ready():
                 return
-        except httpx.HTTPError:
-            pass
         time.sleep(0.2)
-    raise RuntimeError(f"`grpo up` does not serve:\n{served.log.read_text()[-4000:]}")
+    raise RuntimeError(f"nothing is served:\n{served.log.read_text()[-4000:]}")
 
 
 def _free_ports(count: int) -> list[int]:
