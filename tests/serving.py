@@ -1,4 +1,4 @@
-"""`grpo up`, or a Prefect server alone, as a process of its own on free ports; what a person does in the UI, by the API."""
+"""`grpo up`, or a Prefect server alone, as a process on free ports; what a person does in the UI is done by the API."""
 
 from __future__ import annotations
 
