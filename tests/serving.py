@@ -64,11 +64,17 @@ class Served:
             time.sleep(0.2)
         raise TimeoutError(f"flow run {run_id} is {run['state']}\n{self.messages(run_id)}")
 
-    def tasks(self, run_id: str) -> list[tuple[str, str]]:
-        """(task, state) in the order in which they began."""
-        runs = self.filter("task_runs", flow_runs={"id": {"any_": [run_id]}})
+    def tasks(self, run_id: str, count: int) -> list[tuple[str, str]]:
+        """(task, state) in the order in which they began, as soon as `count` have ended: the server writes them down
+        some time after the flow run's own state."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            runs = self.filter("task_runs", flow_runs={"id": {"any_": [run_id]}})
+            if len([run for run in runs if run["state_type"] in FINAL]) >= count:
+                break
+            time.sleep(0.2)
         runs.sort(key=lambda run: run["expected_start_time"])
-        return [(run["name"].split("-")[0], run["state_name"]) for run in runs]
+        return [(run["name"].rsplit("-", 1)[0], run["state_name"]) for run in runs]
 
     def messages(self, run_id: str) -> str:
         """The log of a flow run."""
