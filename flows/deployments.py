@@ -25,12 +25,14 @@ TRAINING_LIMIT = "grpo-training"
 
 
 def deployments() -> list[RunnerDeployment]:
-    """The pipeline, with a nightly schedule that is off until switched on, and each stage by itself."""
-    schedules = [] if _has_schedule() else [NIGHTLY]
-    return [
-        _deployment(pipeline, ["grpo"], schedules=schedules),
-        *(_deployment(stage, ["grpo", "stage"]) for stage in STAGES),
-    ]
+    """The pipeline, with a nightly schedule that is off until switched on, and each stage by itself.
+
+    A pipeline that the server knows already keeps the schedules that its users made of it.
+    """
+    offered = [_deployment(pipeline, ["grpo"], schedule=NIGHTLY), *(_deployment(s, ["grpo", "stage"]) for s in STAGES)]
+    if _is_known(offered[0].full_name):
+        offered[0].schedules = None
+    return offered
 
 
 def serve() -> None:
@@ -54,11 +56,10 @@ def _deployment(flow: Flow, tags: list[str], **options: Any) -> RunnerDeployment
     return flow.to_deployment(NAME, tags=tags, entrypoint_type=EntrypointType.MODULE_PATH, **options)
 
 
-def _has_schedule() -> bool:
-    """Whether the server has the schedule from an earlier time, switched on or changed by its user perhaps."""
+def _is_known(name: str) -> bool:
     with get_client(sync_client=True) as client:
         try:
-            known = client.read_deployment_by_name(f"{pipeline.name}/{NAME}")
+            client.read_deployment_by_name(name)
         except ObjectNotFound:
             return False
-    return any(schedule.slug == NIGHTLY.slug for schedule in known.schedules)
+    return True

@@ -121,6 +121,25 @@ def test_the_definitions_for_containers_are_accepted(server: Served, kind: str) 
     assert "shm" in json.dumps(known["job_variables"])
 
 
+def test_serving_again_keeps_schedules_and_slots_as_their_user_left_them(server: Served) -> None:
+    serve = "from flows import deployments as d; d.ensure_training_limit(); [it.apply() for it in d.deployments()]"
+
+    def serve_once() -> list[tuple[bool, str]]:
+        subprocess.run([sys.executable, "-c", serve], cwd=PROJECT, env=server.environment, check=True, timeout=300)
+        known = server.get("/deployments/name/pipeline/local")
+        return sorted((schedule["active"], schedule["schedule"]["timezone"]) for schedule in known["schedules"])
+
+    assert serve_once() == [(False, "UTC")]
+    known = server.get("/deployments/name/pipeline/local")
+    path = f"/deployments/{known['id']}/schedules"
+    server.api.patch(f"{path}/{known['schedules'][0]['id']}", json={"active": True}).raise_for_status()
+    further = {"active": False, "schedule": {"cron": "30 1 * * 1-5", "timezone": "Europe/Berlin"}}
+    server.api.post(path, json=[further]).raise_for_status()
+    server.api.patch("/v2/concurrency_limits/grpo-training", json={"limit": 4}).raise_for_status()
+    assert serve_once() == [(False, "Europe/Berlin"), (True, "UTC")]
+    assert server.get("/v2/concurrency_limits/grpo-training")["limit"] == 4
+
+
 def test_a_failed_run_reaches_a_webhook(server: Served) -> None:
     heard: Queue[dict[str, Any]] = Queue()
 
