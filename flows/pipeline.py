@@ -73,8 +73,9 @@ def _hand_over(stage: Stage, run: Path, deployment: str) -> None:
     if conditions(run)[stage.name].is_up_to_date:
         log.info("%s: up to date, skipped", stage.name)
         return
-    child = run_deployment(deployment, parameters={"run": run.name}, timeout=0)
-    log.info("%s: handed over to %s, flow run %s", stage.name, deployment, child.name)
+    name = f"{run.name}-{stage.name}"
+    child = run_deployment(deployment, parameters={"run": run.name}, flow_run_name=name, timeout=0)
+    log.info("%s: handed over to %s, flow run %s", stage.name, deployment, child.id)
     with get_client(sync_client=True) as client:
         try:
             while not (child.state and child.state.is_final()):
@@ -85,4 +86,4 @@ def _hand_over(stage: Stage, run: Path, deployment: str) -> None:
             client.set_flow_run_state(child.id, Cancelling())
             raise
     if not child.state.is_completed():
-        raise StageError(f"{stage.name}: flow run {child.name} of {deployment} is {child.state}")
+        raise StageError(f"{stage.name}: flow run {child.id} of {deployment} is {child.state}")

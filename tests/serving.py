@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -74,7 +75,7 @@ class Served:
                 break
             time.sleep(0.2)
         runs.sort(key=lambda run: run["expected_start_time"])
-        return [(run["name"].rsplit("-", 1)[0], run["state_name"]) for run in runs]
+        return [(re.sub("-[0-9a-f]{3}$", "", run["name"]), run["state_name"]) for run in runs]
 
     def messages(self, run_id: str) -> str:
         """The log of a flow run."""
