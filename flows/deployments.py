@@ -31,7 +31,8 @@ def deployments() -> list[RunnerDeployment]:
     """
     offered = [_deployment(pipeline, ["grpo"], schedule=NIGHTLY), *(_deployment(s, ["grpo", "stage"]) for s in STAGES)]
     if _is_known(offered[0].full_name):
-        offered[0].schedules = None
+        offered[0].schedules = []
+        offered[0].model_fields_set.difference_update({"schedules", "paused"})  # what is not set is not sent
     return offered
 
 
