@@ -29,6 +29,7 @@ def up(
     api = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{prefect_port}/api"
     # Prefect's pages ask the default port otherwise, whatever port they are served on.
     os.environ["PREFECT_UI_API_URL"] = api
+    os.environ["PREFECT_UI_URL"] = api.removesuffix("/api")  # for links in notifications
     local = ("--host", "127.0.0.1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     processes: list[subprocess.Popen[bytes]] = []

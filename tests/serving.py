@@ -125,7 +125,7 @@ def _running(command: list[str], ports: list[int], storage: Path, further: dict[
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *command],
-            env={**environment, "PREFECT_UI_API_URL": f"{prefect_url}/api"},
+            env={**environment, "PREFECT_UI_API_URL": f"{prefect_url}/api", "PREFECT_UI_URL": prefect_url},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
