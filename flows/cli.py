@@ -1,14 +1,13 @@
-"""The command line: `grpo run`, `plan`, `keys`, `up`. Heavy libraries are imported by the command that needs them."""
+"""The command line: `grpo run`, `stage`, `status`, `plan`, `keys`, `up`, `serve`.
+
+Heavy libraries are imported by the command that needs them.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -19,11 +18,19 @@ from rich.text import Text
 from flows.environment import configure
 from flows.planning import plan
 from flows.server import prefect_api
+from flows.serving import serve, up
+from flows.status import show_status, status
 from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config
 from grpo_core.plan import PlanError
+from grpo_core.rewards.contract import RewardError
+from tasks.stage import EVALUATE, REGISTER, TRAIN, StageError
+from tasks.storage import RunInUseError, UnknownRunError, find_run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(plan)
+app.command()(up)
+app.command()(serve)
+app.command()(status)
 console = Console()
 
 ConfigFile = Annotated[Path, typer.Argument(help="run configuration (TOML), such as configs/quickstart.toml")]
@@ -40,15 +47,36 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     start = time.monotonic()
     with prefect_api() as url:
         console.print(f"Prefect's UI while this runs: {url.removesuffix('/api')}", highlight=False)
+        from flows.form import changes_of
         from flows.pipeline import pipeline
-        from grpo_core.rewards.contract import RewardError
-        from tasks.stage import StageError
 
     try:
-        folder = pipeline(resolved)
-    except (StageError, PlanError, RewardError) as error:
+        folder = pipeline(str(config), changes_of(config, overrides))
+    except (StageError, PlanError, RewardError, RunInUseError) as error:
         _fail(f"{resolved.name}: {error}", code=1)
     _summary(folder, time.monotonic() - start)
+
+
+@app.command()
+def stage(
+    name: Annotated[Literal["validate", "plan", "train", "evaluate", "register"], typer.Argument(help="the stage")],
+    run: Annotated[str, typer.Option(help="name of an earlier run")],
+    force: Annotated[bool, typer.Option("--force", help="though it is up to date; train: again from step 0")] = False,
+) -> None:
+    """Run one stage of an earlier run by its own configuration; refused when what it reads is missing or outdated."""
+    try:
+        folder = find_run(run)
+    except UnknownRunError as error:
+        _fail(str(error), code=2)
+    configure()
+    with prefect_api():
+        from flows import stages
+
+    try:
+        getattr(stages, f"{name}_run")(run, force)
+    except (ConfigError, StageError, PlanError, RewardError, RunInUseError) as error:
+        _fail(f"{run}: {error}", code=1)
+    show_status(folder)
 
 
 @app.command()
@@ -57,43 +85,6 @@ def keys() -> None:
     for key, default, accepts, meaning in describe_keys():
         console.print(f"{key} = {default or '(none)'}   [{accepts}]", style="bold", markup=False, highlight=False)
         console.print(Padding(Text(meaning), (0, 0, 0, 4)))
-
-
-@app.command()
-def up(
-    prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
-    mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
-) -> None:
-    """Start the Prefect and MLflow servers on 127.0.0.1 over this storage, until Ctrl-C."""
-    configure()
-    from tasks.tracking import connect, tracking_uri
-
-    connect()
-    commands = {
-        f"Prefect  http://127.0.0.1:{prefect_port}": ["prefect", "server", "start", "--port", str(prefect_port)],
-        f"MLflow   http://127.0.0.1:{mlflow_port}": [
-            *("mlflow", "server", "--port", str(mlflow_port), "--workers", "1"),
-            *("--backend-store-uri", tracking_uri()),
-        ],
-    }
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    # Prefect's pages ask the default port otherwise, whatever port they are served on.
-    environment = {**os.environ, "PREFECT_UI_API_URL": f"http://127.0.0.1:{prefect_port}/api"}
-    servers = []
-    try:
-        for name, command in commands.items():
-            console.print(name)
-            servers.append(subprocess.Popen([sys.executable, "-m", *command, "--host", "127.0.0.1"], env=environment))
-        console.print("Ctrl-C stops both.")
-        for server in servers:
-            server.wait()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        for server in servers:
-            server.terminate()
-        for server in servers:
-            server.wait()
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:
@@ -110,8 +101,6 @@ def _fail(message: str, code: int) -> None:
 
 def _summary(folder: Path, seconds: float) -> None:
     """What happened and where to look."""
-    from tasks.stage import EVALUATE, REGISTER, TRAIN
-
     report, training, registration = (stage.read_receipt(folder) for stage in (EVALUATE, TRAIN, REGISTER))
     counted = training["counted"]
     base, trained, gain = report["base"], report["trained"], report["difference"]

@@ -2,29 +2,88 @@
 
 from __future__ import annotations
 
+import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
-from prefect import flow
+import httpx
+from prefect import flow, get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.deployments import run_deployment
+from prefect.exceptions import ExternalSignal
+from prefect.runtime import flow_run
+from prefect.states import Cancelling
 
-from grpo_core.config import RunConfig
+from flows.form import Changes, Preset, resolve
+from grpo_core.config import ConfigError
 from tasks.evaluate import evaluate
 from tasks.plan import plan
 from tasks.register import register
+from tasks.stage import EVALUATE, TRAIN, Stage, StageError, conditions
 from tasks.storage import open_run
 from tasks.train import train
 from tasks.validate import validate
 
+POLL_SECONDS = 2.0
+GPU_DEPLOYMENT = "GRPO_GPU_DEPLOYMENT"  # its value `gpu` hands train over to train/gpu, evaluate to evaluate/gpu
 
-@flow(name="grpo-pipeline", flow_run_name="{config.name}")
-def pipeline(config: RunConfig) -> Path:
+
+def _run_name() -> str:
+    try:
+        return resolve(**flow_run.parameters).name
+    except ConfigError:  # said by the flow itself
+        return "refused"
+
+
+# Parameters are validated by `resolve`, which names the nearest key.
+@flow(name="pipeline", flow_run_name=_run_name, validate_parameters=False)
+def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # noqa: B006 (read only)
     """Take the configured prompts and base model to a registered, evaluated policy; returns the run directory.
 
     A stage whose output is up to date is skipped, so running the same configuration again continues where it stopped.
+
+    Args:
+        preset: The run configuration to start from, a file in configs/.
+        changes: Only what differs from the preset; an empty field is as in the preset. With another name there is
+            another run beside the first.
     """
-    run = open_run(config)
-    validate(run)
-    plan(run)
-    train(run)
-    evaluate(run)
-    register(run)
+    config = resolve(preset, changes)
+    say = get_run_logger().warning
+    with open_run(config, say) as run:
+        validate(run)
+        plan(run)
+        if not (gpu := os.environ.get(GPU_DEPLOYMENT)):
+            train(run)
+            evaluate(run)
+            register(run)
+            return run
+    # The run directory is theirs meanwhile.
+    for stage in (TRAIN, EVALUATE):
+        _hand_over(stage, run, f"{stage.name}/{gpu}")
+    with open_run(config, say) as run:
+        register(run)
     return run
+
+
+def _hand_over(stage: Stage, run: Path, deployment: str) -> None:
+    """Have a stage done by its deployment, on another work pool perhaps, unless it is up to date. What stops this flow
+    cancels that one. StageError when it does not complete."""
+    log = get_run_logger()
+    if conditions(run)[stage.name].is_up_to_date:
+        log.info("%s: up to date, skipped", stage.name)
+        return
+    name = f"{run.name}-{stage.name}"
+    child = run_deployment(deployment, parameters={"run": run.name}, flow_run_name=name, timeout=0)
+    log.info("%s: handed over to %s, flow run %s", stage.name, deployment, child.id)
+    with get_client(sync_client=True) as client:
+        try:
+            while not (child.state and child.state.is_final()):
+                time.sleep(POLL_SECONDS)
+                with suppress(httpx.TransportError):  # a server that is being restarted
+                    child = client.read_flow_run(child.id)
+        except (ExternalSignal, KeyboardInterrupt):
+            client.set_flow_run_state(child.id, Cancelling())
+            raise
+    if not child.state.is_completed():
+        raise StageError(f"{stage.name}: flow run {child.id} of {deployment} is {child.state}")

@@ -45,7 +45,8 @@ def prefect_api() -> Iterator[str]:
     atexit.register(_stop, server)
     url = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
     yield url
-    _wait_until_healthy(url, server, log)
+    if not wait_until_healthy(url, server):
+        raise RuntimeError(f"Prefect's server did not start; it wrote to {log}:\n{log.read_text()[-2000:]}")
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
@@ -53,12 +54,27 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
     server.wait()
 
 
-def _wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+def find_api() -> str | None:
+    """The API of the server that runs already: $PREFECT_API_URL, else Prefect's usual place; None when none answers."""
+    url = os.environ.get("PREFECT_API_URL", "http://127.0.0.1:4200/api")
+    return url if _answers(url) else None
+
+
+def wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> bool:
+    """Wait until the API answers; False when the server ended before, or takes too long."""
     deadline = time.monotonic() + START_SECONDS
     while server.poll() is None and time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5)
-            return
-        except (urllib.error.URLError, TimeoutError):
-            time.sleep(0.1)
-    raise RuntimeError(f"Prefect's server did not start; it wrote to {log}:\n{log.read_text()[-2000:]}")
+        if _answers(url):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=5)
+    except urllib.error.HTTPError:  # it is there, and the client will say what it does not like
+        return True
+    except (urllib.error.URLError, OSError):
+        return False
+    return True

@@ -41,6 +41,7 @@ class RunConfig(Section):
     model: ModelConfig
     data: DataConfig
     rewards: list[RewardConfig] = Field(min_length=1)
+    """Reward functions; their weighted sum is what the policy is trained on."""
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
@@ -102,6 +103,11 @@ def parse_config(values: dict[str, Any]) -> RunConfig:
 
 def load_config(path: Path | str, overrides: list[str] | None = None) -> RunConfig:
     """Read a TOML file and apply `section.key=value` overrides (values in TOML syntax, bare strings allowed)."""
+    return parse_config(read_values(path, overrides))
+
+
+def read_values(path: Path | str, overrides: list[str] | None = None) -> dict[str, Any]:
+    """What a TOML file and its overrides say, not yet validated."""
     path = Path(path)
     try:
         values = tomllib.loads(path.read_text())
@@ -113,7 +119,7 @@ def load_config(path: Path | str, overrides: list[str] | None = None) -> RunConf
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     for override in overrides or []:
         _override(values, override)
-    return parse_config(values)
+    return values
 
 
 def dump_config(config: RunConfig) -> str:
@@ -142,9 +148,13 @@ def describe_keys() -> Iterator[tuple[str, str, str, str]]:
 def _accepts(form: dict[str, Any]) -> str:
     if "enum" in form:
         return ", ".join(form["enum"])
+    return f"{form['type']} {describe_bounds(form)}".strip()
+
+
+def describe_bounds(form: dict[str, Any]) -> str:
+    """The bounds in a JSON schema, such as "> 0 ≤ 1"; empty without any."""
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {form[key]}" for key, sign in signs.items() if key in form]
-    return " ".join([form["type"], *bounds])
+    return " ".join(f"{sign} {form[key]}" for key, sign in signs.items() if key in form)
 
 
 def _toml(default: Any) -> str:

@@ -19,8 +19,8 @@ SAMPLES_SHOWN = 20
 
 
 @task(name="evaluate")
-def evaluate(run: Path) -> State[None]:
-    return run_stage(EVALUATE, run, _work)
+def evaluate(run: Path, force: bool = False) -> State[None]:
+    return run_stage(EVALUATE, run, _work, force)
 
 
 def _work(context: Context) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def lineage_keys(config: RunConfig) -> dict[str, str]:
     model = content_hash(config.model.name_or_path)
     rewards = [hashlib.blake2b(source_of(reward)).hexdigest() for reward in config.rewards]
     completion_length = config.rollout.max_completion_length
-    data = _key(
+    data = key_of(
         grpo_core.__version__,
         part["data"],
         content_hash(config.data.train),
@@ -36,12 +36,12 @@ def lineage_keys(config: RunConfig) -> dict[str, str]:
         completion_length,
     )
     limits = [(reward.timeout, reward.range) for reward in config.rewards]
-    validate = _key(data, limits, config.data.answer_column, config.evaluation_length)
-    steps = _key(data, part["rollout"], part["train"])
-    plan = _key(steps, part["model"], config.algorithm.beta, config.train.gradient_checkpointing)  # its forecasts
-    train = _key(steps, config.seed, part["model"], part["algorithm"], part["held_out"])
-    evaluate = _key(train, part["evaluation"])
-    register = _key(evaluate, part["registry"], config.name)
+    validate = key_of(data, limits, config.data.answer_column, config.evaluation_length)
+    steps = key_of(data, part["rollout"], part["train"])
+    plan = key_of(steps, part["model"], config.algorithm.beta, config.train.gradient_checkpointing)  # its forecasts
+    train = key_of(steps, config.seed, part["model"], part["algorithm"], part["held_out"])
+    evaluate = key_of(train, part["evaluation"])
+    register = key_of(evaluate, part["registry"], config.name)
     return {"validate": validate, "plan": plan, "train": train, "evaluate": evaluate, "register": register}
 
 
@@ -67,5 +67,6 @@ def _file_hash(file: Path, size: int, modified_ns: int) -> bytes:
         return hashlib.file_digest(stream, "blake2b").digest()
 
 
-def _key(*parts: Any) -> str:
+def key_of(*parts: Any) -> str:
+    """Hash of values that JSON can say."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()

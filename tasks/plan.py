@@ -18,8 +18,8 @@ from tasks.tracking import earlier_throughput
 
 
 @task(name="plan")
-def plan(run: Path) -> State[None]:
-    return run_stage(PLAN, run, _work)
+def plan(run: Path, force: bool = False) -> State[None]:
+    return run_stage(PLAN, run, _work, force)
 
 
 def _work(context: Context) -> dict[str, Any]:

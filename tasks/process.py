@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from tasks.stage import StageError
+from tasks.storage import held_locks
 
 TAIL_LINES = 25
 GRACE_SECONDS = 20.0
@@ -34,6 +35,7 @@ def run_process(
         text=True,
         errors="replace",
         start_new_session=True,
+        pass_fds=held_locks(),
         env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
     ) as process:
         assert process.stdout is not None

@@ -18,8 +18,8 @@ from tasks.tracking import connect, tracking_uri, training_run_id
 
 
 @task(name="register")
-def register(run: Path) -> State[None]:
-    return run_stage(REGISTER, run, _work)
+def register(run: Path, force: bool = False) -> State[None]:
+    return run_stage(REGISTER, run, _work, force)
 
 
 def _work(context: Context) -> dict[str, Any]:

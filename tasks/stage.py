@@ -1,20 +1,25 @@
-"""How every stage runs: skipped when its output already carries its lineage key, else done, checked and published."""
+"""What the stages are, which of them are up to date, and how each runs: skipped when it is, else done and published.
+
+Prefect is imported by what runs a stage, so that `grpo status` answers without it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from prefect import get_run_logger
-from prefect.client.schemas.objects import State
-from prefect.states import Completed
+from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_core.config import RunConfig, load_config
-from tasks.lineage import lineage_keys
+from tasks.lineage import content_hash, key_of, lineage_keys
 from tasks.storage import remove, set_aside, write_text
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
+MARKER = "lineage.json"  # in an unfinished output: what it is being made from
 
 
 class StageError(RuntimeError):
@@ -32,61 +37,164 @@ class Context:
 
 @dataclass(frozen=True)
 class Stage:
-    """`output`: under the run directory; `receipt`: the JSON in it that carries the lineage key, or "" for itself."""
+    """`output`: under the run directory; `receipt`: the JSON in it that carries the lineage key, or "" for itself.
+
+    `reads`: the stages whose output it works on. `content`: what its output is known by, given the output and the
+    receipt's content; None where no two makings are the same, so that each is known by itself.
+    """
 
     name: str
     output: str
     receipt: str = ""
     resumable: bool = False
+    reads: tuple[Stage, ...] = ()
+    content: Callable[[Path, Mapping[str, Any]], str] | None = None
 
     def path(self, run: Path) -> Path:
         return run / self.output
 
+    def receipt_path(self, run: Path) -> Path:
+        return self.path(run) / self.receipt
+
     def read_receipt(self, run: Path) -> dict[str, Any]:
         """The stage's figures; empty when it has not been done."""
-        path = self.path(run) / self.receipt
+        path = self.receipt_path(run)
         return json.loads(path.read_text()) if path.is_file() else {}
 
 
-VALIDATE = Stage("validate", "dataset", "report.json")
-PLAN = Stage("plan", "plan.json")
-TRAIN = Stage("train", "training", "result.json", resumable=True)
-EVALUATE = Stage("evaluate", "evaluation", "report.json")
-REGISTER = Stage("register", "registration.json")
+def _prompts(output: Path, receipt: Mapping[str, Any]) -> str:
+    return key_of(*(content_hash(str(output / f"{name}.parquet")) for name in ("train", "eval")))
 
 
-def run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]]) -> State[None]:
-    """Do `work` unless the output is already the one that this configuration and its inputs give.
+def _figures(output: Path, receipt: Mapping[str, Any]) -> str:
+    return key_of(receipt["plan"])  # its forecasts are read by nobody but people
+
+
+VALIDATE = Stage("validate", "dataset", "report.json", content=_prompts)
+PLAN = Stage("plan", "plan.json", reads=(VALIDATE,), content=_figures)
+TRAIN = Stage("train", "training", "result.json", resumable=True, reads=(VALIDATE, PLAN))
+EVALUATE = Stage("evaluate", "evaluation", "report.json", reads=(VALIDATE, TRAIN))
+REGISTER = Stage("register", "registration.json", reads=(PLAN, TRAIN, EVALUATE))
+STAGES = (VALIDATE, PLAN, TRAIN, EVALUATE, REGISTER)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Whether a stage's output is what the run's configuration and inputs give now, and why not."""
+
+    state: Literal["up to date", "stale", "missing"]
+    reason: str = ""
+
+    @property
+    def is_up_to_date(self) -> bool:
+        return self.state == "up to date"
+
+
+def conditions(run: Path) -> dict[str, Condition]:
+    """Each stage's condition: those not up to date are what the pipeline would do.
+
+    A stage is stale when its lineage key is no longer the one of configuration and inputs, or when a stage that it was
+    made from has been made again since, or is going to be.
+    """
+    keys = lineage_keys(load_config(run / "config.toml"))
+    receipts = {stage.name: stage.read_receipt(run) for stage in STAGES}
+    found: dict[str, Condition] = {}
+    for stage in STAGES:
+        if receipt := receipts[stage.name]:
+            reason = _why_stale(receipt, keys[stage.name], receipts) or _why_soon_stale(stage, found)
+            found[stage.name] = Condition("stale", reason) if reason else Condition("up to date")
+        else:
+            found[stage.name] = Condition("missing", "not done yet")
+    return found
+
+
+def run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]], force: bool = False) -> State[None]:
+    """Do `work` unless the output is up to date, or in any case with `force`; StageError when what it reads is not.
 
     `work` fills `Context.partial` and returns the receipt's content. A stage that is `resumable` finds what an
-    interrupted attempt of the same lineage left there; any other starts empty.
+    interrupted attempt at the same left there; any other starts empty. What is replaced is kept.
     """
+    from prefect import get_run_logger
+    from prefect.states import Completed
+
     config = load_config(run / "config.toml")
     key = lineage_keys(config)[stage.name]
+    now = conditions(run)
     final = stage.path(run)
-    done = stage.read_receipt(run)
-    if done.get("lineage_key") == key:
+    if now[stage.name].is_up_to_date and not force:
         get_run_logger().info("%s: up to date (lineage %s), skipped", stage.name, key[:12])
         return Completed(name="Skipped", message=f"{final.name} already has lineage key {key}")
+    _refuse_outdated_inputs(stage, run, now)
+    get_run_logger().info("%s: %s", stage.name, now[stage.name].reason or "up to date, made again as asked")
     partial = final.with_name(final.name + ".partial")
-    _prepare(stage, partial, key)
+    origin = {"lineage_key": key, "made_from": {read.name: _identity(read.read_receipt(run)) for read in stage.reads}}
+    _prepare(stage, run, partial, origin)
     receipt = work(Context(config, run, partial))
-    text = json.dumps({"lineage_key": key, **receipt}, indent=2) + "\n"
+    made = stage.content(partial, receipt) if stage.content else uuid.uuid4().hex
+    text = json.dumps({**origin, "made": made, **receipt}, indent=2) + "\n"
     write_text(partial / stage.receipt if stage.receipt else partial, text)
-    set_aside(final, done.get("lineage_key", "unknown"))
+    set_aside(final, stage.read_receipt(run).get("lineage_key", "unknown"))
     partial.rename(final)
     return Completed(message=f"wrote {final.name} (lineage {key[:12]})")
 
 
-def _prepare(stage: Stage, partial: Path, key: str) -> None:
-    marker = partial / "lineage_key"
-    if stage.resumable and marker.is_file():
-        left_by = marker.read_text()
-        if left_by == key:
+def _why_stale(receipt: Mapping[str, Any], key: str, receipts: Mapping[str, dict[str, Any]]) -> str:
+    """What has changed since `receipt`; "" when nothing that concerns the stage has.
+
+    An input of another lineage that did concern it would have given it another key. One of the same lineage made again
+    with another outcome is what the key cannot tell.
+    """
+    if receipt.get("lineage_key") != key:
+        return "configuration or inputs changed"
+    for name, then in receipt.get("made_from", {}).items():
+        now = _identity(receipts[name])
+        if now["lineage_key"] == then["lineage_key"] and now["made"] != then["made"]:
+            return f"{name} was made again"
+    return ""
+
+
+def _why_soon_stale(stage: Stage, found: Mapping[str, Condition]) -> str:
+    """An input that is to be made again, and never comes out the same. Of the others, it depends on what they give."""
+    outdated = (read.name for read in stage.reads if read.content is None and not found[read.name].is_up_to_date)
+    return next((f"{name} is {found[name].state}" for name in outdated), "")
+
+
+def _identity(receipt: Mapping[str, Any]) -> dict[str, str | None]:
+    return {name: receipt.get(name) for name in ("lineage_key", "made")}
+
+
+def _refuse_outdated_inputs(stage: Stage, run: Path, now: Mapping[str, Condition]) -> None:
+    outdated = _outdated(stage, now)
+    if not outdated:
+        return
+    lines = [
+        f"  grpo stage {read.name} --run {run.name}    # {now[read.name].state}: {now[read.name].reason}"
+        for read in STAGES
+        if read in outdated
+    ]
+    raise StageError(
+        f"{stage.name} of run {run.name!r} would work on what is outdated; first run, in this order:\n"
+        + "\n".join(lines)
+        + f"\nor everything that is not up to date: grpo run {run / 'config.toml'}"
+    )
+
+
+def _outdated(stage: Stage, now: Mapping[str, Condition]) -> list[Stage]:
+    """The stages to run before this one."""
+    direct = [read for read in stage.reads if not now[read.name].is_up_to_date]
+    return [*direct, *(further for read in direct for further in _outdated(read, now))]
+
+
+def _prepare(stage: Stage, run: Path, partial: Path, origin: Mapping[str, Any]) -> None:
+    if stage.resumable and partial.exists():
+        marker = partial / MARKER
+        left = json.loads(marker.read_text()) if marker.is_file() else {}
+        receipts = {read.name: read.read_receipt(run) for read in stage.reads}
+        if not _why_stale(left, origin["lineage_key"], receipts):
             return
-        set_aside(partial, left_by)
+        set_aside(partial, left.get("lineage_key", "unknown"))
     remove(partial)
     if stage.receipt:
         partial.mkdir()
     if stage.resumable:
-        write_text(marker, key)
+        write_text(partial / MARKER, json.dumps(origin))

@@ -1,19 +1,47 @@
 """The storage root and the run directory, the contract between stages.
 
-    STORAGE/runs/NAME/     config.toml, dataset/, plan.json, training/, evaluation/, registration.json
+    STORAGE/runs/NAME/     config.toml, dataset/, plan.json, training/, evaluation/, registration.json, .lock
     STORAGE/mlflow/        mlflow.db, artifacts/      (unless MLFLOW_TRACKING_URI is set)
     STORAGE/prefect/       Prefect's home             (unless PREFECT_HOME is set)
 
-An output is written under a temporary name and renamed; what it replaces is kept under NAME/replaced/.
+An output is written under a temporary name and renamed; what it replaces is kept under NAME/replaced/. Whoever writes
+into a run's directory holds its lock.
 """
 
 from __future__ import annotations
 
+import difflib
+import fcntl
+import itertools
+import json
 import os
 import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from grpo_core.config import RunConfig, dump_config
+
+# Longer than a supervised process gets to end, checkpoint included.
+ENDING_SECONDS = 60.0
+POLL_SECONDS = 0.1
+NAMES_SHOWN = 5
+
+_locks: set[int] = set()
+
+
+class RunInUseError(RuntimeError):
+    """A run that another process writes into; the message says which process, since when and what to do."""
+
+
+class UnknownRunError(LookupError):
+    """A run that is not under the storage root; the message says where it was looked for and which are there."""
 
 
 def storage_root() -> Path:
@@ -21,12 +49,100 @@ def storage_root() -> Path:
     return Path(os.environ.get("GRPO_STORAGE", "storage")).resolve()
 
 
-def open_run(config: RunConfig) -> Path:
-    """The run's directory, with its resolved configuration written."""
+@contextmanager
+def open_run(config: RunConfig, say: Callable[[str], None] = print) -> Iterator[Path]:
+    """The run's directory, locked, with its resolved configuration written. RunInUseError as from `locked`."""
     run = storage_root() / "runs" / config.name
     run.mkdir(parents=True, exist_ok=True)
-    write_text(run / "config.toml", dump_config(config))
-    return run
+    with locked(run, say):
+        write_text(run / "config.toml", dump_config(config))
+        yield run
+
+
+def find_run(name: str) -> Path:
+    """The directory of an earlier run; UnknownRunError names the nearest ones there are."""
+    folder = storage_root() / "runs"
+    runs = {path.parent.name: path.parent for path in folder.glob("*/config.toml")}
+    if name in runs:
+        return runs[name]
+    near = difflib.get_close_matches(name, runs, n=NAMES_SHOWN) or sorted(runs)[:NAMES_SHOWN]
+    there = f"the nearest there: {', '.join(near)}" if near else "there is none there yet; `grpo run CONFIG` makes one"
+    raise UnknownRunError(f"no run {name!r} in {folder} (GRPO_STORAGE says where); {there}")
+
+
+@contextmanager
+def locked(run: Path, say: Callable[[str], None] = print) -> Iterator[Path]:
+    """Hold the run directory alone; RunInUseError at once when another process works in it.
+
+    The kernel frees the lock when the holder and the processes that it supervises (`held_locks`) have ended, however
+    they end. Where the holder has died, or this is a retry of its flow run, they are about to: that is waited for, up
+    to ENDING_SECONDS, which `say` is told.
+    """
+    descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _acquire(descriptor, run, say)
+        _locks.add(descriptor)
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(_this_process()).encode(), 0)
+        yield run
+    finally:
+        _locks.discard(descriptor)
+        os.close(descriptor)  # unlocking it would take it from the supervised processes too
+
+
+def held_locks() -> tuple[int, ...]:
+    """File descriptors of the locks held by this process. A supervisor that inherits them keeps the run locked until
+    what it supervises has ended, whatever became of this process."""
+    return tuple(_locks)
+
+
+def _acquire(descriptor: int, run: Path, say: Callable[[str], None]) -> None:
+    deadline = time.monotonic() + ENDING_SECONDS
+    waiting = False
+    while not _lock(descriptor):
+        holder = _holder(descriptor)
+        name = "process {pid} on {host} since {since}".format(**holder) if holder else "another process"
+        if not _is_ending(holder) or time.monotonic() > deadline:
+            raise RunInUseError(
+                f"run {run.name!r} is in use by {name} ({run}): two runs in one directory would overwrite each other. "
+                "Wait until it has ended, cancel it, or give this one another name (--set name=...)"
+            )
+        if not waiting:
+            say(f"run {run.name!r}: waiting up to {ENDING_SECONDS:.0f} s for what {name} started to end")
+            waiting = True
+        time.sleep(POLL_SECONDS)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
+        "flow_run": os.environ.get("PREFECT__FLOW_RUN_ID"),  # set by Prefect for what it starts; the same at a retry
+    }
+
+
+def _holder(descriptor: int) -> dict[str, Any]:
+    """Who wrote itself into the lock file; empty in the instant before it has."""
+    try:
+        return json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return {}
+
+
+def _is_ending(holder: dict[str, Any]) -> bool:
+    """The holder has died, or is an earlier attempt of this flow run: its process tree is on its way out."""
+    this = _this_process()
+    retried = holder and holder["flow_run"] is not None and holder["flow_run"] == this["flow_run"]
+    return bool(retried or (holder and holder["host"] == this["host"] and not psutil.pid_exists(holder["pid"])))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -37,13 +153,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def set_aside(path: Path, key: str) -> None:
-    """Move an output of another lineage out of the way, to replaced/NAME-KEY."""
+    """Move an output out of the way, to replaced/NAME-KEY, or NAME-KEY-2 and so on where that is taken."""
     if not path.exists():
         return
-    kept = path.parent / "replaced" / f"{path.name}-{key[:12]}"
-    kept.parent.mkdir(exist_ok=True)
-    remove(kept)
-    path.rename(kept)
+    folder = path.parent / "replaced"
+    folder.mkdir(exist_ok=True)
+    kept = f"{path.name}-{key[:12]}"
+    names = itertools.chain([kept], (f"{kept}-{number}" for number in itertools.count(2)))
+    path.rename(next(folder / name for name in names if not (folder / name).exists()))
 
 
 def remove(path: Path) -> None:

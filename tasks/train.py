@@ -24,8 +24,8 @@ SECONDS_BETWEEN_UPDATES = 2.0
 
 
 @task(name="train")
-def train(run: Path) -> State[None]:
-    return run_stage(TRAIN, run, _work)
+def train(run: Path, force: bool = False) -> State[None]:
+    return run_stage(TRAIN, run, _work, force)
 
 
 def _work(context: Context) -> dict[str, Any]:

@@ -45,8 +45,8 @@ class Screened:
 
 
 @task(name="validate")
-def validate(run: Path) -> State[None]:
-    return run_stage(VALIDATE, run, _work)
+def validate(run: Path, force: bool = False) -> State[None]:
+    return run_stage(VALIDATE, run, _work, force)
 
 
 def _work(context: Context) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.serving import Served, serving
+
 
 @pytest.fixture(scope="session")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -22,3 +24,10 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with prefect_test_harness(server_startup_timeout=180):
         yield root
     del os.environ["GRPO_STORAGE"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`grpo up` over a storage root of its own."""
+    with serving(tmp_path_factory.mktemp("served")) as servers:
+        yield servers

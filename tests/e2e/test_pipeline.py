@@ -31,26 +31,28 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(inputs: Path, *overrides: str) -> Any:
-    return load_config(
-        CONFIG,
-        [
-            f"model.name_or_path={inputs / 'base'}",
-            f"data.train={inputs / 'train.parquet'}",
-            f"data.eval={inputs / 'eval.parquet'}",
-            "name=small",
-            "rollout.engine=transformers",
-            "train.per_device_train_batch_size=32",
-            "train.max_steps=4",
-            "train.save_steps=2",
-            *overrides,
-        ],
-    )
+    return load_config(CONFIG, _overrides(inputs, *overrides))
+
+
+def _overrides(inputs: Path, *overrides: str) -> list[str]:
+    return [
+        f"model.name_or_path={inputs / 'base'}",
+        f"data.train={inputs / 'train.parquet'}",
+        f"data.eval={inputs / 'eval.parquet'}",
+        "name=small",
+        "rollout.engine=transformers",
+        "train.per_device_train_batch_size=32",
+        "train.max_steps=4",
+        "train.save_steps=2",
+        *overrides,
+    ]
 
 
 def _run(inputs: Path, *overrides: str) -> Path:
+    from flows.form import changes_of
     from flows.pipeline import pipeline
 
-    return pipeline(_config(inputs, *overrides))
+    return pipeline("quickstart", changes_of(CONFIG, _overrides(inputs, *overrides)))
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +193,57 @@ def test_running_again_skips_every_stage_and_an_edit_reruns_what_depends_on_it(f
     ]
     assert (finished / "training" / "result.json").stat().st_mtime_ns == trained_at
     assert list((finished / "replaced").glob("evaluation-*/report.json"))
+
+
+def test_a_stage_rerun_alone_makes_stale_what_depends_on_it_and_the_pipeline_reruns_just_that(
+    finished: Path, inputs: Path
+) -> None:
+    from flows.stages import evaluate_run
+    from tasks.stage import conditions
+
+    _run(inputs)
+    evaluate_run("small")
+    assert _task_states("small-evaluate") == [("evaluate", "Skipped")]
+    before = json.loads((finished / "evaluation" / "report.json").read_text())
+    evaluate_run("small", force=True)
+    assert _task_states("small-evaluate") == [("evaluate", "Completed")]
+    after = json.loads((finished / "evaluation" / "report.json").read_text())
+    assert (after["trained"], after["lineage_key"]) == (before["trained"], before["lineage_key"])
+    assert after["made"] != before["made"]
+    outdated = {name: found.reason for name, found in conditions(finished).items() if not found.is_up_to_date}
+    assert outdated == {"register": "evaluate was made again"}
+    version = json.loads((finished / "registration.json").read_text())["version"]
+    _run(inputs)
+    assert _task_states("small") == [*((stage, "Skipped") for stage in STAGES[:4]), ("register", "Completed")]
+    assert int(json.loads((finished / "registration.json").read_text())["version"]) == int(version) + 1
+
+
+def test_the_real_prompts_and_plan_made_again_come_out_the_same_and_nothing_is_trained_again(
+    finished: Path, inputs: Path
+) -> None:
+    from flows.stages import plan_run, validate_run
+    from tasks.stage import conditions
+
+    _run(inputs)
+    validate_run("small", force=True)
+    plan_run("small", force=True)
+    assert _task_states("small-plan") == [("plan", "Completed")]
+    assert all(found.is_up_to_date for found in conditions(finished).values())
+
+
+def test_a_stage_alone_refuses_to_work_on_what_an_edit_made_stale(finished: Path, inputs: Path) -> None:
+    from flows.stages import evaluate_run
+    from tasks.stage import StageError
+    from tasks.storage import open_run
+
+    with open_run(_config(inputs, "train.max_steps=5")):
+        pass
+    with pytest.raises(
+        StageError, match=r"(?s)evaluate of run 'small' .*grpo stage plan --run small.*grpo stage train"
+    ):
+        evaluate_run("small")
+    _run(inputs)
+    assert _task_states("small") == [(stage, "Skipped") for stage in STAGES]
 
 
 def test_bad_data_fails_validate_with_the_rows_and_trains_nothing(storage: Path, inputs: Path, tmp_path: Path) -> None:

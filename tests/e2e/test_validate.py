@@ -28,7 +28,8 @@ def _run(model: Path, folder: Path, name: str, rows: dict[int, dict[str, Any]], 
     )
     values = config_values(model, folder)
     values["data"]["checks"] = changes.pop("checks", {})
-    return open_run(parse_config({**values, **changes, "name": name}))
+    with open_run(parse_config({**values, **changes, "name": name})) as run:
+        return run
 
 
 def _validate(run: Path) -> None:

@@ -1,0 +1,66 @@
+"""What Prefect offers to trigger on one machine: the pipeline and each stage, served by one process (`grpo serve`).
+
+prefect.yaml declares the same flows for work pools.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import prefect
+from prefect import Flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+from prefect.deployments.runner import EntrypointType, RunnerDeployment
+from prefect.exceptions import ObjectNotFound
+from prefect.schedules import Cron
+
+from flows.pipeline import pipeline
+from flows.stages import evaluate_run, plan_run, register_run, train_run, validate_run
+
+NAME = "local"  # pipeline/local, train/local, …
+NIGHTLY = Cron("0 2 * * *", timezone="UTC", active=False, slug="nightly")
+STAGES = [validate_run, plan_run, train_run, evaluate_run, register_run]
+TRAINING_LIMIT = "grpo-training"
+
+
+def deployments() -> list[RunnerDeployment]:
+    """The pipeline, with a nightly schedule that is off until switched on, and each stage by itself.
+
+    A pipeline that the server knows already keeps the schedules that its users made of it.
+    """
+    offered = [_deployment(pipeline, ["grpo"], schedule=NIGHTLY), *(_deployment(s, ["grpo", "stage"]) for s in STAGES)]
+    if _is_known(offered[0].full_name):
+        offered[0].schedules = []
+        offered[0].model_fields_set.difference_update({"schedules", "paused"})  # what is not set is not sent
+    return offered
+
+
+def serve() -> None:
+    """Make what the flows need on the server, then run what is triggered, until SIGINT or SIGTERM."""
+    ensure_training_limit()
+    # A schedule stays as its user left it: switching it off at the end would need somebody to switch it on again.
+    prefect.serve(*deployments(), pause_on_shutdown=False)
+
+
+def ensure_training_limit() -> None:
+    """One training at a time, unless the server already has a limit of that name with other slots."""
+    with get_client(sync_client=True) as client:
+        try:
+            client.read_global_concurrency_limit_by_name(TRAINING_LIMIT)
+        except ObjectNotFound:
+            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=TRAINING_LIMIT, limit=1))
+
+
+def _deployment(flow: Flow, tags: list[str], **options: Any) -> RunnerDeployment:
+    # By module, so that a flow run finds it whatever folder it starts in.
+    return flow.to_deployment(NAME, tags=tags, entrypoint_type=EntrypointType.MODULE_PATH, **options)
+
+
+def _is_known(name: str) -> bool:
+    with get_client(sync_client=True) as client:
+        try:
+            client.read_deployment_by_name(name)
+        except ObjectNotFound:
+            return False
+    return True

@@ -1,0 +1,100 @@
+"""The pipeline's parameters: a preset (a file in configs/) and the keys that differ from it.
+
+The form in Prefect's UI is generated from the configuration's models. Prefect's API holds what it is given against the
+form before a run exists; `resolve` holds the whole configuration against every rule when the run starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
+
+from grpo_core.config import ConfigError, RunConfig, describe_bounds, parse_config, read_values
+
+CONFIGS = Path(os.environ.get("GRPO_CONFIGS", Path(__file__).parents[1] / "configs"))
+PRESETS = sorted(path.stem for path in CONFIGS.glob("*.toml"))
+
+
+def resolve(preset: str, changes: dict[str, Any]) -> RunConfig:
+    """The configuration that a preset, or any TOML file, gives with the keys in `changes` replaced; a list is replaced
+    as a whole, and null stands for "as in the preset". ConfigError names every key that is wrong."""
+    path = CONFIGS / f"{preset}.toml" if preset in PRESETS else Path(preset)
+    if not path.is_file():
+        near = difflib.get_close_matches(preset, PRESETS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"presets: {', '.join(PRESETS)}"
+        raise ConfigError(f"preset = {preset!r}: neither a preset in {CONFIGS} nor a file; {hint}")
+    return parse_config(_merge(read_values(path), changes))
+
+
+def changes_of(path: Path, overrides: list[str] | None) -> dict[str, Any]:
+    """What `section.key=value` overrides change in a file, as `resolve` takes it."""
+    return _difference(read_values(path), read_values(path, overrides))
+
+
+def form_schema() -> dict[str, Any]:
+    """JSON schema of `changes`: every key of a configuration, grouped by section, none required.
+
+    Without defaults, which Prefect would fill in and send: an empty field is as in the preset. The configuration's own
+    default stands in the description.
+    """
+    schema = RunConfig.model_json_schema()
+    form = _section(schema, schema["$defs"])
+    del form["required"]
+    return {**form, "title": "changes", "default": {}}
+
+
+def _section(schema: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    fields = {
+        name: {**_field(field, sections), "title": name, "position": position}
+        for position, (name, field) in enumerate(schema["properties"].items())
+    }
+    kept = {key: schema[key] for key in ("type", "description", "required", "additionalProperties") if key in schema}
+    return {**kept, "properties": fields}
+
+
+def _field(field: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    if "$ref" in field:
+        section = _section(sections[field["$ref"].rsplit("/", 1)[-1]], sections)
+        section.pop("required", None)
+        return section
+    (form,) = (form for form in field.get("anyOf", [field]) if form.get("type") != "null")
+    rules = {key: value for key, value in form.items() if key not in ("default", "title")}
+    if rules.get("type") == "boolean":  # as a switch the form would send false for what nobody touched
+        rules = {"enum": [True, False]}
+    if "$ref" in form.get("items", {}):
+        rules["items"] = _section(sections[form["items"]["$ref"].rsplit("/", 1)[-1]], sections)
+        field = {**field, "description": f"{field['description']} What is given here replaces the preset's."}
+    # Prefect's UI shows neither bounds nor patterns by itself.
+    meaning = field["description"].replace("\n", " ")
+    bounds = f" Bounds: {describe_bounds(form)}." if describe_bounds(form) else ""
+    default = f" Default: {json.dumps(field['default'])}." if field.get("default") is not None else ""
+    return {**rules, "description": meaning + bounds + default}
+
+
+def _merge(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for key, change in changes.items():
+        if isinstance(change, dict) and isinstance(merged.get(key, {}), dict):
+            merged[key] = _merge(merged.get(key, {}), change)
+        elif change is not None:
+            merged[key] = change
+    return merged
+
+
+def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _difference(before.get(key, {}), value)
+        if isinstance(value, dict) and isinstance(before.get(key, {}), dict)
+        else value
+        for key, value in after.items()
+        if before.get(key) != value
+    }
+
+
+Preset = Annotated[str, WithJsonSchema({"type": "string", "enum": PRESETS})]
+Changes = Annotated[dict[str, Any], WithJsonSchema(form_schema())]

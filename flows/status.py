@@ -1,0 +1,52 @@
+"""`grpo status`: what of a run is up to date, what the pipeline would do again, and why. No torch, under a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from grpo_core.config import ConfigError
+from grpo_core.rewards.contract import RewardError
+from tasks.stage import STAGES, conditions
+from tasks.storage import UnknownRunError, find_run
+
+COLOURS = {"up to date": "green", "stale": "yellow", "missing": "dim"}
+KEY_FIGURES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "validate": lambda it: f"{it['num_prompts']['train']:,} + {it['num_prompts']['eval']:,} prompts",
+    "plan": lambda it: f"{it['plan']['max_steps']:,} updates planned",
+    "train": lambda it: f"{it['counted']['updates']:,} updates",
+    "evaluate": lambda it: "accuracy {mean:+.1%} [{low:+.1%}, {high:+.1%}]".format(**it["difference"]["accuracy"]),
+    "register": lambda it: f"{it['model_name']} version {it['version']}, {it['alias']}",
+}
+
+
+def status(run: Annotated[str, typer.Argument(help="name of a run")]) -> None:
+    """Show which stages of a run are up to date. Exit status 0: all are, 1: not all, 2: no such run."""
+    try:
+        complete = show_status(find_run(run))
+    except (UnknownRunError, ConfigError, RewardError) as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    if not complete:
+        raise typer.Exit(1)
+
+
+def show_status(folder: Path) -> bool:
+    """Print the table; whether every stage is up to date."""
+    now = conditions(folder)
+    table = Table("stage", "condition", "because", "made", "figure", title=f"run {folder.name}")
+    for stage in STAGES:
+        condition, receipt = now[stage.name], stage.read_receipt(folder)
+        made = figure = ""
+        if receipt:
+            made = f"{datetime.fromtimestamp(stage.receipt_path(folder).stat().st_mtime):%Y-%m-%d %H:%M}"
+            figure = KEY_FIGURES[stage.name](receipt)
+        table.add_row(stage.name, condition.state, condition.reason, made, figure, style=COLOURS[condition.state])
+    Console().print(table)
+    return all(condition.is_up_to_date for condition in now.values())

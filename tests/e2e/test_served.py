@@ -1,0 +1,75 @@
+"""The pipeline triggered as from Prefect's UI, in small: `grpo up` in a process of its own, runs by the API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.conftest import make_model, write_sums
+from tests.serving import Served
+
+STAGES = ["validate", "plan", "train", "evaluate", "register"]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The quickstart in small, as the form sends it."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_model(folder / "base")
+    return {
+        "name": "small",
+        "model": {"name_or_path": str(folder / "base")},
+        "data": {
+            "train": str(write_sums(folder / "train.parquet", 10, 50)),
+            "eval": str(write_sums(folder / "eval.parquet", 60, 92)),
+        },
+        "rollout": {"engine": "transformers"},
+        "train": {"per_device_train_batch_size": 32, "max_steps": 4, "save_steps": 2},
+    }
+
+
+def test_a_run_from_the_form_completes_and_the_same_again_skips_every_stage(
+    served: Served, changes: dict[str, Any]
+) -> None:
+    first = served.wait(served.trigger("pipeline/local", preset="quickstart", changes=changes))
+    assert (first["state_type"], first["name"]) == ("COMPLETED", "small"), served.messages(first["id"])
+    assert served.tasks(first["id"], 5) == [(stage, "Completed") for stage in STAGES]
+    folder = served.storage / "runs" / "small"
+    assert json.loads((folder / "registration.json").read_text())["version"] == "1"
+    second = served.wait(served.trigger("pipeline/local", preset="quickstart", changes=changes))
+    assert served.tasks(second["id"], 5) == [(stage, "Skipped") for stage in STAGES]
+
+
+def test_a_value_out_of_bounds_and_an_unknown_key_are_refused_before_there_is_a_run(served: Served) -> None:
+    for changes, said in [
+        ({"train": {"learning_rate": -1}}, "changes.train.learning_rate"),
+        ({"train": {"learning_rat": 1}}, "learning_rat"),
+        ({"rollout": {"engine": "sglang"}}, "changes.rollout.engine"),
+    ]:
+        answer = served.request("pipeline/local", changes=changes)
+        assert answer.status_code == 409
+        assert said in answer.text
+
+
+def test_values_that_do_not_go_together_fail_at_once_by_name(served: Served) -> None:
+    changes = {"name": "refused", "train": {"lr_scheduler_type": "constant"}}
+    run = served.wait(served.trigger("pipeline/local", changes=changes))
+    assert (run["state_type"], served.tasks(run["id"], 0)) == ("FAILED", [])
+    assert "lr_scheduler_type='constant' ignores warmup_steps=5" in run["state"]["message"]
+    assert not (served.storage / "runs" / "refused").exists()
+
+
+def test_a_stage_of_an_earlier_run_is_a_deployment_of_its_own(served: Served) -> None:
+    run = served.wait(served.trigger("plan/local", run="small"))
+    assert (run["state_type"], served.tasks(run["id"], 1)) == ("COMPLETED", [("plan", "Skipped")])
+
+
+def test_what_serving_needs_is_there_and_the_schedule_waits_to_be_switched_on(served: Served) -> None:
+    limit: dict[str, Any] = served.get("/v2/concurrency_limits/grpo-training")
+    assert limit["limit"] == 1
+    [schedule] = served.get("/deployments/name/pipeline/local")["schedules"]
+    assert (schedule["active"], schedule["slug"], schedule["schedule"]["timezone"]) == (False, "nightly", "UTC")

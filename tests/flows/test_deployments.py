@@ -1,0 +1,164 @@
+"""prefect.yaml against a real Prefect server: what it deploys, where it runs, what a person is told when it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+from prefect.flows import load_flow_from_entrypoint
+
+from tests.conftest import config_values, write_sums
+from tests.serving import Served, prefect_server
+
+PROJECT = Path(__file__).parents[2]
+WORK_POOLS = PROJECT / "docs" / "work-pools"
+STAGES = {"validate": "cpu", "plan": "cpu", "train": "gpu", "evaluate": "gpu", "register": "cpu"}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A Prefect server, nothing served."""
+    with prefect_server(tmp_path_factory.mktemp("served")) as server:
+        yield server
+
+
+def _prefect(server: Served, *command: str, **variables: str) -> str:
+    """`prefect COMMAND` in the project's folder; what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect", "--no-prompt", *command],
+        cwd=PROJECT,
+        env={**server.environment, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@contextmanager
+def _worker(server: Served, pool: str) -> Iterator[None]:
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", pool]
+    log = server.storage / f"worker-{pool}.log"
+    with log.open("wb") as output:
+        worker = subprocess.Popen(command, env=server.environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield
+    finally:
+        worker.terminate()
+        worker.wait(timeout=60)
+
+
+def test_all_is_deployed_to_its_pool_with_the_form_and_the_schedule_off(server: Served) -> None:
+    for pool in ("cpu", "gpu"):
+        _prefect(server, "work-pool", "create", pool, "--type", "process")
+    _prefect(server, "deploy", "--all")
+    for stage, pool in STAGES.items():
+        known = server.get(f"/deployments/name/{stage}/{pool}")
+        assert (known["work_pool_name"], set(known["parameter_openapi_schema"]["properties"])) == (
+            pool,
+            {"run", "force"},
+        )
+        assert load_flow_from_entrypoint(str(PROJECT / known["entrypoint"])).name == stage
+    known = server.get("/deployments/name/pipeline/cpu")
+    assert known["enforce_parameter_schema"]
+    assert "train" in known["parameter_openapi_schema"]["properties"]["changes"]["properties"]
+    assert [schedule["active"] for schedule in known["schedules"]] == [False]
+
+
+def test_the_pipeline_runs_on_one_pool_and_its_gpu_stages_on_another(
+    server: Served, model_folder: Path, tmp_path: Path
+) -> None:
+    write_sums(tmp_path / "train.parquet", 10, 34)
+    write_sums(tmp_path / "eval.parquet", 60, 76)
+    changes = config_values(model_folder, tmp_path, max_steps=2, warmup_steps=0)
+    with _worker(server, "cpu"), _worker(server, "gpu"):
+        first = server.wait(server.trigger("pipeline/cpu", changes=changes))
+        again = server.wait(server.trigger("pipeline/cpu", changes=changes))
+    assert first["state_type"] == again["state_type"] == "COMPLETED", server.messages(first["id"])
+    done = server.tasks(first["id"], 5)  # a handed-over stage is there under a name that Prefect makes up
+    assert [state for _, state in done] == ["Completed"] * 5
+    assert [name for name, _ in done if name in STAGES] == ["validate", "plan", "register"]
+    assert server.tasks(again["id"], 3) == [(stage, "Skipped") for stage in ("validate", "plan", "register")]
+    handed_over = server.filter("flow_runs", deployments={"name": {"any_": ["gpu"]}})
+    assert {run["name"] for run in handed_over} == {"test-train", "test-evaluate"}
+    assert len(handed_over) == 2
+
+
+@pytest.mark.parametrize("kind", ["docker", "kubernetes"])
+def test_the_definitions_for_containers_are_accepted(server: Served, kind: str) -> None:
+    variables = {
+        "GRPO_IMAGE": "registry.internal/grpo-flows:1",
+        "GRPO_STORAGE": "/mnt/grpo",
+        "MLFLOW_TRACKING_URI": "http://mlflow.internal:5000",
+    }
+    for pool in ("cpu", "gpu"):
+        template = str(WORK_POOLS / f"{kind}-job.json")
+        _prefect(server, "work-pool", "delete", pool)
+        _prefect(server, "work-pool", "create", pool, "--type", kind, "--base-job-template", template)
+    _prefect(server, "deploy", "--all", "--prefect-file", str(WORK_POOLS / f"{kind}.yaml"), **variables)
+    known = server.get("/deployments/name/train/gpu")
+    assert known["job_variables"]["image"] == variables["GRPO_IMAGE"]
+    assert known["job_variables"]["env"]["GRPO_STORAGE"] == "/storage"
+    assert known["pull_steps"] == [{"prefect.deployments.steps.set_working_directory": {"directory": "/app"}}]
+    template = server.get("/work_pools/gpu")["base_job_template"]
+    assert known["job_variables"].keys() <= template["variables"]["properties"].keys()
+    assert "shm" in json.dumps(known["job_variables"])
+
+
+def test_serving_again_keeps_schedules_and_slots_as_their_user_left_them(server: Served) -> None:
+    serve = "from flows import deployments as d; d.ensure_training_limit(); [it.apply() for it in d.deployments()]"
+
+    def serve_once() -> list[tuple[bool, str]]:
+        subprocess.run([sys.executable, "-c", serve], cwd=PROJECT, env=server.environment, check=True, timeout=300)
+        known = server.get("/deployments/name/pipeline/local")
+        return sorted((schedule["active"], schedule["schedule"]["timezone"]) for schedule in known["schedules"])
+
+    assert serve_once() == [(False, "UTC")]
+    known = server.get("/deployments/name/pipeline/local")
+    path = f"/deployments/{known['id']}/schedules"
+    server.api.patch(f"{path}/{known['schedules'][0]['id']}", json={"active": True}).raise_for_status()
+    further = {"active": False, "schedule": {"cron": "30 1 * * 1-5", "timezone": "Europe/Berlin"}}
+    server.api.post(path, json=[further]).raise_for_status()
+    server.api.patch("/v2/concurrency_limits/grpo-training", json={"limit": 4}).raise_for_status()
+    assert serve_once() == [(False, "Europe/Berlin"), (True, "UTC")]
+    assert server.get("/v2/concurrency_limits/grpo-training")["limit"] == 4
+
+
+def test_a_failed_run_reaches_a_webhook(server: Served) -> None:
+    heard: Queue[dict[str, Any]] = Queue()
+
+    class Listener(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            heard.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    listener = HTTPServer(("127.0.0.1", 0), Listener)
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    environment = {**server.environment, "PYTHONPATH": str(PROJECT)}
+    try:
+        url = f"http://127.0.0.1:{listener.server_port}"
+        for command in (
+            ["examples/notifications/webhook.py", url],
+            ["-c", "from flows.pipeline import pipeline; pipeline('none', return_state=True)"],
+        ):
+            subprocess.run([sys.executable, *command], cwd=PROJECT, env=environment, check=True, timeout=300)
+        message = heard.get(timeout=120)
+    finally:
+        listener.shutdown()
+    assert message["text"].startswith("pipeline: run refused is Failed. http")

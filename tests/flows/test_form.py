@@ -1,0 +1,122 @@
+"""The form that Prefect shows for the pipeline: each key of a configuration, and what a filled-in form means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import validate
+
+from flows.form import CONFIGS, PRESETS, changes_of, resolve
+from flows.pipeline import pipeline
+from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config, parse_config
+
+SCHEMA = parameter_schema(pipeline).model_dump_for_openapi()
+BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "minItems", "pattern"}
+
+
+def _walk(form: dict[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]:
+    """Each key of the form with its field."""
+    fields = {}
+    for name, field in form["properties"].items():
+        inner = field.get("items", field)
+        fields |= _walk(inner, f"{prefix}{name}.") if "properties" in inner else {f"{prefix}{name}": field}
+    return fields
+
+
+def _model_fields() -> dict[str, dict[str, Any]]:
+    """Each key of the configuration with its JSON schema."""
+    root = RunConfig.model_json_schema()
+
+    def walk(schema: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
+        fields = {}
+        for name, field in schema["properties"].items():
+            inner = field.get("items", field).get("$ref", "").rsplit("/", 1)[-1]
+            fields |= walk(root["$defs"][inner], f"{prefix}{name}.") if inner else {f"{prefix}{name}": field}
+        return fields
+
+    return walk(root, "")
+
+
+def test_the_form_has_every_key_with_its_meaning_default_bounds_and_choices() -> None:
+    form, model = _walk(SCHEMA["properties"]["changes"]), _model_fields()
+    assert list(form) == [key for key, *_ in describe_keys()] == list(model)
+    for key, default, _, meaning in describe_keys():
+        assert form[key]["description"].startswith(meaning) and meaning
+        assert f"Default: {default}." in form[key]["description"] or default in ("required", "", "null")
+        schemas = model[key].get("anyOf", [model[key]])
+        promised = {name: value for schema in schemas for name, value in schema.items() if name in BOUNDS}
+        assert promised.items() <= form[key].items()
+
+
+def test_an_empty_field_is_sent_as_nothing() -> None:
+    """Prefect fills in a default by itself, asks which type a union shall have, and sends false for a switch."""
+    for key, field in _walk(SCHEMA["properties"]["changes"]).items():
+        assert not {"default", "anyOf", "$ref"} & field.keys(), key
+        assert field.get("type") != "boolean", key
+    assert "required" not in SCHEMA
+    assert SCHEMA["properties"]["changes"]["default"] == {}
+    assert not validate({"preset": PRESETS[0], "changes": {}}, SCHEMA, preprocess=False)
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "seed": st.integers(0, 2**31 - 1),
+            "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True),
+            "train": st.fixed_dictionaries(
+                {}, optional={"max_steps": st.integers(1, 9), "learning_rate": st.floats(1e-6, 1, exclude_min=True)}
+            ),
+            "algorithm": st.fixed_dictionaries({}, optional={"loss_type": st.sampled_from(["grpo", "dapo"])}),
+            "model": st.fixed_dictionaries({}, optional={"use_peft": st.booleans()}),
+        },
+    )
+)
+def test_changes_mean_what_set_means(changes: dict[str, Any]) -> None:
+    flat = {f"{s}.{k}": v for s, keys in changes.items() if isinstance(keys, dict) for k, v in keys.items()}
+    flat |= {key: value for key, value in changes.items() if not isinstance(value, dict)}
+    sets = [f"{key}={str(value).lower() if isinstance(value, bool) else repr(value)}" for key, value in flat.items()]
+    path = CONFIGS / "quickstart.toml"
+    assert not validate({"preset": "quickstart", "changes": changes}, SCHEMA)
+    assert resolve("quickstart", changes) == resolve(str(path), changes) == load_config(path, sets)
+    assert resolve("quickstart", changes_of(path, sets)) == load_config(path, sets)
+
+
+def test_a_list_is_replaced_and_null_is_as_in_the_preset() -> None:
+    rewards = [{"function": "length", "args": {"target": 3}}]
+    config = resolve("quickstart", {"rewards": rewards, "train": {"max_steps": None}, "seed": None})
+    assert [reward.name for reward in config.rewards] == ["length"]
+    assert (config.train.max_steps, config.seed) == (80, 0)
+    path = CONFIGS / "quickstart.toml"
+    assert changes_of(path, ["rewards.0.weight=2"]) == {"rewards": [{"function": "numeric_match", "weight": 2}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train": {"learning_rat": 1}}, r"train.learning_rat: unknown key; did you mean 'learning_rate'\?"),
+        ({"train": {"learning_rate": -1}}, r"train.learning_rate = -1: Input should be greater than 0"),
+        ({"rollout": {"engine": "sglang"}}, r"rollout.engine = 'sglang': Input should be 'auto'"),
+        ({"train": 3}, r"train = 3: "),
+        ({"rewards": [{"function": "length", "wait": 1}]}, r"rewards.0.wait: unknown key"),
+        ({"train": {"eval_steps": 2, "lr_scheduler_type": "constant"}}, r"train: lr_scheduler_type='constant' ignores"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_key(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolve("quickstart", changes)
+    in_a_field = "ignores" not in said
+    assert bool(validate({"preset": "quickstart", "changes": changes}, SCHEMA)) == in_a_field
+
+
+def test_a_preset_is_a_file_in_configs_or_any_other(tmp_path: Path) -> None:
+    assert SCHEMA["properties"]["preset"]["enum"] == PRESETS == sorted(p.stem for p in CONFIGS.glob("*.toml"))
+    with pytest.raises(ConfigError, match=r"preset = 'quikstart': .* did you mean 'quickstart'\?"):
+        resolve("quikstart", {})
+    for preset in PRESETS:
+        assert resolve(preset, {}) == parse_config(load_config(CONFIGS / f"{preset}.toml").model_dump())

@@ -1,0 +1,161 @@
+"""`grpo up`, or a Prefect server alone, as a process on free ports; what a person does in the UI is done by the API."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_SECONDS = 300
+RUN_SECONDS = 600
+STOP_SECONDS = 120
+FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+
+
+@dataclass(frozen=True)
+class Served:
+    """`process`: what runs; `log`: what it and its children print; `environment`: of a process that is to find the
+    servers; `api`: a client of Prefect's API. Without MLflow's server, `mlflow_url` is empty."""
+
+    prefect_url: str
+    mlflow_url: str
+    storage: Path
+    process: subprocess.Popen[bytes]
+    log: Path
+    environment: dict[str, str]
+    api: httpx.Client
+
+    def trigger(self, deployment: str, **parameters: Any) -> str:
+        """Id of a new flow run of `FLOW/NAME`."""
+        answer = self.request(deployment, **parameters)
+        answer.raise_for_status()
+        return answer.json()["id"]
+
+    def request(self, deployment: str, **parameters: Any) -> httpx.Response:
+        """What the API answers to a new flow run with these parameters."""
+        known = self.get(f"/deployments/name/{deployment}")
+        return self.api.post(f"/deployments/{known['id']}/create_flow_run", json={"parameters": parameters})
+
+    def get(self, path: str) -> Any:
+        return self.api.get(path).raise_for_status().json()
+
+    def filter(self, kind: str, **body: Any) -> list[dict[str, Any]]:
+        """Objects such as "flow_runs" that match a Prefect filter."""
+        return self.api.post(f"/{kind}/filter", json=body).raise_for_status().json()
+
+    def wait(self, run_id: str, *states: str) -> dict[str, Any]:
+        """The flow run as soon as it is in one of the states (types); default: any final one."""
+        deadline = time.monotonic() + RUN_SECONDS
+        while time.monotonic() < deadline:
+            run = self.get(f"/flow_runs/{run_id}")
+            if run["state_type"] in (states or FINAL):
+                return run
+            assert not states or run["state_type"] not in FINAL, f"{run['state']}\n{self.messages(run_id)}"
+            time.sleep(0.2)
+        raise TimeoutError(f"flow run {run_id} is {run['state']}\n{self.messages(run_id)}")
+
+    def tasks(self, run_id: str, count: int) -> list[tuple[str, str]]:
+        """(task, state) in the order in which they began, as soon as `count` have ended: the server writes them down
+        some time after the flow run's own state."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            runs = self.filter("task_runs", flow_runs={"id": {"any_": [run_id]}})
+            if len([run for run in runs if run["state_type"] in FINAL]) >= count:
+                break
+            time.sleep(0.2)
+        runs.sort(key=lambda run: run["expected_start_time"])
+        return [(re.sub("-[0-9a-f]{3}$", "", run["name"]), run["state_name"]) for run in runs]
+
+    def messages(self, run_id: str) -> str:
+        """The log of a flow run."""
+        logs = self.filter("logs", logs={"flow_run_id": {"any_": [run_id]}}, sort="TIMESTAMP_ASC")
+        return "\n".join(log["message"] for log in logs)
+
+
+@contextmanager
+def serving(storage: Path, **environment: str) -> Iterator[Served]:
+    """`grpo up` over this storage until the body ends; `environment`: further variables of its processes."""
+    ports = _free_ports(2)
+    command = ["-m", "flows.cli", "up", "--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1])]
+    with _running(command, ports, storage, environment) as served:
+
+        def is_serving() -> bool:
+            ready = [d for d in served.filter("deployments") if d["status"] == "READY"]
+            return len(ready) == 6 and httpx.get(f"{served.mlflow_url}/health", timeout=5).is_success
+
+        _wait(served, is_serving)
+        yield served
+
+
+@contextmanager
+def prefect_server(storage: Path, **environment: str) -> Iterator[Served]:
+    """A Prefect server alone, until the body ends."""
+    ports = _free_ports(1)
+    command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(ports[0])]
+    with _running(command, ports, storage, environment) as served:
+        _wait(served, lambda: served.api.get("/health").is_success)
+        yield served
+
+
+@contextmanager
+def _running(command: list[str], ports: list[int], storage: Path, further: dict[str, str]) -> Iterator[Served]:
+    prefect_url, mlflow_url = [*(f"http://127.0.0.1:{port}" for port in ports), ""][:2]
+    home = storage / "prefect"
+    home.mkdir(exist_ok=True)
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))},
+        "GRPO_STORAGE": str(storage),
+        "PREFECT_HOME": str(home),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        **further,
+    }
+    log = storage / "serving.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**environment, "PREFECT_UI_API_URL": f"{prefect_url}/api", "PREFECT_UI_URL": prefect_url},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    environment["PREFECT_API_URL"] = f"{prefect_url}/api"
+    try:
+        with httpx.Client(base_url=f"{prefect_url}/api", timeout=60) as api:
+            yield Served(prefect_url, mlflow_url, storage, process, log, environment, api)
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=STOP_SECONDS)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait(served: Served, is_ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while served.process.poll() is None and time.monotonic() < deadline:
+        with suppress(httpx.HTTPError):
+            if is_ready():
+                return
+        time.sleep(0.2)
+    raise RuntimeError(f"nothing is served:\n{served.log.read_text()[-4000:]}")
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
