@@ -7,6 +7,7 @@ from pathlib import Path
 from prefect import flow
 
 from grpo_core.config import RunConfig
+from tasks.attempts import close_left_open
 from tasks.evaluate import evaluate
 from tasks.plan import plan
 from tasks.register import register
@@ -21,6 +22,7 @@ def pipeline(config: RunConfig) -> Path:
 
     A stage whose output is up to date is skipped, so running the same configuration again continues where it stopped.
     """
+    close_left_open()
     run = open_run(config)
     validate(run)
     plan(run)
