@@ -8,6 +8,7 @@ from pathlib import Path
 from grpo_core.environment import quiet_libraries
 from tasks.storage import storage_root
 
+HEARTBEAT_SECONDS = 30  # of a flow run, the least that Prefect allows; `crashes` misses them
 FILE_LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 
 
@@ -19,4 +20,5 @@ def configure() -> None:
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     # In memory, as by default, they are lost with the server, and the slots of who held one are never free again.
     os.environ.setdefault("PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE", FILE_LEASES)
+    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -387,3 +387,48 @@ def test_two_processes_killed_and_started_again_end_with_the_same_weights(
             finish(process)
     assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 4
     _assert_same(run, whole)
+
+
+TELLING = """
+import os, pathlib, signal, time
+told, calls, telling = pathlib.Path(__file__).with_name("told"), [], False
+def tell(completion_ids):
+    global telling
+    calls.append(1)
+    if len(calls) == 4 and os.environ["RANK"] == "0" and not told.exists():
+        told.touch()
+        telling = True
+        os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(telling)
+    return [-float(len(ids)) for ids in completion_ids]
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_told_to_stop_agree_where_and_end_with_the_same_weights(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "telling.py").write_text(TELLING)
+    values["rewards"] = [{"function": "telling:tell"}]
+    keys = {"num_processes": 2, "per_device_train_batch_size": 4, "max_steps": 20, "save_steps": 100}
+    whole, run = (make_run(tmp_path / name, with_keys(values, **keys)) for name in ("whole", "run"))
+    with started(run, tmp_path, 0, *TWO_PROCESSES) as process:
+        output, _ = process.communicate()
+    assert process.returncode
+    assert "training: told to stop" in output
+    for folder in (run, whole):
+        with started(folder, tmp_path, 0, *TWO_PROCESSES) as process:
+            finish(process)
+    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] in range(3, 20)
+    _assert_same(run, whole)
+
+
+def test_the_process_of_a_training_told_to_stop_ends_with_status_143(values: dict[str, Any], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", values)
+    code = (
+        "import os, signal, sys; from pathlib import Path; from tests.grpo_core.killing import train;"
+        "sys.exit(os.waitstatus_to_exitcode(train(Path(sys.argv[1]), 6, signal.SIGTERM)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 143, done.stderr
+    assert "training: told to stop, the checkpoint of step" in done.stdout
