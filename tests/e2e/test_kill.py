@@ -1,5 +1,4 @@
-"""`grpo run` killed in the middle of training: nothing of it is left running, what was trained is saved, and the next run
-goes on."""
+"""`grpo run` killed in the middle of training leaves no process and loses no update; the next run goes on."""
 
 from __future__ import annotations
 
