@@ -144,7 +144,9 @@ def _serving(folder: Path, client: SyncPrefectClient) -> Iterator[psutil.Process
     try:
         yield psutil.Process(runner.pid)
     finally:
-        runner.terminate()
+        with suppress(psutil.NoSuchProcess):
+            for process in [*psutil.Process(runner.pid).children(recursive=True), runner]:
+                process.kill()
         runner.wait()
 
 
@@ -245,7 +247,7 @@ def test_a_run_killed_with_its_runner_is_shown_as_crashed_and_its_retry_goes_on(
         flow_run = _start(folder, client, "killed")
         _wait_until_stuck(folder, "killed")
         processes = _of_training(runner)
-        (flow_process,) = runner.children()
+        (flow_process,) = (child for child in runner.children() if child.children())  # beside multiprocessing's tracker
         for process in (runner, flow_process):
             process.send_signal(signal.SIGKILL)
         assert not psutil.wait_procs(processes, timeout=CANCEL_SECONDS)[1]
