@@ -17,6 +17,7 @@ from prefect.states import Cancelling
 
 from flows.form import Changes, Preset, resolve
 from grpo_core.config import ConfigError
+from tasks.attempts import close_left_open
 from tasks.evaluate import evaluate
 from tasks.plan import plan
 from tasks.register import register
@@ -48,6 +49,7 @@ def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # n
         changes: Only what differs from the preset; an empty field is as in the preset. With another name there is
             another run beside the first.
     """
+    close_left_open()
     config = resolve(preset, changes)
     say = get_run_logger().warning
     with open_run(config, say) as run:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import random
 import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -24,6 +22,7 @@ from torch import nn
 
 from grpo_core.policy import Policy, load_trainable_state, trainable_state
 from grpo_core.progress import Progress
+from grpo_core.random_state import random_state, set_random_state
 from grpo_core.rollout.engine import Rollout
 
 MANIFEST = "manifest.json"
@@ -55,7 +54,7 @@ class Checkpoints:
         final = self._folder(progress.updates)
         temporary = final.with_suffix(".tmp")
         temporary.mkdir(parents=True, exist_ok=True)
-        torch.save(_random_state(), temporary / f"random-{self.accelerator.process_index}.pt")
+        torch.save(random_state(), temporary / f"random-{self.accelerator.process_index}.pt")
         if self.accelerator.is_main_process:
             state = {
                 "model": trainable_state(self.model),
@@ -69,7 +68,7 @@ class Checkpoints:
             sums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
             manifest = {"fingerprint": self.fingerprint, "best_step": progress.best_step, "checksums": sums}
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-            if healthy:
+            if healthy or (final / HEALTHY).exists():  # written again, of the same weights
                 (temporary / HEALTHY).touch()
             _replace(temporary, final)
             self._prune(keep)
@@ -96,7 +95,7 @@ class Checkpoints:
         if self.reference is not None:
             self.reference.master.load_state_dict(state["reference"])
             self.reference.refresh()
-        _set_random_state(torch.load(folder / f"random-{self.accelerator.process_index}.pt", weights_only=True))
+        set_random_state(torch.load(folder / f"random-{self.accelerator.process_index}.pt", weights_only=True))
         progress = state["progress"]
         progress["rollout"] = None if progress["rollout"] is None else Rollout(**progress["rollout"])
         progress["seen_in_epoch"] = frozenset(progress["seen_in_epoch"])
@@ -195,24 +194,3 @@ def _remove(folder: Path) -> None:
     temporary = folder.with_suffix(".tmp")
     folder.rename(temporary)
     shutil.rmtree(temporary)
-
-
-def _random_state() -> dict[str, Any]:
-    """The global random states that a reward function of the user may draw from; training itself draws from none."""
-    version, numbers, gauss = random.getstate()
-    numpy_state = np.random.get_state(legacy=False)
-    return {
-        "python": (version, numbers, gauss),
-        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all(),
-    }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    key = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
-    np.random.set_state({**state["numpy"], "state": {**state["numpy"]["state"], "key": key}})
-    torch.set_rng_state(state["torch"])
-    if len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])

@@ -16,6 +16,7 @@ class Progress:
     rows_per_pass: int  # completions that one forward pass holds; per_device_train_batch_size until memory runs out
     updates: int = 0
     rollout: Rollout | None = None  # the generation batch in use
+    unevaluated: dict[str, float] | None = None  # metrics of the last update while its evaluation is still to be made
     # What happened, to be compared with the plan.
     rollouts: int = 0
     prompts_seen: int = 0
@@ -69,6 +70,7 @@ class Progress:
             best_step=self.updates if is_best else self.best_step,
             best_value=max(value, self.best_value),
             evaluations_without_gain=waited,
+            unevaluated=None,
             stopped_early=patience is not None and waited >= patience,
         )
 

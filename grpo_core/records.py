@@ -5,6 +5,7 @@ metrics.jsonl is the source; a tracker gets the same figures live.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -86,6 +87,14 @@ class Records:
             print(f"training: back to step {step}", flush=True)
             self.file.close()
             self._open(step)
+
+    def stop(self, progress: Progress) -> None:
+        """Say where the training was told to stop; who told it may be gone, and with it who reads this."""
+        if self.accelerator.is_main_process:
+            self.file.close()
+            with contextlib.suppress(OSError):
+                saved = f"the checkpoint of step {progress.updates} is written" if progress.updates else "no step done"
+                print(f"training: told to stop, {saved}", flush=True)
 
     def finish(self, progress: Progress) -> dict[str, Any]:
         """Write result.json, last of all: its presence says that the training is complete."""

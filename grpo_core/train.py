@@ -1,8 +1,12 @@
-"""Entry point of the training process: `accelerate launch -m grpo_core.train RUN_DIR`."""
+"""Entry point of the training process: `accelerate launch -m grpo_core.train RUN_DIR`.
+
+Exit status 143: told to stop by SIGTERM, it wrote a checkpoint of the last complete update and ended.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -21,9 +25,14 @@ def main() -> None:
     if (output / "result.json").exists():
         sys.exit(f"{output} holds a finished training (result.json); move it away to train again")
     quiet_libraries()
+    from grpo_core.stopping import EXIT_STATUS, Stopped
     from grpo_core.trainer import train
 
-    train(arguments.run, output, arguments.report_to)
+    try:
+        train(arguments.run, output, arguments.report_to)
+    except Stopped:
+        # All is saved. What takes engines and trackers down at exit takes time, and would report a finished run.
+        os._exit(EXIT_STATUS)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from grpo_core.records import Records
 from grpo_core.rollout.collect import NotFiniteError, Sample, collect
 from grpo_core.rollout.engine import Rollout
 from grpo_core.session import Session, TrainingError, fingerprint, set_up
+from grpo_core.stopping import Stopped, check, interruptible, listening
 from grpo_core.sync import sync
 from grpo_core.update import adapt_entropy, score, update
 
@@ -37,7 +38,8 @@ def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, An
 
     Reads config.toml, plan.json and dataset/ under `run`; writes checkpoints/, metrics.jsonl, health.jsonl,
     completions/, model/ and result.json under `output`, continuing from the newest whole checkpoint there. `report_to`:
-    an Accelerate tracker's name ("mlflow") that gets the metrics live.
+    an Accelerate tracker's name ("mlflow") that gets the metrics live. Stopped on SIGTERM or SIGINT, with a checkpoint
+    of the last update.
     """
     session = set_up(run, report_to)
     config, plan = session.config, session.plan
@@ -52,31 +54,41 @@ def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, An
     progress = _begin(session, checkpoints)
     records = Records(session, output, resumed_at=progress.updates)
 
-    while progress.updates < plan.max_steps and not progress.stopped_early:
-        step = progress.updates + 1
+    with listening():
         try:
-            progress, metrics = advance(session, progress, records)
-            if config.train.eval_steps and (step % config.train.eval_steps == 0 or step == plan.max_steps):
-                progress, evaluated = evaluate(session, progress)
-                metrics |= evaluated
-                keep_best(session, progress, output / "best", checkpoints)
-            if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
-                raise NotFiniteError(f"step {step}: {', '.join(broken)} not finite")
-            streaks, findings = health.observe(config.health, progress.streaks, step, metrics)
-            progress = replace(progress, streaks=streaks)
-        except NotFiniteError as error:
-            findings = [health.not_finite(config.health, step, error)]
-        if _must_roll_back(session, records, findings, progress):
-            progress = roll_back(checkpoints, progress, config.train.save_total_limit)
-            records.rewind(progress.updates)
-            continue
-        records.step(step, metrics)
-        if health.is_healthy(config.health, progress.streaks):
-            checkpoints.confirm(step - 1)  # this step's figures are of the weights that it began with
-        if step % config.train.save_steps == 0 and step < plan.max_steps:
-            checkpoints.save(progress, config.train.save_total_limit)
-
-    return _finish(session, progress, records, output)
+            while progress.unevaluated or (progress.updates < plan.max_steps and not progress.stopped_early):
+                step = progress.updates + (0 if progress.unevaluated else 1)
+                try:
+                    if progress.unevaluated:  # stopped in its evaluation
+                        metrics = progress.unevaluated
+                    else:
+                        progress, metrics = advance(session, progress, records)
+                    if config.train.eval_steps and (step % config.train.eval_steps == 0 or step == plan.max_steps):
+                        progress = replace(progress, unevaluated=metrics)
+                        progress, evaluated = evaluate(session, progress)
+                        metrics = {**metrics, **evaluated}
+                        keep_best(session, progress, output / "best", checkpoints)
+                    if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
+                        raise NotFiniteError(f"step {step}: {', '.join(broken)} not finite")
+                    streaks, findings = health.observe(config.health, progress.streaks, step, metrics)
+                    progress = replace(progress, streaks=streaks)
+                except NotFiniteError as error:
+                    findings = [health.not_finite(config.health, step, error)]
+                if _must_roll_back(session, records, findings, progress):
+                    progress = roll_back(checkpoints, progress, config.train.save_total_limit)
+                    records.rewind(progress.updates)
+                    continue
+                records.step(step, metrics)
+                if health.is_healthy(config.health, progress.streaks):
+                    checkpoints.confirm(step - 1)  # this step's figures are of the weights that it began with
+                if step % config.train.save_steps == 0 and step < plan.max_steps:
+                    checkpoints.save(progress, config.train.save_total_limit)
+        except Stopped:
+            if progress.updates:
+                checkpoints.save(progress, config.train.save_total_limit)
+            records.stop(progress)
+            raise
+        return _finish(session, progress, records, output)
 
 
 def advance(session: Session, progress: Progress, records: Records) -> tuple[Progress, dict[str, float]]:
@@ -84,15 +96,17 @@ def advance(session: Session, progress: Progress, records: Records) -> tuple[Pro
     config, plan = session.config, session.plan
     start = time.perf_counter()
     parts: list[tuple[Rollout, int]] = []
-    for micro_step in plan.micro_steps(progress.updates):
-        rollout = progress.rollout
-        if rollout is None or rollout.index != micro_step.rollout:
-            rollout, samples = roll_out(session, micro_step.rollout, progress)
-            records.completions(progress.updates + 1, rollout, samples)
-            progress = progress.with_rollout(rollout, plan)
-        parts.append((rollout, micro_step.slice))
-    batch = concatenate([_micro_batch(session, *part, len(parts)) for part in parts])
-    metrics = update(session, batch, progress)
+    with interruptible(session.accelerator):
+        for micro_step in plan.micro_steps(progress.updates):
+            rollout = progress.rollout
+            if rollout is None or rollout.index != micro_step.rollout:
+                rollout, samples = roll_out(session, micro_step.rollout, progress)
+                records.completions(progress.updates + 1, rollout, samples)
+                progress = progress.with_rollout(rollout, plan)
+                check(session.accelerator)
+            parts.append((rollout, micro_step.slice))
+        batch = concatenate([_micro_batch(session, *part, len(parts)) for part in parts])
+        metrics = update(session, batch, progress)
     progress = replace(progress, rows_per_pass=session.memory.rows)
     kept_entropy = metrics.pop("kept_entropy", None)
     if config.algorithm.use_adaptive_entropy and kept_entropy is not None:
@@ -143,7 +157,8 @@ def move_reference(session: Session) -> None:
 def evaluate(session: Session, progress: Progress) -> tuple[Progress, dict[str, float]]:
     """The policy on the held-out prompts: metrics, and whether it is the best so far."""
     keys = session.config.train
-    metrics = evaluate_policy(session, progress)
+    with interruptible(session.accelerator):
+        metrics = evaluate_policy(session, progress)
     value = metrics.get(keys.metric_for_best_model, -torch.inf)
     return progress.with_evaluation(value, keys.early_stopping_threshold, keys.early_stopping_patience), metrics
 

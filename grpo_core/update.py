@@ -18,6 +18,7 @@ from grpo_core.rollout.collect import NotFiniteError, share
 from grpo_core.rollout.engine import Rollout
 from grpo_core.sections import AlgorithmConfig
 from grpo_core.session import Session
+from grpo_core.stopping import commit
 
 BUCKET = 2**26  # gradient elements reduced at once: few calls, little memory
 CPU_TOKENS = 2048  # of a pass on a CPU; with more, what a layer makes no longer stays in the cache for the next
@@ -53,6 +54,7 @@ def update(session: Session, batch: MicroBatch, progress: Progress) -> dict[str,
     if not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)):
         optimizer.zero_grad()
         raise NotFiniteError(f"step {progress.updates + 1}: loss {metrics['loss']}, gradient norm {grad_norm}")
+    commit()
     learning_rate = session.learning_rate(progress.updates) * 0.5**progress.roll_backs
     for group in optimizer.param_groups:
         group["lr"] = learning_rate

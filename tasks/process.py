@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from tasks.stage import StageError
 from tasks.storage import held_locks
@@ -23,8 +24,8 @@ def run_process(
 ) -> None:
     """Run `python COMMAND…` to its end; StageError with its last lines when it fails.
 
-    Whatever ends the caller (an exception, a signal, SIGKILL) ends the process and all it started: SIGTERM, then
-    SIGKILL to what is left after `grace` seconds.
+    Whatever ends the caller (an exception, also in `on_line`; a signal; SIGKILL) ends the process and all it started:
+    SIGTERM, then SIGKILL to what is left after `grace` seconds. An exception goes on when all of them are gone.
     """
     tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
     with subprocess.Popen(
@@ -44,7 +45,11 @@ def run_process(
                 tail.append(line.rstrip())
                 on_line(line.rstrip())
             code = process.wait()
-        finally:
+        except BaseException:
             process.terminate()
+            for line in process.stdout:  # it still has something to save and to say, and fails when nobody listens
+                with suppress(Exception):
+                    on_line(line.rstrip())
+            raise
     if code:
         raise StageError(f"{' '.join(command)} ended with status {code}; its last lines:\n" + "\n".join(tail))

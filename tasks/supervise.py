@@ -1,8 +1,9 @@
 """`python -m tasks.supervise GRACE COMMAND…`: run a command so that nothing of it outlives whoever asked for it.
 
 Stands between a task and its training. SIGTERM, or the end of its standard input (the task's process died, even by
-SIGKILL), ends the command: SIGTERM to its process group, GRACE seconds, SIGKILL to every descendant. As the
-subreaper it also finds descendants that made sessions of their own (ranks, engine processes).
+SIGKILL), ends the command: SIGTERM to its process group, up to GRACE seconds for all of them to end (a launcher may die
+at once while the trainer still saves), SIGKILL to every descendant left. As the subreaper it also finds those that made
+sessions of their own (ranks, engine processes).
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
-KILL_POLL_SECONDS = 0.01
+POLL_SECONDS = 0.02
 
 
 async def supervise(command: list[str], grace: float) -> int:
@@ -34,7 +36,10 @@ async def supervise(command: list[str], grace: float) -> int:
     loop.remove_reader(sys.stdin)
     if not exited.done():
         os.killpg(child.pid, signal.SIGTERM)
-        await asyncio.wait({exited}, timeout=grace)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                while not exited.done() or any(map(_runs, psutil.Process().children(recursive=True))):
+                    await asyncio.sleep(POLL_SECONDS)
     kill_descendants()
     code = await exited
     return code if code >= 0 else 128 - code
@@ -46,18 +51,23 @@ def kill_descendants() -> None:
     Zombies count as gone and are not waited for: who started the command waits for it and wants its status.
     """
     while sum(map(_kill, psutil.Process().children(recursive=True))):
-        time.sleep(KILL_POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def _kill(process: psutil.Process) -> bool:
     """SIGKILL it; False when there was nothing left to kill."""
-    try:
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
+    if not _runs(process):
+        return False
+    with suppress(psutil.NoSuchProcess):
         process.kill()
+    return True
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-    return True
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from tasks.storage import storage_root, write_text
 
 RUN_ID_FILE = "mlflow_run_id"
 EARLIER_RUNS = 5
+UP_URL = "http://127.0.0.1:5000"  # of MLflow, as `grpo up` serves it
 
 
 def tracking_uri() -> str:
@@ -80,6 +81,14 @@ def earlier_throughput(config: RunConfig) -> Throughput | None:
 def training_run_id(training: Path) -> str:
     """Id of the MLflow run of a finished training."""
     return (training / RUN_ID_FILE).read_text()
+
+
+def run_page(run_id: str) -> str:
+    """Where a person finds the run, as Markdown; of a SQLite file, once `grpo up` serves it."""
+    uri, experiment = tracking_uri(), connect().get_run(run_id).info.experiment_id
+    served = uri.startswith(("http://", "https://"))
+    page = f"{uri.rstrip('/') if served else UP_URL}/#/experiments/{experiment}/runs/{run_id}"
+    return f"[{page}]({page})" + ("" if served else " (while `grpo up` runs)")
 
 
 def _artifact_location() -> str | None:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
+from prefect.concurrency.sync import concurrency
+from prefect.exceptions import ObjectNotFound
 
 from grpo_core.plan import Plan, load_plan
 from tasks.data_report import FINDINGS, PICTURE, REPORT
+from tasks.live import OUTPUT, Live, Output, show_curves
 from tasks.process import run_process
 from tasks.stage import PLAN, TRAIN, VALIDATE, Context, StageError, run_stage
 from tasks.tracking import connect, open_tracking_run, tracking_uri
 
-SECONDS_BETWEEN_UPDATES = 2.0
+TRAINING_LIMIT = "grpo-training"  # global concurrency limit: as many trainings at once as there are GPUs for
+LEASE_SECONDS = 60.0
 
 
 @task(name="train")
@@ -29,36 +33,69 @@ def train(run: Path, force: bool = False) -> State[None]:
 
 
 def _work(context: Context) -> dict[str, Any]:
-    log = get_run_logger()
-    plan = load_plan(PLAN.path(context.run))
-    run_id = open_tracking_run(context.config, context.partial)
+    plan, folder = load_plan(PLAN.path(context.run)), context.partial
+    run_id = open_tracking_run(context.config, folder)
     for file in (REPORT, FINDINGS, PICTURE):
         connect().log_artifact(run_id, str(VALIDATE.path(context.run) / file), "dataset")
-    progress = create_progress_artifact(
-        progress=0.0, key="training-progress", description=f"0/{plan.max_steps} updates"
-    )
-    metrics = context.partial / "metrics.jsonl"
-    shown = time.monotonic()
+    if not (folder / "result.json").exists():  # else it was finished, and killed before it was handed on
+        with one_at_a_time(), _closing_tracking_run(run_id), _shown(folder, plan, run_id) as on_line:
+            run_process(
+                [
+                    *(*_launcher(context), "-m", "grpo_core.train", str(context.run)),
+                    *("--output", str(folder), "--report-to", "mlflow"),
+                ],
+                on_line,
+                env={"MLFLOW_TRACKING_URI": tracking_uri(), "MLFLOW_RUN_ID": run_id, **_process_environment(context)},
+            )
+    result = json.loads((folder / "result.json").read_text())
+    check_result(result, folder / "metrics.jsonl", plan)
+    return result
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Hold a slot of the concurrency limit TRAINING_LIMIT, where there is one; the log says when that means to wait.
+
+    A holder that is killed loses it LEASE_SECONDS later.
+    """
+    log = get_run_logger()
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):
+        limit = client.read_global_concurrency_limit_by_name(TRAINING_LIMIT)
+        if limit.active and limit.active_slots >= limit.limit:
+            log.info("waiting: all slots of the concurrency limit %s (%d) are taken", TRAINING_LIMIT, limit.limit)
+    with concurrency(TRAINING_LIMIT, lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False):
+        yield
+
+
+@contextmanager
+def _shown(folder: Path, plan: Plan, run_id: str) -> Iterator[Callable[[str], None]]:
+    """Takes the training's lines for the log and the artifacts; however it ends, what there is of it is shown."""
+    log = get_run_logger()
+    output, live = Output(folder / OUTPUT, log), Live(folder / "metrics.jsonl", plan, log)
 
     def on_line(line: str) -> None:
-        nonlocal shown
-        (log.warning if line.startswith("health:") else log.info)(line)
-        if time.monotonic() - shown > SECONDS_BETWEEN_UPDATES:
-            shown = time.monotonic()
-            _show_progress(progress, metrics, plan)
+        output.line(line)
+        live.refresh()
 
-    run_process(
-        [
-            *(*_launcher(context), "-m", "grpo_core.train", str(context.run)),
-            *("--output", str(context.partial), "--report-to", "mlflow"),
-        ],
-        on_line,
-        env={"MLFLOW_TRACKING_URI": tracking_uri(), "MLFLOW_RUN_ID": run_id, **_process_environment(context)},
-    )
-    _show_progress(progress, metrics, plan)
-    result = json.loads((context.partial / "result.json").read_text())
-    check_result(result, metrics, plan)
-    return result
+    try:
+        yield on_line
+    finally:
+        output.close()
+        live.show()
+        try:
+            show_curves(folder, run_id)
+        except Exception as error:  # a picture is no reason for a training to fail, nor for its failure to be lost
+            log.warning("the curves could not be shown: %s", error)
+
+
+@contextmanager
+def _closing_tracking_run(run_id: str) -> Iterator[None]:
+    """FAILED or KILLED in MLflow too, until a later attempt goes on with the run."""
+    try:
+        yield
+    except BaseException as error:
+        connect().set_terminated(run_id, "FAILED" if isinstance(error, Exception) else "KILLED")
+        raise
 
 
 def check_result(result: dict[str, Any], metrics: Path, plan: Plan) -> None:
@@ -98,15 +135,3 @@ def _process_environment(context: Context) -> dict[str, str]:
 
     several_on_cpu = context.config.train.num_processes > 1 and not torch.cuda.is_available()
     return {"ACCELERATE_USE_CPU": "true"} if several_on_cpu else {}
-
-
-def _show_progress(artifact: UUID, metrics: Path, plan: Plan) -> None:
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    if not lines:
-        return
-    last = json.loads(lines[-1])
-    update_progress_artifact(
-        artifact_id=artifact,
-        progress=100.0 * last["step"] / plan.max_steps,
-        description=f"{last['step']}/{plan.max_steps} updates, reward {last['reward']:.3f}",
-    )

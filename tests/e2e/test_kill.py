@@ -1,4 +1,4 @@
-"""`grpo run` killed in the middle of training: nothing of it is left running, and the next run goes on."""
+"""`grpo run` killed in the middle of training leaves no process and loses no update; the next run goes on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def patient(completions, completion_ids):
 """
 
 
-def test_a_killed_run_leaves_no_process_and_continues_from_its_checkpoint(tmp_path: Path, model_folder: Path) -> None:
+def test_a_killed_run_leaves_no_process_and_continues_from_its_last_update(tmp_path: Path, model_folder: Path) -> None:
     (tmp_path / "patience.py").write_text(REWARD)
     write_sums(tmp_path / "train.parquet", 10, 34)
     write_sums(tmp_path / "eval.parquet", 60, 76)
@@ -64,4 +64,4 @@ def test_a_killed_run_leaves_no_process_and_continues_from_its_checkpoint(tmp_pa
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "storage" / "runs" / "killed" / "training" / "result.json").read_text())
-    assert (result["resumed_at_step"], result["counted"]["updates"]) == (2, 6)
+    assert (result["resumed_at_step"], result["counted"]["updates"]) == (3, 6)

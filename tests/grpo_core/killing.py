@@ -35,12 +35,12 @@ def in_child(work: Callable[[], None]) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def train(run: Path, kill_at: int = 0) -> int:
-    """Train in a child that is killed as its forward pass `kill_at` begins; the passes are counted in RUN/passes."""
+def train(run: Path, kill_at: int = 0, signal_number: int = signal.SIGKILL) -> int:
+    """Train in a child that gets the signal as its forward pass `kill_at` begins; RUN/passes counts the passes."""
 
     def work() -> None:
-        from grpo_core import trainer
         from grpo_core.policy import Policy
+        from grpo_core.train import main as train_process
 
         forward, count = Policy.forward, 0
 
@@ -48,11 +48,12 @@ def train(run: Path, kill_at: int = 0) -> int:
             nonlocal count
             count += 1
             if count == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal_number)
             return forward(self, *args, **kwargs)
 
         Policy.forward = counted  # type: ignore[method-assign]
-        trainer.train(run, run / "training")
+        sys.argv = ["grpo_core.train", str(run)]
+        train_process()
         (run / "passes").write_text(str(count))
 
     return in_child(work)

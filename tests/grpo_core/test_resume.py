@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
+import pkgutil
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,10 +22,11 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from grpo_core import trainer
+from grpo_core import trainer, update
 from grpo_core.checkpoint import CheckpointError
 from grpo_core.config import dump_config, load_config
 from grpo_core.plan import load_plan
+from grpo_core.stopping import Stopped
 from grpo_core.trainer import train
 from tests.conftest import config_values, make_run, with_keys, write_sums
 from tests.grpo_core.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
@@ -198,6 +203,79 @@ def test_a_reward_that_draws_random_numbers_draws_the_same_ones_again(values: di
     _assert_same(run, whole)
 
 
+PLACES = {  # where the signal comes, and at which call
+    "sampling": ("grpo_core.rollout.transformers.draw", 10),
+    "scoring": ("grpo_core.rollout.collect.score_arriving", 9),
+    "backward pass": ("torch.Tensor.backward", 20),
+    "optimizer step": ("torch.optim.AdamW.step", 5),
+    "evaluation": ("grpo_core.held_out.sample_and_score", 2),
+    "log": ("grpo_core.records.Records.step", 7),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_training_told_to_stop_saves_its_last_complete_update_and_goes_on_from_there(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.test_resume:drawing"}]
+    whole, run = (make_run(tmp_path / name, with_keys(values, **ALL_AT_ONCE)) for name in ("whole", "run"))
+    train(whole, whole / "training")
+    target, call = PLACES[place]
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(target, _signalled(pkgutil.resolve_name(target), call))
+        train(run, run / "training")
+    complete = len(_metrics(run)) + (place == "evaluation")  # which is still to be made, and the metrics with it
+    checkpoints = sorted(folder.name for folder in (run / "training" / "checkpoints").iterdir())
+    assert complete
+    assert checkpoints[-1] == f"step-{complete:06d}"
+    result = train(run, run / "training")
+    assert result["resumed_at_step"] == complete
+    _assert_same(run, whole)
+
+
+def _signalled(function: Any, call: int) -> Any:
+    """The function, SIGTERM coming in the middle of its call number `call`."""
+    calls = itertools.count(1)
+
+    @functools.wraps(function)
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        return function(*args, **kwargs)
+
+    return signalled
+
+
+def test_a_training_told_to_stop_before_its_first_update_has_nothing_to_save(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", values)
+    monkeypatch.setattr(update, "token_losses", _signalled(update.token_losses, 1))
+    with pytest.raises(Stopped):
+        train(run, run / "training")
+    assert not (run / "training" / "checkpoints").exists()
+
+
+def test_what_swallows_or_renames_a_stop_is_no_failure(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.test_resume:clumsy"}]
+    run = make_run(tmp_path / "run", values)
+    with pytest.raises(Stopped):
+        train(run, run / "training")
+    assert [f.name for f in (run / "training" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def clumsy(completions: list[str], calls: list[int] = []) -> list[float]:  # noqa: B006
+    calls.append(1)
+    try:
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt:
+        raise ValueError("interrupted") from None
+    return [float(len(completion)) for completion in completions]
+
+
 def test_a_half_written_checkpoint_is_not_read(values: dict[str, Any], tmp_path: Path) -> None:
     run, whole = _interrupted(values, tmp_path)
     torn = run / "training" / "checkpoints" / "step-000099.tmp"
@@ -309,3 +387,48 @@ def test_two_processes_killed_and_started_again_end_with_the_same_weights(
             finish(process)
     assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 4
     _assert_same(run, whole)
+
+
+TELLING = """
+import os, pathlib, signal, time
+told, calls, telling = pathlib.Path(__file__).with_name("told"), [], False
+def tell(completion_ids):
+    global telling
+    calls.append(1)
+    if len(calls) == 4 and os.environ["RANK"] == "0" and not told.exists():
+        told.touch()
+        telling = True
+        os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(telling)
+    return [-float(len(ids)) for ids in completion_ids]
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_told_to_stop_agree_where_and_end_with_the_same_weights(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "telling.py").write_text(TELLING)
+    values["rewards"] = [{"function": "telling:tell"}]
+    keys = {"num_processes": 2, "per_device_train_batch_size": 4, "max_steps": 20, "save_steps": 100}
+    whole, run = (make_run(tmp_path / name, with_keys(values, **keys)) for name in ("whole", "run"))
+    with started(run, tmp_path, 0, *TWO_PROCESSES) as process:
+        output, _ = process.communicate()
+    assert process.returncode
+    assert "training: told to stop" in output
+    for folder in (run, whole):
+        with started(folder, tmp_path, 0, *TWO_PROCESSES) as process:
+            finish(process)
+    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] in range(3, 20)
+    _assert_same(run, whole)
+
+
+def test_the_process_of_a_training_told_to_stop_ends_with_status_143(values: dict[str, Any], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", values)
+    code = (
+        "import os, signal, sys; from pathlib import Path; from tests.grpo_core.killing import train;"
+        "sys.exit(os.waitstatus_to_exitcode(train(Path(sys.argv[1]), 6, signal.SIGTERM)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 143, done.stderr
+    assert "training: told to stop, the checkpoint of step" in done.stdout

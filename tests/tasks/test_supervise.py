@@ -97,6 +97,47 @@ def test_a_graceful_child_gets_to_finish_on_sigterm() -> None:
     assert process.wait(timeout=20) == 7
 
 
+# Dies at once; its child, told at the same time, takes a while to save.
+LAUNCHER = """
+import subprocess, sys
+code = "import signal, sys, time; from pathlib import Path; " \
+    "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(3), Path(sys.argv[1]).touch(), sys.exit())); " \
+    "print('up', flush=True); signal.pause()"
+subprocess.Popen([sys.executable, "-c", code, sys.argv[1]]).wait()
+"""
+
+
+def test_a_child_that_still_saves_is_awaited_when_its_launcher_died_at_once(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tasks.supervise", "60", sys.executable, "-c", LAUNCHER, str(tmp_path / "saved")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert (tmp_path / "saved").exists()
+
+
+def test_what_a_process_says_while_it_ends_is_heard_and_awaited() -> None:
+    code = (
+        "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit())); "
+        "print('up'); signal.pause()"
+    )
+    lines = []
+
+    def interrupted(line: str) -> None:
+        lines.append(line)
+        if line == "up":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_process(["-c", code], interrupted)
+    assert lines == ["up", "saved"]
+
+
 def test_a_failing_process_is_reported_with_its_status_and_last_lines() -> None:
     lines: list[str] = []
     with pytest.raises(StageError, match=r"status 3(.|\n)*the reason"):

@@ -1,0 +1,224 @@
+"""What a person sees of a training while it runs: its output in the log, its figures and curves in artifacts."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
+
+from grpo_core.plan import Plan
+from tasks.tracking import connect, run_page
+
+OUTPUT, CURVES = "output.log", "curves.png"
+LINES_PER_SECOND = 5.0  # into the log, on average; of warnings as many again
+LINES_AT_ONCE = 50.0
+LINES_AGAIN = 10.0  # so many in a row, once there were too many: whole passages rather than single lines
+LAST_LINES = 20  # at the end, of those that were left out
+LONGEST_LINE = 2000  # characters
+ALARM = re.compile(r"\b(error|warning|traceback)\b|\w(Error|Warning)\b", re.IGNORECASE)
+SECONDS_BETWEEN_UPDATES = 2.0
+ROWS = 20
+Row = dict[str, float]
+
+
+class Output:
+    """Every line goes to the file; into the log they go at a bounded rate, and it says how many it lacks.
+
+    Health findings and the last lines are never left out; errors and warnings have a rate of their own.
+    """
+
+    def __init__(self, path: Path, log: Any, clock: Callable[[], float] = time.monotonic):
+        self.file = path.open("a")
+        self.log, self.clock = log, clock
+        self.credit, self.counted = {True: LINES_AT_ONCE, False: LINES_AT_ONCE}, clock()  # by whether it is an alarm
+        self.needed = {True: 1.0, False: 1.0}  # credit before the next line is logged
+        self.left_out = 0
+        self.last: deque[str] = deque(maxlen=LAST_LINES)  # of those left out
+
+    def line(self, line: str) -> None:
+        self.file.write(line + "\n")
+        self.file.flush()
+        earned, self.counted = (self.clock() - self.counted) * LINES_PER_SECOND, self.clock()
+        self.credit = {kind: min(LINES_AT_ONCE, credit + earned) for kind, credit in self.credit.items()}
+        finding = line.startswith("health:")
+        kind = ALARM.search(line) is not None
+        if not finding and self.credit[kind] < self.needed[kind]:
+            self.needed[kind] = LINES_AGAIN
+            self.left_out += 1
+            self.last.append(line)
+            return
+        if not finding:
+            self.credit[kind] -= 1
+            self.needed[kind] = 1.0
+        self._say_left_out(self.left_out)
+        self.last.clear()
+        self._log(line)
+
+    def close(self) -> None:
+        """Log the last lines, those that were left out among them."""
+        self._say_left_out(self.left_out - len(self.last))
+        for line in self.last:
+            self._log(line)
+        self.last.clear()
+        self.file.close()
+
+    def _say_left_out(self, lines: int) -> None:
+        if lines:
+            self.log.info("… %d more lines in %s", lines, OUTPUT)
+        self.left_out = 0
+
+    def _log(self, line: str) -> None:
+        level = logging.WARNING if line.startswith("health:") else logging.INFO
+        self.log.log(level, "%s", line[:LONGEST_LINE])
+
+
+class Figures:
+    """metrics.jsonl as it grows: each line is read once, and again when the file was written anew."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.file: io.BufferedReader | None = None
+        self.inode = 0
+        self.rows: deque[Row] = deque(maxlen=ROWS + 1)  # the row before gives the tokens of the first
+
+    def read(self) -> list[Row]:
+        """The newest rows, oldest first."""
+        if not self.path.exists():
+            return []
+        if self.file is None or self.path.stat().st_ino != self.inode:
+            self.close()
+            self.file, self.inode = self.path.open("rb"), self.path.stat().st_ino
+            self.rows.clear()
+        while (line := self.file.readline()).endswith(b"\n"):
+            self.rows.append(json.loads(line))
+        self.file.seek(-len(line), io.SEEK_CUR)  # a line that is still being written
+        return [*self.rows]
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+class Live:
+    """One progress artifact and one table, kept up to date for the length of a training."""
+
+    def __init__(self, metrics: Path, plan: Plan, log: Any):
+        self.figures, self.plan, self.log = Figures(metrics), plan, log
+        self.progress: UUID = create_progress_artifact(0.0, key="training-progress", description="starting")
+        self.table: UUID | None = None
+        self.shown = time.monotonic()
+
+    def refresh(self) -> None:
+        """Show the newest figures, unless that was done a moment ago."""
+        if time.monotonic() - self.shown > SECONDS_BETWEEN_UPDATES:
+            self.show()
+
+    def show(self) -> None:
+        """A server that does not answer is no reason to end a training."""
+        try:
+            self._show(self.figures.read())
+        except Exception as error:
+            self.log.warning("the live figures could not be shown: %s", error)
+        self.shown = time.monotonic()
+
+    def _show(self, rows: list[Row]) -> None:
+        if not rows:
+            return
+        table = live_table(rows, self.plan)
+        done = f"{rows[-1]['step']}/{self.plan.max_steps} updates, reward {rows[-1]['reward']:.3f}"
+        left = f", {table[0]['time left']} left" if rows[-1]["step"] < self.plan.max_steps else ""
+        percent = 100.0 * rows[-1]["step"] / self.plan.max_steps
+        update_progress_artifact(self.progress, percent, description=done + left)
+        if self.table is None:
+            self.table = create_table_artifact(table, key="training-live", description="The newest updates")
+            return
+        with get_client(sync_client=True) as client:
+            client.update_artifact(self.table, ArtifactUpdate(data=json.dumps(table)))
+
+
+def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
+    """The newest ROWS updates, newest first; the time left is what the plan still has at their mean pace."""
+    table: list[dict[str, Any]] = []
+    for position, row in enumerate(rows):
+        times = [earlier["step_time"] for earlier in rows[: position + 1]]
+        before = rows[position - 1]["num_tokens"] if position else None
+        # Of the first row of all, all tokens are its own.
+        tokens = row["num_tokens"] - (before or 0) if before is not None or row["step"] == 1 else None
+        table.append(
+            {
+                "step": row["step"],
+                "reward": f"{row['reward']:.3f}",
+                **({"KL": f"{row['kl']:.4f}"} if "kl" in row else {}),
+                "length": f"{row['completions/mean_length']:.1f}",
+                "tokens/s": "" if tokens is None else f"{tokens / row['step_time']:,.0f}",
+                "time left": duration((plan.max_steps - row["step"]) * sum(times) / len(times)),
+            }
+        )
+    return table[::-1][:ROWS]
+
+
+def duration(seconds: float) -> str:
+    """2 h 05 min, 3 min 10 s, 12 s"""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
+
+
+def show_curves(folder: Path, run_id: str) -> None:
+    """The training's curves as far as they go: a picture in `folder` and in the MLflow run, and an artifact of it with
+    the way to that run."""
+    metrics = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    parts = [f"# Training\n\nMLflow run: {run_page(run_id)}"]
+    if rows:
+        (folder / CURVES).write_bytes(picture := draw_curves(rows))
+        connect().log_artifact(run_id, str(folder / CURVES), "training")
+        parts.append(f"![training curves](data:image/png;base64,{base64.b64encode(picture).decode()})")
+    create_markdown_artifact("\n\n".join(parts), key="training-curves")
+
+
+def draw_curves(rows: Sequence[Row]) -> bytes:
+    """Reward, completion length, KL and entropy, seconds: each against the update."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    panels = {
+        "reward": {"reward": "sampled", "eval_reward": "held out"},
+        "completion length, tokens": {"completions/mean_length": "mean", "completions/max_length": "longest"},
+        "KL and entropy, nats": {"kl": "KL to the reference", "entropy": "entropy"},
+        "seconds an update": {"step_time": "all", "time/generate": "sampling"},
+    }
+    figure = Figure(figsize=(9, 5.2), layout="constrained")
+    for axes, (title, lines) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        shown = 0
+        for (name, label), colour in zip(lines.items(), ("#3366aa", "#cc7722"), strict=True):
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            if points:
+                axes.plot(*zip(*points, strict=True), color=colour, label=label, marker="." if len(points) < 50 else "")
+                shown += 1
+        axes.set(title=title, xlabel="update")
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        axes.grid(alpha=0.3)
+        if shown:
+            axes.legend(frameon=False, fontsize="small")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110)
+    return picture.getvalue()

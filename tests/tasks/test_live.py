@@ -1,0 +1,91 @@
+"""What a training says and does is seen while it runs: all of it in files, the newest of it in Prefect."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from grpo_core.plan import make_plan
+from grpo_core.rules import PlanInputs
+from tasks.live import LAST_LINES, LINES_AT_ONCE, LINES_PER_SECOND, Figures, Output, draw_curves, live_table
+
+LOG = logging.getLogger("training output")
+
+
+def _row(step: int, **figures: float) -> dict[str, float]:
+    return {
+        "step": step,
+        "reward": 0.5,
+        "completions/mean_length": 5.0,
+        "num_tokens": 100 * step,
+        "step_time": 2.0,
+    } | figures
+
+
+def test_a_flood_is_logged_at_a_bounded_rate_and_kept_whole_in_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    time = 0.0
+    output = Output(tmp_path / "output.log", LOG, clock=lambda: time)
+    lines = [f"line {n}" for n in range(1000)]
+    lines[500], lines[600] = "health: step 3: no completion has an advantage", "ValueError: wrong"
+    for line in lines:
+        time += 0.01
+        output.line(line)
+    output.close()
+    assert (tmp_path / "output.log").read_text().splitlines() == lines
+    logged = [record.getMessage() for record in caplog.records]
+    assert {*lines[:10], lines[500], lines[600]} < {*logged}
+    assert logged[-10:] == lines[-10:]
+    notes = [line for line in logged if line.startswith("…")]
+    shown = len(logged) - len(notes)
+    assert shown <= LINES_AT_ONCE + 10 * LINES_PER_SECOND + LAST_LINES + 2
+    assert shown + sum(int(note.split()[1]) for note in notes) == len(lines)
+    (finding,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    assert finding.getMessage() == lines[500]
+
+
+def test_the_output_of_a_second_attempt_goes_after_that_of_the_first(tmp_path: Path) -> None:
+    for line in ("first", "second"):
+        output = Output(tmp_path / "output.log", LOG)
+        output.line(line)
+        output.close()
+    assert (tmp_path / "output.log").read_text() == "first\nsecond\n"
+
+
+def test_figures_are_read_as_they_come_and_anew_when_training_went_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    figures = Figures(path)
+    assert figures.read() == []
+    with path.open("a") as file:
+        for step in (1, 2):
+            file.write(json.dumps(_row(step)) + "\n")
+            file.flush()
+            assert figures.read()[-1] == _row(step)
+        file.write('{"step": 3, "rew')
+    assert [row["step"] for row in figures.read()] == [1, 2]
+    with path.open("a") as file:
+        file.write('ard": 1}\n')
+    assert figures.read()[-1] == {"step": 3, "reward": 1}
+    path.rename(tmp_path / "old")
+    path.write_text(json.dumps(_row(1)) + "\n")
+    assert figures.read() == [_row(1)]
+    figures.close()
+
+
+def test_the_live_table_has_the_newest_updates_and_the_time_left_by_the_plan() -> None:
+    plan = make_plan(PlanInputs(8, 4, 8, max_completion_length=4, max_steps=100))
+    table = live_table([_row(1), _row(2, step_time=4.0, kl=0.01)], plan)
+    assert table == [
+        {"step": 2, "reward": "0.500", "KL": "0.0100", "length": "5.0", "tokens/s": "25", "time left": "4 min 54 s"},
+        {"step": 1, "reward": "0.500", "length": "5.0", "tokens/s": "50", "time left": "3 min 18 s"},
+    ]
+
+
+def test_curves_are_drawn_of_whatever_figures_there_are() -> None:
+    for rows in ([_row(1)], [_row(n, kl=0.1, entropy=1.0) for n in range(1, 60)]):
+        assert draw_curves(rows).startswith(b"\x89PNG")
