@@ -14,7 +14,7 @@ UV := $(or $(shell command -v uv),$(BIN)/uv)
 export UV_FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS))
 TORCH := $(if $(UV_FIND_LINKS),,--torch-backend $(if $(filter gpu,$(HARDWARE)),auto,cpu))
 
-.PHONY: help setup quickstart ui test bench check format lock
+.PHONY: help setup quickstart ui test e2e bench check format lock
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,9 @@ ui: setup ## Prefect and MLflow on 127.0.0.1, over the same data
 
 test: setup check ## everything that CI checks
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+e2e: setup ## the long tests: servers, browser, faults (about FIXME minutes)
+	$(BIN)/python -m pytest -m e2e tests/e2e
 
 bench: setup ## the training loop beside TRL's, on this machine
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt
