@@ -8,7 +8,7 @@ from pathlib import Path
 from grpo_core.environment import quiet_libraries
 from tasks.storage import storage_root
 
-HEARTBEAT_SECONDS = 30  # of a flow run, the least that Prefect allows; `crashes` misses them
+HEARTBEAT_SECONDS = 30  # of a flow run, the least that Prefect allows; `set_up` has the server watch for it
 FILE_LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 
 
@@ -22,3 +22,4 @@ def configure() -> None:
     os.environ.setdefault("PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE", FILE_LEASES)
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # seven processes for features not used here
