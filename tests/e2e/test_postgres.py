@@ -126,7 +126,7 @@ def registered(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def test_a_triggered_run_is_in_both_databases_and_its_model_in_the_bucket(servers: Servers, registered: Path) -> None:
     assert _rows(servers, "prefect", "SELECT state_type FROM flow_run") == [("COMPLETED",)]
-    assert _rows(servers, "mlflow", "SELECT name, version FROM model_versions") == [("small", 1)]
+    assert _rows(servers, "mlflow", "SELECT name, version FROM model_versions") == [("arithmetic", 1)]
     [(steps,)] = _rows(servers, "mlflow", "SELECT count(*) FROM metrics WHERE key = 'reward'")
     assert steps == 4
     stored = _s3(servers.bucket).list_objects_v2(Bucket="grpo-artifacts")["Contents"]
@@ -137,7 +137,7 @@ def test_the_registered_model_is_fetched_through_the_tracking_server(
     servers: Servers, registered: Path, tmp_path: Path
 ) -> None:
     """With the password of MLflow alone: a client has no key of the bucket."""
-    fetch = "import mlflow, sys; mlflow.artifacts.download_artifacts('models:/small/1', dst_path=sys.argv[1])"
+    fetch = "import mlflow, sys; mlflow.artifacts.download_artifacts('models:/arithmetic/1', dst_path=sys.argv[1])"
     subprocess.run([sys.executable, "-c", fetch, str(tmp_path)], env=_environment(servers.worker), check=True)
     [weights] = tmp_path.rglob("model.safetensors")
     assert weights.read_bytes() == (registered / "training" / "model" / "model.safetensors").read_bytes()
@@ -179,7 +179,7 @@ def test_a_stage_runs_with_both_servers_behind_nginx(servers: Servers, registere
     folders = "".join(
         f"{kind}_temp_path {tmp_path / kind};\n" for kind in ("client_body", "proxy", "fastcgi", "scgi", "uwsgi")
     )
-    process = f"daemon off;\npid {tmp_path / 'pid'};\nerror_log stderr;\nevents {{}}\n"
+    process = f"daemon off;\nuser {pwd.getpwuid(os.geteuid()).pw_name};\npid {tmp_path / 'pid'};\nerror_log stderr;\nevents {{}}\n"
     (tmp_path / "nginx.conf").write_text(f"{process}http {{\naccess_log off;\n{folders}{site}}}\n")
     https = {
         **servers.worker,
