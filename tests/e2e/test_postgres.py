@@ -179,8 +179,9 @@ def test_a_stage_runs_with_both_servers_behind_nginx(servers: Servers, registere
     folders = "".join(
         f"{kind}_temp_path {tmp_path / kind};\n" for kind in ("client_body", "proxy", "fastcgi", "scgi", "uwsgi")
     )
-    process = f"daemon off;\nuser {pwd.getpwuid(os.geteuid()).pw_name};\npid {tmp_path / 'pid'};\nerror_log stderr;\nevents {{}}\n"
-    (tmp_path / "nginx.conf").write_text(f"{process}http {{\naccess_log off;\n{folders}{site}}}\n")
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    main = f"daemon off;\nuser {user};\npid {tmp_path / 'pid'};\nerror_log stderr;\nevents {{}}\n"
+    (tmp_path / "nginx.conf").write_text(f"{main}http {{\naccess_log off;\n{folders}{site}}}\n")
     https = {
         **servers.worker,
         "PREFECT_API_URL": f"https://localhost:{ports[0]}/api",
