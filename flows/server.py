@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -71,8 +72,9 @@ def wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> bool:
 
 
 def _answers(url: str) -> bool:
+    trusted = ssl.create_default_context(cafile=os.environ.get("PREFECT_API_SSL_CERT_FILE"))
     try:
-        urllib.request.urlopen(f"{url}/health", timeout=5)
+        urllib.request.urlopen(f"{url}/health", timeout=5, context=trusted)
     except urllib.error.HTTPError:  # it is there, and the client will say what it does not like
         return True
     except (urllib.error.URLError, OSError):

@@ -6,6 +6,7 @@ import os
 import statistics
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import mlflow
 
@@ -19,8 +20,15 @@ UP_URL = "http://127.0.0.1:5000"  # of MLflow, as `grpo up` serves it
 
 
 def tracking_uri() -> str:
-    """$MLFLOW_TRACKING_URI, else a SQLite file under the storage root."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{storage_root() / 'mlflow' / 'mlflow.db'}"
+    """$MLFLOW_TRACKING_URI, else a SQLite file under the storage root. ValueError when it has a password in it, which
+    links and receipts would show."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{storage_root() / 'mlflow' / 'mlflow.db'}"
+    if (parts := urlsplit(uri)).password is not None:
+        raise ValueError(
+            f"MLFLOW_TRACKING_URI holds a password of {parts.hostname}, and the URI is shown in links: leave it "
+            "out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
+    return uri
 
 
 def connect() -> mlflow.MlflowClient:

@@ -96,7 +96,7 @@ class Served:
 @contextmanager
 def serving(storage: Path, **environment: str) -> Iterator[Served]:
     """`grpo up` over this storage until the body ends; `environment`: further variables of its processes."""
-    ports = _free_ports(2)
+    ports = free_ports(2)
     command = ["-m", "flows.cli", "up", "--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1])]
     with _running(command, ports, storage, environment) as served:
 
@@ -111,7 +111,7 @@ def serving(storage: Path, **environment: str) -> Iterator[Served]:
 @contextmanager
 def prefect_server(storage: Path, **environment: str) -> Iterator[Served]:
     """A Prefect server alone, until the body ends."""
-    ports = _free_ports(1)
+    ports = free_ports(1)
     command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(ports[0])]
     with _running(command, ports, storage, environment) as served:
         _wait(served, lambda: served.api.get("/health").is_success)
@@ -163,7 +163,7 @@ def _wait(served: Served, is_ready: Callable[[], bool]) -> None:
     raise RuntimeError(f"nothing is served:\n{served.log.read_text()[-4000:]}")
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [s.getsockname()[1] for s in sockets]
     for s in sockets:

@@ -1,0 +1,341 @@
+"""The served set-up as documented: both servers on PostgreSQL with passwords, artifacts in a bucket, TLS before them.
+
+The environment files in docs/servers and mlflow/served are what the servers and the worker run with here, with other
+ports, folders and passwords.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import httpx
+import psycopg2
+import pytest
+
+from tests.conftest import make_model, write_sums
+from tests.serving import Served, free_ports, prefect_server
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+DEADLINE = 300.0  # of what starts
+STOP_SECONDS = 120
+STAGES = ["validate", "plan", "train", "evaluate", "register"]
+WORD = "of-this-test"  # every password
+BUCKET_KEY = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": WORD, "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@dataclass(frozen=True)
+class Servers:
+    """`prefect`: its server, the client logged in; `mlflow_url`; `database` and `bucket`: URLs of what they write to;
+    `worker`: the environment of a process that is to run flows."""
+
+    prefect: Served
+    mlflow_url: str
+    database: str
+    bucket: str
+    worker: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    folder = tmp_path_factory.mktemp("postgres")
+    (storage := folder / "storage").mkdir()
+    bucket_port, mlflow_port = free_ports(2)
+    bucket, mlflow_url = f"http://127.0.0.1:{bucket_port}", f"http://127.0.0.1:{mlflow_port}"
+    with ExitStack() as stack:
+        database = stack.enter_context(_postgres())
+        stack.enter_context(_bucket(bucket, folder / "bucket.log"))
+        prefect_environment = {
+            **_documented("docs/servers/prefect.env"),
+            "PREFECT_HOME": str(folder / "prefect"),
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://prefect:{WORD}@{database}/prefect",
+            "PREFECT_SERVER_API_AUTH_STRING": f"grpo:{WORD}",
+        }
+        prefect = stack.enter_context(prefect_server(storage, **prefect_environment))
+        prefect.api.auth = ("grpo", WORD)
+        mlflow_database = f"postgresql+psycopg2://mlflow:{WORD}@{database}/mlflow"
+        users = (ROOT / "mlflow/served/mlflow-auth.ini").read_text()
+        documented = "postgresql+psycopg2://mlflow:SECRET@127.0.0.1:5432/mlflow"
+        (folder / "mlflow-auth.ini").write_text(_replaced(users, {documented: mlflow_database}))
+        mlflow_environment = {
+            **_documented("mlflow/served/mlflow.env"),
+            **BUCKET_KEY,
+            "MLFLOW_PORT": str(mlflow_port),
+            "MLFLOW_BACKEND_STORE_URI": mlflow_database,
+            "MLFLOW_S3_ENDPOINT_URL": bucket,
+            "MLFLOW_AUTH_CONFIG_PATH": str(folder / "mlflow-auth.ini"),
+            "MLFLOW_AUTH_ADMIN_PASSWORD": WORD,
+            "MLFLOW_FLASK_SERVER_SECRET_KEY": WORD,
+            "MLFLOW_SERVER_ALLOWED_HOSTS": "127.0.0.1:*,localhost:*",
+            "MLFLOW_WORKERS": "1",
+        }
+        command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth"]
+        process = stack.enter_context(_process(command, folder / "mlflow.log", mlflow_environment))
+        _until(lambda: httpx.get(f"{mlflow_url}/health").is_success, process, folder / "mlflow.log")
+        user = {"username": "grpo", "password": WORD}
+        create = f"{mlflow_url}/api/2.0/mlflow/users/create"
+        httpx.post(create, json=user, auth=("admin", WORD), timeout=DEADLINE).raise_for_status()
+        worker = {
+            **_documented("docs/servers/worker.env"),
+            "PREFECT_API_URL": f"{prefect.prefect_url}/api",
+            "PREFECT_API_AUTH_STRING": f"grpo:{WORD}",
+            "MLFLOW_TRACKING_URI": mlflow_url,
+            "MLFLOW_TRACKING_PASSWORD": WORD,
+            "GRPO_STORAGE": str(storage),
+            "PREFECT_HOME": str(folder / "worker"),
+        }
+        yield Servers(prefect, mlflow_url, database, bucket, worker)
+
+
+@pytest.fixture(scope="module")
+def registered(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that was triggered by the API, with `grpo serve` as its worker."""
+    inputs = tmp_path_factory.mktemp("inputs")
+    changes = {
+        "name": "small",
+        "model": {"name_or_path": str(make_model(inputs / "base"))},
+        "data": {
+            "train": str(write_sums(inputs / "train.parquet", 10, 50)),
+            "eval": str(write_sums(inputs / "eval.parquet", 60, 92)),
+        },
+        "rollout": {"engine": "transformers"},
+        "train": {"per_device_train_batch_size": 32, "max_steps": 4, "save_steps": 2},
+    }
+    with _serving(servers.worker, inputs / "serve.log", servers.prefect):
+        run_id = servers.prefect.trigger("pipeline/local", preset="quickstart", changes=changes)
+        run = servers.prefect.wait(run_id)
+        assert run["state_type"] == "COMPLETED", servers.prefect.messages(run_id)
+        assert servers.prefect.tasks(run_id, 5) == [(stage, "Completed") for stage in STAGES]
+    return servers.prefect.storage / "runs" / "small"
+
+
+def test_a_triggered_run_is_in_both_databases_and_its_model_in_the_bucket(servers: Servers, registered: Path) -> None:
+    assert _rows(servers, "prefect", "SELECT state_type FROM flow_run") == [("COMPLETED",)]
+    assert _rows(servers, "mlflow", "SELECT name, version FROM model_versions") == [("arithmetic", 1)]
+    [(steps,)] = _rows(servers, "mlflow", "SELECT count(*) FROM metrics WHERE key = 'reward'")
+    assert steps == 4
+    stored = _s3(servers.bucket).list_objects_v2(Bucket="grpo-artifacts")["Contents"]
+    assert any(found["Key"].endswith("model.safetensors") for found in stored)
+
+
+def test_the_registered_model_is_fetched_through_the_tracking_server(
+    servers: Servers, registered: Path, tmp_path: Path
+) -> None:
+    """With the password of MLflow alone: a client has no key of the bucket."""
+    fetch = "import mlflow, sys; mlflow.artifacts.download_artifacts('models:/arithmetic/1', dst_path=sys.argv[1])"
+    subprocess.run([sys.executable, "-c", fetch, str(tmp_path)], env=_environment(servers.worker), check=True)
+    [weights] = tmp_path.rglob("model.safetensors")
+    assert weights.read_bytes() == (registered / "training" / "model" / "model.safetensors").read_bytes()
+
+
+def test_who_has_no_password_is_refused(servers: Servers, registered: Path) -> None:
+    model = json.loads((registered / "registration.json").read_text())["mlflow_run_id"]
+    for auth in (None, ("grpo", "wrong")):
+        for method, url in [
+            ("POST", f"{servers.prefect.prefect_url}/api/flow_runs/filter"),
+            ("GET", f"{servers.prefect.prefect_url}/api/admin/settings"),
+            ("GET", f"{servers.mlflow_url}/api/2.0/mlflow/experiments/search?max_results=1"),
+            ("GET", f"{servers.mlflow_url}/api/2.0/mlflow/runs/get?run_id={model}"),
+            ("GET", f"{servers.mlflow_url}/api/2.0/mlflow-artifacts/artifacts"),
+        ]:
+            assert httpx.request(method, url, auth=auth, timeout=DEADLINE).status_code == 401, url
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx (Debian package nginx-light) is not installed")
+def test_a_stage_runs_with_both_servers_behind_nginx(servers: Servers, registered: Path, tmp_path: Path) -> None:
+    """With a certificate of its own; task runs reach Prefect over a websocket alone."""
+    ports = free_ports(2)
+    certificate, key = tmp_path / "grpo.pem", tmp_path / "grpo.key"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-nodes", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", *files, *names], check=True, capture_output=True)
+    listens = "listen 443 ssl;\n    server_name "
+    site = _replaced(
+        (ROOT / "docs/servers/nginx.conf").read_text(),
+        {
+            f"{listens}prefect.internal;": f"listen 127.0.0.1:{ports[0]} ssl;",
+            f"{listens}mlflow.internal;": f"listen 127.0.0.1:{ports[1]} ssl;",
+            "/etc/ssl/grpo.pem": str(certificate),
+            "/etc/ssl/grpo.key": str(key),
+            "http://127.0.0.1:4200": servers.prefect.prefect_url,
+            "http://127.0.0.1:5000": servers.mlflow_url,
+        },
+    )
+    folders = "".join(
+        f"{kind}_temp_path {tmp_path / kind};\n" for kind in ("client_body", "proxy", "fastcgi", "scgi", "uwsgi")
+    )
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    main = f"daemon off;\nuser {user};\npid {tmp_path / 'pid'};\nerror_log stderr;\nevents {{}}\n"
+    (tmp_path / "nginx.conf").write_text(f"{main}http {{\naccess_log off;\n{folders}{site}}}\n")
+    https = {
+        **servers.worker,
+        "PREFECT_API_URL": f"https://localhost:{ports[0]}/api",
+        "MLFLOW_TRACKING_URI": f"https://localhost:{ports[1]}",
+        "PREFECT_API_SSL_CERT_FILE": str(certificate),
+        "MLFLOW_TRACKING_SERVER_CERT_PATH": str(certificate),
+    }
+    command = ["nginx", "-c", str(tmp_path / "nginx.conf")]
+    with (
+        _process(command, tmp_path / "nginx.log", {}),
+        _serving(https, tmp_path / "serve.log", servers.prefect),
+    ):
+        run_id = servers.prefect.trigger("register/local", run="small", force=True)
+        run = servers.prefect.wait(run_id)
+        assert run["state_type"] == "COMPLETED", servers.prefect.messages(run_id)
+        assert servers.prefect.tasks(run_id, 1) == [("register", "Completed")]
+    assert json.loads((registered / "registration.json").read_text())["version"] == "2"
+
+
+def _documented(file: str) -> dict[str, str]:
+    """The variables of an environment file."""
+    lines = [line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")]
+    return dict(line.split("=", 1) for line in lines)
+
+
+def _replaced(text: str, changes: Mapping[str, str]) -> str:
+    for documented, here in changes.items():
+        assert documented in text, documented
+        text = text.replace(documented, here)
+    return text
+
+
+def _environment(values: Mapping[str, str]) -> dict[str, str]:
+    """This process's, with nothing of Prefect, MLflow or a bucket in it but what is given."""
+    foreign = ("PREFECT_", "MLFLOW_", "AWS_", "GRPO_")
+    return {**{key: value for key, value in os.environ.items() if not key.startswith(foreign)}, **values}
+
+
+@contextmanager
+def _process(
+    command: Sequence[str],
+    log: Path,
+    values: Mapping[str, str],
+    user: int | None = None,
+    stop: signal.Signals = signal.SIGTERM,
+) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=_environment(values),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            user=user,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(stop)
+        try:
+            process.wait(timeout=STOP_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _until(is_ready: Callable[[], Any], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while process.poll() is None and time.monotonic() < deadline:
+        with suppress(httpx.HTTPError, psycopg2.OperationalError):
+            if is_ready():
+                return
+        time.sleep(0.2)
+    raise RuntimeError(f"it does not answer:\n{log.read_text()[-4000:]}")
+
+
+@contextmanager
+def _serving(worker: Mapping[str, str], log: Path, prefect: Served) -> Iterator[None]:
+    """`grpo serve` until the body ends."""
+    with _process([sys.executable, "-m", "flows.cli", "serve"], log, worker) as process:
+
+        def is_ready() -> bool:
+            return "Your deployments are being served" in log.read_text() and len(prefect.filter("deployments")) == 6
+
+        _until(is_ready, process, log)
+        yield
+
+
+@contextmanager
+def _postgres() -> Iterator[str]:
+    """HOST:PORT of a PostgreSQL server with the databases prefect and mlflow, each owned by a user of its name."""
+    found = [shutil.which("postgres"), *map(str, Path("/usr/lib/postgresql").glob("*/bin/postgres"))]
+    programs = [Path(path).parent for path in found if path]
+    assert programs, "there is no PostgreSQL here: install the Debian package postgresql"
+    user = _unprivileged()
+    (port,) = free_ports(1)
+    with tempfile.TemporaryDirectory(prefix="postgres-") as name:  # pytest's folders are closed to another user
+        folder = Path(name)
+        data, log = folder / "data", folder / "log"
+        (folder / "password").write_text(WORD)
+        if user is not None:
+            for path in (folder, folder / "password"):
+                os.chown(path, user, -1)
+        initdb = [programs[-1] / "initdb", "-D", data, "-U", "postgres", "--auth=scram-sha-256", "-N"]
+        made = subprocess.run([*initdb, f"--pwfile={folder / 'password'}"], user=user, capture_output=True, text=True)
+        assert made.returncode == 0, made.stderr
+        options = ["-D", data, "-k", folder, "-h", "127.0.0.1", "-p", str(port)]
+        command = [str(part) for part in (programs[-1] / "postgres", *options)]
+        with _process(command, log, {}, user, signal.SIGINT) as process:
+            server = {"host": "127.0.0.1", "port": port, "password": WORD}
+            _until(lambda: psycopg2.connect(user="postgres", **server).close() is None, process, log)
+            connection = psycopg2.connect(user="postgres", **server)
+            connection.autocommit = True
+            with connection.cursor() as cursor:
+                for database in ("prefect", "mlflow"):
+                    cursor.execute(f"CREATE ROLE {database} LOGIN PASSWORD '{WORD}'")
+                    cursor.execute(f"CREATE DATABASE {database} OWNER {database}")
+            connection.close()
+            yield f"127.0.0.1:{port}"
+
+
+def _unprivileged() -> int | None:
+    """Whom to run PostgreSQL as, which refuses root."""
+    if os.geteuid() != 0:
+        return None
+    known = {entry.pw_name: entry.pw_uid for entry in pwd.getpwall()}
+    return known.get("postgres", known.get("nobody"))
+
+
+def _rows(servers: Servers, database: str, query: str) -> list[tuple[Any, ...]]:
+    connection = psycopg2.connect(f"postgresql://{database}:{WORD}@{servers.database}/{database}")
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(query)
+            return cursor.fetchall()
+    finally:
+        connection.close()
+
+
+@contextmanager
+def _bucket(url: str, log: Path) -> Iterator[None]:
+    """An S3 server (moto) with the bucket of the documented environment."""
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", url.rpartition(":")[2]]
+    with _process(command, log, BUCKET_KEY) as process:
+        _until(lambda: httpx.get(url).is_success, process, log)
+        _s3(url).create_bucket(Bucket="grpo-artifacts")
+        yield
+
+
+def _s3(url: str) -> Any:
+    return boto3.client(
+        "s3",
+        endpoint_url=url,
+        region_name=BUCKET_KEY["AWS_DEFAULT_REGION"],
+        aws_access_key_id=BUCKET_KEY["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=BUCKET_KEY["AWS_SECRET_ACCESS_KEY"],
+    )
