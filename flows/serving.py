@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -28,6 +28,10 @@ def up(
     configure()
     from tasks.tracking import connect, tracking_uri
 
+    if tracking_uri().startswith("http"):
+        _refuse(
+            f"MLFLOW_TRACKING_URI={tracking_uri()} names a server that runs already: `grpo serve` is all there is to start"
+        )
     connect()
     api = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{prefect_port}/api"
     # Prefect's pages ask the default port otherwise, whatever port they are served on.
@@ -80,13 +84,23 @@ def _set_up() -> None:
     api = find_api()
     if api is None:
         where = os.environ.get("PREFECT_API_URL", "its usual place, http://127.0.0.1:4200/api")
-        message = f"no Prefect server answers at {where}: start `grpo up` first (it serves too), or set PREFECT_API_URL"
-        Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2)
+        _refuse(f"no Prefect server answers at {where}: start `grpo up` first (it serves too), or set PREFECT_API_URL")
     os.environ["PREFECT_API_URL"] = api
+    from prefect.exceptions import PrefectHTTPStatusError
+
     from flows.set_up import set_up
 
-    set_up()
+    try:
+        set_up()
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code != 401:
+            raise
+        _refuse(f"the Prefect server at {api} wants a password: set PREFECT_API_AUTH_STRING=USER:PASSWORD as it has it")
+
+
+def _refuse(message: str) -> NoReturn:
+    Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(2)
 
 
 def _supervised(*command: str) -> None:
