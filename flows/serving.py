@@ -29,9 +29,7 @@ def up(
     from tasks.tracking import connect, tracking_uri
 
     if tracking_uri().startswith("http"):
-        _refuse(
-            f"MLFLOW_TRACKING_URI={tracking_uri()} names a server that runs already: `grpo serve` is all there is to start"
-        )
+        _refuse(f"MLFLOW_TRACKING_URI={tracking_uri()} is a server that runs already: start `grpo serve` alone")
     connect()
     api = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{prefect_port}/api"
     # Prefect's pages ask the default port otherwise, whatever port they are served on.
