@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import Flow, Task, flow, get_run_logger
 
-from tasks.attempts import keep_retry
+from tasks.attempts import close_left_open, keep_retry
 from tasks.evaluate import evaluate
 from tasks.plan import plan
 from tasks.register import register
@@ -24,6 +24,7 @@ Args:
 
 def _stage_flow(task: Task[..., Any], meaning: str) -> Flow[..., None]:
     def run_stage(run: str, force: bool = False) -> None:
+        close_left_open()
         with locked(find_run(run), get_run_logger().warning) as folder:
             task(folder, force)
 

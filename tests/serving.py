@@ -47,6 +47,11 @@ class Served:
         known = self.get(f"/deployments/name/{deployment}")
         return self.api.post(f"/deployments/{known['id']}/create_flow_run", json={"parameters": parameters})
 
+    def retry(self, run_id: str) -> None:
+        """What the Retry button of a flow run does."""
+        state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}
+        self.api.post(f"/flow_runs/{run_id}/set_state", json={"state": state}).raise_for_status()
+
     def get(self, path: str) -> Any:
         return self.api.get(path).raise_for_status().json()
 

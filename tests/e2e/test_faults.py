@@ -136,12 +136,6 @@ def _flow_process(run_id: str) -> psutil.Process:
     return flow_process
 
 
-def _retry(served: Served, run_id: str) -> None:
-    """As the UI's button does."""
-    state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}
-    served.api.post(f"/flow_runs/{run_id}/set_state", json={"state": state}).raise_for_status()
-
-
 def _ended(served: Served, run_id: str, state: str) -> dict[str, Any]:
     """The flow run in this final state, when none of its processes is left."""
     run = served.wait(run_id)
@@ -177,7 +171,7 @@ def test_a_killed_trainer_fails_its_run_and_the_retry_goes_on_from_the_last_chec
         _trainer(run_id).kill()
         run = _ended(served, run_id, "FAILED")
     assert "SIGKILL" in run["state"]["message"]
-    _retry(served, run_id)
+    served.retry(run_id)
     _completed(served, run_id)
     assert served.tasks(run_id, 8) == [*FIRST, ("train", "Failed"), *SKIPPED, *REST]
     assert _resumed_at(served, "trainer-killed") == 2
@@ -190,7 +184,7 @@ def test_a_killed_flow_process_takes_its_training_along_and_the_retry_goes_on_fr
     with _standing_still(served, inputs, "flow-killed") as run_id:
         _flow_process(run_id).kill()
         _ended(served, run_id, "CRASHED")
-    _retry(served, run_id)
+    served.retry(run_id)
     _completed(served, run_id)
     assert served.tasks(run_id, 8) == [*FIRST, ("train", "Crashed"), *SKIPPED, *REST]
     assert _resumed_at(served, "flow-killed") == 3
@@ -220,7 +214,7 @@ def test_a_full_disk_fails_the_run_by_name_and_the_retry_goes_on_once_there_is_s
         assert "No space left on device" in run["state"]["message"]
         assert sorted(_partial(served, "disk-full").rglob("step-*")) == before
         filler.unlink()
-        _retry(served, run_id)
+        served.retry(run_id)
         _completed(served, run_id)
         assert _resumed_at(served, "disk-full") == 2
         assert _result(served, "disk-full") == undisturbed
@@ -238,7 +232,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_gives_the_same_
     content = bytearray(state.read_bytes())
     content[len(content) // 2] ^= 0xFF
     state.write_bytes(content)
-    _retry(served, run_id)
+    served.retry(run_id)
     _completed(served, run_id)
     assert _resumed_at(served, "damaged") == 2
     assert "step-000004 is damaged (state.pt is not what was written)" in served.messages(run_id)
@@ -254,7 +248,7 @@ def test_a_retry_before_the_failed_process_has_gone_is_kept(
         _until(lambda: served.get(f"/flow_runs/{run_id}")["state_type"] == "FAILED", served, run_id)
         with suppress(psutil.NoSuchProcess):  # holds it at its end
             flow_process.suspend()
-        _retry(served, run_id)
+        served.retry(run_id)
         with suppress(psutil.NoSuchProcess):
             flow_process.resume()
     _until(lambda: served.get(f"/flow_runs/{run_id}")["state_type"] == "COMPLETED", served, run_id)
