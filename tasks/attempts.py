@@ -17,7 +17,7 @@ def close_left_open() -> None:
         return
     running = TaskRunFilter(
         flow_run_id=TaskRunFilterFlowRunId(any_=[flow_run.id]),
-        state=TaskRunFilterState(type={"any_": [StateType.RUNNING, StateType.PENDING]}),
+        state=TaskRunFilterState(type={"any_": [StateType.RUNNING, StateType.PENDING]}, name=None),
     )
     with get_client(sync_client=True) as client:
         for left_open in client.read_task_runs(task_run_filter=running):
