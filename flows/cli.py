@@ -1,4 +1,4 @@
-"""The command line: `grpo run`, `stage`, `status`, `plan`, `keys`, `up`, `serve`.
+"""The command line: `grpo run`, `stage`, `status`, `plan`, `keys`, `up`, `serve`, `worker`.
 
 Heavy libraries are imported by the command that needs them.
 """
@@ -18,7 +18,7 @@ from rich.text import Text
 from flows.environment import configure
 from flows.planning import plan
 from flows.server import prefect_api
-from flows.serving import serve, up
+from flows.serving import serve, up, worker
 from flows.status import show_status, status
 from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config
 from grpo_core.plan import PlanError
@@ -30,6 +30,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.command()(plan)
 app.command()(up)
 app.command()(serve)
+app.command()(worker)
 app.command()(status)
 console = Console()
 

@@ -1,6 +1,6 @@
 """What Prefect offers to trigger on one machine: the pipeline and each stage, served by one process (`grpo serve`).
 
-prefect.yaml declares the same flows for work pools.
+prefect.yaml declares the same flows for work pools, whose workers `grpo worker` starts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 import prefect
 from prefect import Flow
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron
@@ -21,7 +20,6 @@ from flows.stages import evaluate_run, plan_run, register_run, train_run, valida
 NAME = "local"  # pipeline/local, train/local, …
 NIGHTLY = Cron("0 2 * * *", timezone="UTC", active=False, slug="nightly")
 STAGES = [validate_run, plan_run, train_run, evaluate_run, register_run]
-TRAINING_LIMIT = "grpo-training"
 
 
 def deployments() -> list[RunnerDeployment]:
@@ -37,19 +35,9 @@ def deployments() -> list[RunnerDeployment]:
 
 
 def serve() -> None:
-    """Make what the flows need on the server, then run what is triggered, until SIGINT or SIGTERM."""
-    ensure_training_limit()
+    """Run what is triggered, until SIGTERM."""
     # A schedule stays as its user left it: switching it off at the end would need somebody to switch it on again.
     prefect.serve(*deployments(), pause_on_shutdown=False)
-
-
-def ensure_training_limit() -> None:
-    """One training at a time, unless the server already has a limit of that name with other slots."""
-    with get_client(sync_client=True) as client:
-        try:
-            client.read_global_concurrency_limit_by_name(TRAINING_LIMIT)
-        except ObjectNotFound:
-            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=TRAINING_LIMIT, limit=1))
 
 
 def _deployment(flow: Flow, tags: list[str], **options: Any) -> RunnerDeployment:
@@ -64,3 +52,7 @@ def _is_known(name: str) -> bool:
         except ObjectNotFound:
             return False
     return True
+
+
+if __name__ == "__main__":
+    serve()

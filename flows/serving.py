@@ -1,4 +1,5 @@
-"""`grpo up`: the servers of one machine and what they offer to trigger. `grpo serve`: only the latter."""
+"""`grpo up`: the servers of one machine and what they offer to trigger. `grpo serve`: only the latter. `grpo worker`:
+what runs the triggered flows of a work pool."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from rich.console import Console
 
 from flows.environment import configure
 from flows.server import find_api, wait_until_healthy
+
+ENDING_SECONDS = 28  # that flow runs get when serving ends: a training takes 20 at most, and is to be gone in 30
 
 console = Console()
 
@@ -58,6 +61,21 @@ def up(
 
 def serve() -> None:
     """Offer the pipeline and each stage in Prefect's UI, and run here what is triggered there, until Ctrl-C."""
+    _set_up()
+    _supervised("flows.deployments")
+
+
+def worker(
+    pool: Annotated[str, typer.Argument(help="the work pool, as in prefect.yaml")],
+    limit: Annotated[int | None, typer.Option(help="flow runs at once; default: no limit")] = None,
+) -> None:
+    """Run the flow runs of a work pool of type process here, until Ctrl-C."""
+    _set_up()
+    at_once = ["--limit", str(limit)] if limit else []
+    _supervised("prefect", "worker", "start", "--pool", pool, "--type", "process", *at_once)
+
+
+def _set_up() -> None:
     configure()
     api = find_api()
     if api is None:
@@ -66,6 +84,13 @@ def serve() -> None:
         Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2)
     os.environ["PREFECT_API_URL"] = api
-    from flows import deployments
+    from flows.set_up import set_up
 
-    deployments.serve()
+    set_up()
+
+
+def _supervised(*command: str) -> None:
+    """Become a process that runs `python -m COMMAND` and ends the flow runs with it. Prefect's own runner and worker
+    leave those alone when they are told to end."""
+    supervisor = [sys.executable, "-m", "tasks.supervise", str(ENDING_SECONDS), sys.executable, "-m", *command]
+    os.execv(sys.executable, supervisor)

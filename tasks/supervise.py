@@ -1,9 +1,9 @@
 """`python -m tasks.supervise GRACE COMMAND…`: run a command so that nothing of it outlives whoever asked for it.
 
-Stands between a task and its training. SIGTERM, or the end of its standard input (the task's process died, even by
-SIGKILL), ends the command: SIGTERM to its process group, up to GRACE seconds for all of them to end (a launcher may die
-at once while the trainer still saves), SIGKILL to every descendant left. As the subreaper it also finds those that made
-sessions of their own (ranks, engine processes).
+Stands between a task and its training, and around what serves flows. SIGTERM, or the end of the pipe that is its
+standard input (the task's process died, even by SIGKILL), ends the command: SIGTERM to its process group, up to GRACE
+seconds for all of them to end (a launcher may die at once while the trainer still saves), SIGKILL to every descendant
+left. As the subreaper it also finds those that made sessions of their own (ranks, engine processes).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import stat
 import sys
 import time
 from contextlib import suppress
@@ -28,12 +29,15 @@ async def supervise(command: list[str], grace: float) -> int:
     told_to_stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
-    loop.add_reader(sys.stdin, lambda: os.read(sys.stdin.fileno(), 4096) or told_to_stop.set())
+    watched = stat.S_ISFIFO(os.fstat(0).st_mode)  # a terminal or /dev/null says nothing of who started this
+    if watched:
+        loop.add_reader(0, lambda: os.read(0, 4096) or told_to_stop.set())
     child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
     exited = asyncio.create_task(child.wait())
     stopped = asyncio.create_task(told_to_stop.wait())
     await asyncio.wait({exited, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    loop.remove_reader(sys.stdin)
+    if watched:
+        loop.remove_reader(0)
     if not exited.done():
         os.killpg(child.pid, signal.SIGTERM)
         with suppress(TimeoutError):

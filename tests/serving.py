@@ -47,10 +47,15 @@ class Served:
         known = self.get(f"/deployments/name/{deployment}")
         return self.api.post(f"/deployments/{known['id']}/create_flow_run", json={"parameters": parameters})
 
+    def cancel(self, run_id: str) -> None:
+        self._propose(run_id, type="CANCELLING", name="Cancelling")
+
     def retry(self, run_id: str) -> None:
-        """What the Retry button of a flow run does."""
-        state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}
-        self.api.post(f"/flow_runs/{run_id}/set_state", json={"state": state}).raise_for_status()
+        self._propose(run_id, type="SCHEDULED", name="AwaitingRetry")
+
+    def _propose(self, run_id: str, **state: str) -> None:
+        answer = self.api.post(f"/flow_runs/{run_id}/set_state", json={"state": state}).raise_for_status().json()
+        assert answer["status"] == "ACCEPT", answer
 
     def get(self, path: str) -> Any:
         return self.api.get(path).raise_for_status().json()

@@ -1,11 +1,12 @@
-"""A training cancelled, or killed with all that watched it: nothing is left running, nothing lost, nobody blocked."""
+"""A training cancelled, told to end with its runner, or killed with it: no process stays, nothing is lost, nobody
+waits for ever."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,19 +17,16 @@ from typing import Any
 
 import psutil
 import pytest
-import tomli_w
-from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
-from prefect.client.schemas.filters import TaskRunFilter, TaskRunFilterFlowRunId
-from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelling, Scheduled
 
+from grpo_core.config import dump_config, parse_config
 from tests.conftest import config_values, write_sums
+from tests.serving import Served, prefect_server
+
+PROJECT = Path(__file__).parents[2]
+END_SECONDS = 30
+DEADLINE = 300.0  # of what has no deadline of its own
 
 pytestmark = pytest.mark.slow
-
-CANCEL_SECONDS = 30
-DEADLINE = 300.0  # of what has no deadline of its own
 
 # Training stops for good inside the fourth rollout, until the file that allows it to go on exists.
 REWARD = """
@@ -42,29 +40,6 @@ def patient(completions, completion_ids):
     return [-float(len(ids)) for ids in completion_ids]
 """
 
-SERVED = """
-from flows.environment import configure
-configure()
-from prefect import flow
-from grpo_core.config import load_config
-from tasks.attempts import close_left_open
-from tasks.plan import plan
-from tasks.storage import open_run
-from tasks.train import train
-from tasks.validate import validate
-
-@flow(name="until-trained")
-def until_trained(config: str, name: str):
-    close_left_open()
-    run = open_run(load_config(config, [f"name={name}"]))
-    validate(run)
-    plan(run)
-    train(run)
-
-if __name__ == "__main__":
-    until_trained.serve("here", limit=2)
-"""
-
 
 def _wait_for(condition: Callable[[], Any], seconds: float = DEADLINE) -> Any:
     deadline = time.monotonic() + seconds
@@ -74,194 +49,188 @@ def _wait_for(condition: Callable[[], Any], seconds: float = DEADLINE) -> Any:
     return found
 
 
-def _environment(folder: Path, api: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PREFECT_HOME": str(folder / "prefect"),
-        "PREFECT_API_URL": api,
-        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-        "GRPO_STORAGE": str(folder / "storage"),
-        "PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).parents[2]}",
-        "MAY_GO_ON": str(folder / "go-on"),
-    }
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
-    folder = tmp_path_factory.mktemp("cancel")
-    (folder / "patience.py").write_text(REWARD)
-    (folder / "served.py").write_text(SERVED)
-    write_sums(folder / "train.parquet", 10, 34)
-    write_sums(folder / "eval.parquet", 60, 76)
-    values = config_values(model_folder, folder, max_steps=6, save_steps=100)
-    values["rewards"] = [{"function": "patience:patient"}]
-    (folder / "config.toml").write_text(tomli_w.dumps(values))
-    return folder
+def server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Served]:
+    """A Prefect server, and in its storage the run directory `template`, to be trained."""
+    storage = tmp_path_factory.mktemp("cancel")
+    (storage / "patience.py").write_text(REWARD)
+    write_sums(storage / "train.parquet", 10, 34)
+    write_sums(storage / "eval.parquet", 60, 76)
+    _write_config(storage, "template", config_values(model_folder, storage, max_steps=6, save_steps=100))
+    paths = os.pathsep.join([str(storage), str(PROJECT)])
+    with prefect_server(storage, PYTHONPATH=paths, MAY_GO_ON=str(storage / "go-on")) as server:
+        with _serving(server):
+            for stage in ("validate", "plan"):
+                done = server.wait(server.trigger(f"{stage}/local", run="template"))
+                assert done["state_type"] == "COMPLETED", server.messages(done["id"])
+        yield server
 
 
-@pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[SyncPrefectClient]:
-    """Of a server of its own, with the limit and the automation that set-up makes."""
-    from flows.crashes import ensure_crash_automation
-    from tasks.train import TRAINING_LIMIT
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    (folder / "prefect").mkdir()
-    api = f"http://127.0.0.1:{port}/api"
-    with (folder / "server.log").open("w") as log:
-        command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-        server = subprocess.Popen(
-            [sys.executable, "-m", "tasks.supervise", "10", sys.executable, *command],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            env=_environment(folder, api),
-        )
-    try:
-        with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as client:
-            _wait_for(lambda: client.api_healthcheck() is None)
-            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=TRAINING_LIMIT, limit=1))
-            ensure_crash_automation()
-            ensure_crash_automation()
-            yield client
-    finally:
-        server.terminate()
-        server.wait()
+def _write_config(storage: Path, name: str, values: dict[str, Any]) -> None:
+    config = parse_config({**values, "name": name, "rewards": [{"function": "patience:patient"}]})
+    (storage / "runs" / name).mkdir(parents=True)
+    (storage / "runs" / name / "config.toml").write_text(dump_config(config))
 
 
 @contextmanager
-def _serving(folder: Path, client: SyncPrefectClient) -> Iterator[psutil.Process]:
-    with (folder / "serve.log").open("a") as log:
-        runner = subprocess.Popen(
-            [sys.executable, str(folder / "served.py")],
-            cwd=folder,
-            env=_environment(folder, str(client.api_url).rstrip("/")),
+def _serving(server: Served) -> Iterator[psutil.Process]:
+    """`grpo serve`, killed at the end if it still runs."""
+    with (server.storage / "serve.log").open("ab") as log:
+        runner = psutil.Popen(
+            [sys.executable, "-m", "flows.cli", "serve"],
+            cwd=server.storage,
+            env=server.environment,
+            stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
         )
     try:
-        yield psutil.Process(runner.pid)
+        _wait_for(lambda: [d["status"] for d in server.filter("deployments")] == ["READY"] * 6)
+        yield runner
     finally:
-        with suppress(psutil.NoSuchProcess):
-            for process in [*psutil.Process(runner.pid).children(recursive=True), runner]:
+        if runner.is_running():
+            for process in [*runner.children(recursive=True), runner]:
                 process.kill()
         runner.wait()
 
 
-def _start(folder: Path, client: SyncPrefectClient, name: str) -> Any:
-    def deployment() -> Any:
-        with suppress(Exception):
-            return client.read_deployment_by_name("until-trained/here")
-
-    parameters = {"config": str(folder / "config.toml"), "name": name}
-    return client.create_flow_run_from_deployment(_wait_for(deployment).id, parameters=parameters).id
-
-
-def _wait_for_state(client: SyncPrefectClient, flow_run_id: Any, *names: str, seconds: float = DEADLINE) -> None:
-    _wait_for(lambda: client.read_flow_run(flow_run_id).state_name in names, seconds)
+def _start(server: Served, name: str) -> str:
+    """Id of a flow run that trains a copy of the template, made where there is none yet."""
+    folder = server.storage / "runs" / name
+    if not folder.exists():
+        shutil.copytree(server.storage / "runs" / "template", folder, ignore=shutil.ignore_patterns("training*"))
+        config = (folder / "config.toml").read_text()
+        (folder / "config.toml").write_text(config.replace('name = "template"', f'name = "{name}"'))
+    return server.trigger("train/local", run=name)
 
 
-def _wait_until_stuck(folder: Path, name: str) -> None:
-    output = folder / "storage" / "runs" / name / "training.partial" / "output.log"
+def _finish(server: Served, run_id: str) -> str:
+    """The final state's name, where the training may go on."""
+    (server.storage / "go-on").touch()
+    state = server.wait(run_id)["state_name"]
+    (server.storage / "go-on").unlink()
+    return state
+
+
+def _wait_until_stuck(server: Served, name: str) -> None:
+    output = _partial(server, name) / "output.log"
     _wait_for(lambda: output.exists() and "stuck" in output.read_text())
 
 
-def _of_training(runner: psutil.Process) -> list[psutil.Process]:
-    """All that a served flow run has started, the processes of the training among them."""
-    processes = runner.children(recursive=True)
-    assert any("grpo_core.train" in " ".join(process.cmdline()) for process in processes)
-    return processes
+def _partial(server: Served, name: str) -> Path:
+    return server.storage / "runs" / name / "training.partial"
 
 
-def _slots_taken(client: SyncPrefectClient) -> int:
-    from tasks.train import TRAINING_LIMIT
+def _processes(runner: psutil.Process, name: str) -> list[psutil.Process]:
+    """Those that the runner has started for the training of that run, from its supervisor on."""
+    found = [p for p in runner.children(recursive=True) if f"/runs/{name}" in " ".join(p.cmdline())]
+    assert any("grpo_core.train" in process.cmdline() for process in found)
+    return found
 
-    return client.read_global_concurrency_limit_by_name(TRAINING_LIMIT).active_slots
+
+def _wait_until_ended(processes: list[psutil.Process]) -> None:
+    """A zombie has ended: who started it has yet to ask how."""
+
+    def runs(process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    _wait_for(lambda: not any(map(runs, processes)), END_SECONDS)
 
 
-def _result(folder: Path, name: str) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    training = folder / "storage" / "runs" / name / "training"
+def _slots_taken(server: Served) -> int:
+    return server.get("/v2/concurrency_limits/grpo-training")["active_slots"]
+
+
+def _result(server: Served, name: str) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    training = server.storage / "runs" / name / "training"
     lines = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
     metrics = [{key: value for key, value in line.items() if "time" not in key} for line in lines]
     return json.loads((training / "result.json").read_text()), metrics
 
 
-def _tracked_status(folder: Path, training: str) -> str:
+def _tracked_status(server: Served, training: Path) -> str:
     from mlflow import MlflowClient
 
-    run_id = (folder / "storage" / "runs" / training / "mlflow_run_id").read_text()
-    return MlflowClient(f"sqlite:///{folder / 'storage' / 'mlflow' / 'mlflow.db'}").get_run(run_id).info.status
+    uri = f"sqlite:///{server.storage / 'mlflow' / 'mlflow.db'}"
+    return MlflowClient(uri).get_run((training / "mlflow_run_id").read_text()).info.status
 
 
 @pytest.fixture(scope="module")
-def undisturbed(folder: Path, client: SyncPrefectClient) -> list[dict[str, float]]:
-    (folder / "go-on").touch()
-    with _serving(folder, client):
-        flow_run = _start(folder, client, "undisturbed")
-        _wait_for_state(client, flow_run, "Completed", "Failed", "Crashed")
-    (folder / "go-on").unlink()
-    shown = {artifact.key for artifact in client.read_artifacts() if artifact.flow_run_id == flow_run}
-    assert {"training-progress", "training-live", "training-curves"} <= shown
-    return _result(folder, "undisturbed")[1]
+def undisturbed(server: Served) -> list[dict[str, float]]:
+    with _serving(server):
+        run_id = _start(server, "undisturbed")
+        assert _finish(server, run_id) == "Completed", server.messages(run_id)
+    shown = {a["key"] for a in server.filter("artifacts", flow_runs={"id": {"any_": [run_id]}})}
+    assert shown == {"training-progress", "training-live", "training-curves"}
+    return _result(server, "undisturbed")[1]
 
 
 def test_a_cancelled_training_saves_ends_and_goes_on_from_there(
-    folder: Path, client: SyncPrefectClient, undisturbed: list[dict[str, float]]
+    server: Served, undisturbed: list[dict[str, float]]
 ) -> None:
-    with _serving(folder, client) as runner:
-        cancelled = _start(folder, client, "cancelled")
-        _wait_until_stuck(folder, "cancelled")
-        waiting = _start(folder, client, "waiting")
-        _wait_for(
-            lambda: any("waiting: all slots" in log.message for log in client.read_logs() if log.flow_run_id == waiting)
-        )
-        processes = [p for p in _of_training(runner) if "cancelled" in " ".join(p.cmdline())]
-        client.set_flow_run_state(cancelled, Cancelling())
-        assert not psutil.wait_procs(processes, timeout=CANCEL_SECONDS)[1]
-        _wait_for_state(client, cancelled, "Cancelled")
-        partial = folder / "storage" / "runs" / "cancelled" / "training.partial"
+    with _serving(server) as runner:
+        cancelled = _start(server, "cancelled")
+        _wait_until_stuck(server, "cancelled")
+        waiting = _start(server, "waiting")
+        _wait_for(lambda: "waiting: all slots" in server.messages(waiting))
+        processes = _processes(runner, "cancelled")
+        server.cancel(cancelled)
+        _wait_until_ended(processes)
+        server.wait(cancelled, "CANCELLED")
+        partial = _partial(server, "cancelled")
         assert [path.name for path in (partial / "checkpoints").iterdir()] == ["step-000003"]
         assert "told to stop, the checkpoint of step 3" in (partial / "output.log").read_text()
-        assert _tracked_status(folder, "cancelled/training.partial") == "KILLED"
+        assert _tracked_status(server, partial) == "KILLED"
 
-        _wait_until_stuck(folder, "waiting")  # it got the slot
-        client.set_flow_run_state(waiting, Cancelling())
-        _wait_for_state(client, waiting, "Cancelled")
-        _wait_for(lambda: _slots_taken(client) == 0)
+        _wait_until_stuck(server, "waiting")  # it got the slot
+        server.cancel(waiting)
+        server.wait(waiting, "CANCELLED")
+        _wait_for(lambda: _slots_taken(server) == 0)
 
-        (folder / "go-on").touch()
-        _wait_for_state(client, _start(folder, client, "cancelled"), "Completed", "Failed", "Crashed")
-        (folder / "go-on").unlink()
-    result, metrics = _result(folder, "cancelled")
+        assert _finish(server, _start(server, "cancelled")) == "Completed"
+    result, metrics = _result(server, "cancelled")
     assert result["resumed_at_step"] == 3
     assert metrics == undisturbed
-    assert _tracked_status(folder, "cancelled/training") == "FINISHED"
+    assert _tracked_status(server, server.storage / "runs" / "cancelled" / "training") == "FINISHED"
+
+
+def test_told_to_end_grpo_serve_ends_its_trainings_too_each_with_a_checkpoint(
+    server: Served, undisturbed: list[dict[str, float]]
+) -> None:
+    with _serving(server) as runner:
+        run_id = _start(server, "told")
+        _wait_until_stuck(server, "told")
+        processes = [runner, *runner.children(recursive=True)]
+        runner.terminate()
+        _wait_until_ended(processes)
+    assert [path.name for path in (_partial(server, "told") / "checkpoints").iterdir()] == ["step-000003"]
+    server.wait(run_id, "CRASHED")
+    _wait_for(lambda: _slots_taken(server) == 0)
+    with _serving(server):
+        server.retry(run_id)
+        assert _finish(server, run_id) == "Completed"
+    assert _result(server, "told")[1] == undisturbed
 
 
 def test_a_run_killed_with_its_runner_is_shown_as_crashed_and_its_retry_goes_on(
-    folder: Path, client: SyncPrefectClient, undisturbed: list[dict[str, float]]
+    server: Served, undisturbed: list[dict[str, float]]
 ) -> None:
-    with _serving(folder, client) as runner:
-        flow_run = _start(folder, client, "killed")
-        _wait_until_stuck(folder, "killed")
-        processes = _of_training(runner)
-        (flow_process,) = (child for child in runner.children() if child.children())  # beside multiprocessing's tracker
-        for process in (runner, flow_process):
-            process.send_signal(signal.SIGKILL)
-        assert not psutil.wait_procs(processes, timeout=CANCEL_SECONDS)[1]
-    _wait_for_state(client, flow_run, "Crashed", seconds=200)
-    _wait_for(lambda: _slots_taken(client) == 0)
-
-    (folder / "go-on").touch()
-    with _serving(folder, client):
-        client.set_flow_run_state(flow_run, Scheduled(name="AwaitingRetry"), force=True)
-        _wait_for_state(client, flow_run, "Completed", "Failed")
-    (folder / "go-on").unlink()
-    result, metrics = _result(folder, "killed")
+    with _serving(server) as runner:
+        run_id = _start(server, "killed")
+        _wait_until_stuck(server, "killed")
+        trained_by = _processes(runner, "killed")
+        for process in [runner, *runner.children(recursive=True)]:
+            if process not in trained_by:
+                process.send_signal(signal.SIGKILL)
+        _wait_until_ended(trained_by)
+    server.wait(run_id, "CRASHED")
+    _wait_for(lambda: _slots_taken(server) == 0)
+    with _serving(server):
+        server.retry(run_id)
+        assert _finish(server, run_id) == "Completed"
+    result, metrics = _result(server, "killed")
     assert result["resumed_at_step"] == 3
     assert metrics == undisturbed
-    of_it = TaskRunFilter(flow_run_id=TaskRunFilterFlowRunId(any_=[flow_run]))
-    states = sorted(t.state_name for t in client.read_task_runs(task_run_filter=of_it) if t.name.startswith("train"))
-    assert states == ["Completed", "Crashed"]
+    assert sorted(server.tasks(run_id, 2)) == [("train", "Completed"), ("train", "Crashed")]

@@ -49,7 +49,7 @@ def _prefect(server: Served, *command: str, **variables: str) -> str:
 
 @contextmanager
 def _worker(server: Served, pool: str) -> Iterator[None]:
-    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", pool]
+    command = [sys.executable, "-m", "flows.cli", "worker", pool]
     log = server.storage / f"worker-{pool}.log"
     with log.open("wb") as output:
         worker = subprocess.Popen(command, env=server.environment, stdout=output, stderr=subprocess.STDOUT)
@@ -118,7 +118,7 @@ def test_the_definitions_for_containers_are_accepted(server: Served, kind: str) 
 
 
 def test_serving_again_keeps_schedules_and_slots_as_their_user_left_them(server: Served) -> None:
-    serve = "from flows import deployments as d; d.ensure_training_limit(); [it.apply() for it in d.deployments()]"
+    serve = "from flows import deployments as d, set_up as s; s.set_up(); [it.apply() for it in d.deployments()]"
 
     def serve_once() -> list[tuple[bool, str]]:
         subprocess.run([sys.executable, "-c", serve], cwd=PROJECT, env=server.environment, check=True, timeout=300)

@@ -1,0 +1,58 @@
+"""What the flows need on a Prefect server, made once; what is there already stays as its users left it.
+
+The crash watch is for a flow run whose process and runner are both gone: nobody else would report its end.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+from prefect.client.schemas.objects import StateType
+from prefect.events import AutomationCore, EventTrigger, Posture
+from prefect.events.actions import ChangeFlowRunState
+from prefect.exceptions import ObjectNotFound
+
+from flows.environment import HEARTBEAT_SECONDS
+from tasks.train import TRAINING_LIMIT
+
+CRASH_WATCH = "grpo: runs whose process is gone are crashed"
+SILENCE = timedelta(seconds=2.5 * HEARTBEAT_SECONDS)  # two missed
+ENDED = [f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")]
+
+
+def set_up() -> None:
+    """The limit of one training at a time, and the crash watch."""
+    ensure_training_limit()
+    ensure_crash_watch()
+
+
+def ensure_training_limit() -> None:
+    """One training at a time, unless the server already has a limit of that name with other slots."""
+    with get_client(sync_client=True) as client:
+        try:
+            client.read_global_concurrency_limit_by_name(TRAINING_LIMIT)
+        except ObjectNotFound:
+            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=TRAINING_LIMIT, limit=1))
+
+
+def ensure_crash_watch() -> None:
+    """Have the server mark a flow run as crashed when its heartbeat stops.
+
+    Flow runs send heartbeats where `environment.configure` was called, or PREFECT_FLOWS_HEARTBEAT_FREQUENCY set.
+    """
+    heartbeat = "prefect.flow-run.heartbeat"
+    trigger = EventTrigger(
+        after={heartbeat},
+        expect={heartbeat, *ENDED},
+        match={"prefect.resource.id": ["prefect.flow-run.*"]},
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=SILENCE,
+    )
+    action = ChangeFlowRunState(state=StateType.CRASHED, message="its process sends no heartbeat any more")
+    with get_client(sync_client=True) as client:
+        if not client.read_automations_by_name(CRASH_WATCH):
+            client.create_automation(AutomationCore(name=CRASH_WATCH, trigger=trigger, actions=[action]))
