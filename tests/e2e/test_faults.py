@@ -236,7 +236,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_gives_the_same_
     served.retry(run_id)
     _completed(served, run_id)
     assert _resumed_at(served, "damaged") == 2
-    assert "step-000004 is damaged (state.pt is not what was written)" in served.messages(run_id)
+    output = served.storage / "runs" / "damaged" / "training" / "output.log"
+    assert "step-000004 is damaged (state.pt is not what was written)" in output.read_text()
     assert _result(served, "damaged") == undisturbed
 
 
