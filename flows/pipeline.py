@@ -17,7 +17,7 @@ from prefect.states import Cancelling
 
 from flows.form import Changes, Preset, resolve
 from grpo_core.config import ConfigError
-from tasks.attempts import close_left_open
+from tasks.attempts import close_left_open, keep_retry
 from tasks.evaluate import evaluate
 from tasks.plan import plan
 from tasks.register import register
@@ -38,7 +38,7 @@ def _run_name() -> str:
 
 
 # Parameters are validated by `resolve`, which names the nearest key.
-@flow(name="pipeline", flow_run_name=_run_name, validate_parameters=False)
+@flow(name="pipeline", flow_run_name=_run_name, validate_parameters=False, on_crashed=[keep_retry])
 def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # noqa: B006 (read only)
     """Take the configured prompts and base model to a registered, evaluated policy; returns the run directory.
 

@@ -19,7 +19,8 @@ from tasks.train import TRAINING_LIMIT
 
 CRASH_WATCH = "grpo: runs whose process is gone are crashed"
 SILENCE = timedelta(seconds=2.5 * HEARTBEAT_SECONDS)  # two missed
-ENDED = [f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")]
+# The end of an attempt, or the next one asked for: the end may be heard of before the attempt's last heartbeat.
+ENDED = [f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed", "AwaitingRetry")]
 
 
 def set_up() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import Flow, Task, flow, get_run_logger
 
-from tasks.attempts import close_left_open
+from tasks.attempts import close_left_open, keep_retry
 from tasks.evaluate import evaluate
 from tasks.plan import plan
 from tasks.register import register
@@ -30,7 +30,7 @@ def _stage_flow(task: Task[..., Any], meaning: str) -> Flow[..., None]:
 
     run_stage.__name__ = run_stage.__qualname__ = f"{task.name}_run"  # where a deployment looks for it in this module
     run_stage.__doc__ = f"{meaning}\n{ARGUMENTS}"
-    return flow(name=task.name, flow_run_name=f"{{run}}-{task.name}")(run_stage)
+    return flow(name=task.name, flow_run_name=f"{{run}}-{task.name}", on_crashed=[keep_retry])(run_stage)
 
 
 validate_run = _stage_flow(validate, "Hold the run's prompts and rewards against the data contract again.")

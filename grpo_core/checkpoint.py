@@ -49,12 +49,12 @@ class Checkpoints:
 
         `healthy`: it is known to be; of weights that no step has looked at yet, `confirm` says so later.
         The generation batch goes with it: the next update may still read it, and its samples cannot be drawn again,
-        since the policy that drew them is gone.
+        since the policy that drew them is gone. OSError names the file that could not be written; what was there stays.
         """
         final = self._folder(progress.updates)
         temporary = final.with_suffix(".tmp")
         temporary.mkdir(parents=True, exist_ok=True)
-        torch.save(random_state(), temporary / f"random-{self.accelerator.process_index}.pt")
+        _write(random_state(), temporary / f"random-{self.accelerator.process_index}.pt")
         if self.accelerator.is_main_process:
             state = {
                 "model": trainable_state(self.model),
@@ -62,7 +62,7 @@ class Checkpoints:
                 "reference": None if self.reference is None else self.reference.master.state_dict(),
                 "progress": {**dataclasses.asdict(progress), "seen_in_epoch": sorted(progress.seen_in_epoch)},
             }
-            torch.save(state, temporary / "state.pt")
+            _write(state, temporary / "state.pt")
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             sums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
@@ -179,6 +179,17 @@ def _damage(folder: Path) -> str | None:
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _write(state: object, path: Path) -> None:
+    """torch.save, whose own error does not tell a full disk."""
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:
+        if isinstance(cause := error.__context__, OSError):
+            raise OSError(cause.errno, cause.strerror, str(path)) from None
+        raise
 
 
 def _replace(temporary: Path, final: Path) -> None:

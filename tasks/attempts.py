@@ -1,12 +1,14 @@
-"""Task runs of an attempt that was killed: nobody says that they ended, so the next attempt of the flow run does."""
+"""Between two attempts of a flow run: what a killed one left open, and a retry that came before the last had gone."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import TaskRunFilter, TaskRunFilterFlowRunId, TaskRunFilterState
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.runtime import flow_run
-from prefect.states import Crashed
+from prefect.states import AwaitingRetry, Crashed
 
 
 def close_left_open() -> None:
@@ -15,8 +17,20 @@ def close_left_open() -> None:
         return
     running = TaskRunFilter(
         flow_run_id=TaskRunFilterFlowRunId(any_=[flow_run.id]),
-        state=TaskRunFilterState(type={"any_": [StateType.RUNNING, StateType.PENDING]}),
+        state=TaskRunFilterState(type={"any_": [StateType.RUNNING, StateType.PENDING]}, name=None),
     )
     with get_client(sync_client=True) as client:
         for left_open in client.read_task_runs(task_run_filter=running):
             client.set_task_run_state(left_open.id, Crashed(message="the process that ran it was killed"), force=True)
+
+
+def keep_retry(flow: Any, flow_run: FlowRun, state: Any) -> None:
+    """Hook for `on_crashed`: schedule the retry again that the end of the failed attempt's process took away.
+
+    Prefect shows a run as failed before its process has gone, and reports that process's exit status as a crash of the
+    run, whatever was asked of it in between.
+    """
+    with get_client(sync_client=True) as client:
+        states = sorted(client.read_flow_run_states(flow_run.id), key=lambda known: known.timestamp)
+        if [known.name for known in states[-3:]] == ["Failed", "AwaitingRetry", "Crashed"]:
+            client.set_flow_run_state(flow_run.id, AwaitingRetry(message=states[-2].message))

@@ -101,21 +101,39 @@ def serving(storage: Path, **environment: str) -> Iterator[Served]:
     with _running(command, ports, storage, environment) as served:
 
         def is_serving() -> bool:
-            ready = [d for d in served.filter("deployments") if d["status"] == "READY"]
-            return len(ready) == 6 and httpx.get(f"{served.mlflow_url}/health", timeout=5).is_success
+            return _has_deployments(served) and httpx.get(f"{served.mlflow_url}/health", timeout=5).is_success
 
-        _wait(served, is_serving)
+        _wait(served.process, served.log, is_serving)
         yield served
 
 
 @contextmanager
-def prefect_server(storage: Path, **environment: str) -> Iterator[Served]:
-    """A Prefect server alone, until the body ends."""
-    ports = free_ports(1)
+def prefect_server(storage: Path, port: int | None = None, **environment: str) -> Iterator[Served]:
+    """A Prefect server alone, until the body ends; on a free port unless it has to be found where one was before."""
+    ports = [port] if port else free_ports(1)
     command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(ports[0])]
     with _running(command, ports, storage, environment) as served:
-        _wait(served, lambda: served.api.get("/health").is_success)
+        _wait(served.process, served.log, lambda: served.api.get("/health").is_success)
         yield served
+
+
+@contextmanager
+def grpo_serve(served: Served) -> Iterator[None]:
+    """`grpo serve` for a Prefect server, until the body ends."""
+    log = served.storage / "grpo-serve.log"
+    command = [sys.executable, "-m", "flows.cli", "serve"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=served.environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        _wait(process, log, lambda: _has_deployments(served))
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _has_deployments(served: Served) -> bool:
+    return len([known for known in served.filter("deployments") if known["status"] == "READY"]) == 6
 
 
 @contextmanager
@@ -153,14 +171,14 @@ def _running(command: list[str], ports: list[int], storage: Path, further: dict[
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait(served: Served, is_ready: Callable[[], bool]) -> None:
+def _wait(process: subprocess.Popen[bytes], log: Path, is_ready: Callable[[], bool]) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while served.process.poll() is None and time.monotonic() < deadline:
+    while process.poll() is None and time.monotonic() < deadline:
         with suppress(httpx.HTTPError):
             if is_ready():
                 return
         time.sleep(0.2)
-    raise RuntimeError(f"nothing is served:\n{served.log.read_text()[-4000:]}")
+    raise RuntimeError(f"nothing is served:\n{log.read_text()[-4000:]}")
 
 
 def free_ports(count: int) -> list[int]:

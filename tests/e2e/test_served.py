@@ -68,6 +68,16 @@ def test_a_stage_of_an_earlier_run_is_a_deployment_of_its_own(served: Served) ->
     assert (run["state_type"], served.tasks(run["id"], 1)) == ("COMPLETED", [("plan", "Skipped")])
 
 
+def test_a_stage_started_again_closes_what_a_killed_attempt_left_open(served: Served) -> None:
+    run = served.wait(served.trigger("plan/local", run="small"))
+    assert served.tasks(run["id"], 1) == [("plan", "Skipped")]
+    [left_open] = served.filter("task_runs", flow_runs={"id": {"any_": [run["id"]]}})
+    running = {"state": {"type": "RUNNING"}, "force": True}
+    served.api.post(f"/task_runs/{left_open['id']}/set_state", json=running).raise_for_status()
+    served.retry(run["id"])
+    assert served.tasks(run["id"], 2) == [("plan", "Crashed"), ("plan", "Skipped")]
+
+
 def test_what_serving_needs_is_there_and_the_schedule_waits_to_be_switched_on(served: Served) -> None:
     limit: dict[str, Any] = served.get("/v2/concurrency_limits/grpo-training")
     assert limit["limit"] == 1

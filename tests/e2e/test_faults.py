@@ -1,0 +1,301 @@
+"""What may go wrong in the middle of a served pipeline's training: no process stays, nothing is lost, the run shows how
+it ended, and its retry finishes with the result of a run that nothing happened to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.conftest import make_model, write_sums
+from tests.serving import RUN_SECONDS, Served, grpo_serve, prefect_server, serving
+
+pytestmark = pytest.mark.e2e
+
+STAGES = ["validate", "plan", "train", "evaluate", "register"]
+UPDATES = 6
+LEFT_FREE = 1 << 18  # bytes: two more updates' figures, but no checkpoint
+SKIPPED = [("validate", "Skipped"), ("plan", "Skipped")]
+FIRST = [("validate", "Completed"), ("plan", "Completed")]
+REST = [("train", "Completed"), ("evaluate", "Completed"), ("register", "Completed")]
+
+# Stands still in its call number N, which in training is rollout N, for as long as the file `hold` says N.
+REWARD = """
+import threading
+from pathlib import Path
+HOLD = Path(__file__).with_name("hold")
+calls = []
+def held():
+    return HOLD.exists() and HOLD.read_text() == str(len(calls))
+def patient(completions, completion_ids):
+    calls.append(1)
+    if held():
+        print("standing still in rollout", len(calls), flush=True)
+        while held():
+            threading.Event().wait(0.05)
+    return [-float(len(ids)) for ids in completion_ids]
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "patience.py").write_text(REWARD)
+    make_model(folder / "base")
+    write_sums(folder / "train.parquet", 10, 50)
+    write_sums(folder / "eval.parquet", 60, 76)
+    return folder
+
+
+def _python_path(inputs: Path) -> str:
+    return f"{inputs}{os.pathsep}{Path(__file__).parents[2]}"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("served"), PYTHONPATH=_python_path(inputs)) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def undisturbed(served: Served, inputs: Path) -> dict[str, Any]:
+    run_id = _trigger(served, inputs, "undisturbed")
+    run = served.wait(run_id)
+    assert run["state_type"] == "COMPLETED", served.messages(run_id)
+    return _result(served, "undisturbed")
+
+
+def _trigger(served: Served, inputs: Path, name: str) -> str:
+    changes = {
+        "name": name,
+        "model": {"name_or_path": str(inputs / "base")},
+        "data": {"train": str(inputs / "train.parquet"), "eval": str(inputs / "eval.parquet")},
+        "rewards": [{"function": "patience:patient"}],
+        "rollout": {"engine": "transformers"},
+        "train": {"per_device_train_batch_size": 32, "max_steps": UPDATES, "save_steps": 2, "warmup_steps": 1},
+    }
+    return served.trigger("pipeline/local", preset="quickstart", changes=changes)
+
+
+@contextmanager
+def _standing_still(served: Served, inputs: Path, name: str, rollout: int = 4) -> Iterator[str]:
+    """A new flow run of the pipeline whose training stands still in this rollout until the body ends."""
+    (inputs / "hold").write_text(str(rollout))
+    try:
+        run_id = _trigger(served, inputs, name)
+        _until_still(served, name, rollout, run_id)
+        yield run_id
+    finally:
+        (inputs / "hold").unlink(missing_ok=True)
+
+
+def _until_still(served: Served, name: str, rollout: int, run_id: str) -> None:
+    output = _partial(served, name) / "output.log"
+    _until(lambda: output.exists() and f"still in rollout {rollout}" in output.read_text(), served, run_id)
+
+
+def _until(condition: Callable[[], Any], served: Served, run_id: str) -> None:
+    deadline = time.monotonic() + RUN_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"flow run {run_id} has not come so far:\n{served.log.read_text()[-4000:]}"
+        time.sleep(0.1)
+
+
+def _partial(served: Served, name: str) -> Path:
+    return served.storage / "runs" / name / "training.partial"
+
+
+def _of(run_id: str) -> list[psutil.Process]:
+    """Every process of a flow run: they inherit its id."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("PREFECT__FLOW_RUN_ID") == run_id:
+                found.append(process)
+    return found
+
+
+def _trainer(run_id: str) -> psutil.Process:
+    (trainer,) = (p for p in _of(run_id) if p.cmdline()[1:3] == ["-m", "grpo_core.train"])
+    return trainer
+
+
+def _flow_process(run_id: str) -> psutil.Process:
+    processes = _of(run_id)
+    (flow_process,) = (p for p in processes if p.ppid() not in {other.pid for other in processes})
+    return flow_process
+
+
+def _ended(served: Served, run_id: str, state: str) -> dict[str, Any]:
+    """The flow run in this final state, when none of its processes is left."""
+    run = served.wait(run_id)
+    assert run["state_type"] == state, f"{run['state']}\n{served.messages(run_id)}"
+    _until(lambda: not _of(run_id), served, run_id)
+    return run
+
+
+def _completed(served: Served, run_id: str) -> None:
+    served.wait(run_id, "COMPLETED")
+    _until(lambda: not _of(run_id), served, run_id)
+
+
+def _result(served: Served, name: str) -> dict[str, Any]:
+    """What a training comes to, but for the time it took."""
+    training = served.storage / "runs" / name / "training"
+    lines = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "metrics": [{key: value for key, value in line.items() if "time" not in key} for line in lines],
+        "weights": hashlib.sha256((training / "model" / "model.safetensors").read_bytes()).hexdigest(),
+        "counted": json.loads((training / "result.json").read_text())["counted"],
+    }
+
+
+def _resumed_at(served: Served, name: str) -> int | None:
+    return json.loads((served.storage / "runs" / name / "training" / "result.json").read_text())["resumed_at_step"]
+
+
+def test_a_killed_trainer_fails_its_run_and_the_retry_goes_on_from_the_last_checkpoint(
+    served: Served, inputs: Path, undisturbed: dict[str, Any]
+) -> None:
+    with _standing_still(served, inputs, "trainer-killed") as run_id:
+        _trainer(run_id).kill()
+        run = _ended(served, run_id, "FAILED")
+    assert "SIGKILL" in run["state"]["message"]
+    served.retry(run_id)
+    _completed(served, run_id)
+    assert served.tasks(run_id, 8) == [*FIRST, ("train", "Failed"), *SKIPPED, *REST]
+    assert _resumed_at(served, "trainer-killed") == 2
+    assert _result(served, "trainer-killed") == undisturbed
+
+
+def test_a_killed_flow_process_takes_its_training_along_and_the_retry_goes_on_from_the_last_update(
+    served: Served, inputs: Path, undisturbed: dict[str, Any]
+) -> None:
+    with _standing_still(served, inputs, "flow-killed") as run_id:
+        _flow_process(run_id).kill()
+        _ended(served, run_id, "CRASHED")
+    served.retry(run_id)
+    _completed(served, run_id)
+    assert served.tasks(run_id, 8) == [*FIRST, ("train", "Crashed"), *SKIPPED, *REST]
+    assert _resumed_at(served, "flow-killed") == 3
+    assert _result(served, "flow-killed") == undisturbed
+
+
+def test_a_full_disk_fails_the_run_by_name_and_the_retry_goes_on_once_there_is_space(
+    served: Served, inputs: Path, undisturbed: dict[str, Any]
+) -> None:
+    run_directory = served.storage / "runs" / "disk-full"
+    run_directory.mkdir(parents=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(run_directory)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small disk is a tmpfs, which this user may not mount: {mounted.stderr.strip()}")
+    try:
+        with _standing_still(served, inputs, "disk-full") as run_id:
+            filler = run_directory / "filler"
+            with filler.open("wb", buffering=0) as file, suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+            os.truncate(filler, filler.stat().st_size - LEFT_FREE)
+            (inputs / "hold").unlink()
+            run = _ended(served, run_id, "FAILED")
+        assert re.search(r"No space left on device: '.*step-000004\.tmp/state\.pt'", run["state"]["message"])
+        assert (_partial(served, "disk-full") / "checkpoints" / "step-000002").is_dir()
+        filler.unlink()
+        served.retry(run_id)
+        _completed(served, run_id)
+        assert _resumed_at(served, "disk-full") == 2
+        assert _result(served, "disk-full") == undisturbed
+    finally:
+        subprocess.run(["umount", "--lazy", str(run_directory)], check=True)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_gives_the_same_result(
+    served: Served, inputs: Path, undisturbed: dict[str, Any]
+) -> None:
+    with _standing_still(served, inputs, "damaged", rollout=6) as run_id:
+        _trainer(run_id).kill()
+        _ended(served, run_id, "FAILED")
+    state = _partial(served, "damaged") / "checkpoints" / "step-000004" / "state.pt"
+    content = bytearray(state.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    state.write_bytes(content)
+    served.retry(run_id)
+    _completed(served, run_id)
+    assert _resumed_at(served, "damaged") == 2
+    output = served.storage / "runs" / "damaged" / "training" / "output.log"
+    assert "step-000004 is damaged (state.pt is not what was written)" in output.read_text()
+    assert _result(served, "damaged") == undisturbed
+
+
+def test_a_retry_before_the_failed_process_has_gone_is_kept(
+    served: Served, inputs: Path, undisturbed: dict[str, Any]
+) -> None:
+    with _standing_still(served, inputs, "retried-at-once") as run_id:
+        flow_process = _flow_process(run_id)
+        _trainer(run_id).kill()
+        _until(lambda: served.get(f"/flow_runs/{run_id}")["state_type"] == "FAILED", served, run_id)
+        with suppress(psutil.NoSuchProcess):  # holds it at its end
+            flow_process.suspend()
+        served.retry(run_id)
+        with suppress(psutil.NoSuchProcess):
+            flow_process.resume()
+    _until(lambda: served.get(f"/flow_runs/{run_id}")["state_type"] == "COMPLETED", served, run_id)
+    assert served.tasks(run_id, 8) == [*FIRST, ("train", "Failed"), *SKIPPED, *REST]
+    assert _result(served, "retried-at-once") == undisturbed
+
+
+def test_a_prefect_server_killed_in_mid_training_and_started_again_finds_the_run_completed(
+    tmp_path: Path, inputs: Path, undisturbed: dict[str, Any]
+) -> None:
+    python_path = _python_path(inputs)
+    with (
+        prefect_server(tmp_path, PYTHONPATH=python_path) as before,
+        grpo_serve(before),
+        _standing_still(before, inputs, "server-killed") as run_id,
+    ):
+        os.killpg(before.process.pid, signal.SIGKILL)
+        before.process.wait()
+        (inputs / "hold").write_text("6")
+        _until_still(before, "server-killed", 6, run_id)
+        with prefect_server(tmp_path, httpx.URL(before.prefect_url).port, PYTHONPATH=python_path) as after:
+            (inputs / "hold").unlink()
+            _until(lambda: after.get(f"/flow_runs/{run_id}")["state_type"] == "COMPLETED", after, run_id)
+            assert after.tasks(run_id, 5) == [(stage, "Completed") for stage in STAGES]
+            assert _resumed_at(after, "server-killed") is None
+            assert _result(after, "server-killed") == undisturbed
+
+
+def test_after_a_reboot_the_run_triggered_again_goes_on_and_the_old_one_is_shown_as_crashed(
+    tmp_path: Path, inputs: Path, undisturbed: dict[str, Any]
+) -> None:
+    python_path = _python_path(inputs)
+    with serving(tmp_path, PYTHONPATH=python_path) as before, _standing_still(before, inputs, "rebooted") as old:
+        up = psutil.Process(before.process.pid)
+        everything = [up, *up.children(recursive=True)]
+        for process in everything:  # at once: nobody sees another one die
+            process.suspend()
+        for process in everything:
+            process.kill()
+        before.process.wait()
+        assert not psutil.wait_procs(everything, timeout=60)[1]
+    with serving(tmp_path, PYTHONPATH=python_path) as after:
+        new = _trigger(after, inputs, "rebooted")
+        _completed(after, new)
+        assert after.tasks(new, 5) == [*SKIPPED, *REST]
+        assert _resumed_at(after, "rebooted") == 2
+        assert _result(after, "rebooted") == undisturbed
+        assert after.wait(old)["state_type"] == "CRASHED"
