@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 START_SECONDS = 300
 RUN_SECONDS = 600
@@ -118,15 +119,15 @@ def prefect_server(storage: Path, port: int | None = None, **environment: str) -
 
 
 @contextmanager
-def grpo_serve(served: Served) -> Iterator[None]:
+def grpo_serve(served: Served) -> Iterator[psutil.Popen]:
     """`grpo serve` for a Prefect server, until the body ends."""
     log = served.storage / "grpo-serve.log"
     command = [sys.executable, "-m", "flows.cli", "serve"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=served.environment, stdout=output, stderr=subprocess.STDOUT)
+    with log.open("ab") as output:
+        process = psutil.Popen(command, env=served.environment, stdout=output, stderr=subprocess.STDOUT)
     try:
         _wait(process, log, lambda: _has_deployments(served))
-        yield
+        yield process
     finally:
         process.terminate()
         process.wait()
@@ -171,7 +172,7 @@ def _running(command: list[str], ports: list[int], storage: Path, further: dict[
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait(process: subprocess.Popen[bytes], log: Path, is_ready: Callable[[], bool]) -> None:
+def _wait(process: subprocess.Popen[bytes] | psutil.Popen, log: Path, is_ready: Callable[[], bool]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         with suppress(httpx.HTTPError):

@@ -7,11 +7,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import pytest
 
 from grpo_core.config import dump_config, parse_config
 from tests.conftest import config_values, write_sums
-from tests.serving import Served, prefect_server
+from tests.serving import Served, grpo_serve, prefect_server
 
 PROJECT = Path(__file__).parents[2]
 END_SECONDS = 30
@@ -59,7 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iter
     _write_config(storage, "template", config_values(model_folder, storage, max_steps=6, save_steps=100))
     paths = os.pathsep.join([str(storage), str(PROJECT)])
     with prefect_server(storage, PYTHONPATH=paths, MAY_GO_ON=str(storage / "go-on")) as server:
-        with _serving(server):
+        with grpo_serve(server):
             for stage in ("validate", "plan"):
                 done = server.wait(server.trigger(f"{stage}/local", run="template"))
                 assert done["state_type"] == "COMPLETED", server.messages(done["id"])
@@ -70,28 +68,6 @@ def _write_config(storage: Path, name: str, values: dict[str, Any]) -> None:
     config = parse_config({**values, "name": name, "rewards": [{"function": "patience:patient"}]})
     (storage / "runs" / name).mkdir(parents=True)
     (storage / "runs" / name / "config.toml").write_text(dump_config(config))
-
-
-@contextmanager
-def _serving(server: Served) -> Iterator[psutil.Process]:
-    """`grpo serve`, killed at the end if it still runs."""
-    with (server.storage / "serve.log").open("ab") as log:
-        runner = psutil.Popen(
-            [sys.executable, "-m", "flows.cli", "serve"],
-            cwd=server.storage,
-            env=server.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        _wait_for(lambda: [d["status"] for d in server.filter("deployments")] == ["READY"] * 6)
-        yield runner
-    finally:
-        if runner.is_running():
-            for process in [*runner.children(recursive=True), runner]:
-                process.kill()
-        runner.wait()
 
 
 def _start(server: Served, name: str) -> str:
@@ -159,7 +135,7 @@ def _tracked_status(server: Served, training: Path) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: Served) -> list[dict[str, float]]:
-    with _serving(server):
+    with grpo_serve(server):
         run_id = _start(server, "undisturbed")
         assert _finish(server, run_id) == "Completed", server.messages(run_id)
     shown = {a["key"] for a in server.filter("artifacts", flow_runs={"id": {"any_": [run_id]}})}
@@ -170,7 +146,7 @@ def undisturbed(server: Served) -> list[dict[str, float]]:
 def test_a_cancelled_training_saves_ends_and_goes_on_from_there(
     server: Served, undisturbed: list[dict[str, float]]
 ) -> None:
-    with _serving(server) as runner:
+    with grpo_serve(server) as runner:
         cancelled = _start(server, "cancelled")
         _wait_until_stuck(server, "cancelled")
         waiting = _start(server, "waiting")
@@ -199,7 +175,7 @@ def test_a_cancelled_training_saves_ends_and_goes_on_from_there(
 def test_told_to_end_grpo_serve_ends_its_trainings_too_each_with_a_checkpoint(
     server: Served, undisturbed: list[dict[str, float]]
 ) -> None:
-    with _serving(server) as runner:
+    with grpo_serve(server) as runner:
         run_id = _start(server, "told")
         _wait_until_stuck(server, "told")
         processes = [runner, *runner.children(recursive=True)]
@@ -208,7 +184,7 @@ def test_told_to_end_grpo_serve_ends_its_trainings_too_each_with_a_checkpoint(
     assert [path.name for path in (_partial(server, "told") / "checkpoints").iterdir()] == ["step-000003"]
     server.wait(run_id, "CRASHED")
     _wait_for(lambda: _slots_taken(server) == 0)
-    with _serving(server):
+    with grpo_serve(server):
         server.retry(run_id)
         assert _finish(server, run_id) == "Completed"
     assert _result(server, "told")[1] == undisturbed
@@ -217,7 +193,7 @@ def test_told_to_end_grpo_serve_ends_its_trainings_too_each_with_a_checkpoint(
 def test_a_run_killed_with_its_runner_is_shown_as_crashed_and_its_retry_goes_on(
     server: Served, undisturbed: list[dict[str, float]]
 ) -> None:
-    with _serving(server) as runner:
+    with grpo_serve(server) as runner:
         run_id = _start(server, "killed")
         _wait_until_stuck(server, "killed")
         trained_by = _processes(runner, "killed")
@@ -227,7 +203,7 @@ def test_a_run_killed_with_its_runner_is_shown_as_crashed_and_its_retry_goes_on(
         _wait_until_ended(trained_by)
     server.wait(run_id, "CRASHED")
     _wait_for(lambda: _slots_taken(server) == 0)
-    with _serving(server):
+    with grpo_serve(server):
         server.retry(run_id)
         assert _finish(server, run_id) == "Completed"
     result, metrics = _result(server, "killed")
