@@ -39,10 +39,17 @@ def _work(context: Context) -> dict[str, Any]:
     samples = pl.read_parquet(context.partial / "samples.parquet", n_rows=SAMPLES_SHOWN)
     create_table_artifact(
         key="evaluation-samples",
-        table=json.loads(samples.write_json()),
+        table=json.loads(_side_by_side(samples).write_json()),
         description=f"The first {samples.height} held-out prompts, as base and trained policy complete them",
     )
     return report
+
+
+def _side_by_side(samples: pl.DataFrame) -> pl.DataFrame:
+    """What base and trained policy have of the same, in neighbouring columns."""
+    figures = [column.removeprefix("base/") for column in samples.columns if column.startswith("base/")]
+    pairs = [f"{policy}/{figure}" for figure in figures for policy in ("base", "trained")]
+    return samples.select(pl.exclude(pairs), *pairs)
 
 
 def _markdown(report: dict[str, Any]) -> str:
