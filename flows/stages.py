@@ -13,11 +13,11 @@ from tasks.storage import find_run, locked
 from tasks.train import train
 from tasks.validate import validate
 
-# Prefect shows it on the page of the deployment, as Markdown, after what the stage does.
+# Prefect shows it on the page of the deployment, as Markdown with every line a paragraph, after what the stage does.
 HOW = """
 
-Run → Custom run, `run`: the name of an earlier run. A stage that is up to date is skipped unless `force` is on; one
-that lacks what it reads says what to run first. The pipeline, started again with that run's configuration, then does
+Run → Custom run, `run`: the name of an earlier run. A stage that is up to date is skipped unless `force` is on; one \
+that lacks what it reads says what to run first. The pipeline, started again with that run's configuration, then does \
 again what depends on this stage, nothing else.
 """
 # Prefect's form shows this beside the fields.

@@ -117,7 +117,7 @@ def _choose(page: Page, path: str, choice: str) -> None:
 def _submit_and_open_the_run(page: Page) -> str:
     """Its address."""
     page.get_by_role("button", name="Submit").click()
-    page.get_by_role("button", name="View run").click()
+    page.get_by_role("button", name="View run").filter(visible=True).first.click()
     page.wait_for_url("**/runs/flow-run/**")
     return page.url
 
