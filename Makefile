@@ -14,7 +14,7 @@ UV := $(or $(shell command -v uv),$(BIN)/uv)
 export UV_FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS))
 TORCH := $(if $(UV_FIND_LINKS),,--torch-backend $(if $(filter gpu,$(HARDWARE)),auto,cpu))
 
-.PHONY: help setup quickstart ui test e2e bench check format lock
+.PHONY: help setup quickstart ui test e2e pictures bench check format lock
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,9 @@ test: setup check ## everything that CI checks
 
 e2e: setup ## the long tests: servers, browser, faults (about FIXME minutes)
 	$(BIN)/python -m pytest -m e2e tests/e2e
+
+pictures: setup ## docs/images/*.png anew, from the browser test
+	GRPO_PICTURES=docs/images $(BIN)/python -m pytest -m e2e tests/e2e/test_browser.py
 
 bench: setup ## the training loop beside TRL's, on this machine
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt

@@ -27,6 +27,19 @@ from tasks.train import train
 from tasks.validate import validate
 
 POLL_SECONDS = 2.0
+# Prefect shows it on the page of the deployment, as Markdown with every line a paragraph.
+DESCRIPTION = """
+From prompts and a base model to a registered, evaluated policy: validate → plan → train → evaluate → register.
+
+1. **Start**: Run → Custom run. `preset` is the configuration to start from; under `changes` fill in only what \
+shall differ. With another `name` there is another run beside the first; with the same, finished stages are skipped.
+2. **Watch**: the run's page has the log and, under Artifacts, data report, plan, live figures, curves, evaluation and \
+the link to the MLflow run.
+3. **Cancel** saves the training's state. **Retry**, or the same run started again, goes on from there.
+
+Run → Quick run takes the preset `quickstart` as it is; `make quickstart` builds its inputs. The other deployments run \
+one stage of an earlier run again. More in `docs/operations.md`.
+"""
 GPU_DEPLOYMENT = "GRPO_GPU_DEPLOYMENT"  # its value `gpu` hands train over to train/gpu, evaluate to evaluate/gpu
 
 
@@ -38,7 +51,13 @@ def _run_name() -> str:
 
 
 # Parameters are validated by `resolve`, which names the nearest key.
-@flow(name="pipeline", flow_run_name=_run_name, validate_parameters=False, on_crashed=[keep_retry])
+@flow(
+    name="pipeline",
+    description=DESCRIPTION,
+    flow_run_name=_run_name,
+    validate_parameters=False,
+    on_crashed=[keep_retry],
+)
 def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # noqa: B006 (read only)
     """Take the configured prompts and base model to a registered, evaluated policy; returns the run directory.
 

@@ -26,7 +26,7 @@ def up(
 ) -> None:
     """Start the Prefect and MLflow servers on 127.0.0.1 over this storage, and `grpo serve`, until Ctrl-C."""
     configure()
-    from tasks.tracking import connect, tracking_uri
+    from tasks.tracking import SERVED_AT, connect, tracking_uri
 
     if tracking_uri().startswith("http"):
         _refuse(f"MLFLOW_TRACKING_URI={tracking_uri()} is a server that runs already: start `grpo serve` alone")
@@ -35,6 +35,7 @@ def up(
     # Prefect's pages ask the default port otherwise, whatever port they are served on.
     os.environ["PREFECT_UI_API_URL"] = api
     os.environ["PREFECT_UI_URL"] = api.removesuffix("/api")  # for links in notifications
+    os.environ[SERVED_AT] = f"http://127.0.0.1:{mlflow_port}"
     local = ("--host", "127.0.0.1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     processes: list[subprocess.Popen[bytes]] = []

@@ -14,6 +14,13 @@ from tasks.storage import find_run, locked
 from tasks.train import train
 from tasks.validate import validate
 
+# Prefect shows it on the page of the deployment, as Markdown with every line a paragraph, after what the stage does.
+HOW = """
+
+Run → Custom run, `run`: the name of an earlier run. A stage that is up to date is skipped unless `force` is on; one \
+that lacks what it reads says what to run first. The pipeline, started again with that run's configuration, then does \
+again what depends on this stage, nothing else.
+"""
 # Prefect's form shows this beside the fields.
 ARGUMENTS = """
 Args:
@@ -30,7 +37,8 @@ def _stage_flow(task: Task[..., Any], meaning: str) -> Flow[..., None]:
 
     run_stage.__name__ = run_stage.__qualname__ = f"{task.name}_run"  # where a deployment looks for it in this module
     run_stage.__doc__ = f"{meaning}\n{ARGUMENTS}"
-    return flow(name=task.name, flow_run_name=f"{{run}}-{task.name}", on_crashed=[keep_retry])(run_stage)
+    options: dict[str, Any] = {"description": meaning + HOW, "flow_run_name": f"{{run}}-{task.name}"}
+    return flow(name=task.name, on_crashed=[keep_retry], **options)(run_stage)
 
 
 validate_run = _stage_flow(validate, "Hold the run's prompts and rewards against the data contract again.")

@@ -34,10 +34,22 @@ def _work(context: Context) -> dict[str, Any]:
     for name, difference in report["difference"].items():
         for bound in ("mean", "low", "high"):
             client.log_metric(run_id, f"eval/difference/{name}/{bound}", difference[bound])
-    create_markdown_artifact(key="evaluation", markdown=_markdown(report))
+    accuracy = f"Held-out accuracy {report['base']['accuracy']:.1%} → {report['trained']['accuracy']:.1%}"
+    create_markdown_artifact(key="evaluation", markdown=_markdown(report), description=accuracy)
     samples = pl.read_parquet(context.partial / "samples.parquet", n_rows=SAMPLES_SHOWN)
-    create_table_artifact(key="evaluation-samples", table=json.loads(samples.write_json()))
+    create_table_artifact(
+        key="evaluation-samples",
+        table=json.loads(_side_by_side(samples).write_json()),
+        description=f"The first {samples.height} held-out prompts, as base and trained policy complete them",
+    )
     return report
+
+
+def _side_by_side(samples: pl.DataFrame) -> pl.DataFrame:
+    """What base and trained policy have of the same, in neighbouring columns."""
+    figures = [column.removeprefix("base/") for column in samples.columns if column.startswith("base/")]
+    pairs = [f"{policy}/{figure}" for figure in figures for policy in ("base", "trained")]
+    return samples.select(pl.exclude(pairs), *pairs)
 
 
 def _markdown(report: dict[str, Any]) -> str:

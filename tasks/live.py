@@ -192,7 +192,7 @@ def show_curves(folder: Path, run_id: str) -> None:
         (folder / CURVES).write_bytes(picture := draw_curves(rows))
         connect().log_artifact(run_id, str(folder / CURVES), "training")
         parts.append(f"![training curves](data:image/png;base64,{base64.b64encode(picture).decode()})")
-    create_markdown_artifact("\n\n".join(parts), key="training-curves")
+    create_markdown_artifact("\n\n".join(parts), key="training-curves", description="Curves, and the MLflow run")
 
 
 def draw_curves(rows: Sequence[Row]) -> bytes:

@@ -50,5 +50,5 @@ def _work(context: Context) -> dict[str, Any]:
     )
     table = [{"quantity": name, "value": f"{value:,}", "how": ""} for name, value in figures.items()]
     table += [{"quantity": name, "value": value, "how": how} for name, value, how in forecast_rows(forecasts)]
-    create_table_artifact(key="plan", table=table)
+    create_table_artifact(key="plan", table=table, description="What the training will do, take and need")
     return {"plan": figures, "forecasts": forecasts}

@@ -14,7 +14,7 @@ from prefect.client.schemas.objects import State
 
 from tasks.lineage import lineage_keys
 from tasks.stage import EVALUATE, PLAN, REGISTER, TRAIN, Context, run_stage
-from tasks.tracking import connect, tracking_uri, training_run_id
+from tasks.tracking import connect, run_page, tracking_uri, training_run_id
 
 
 @task(name="register")
@@ -58,7 +58,9 @@ def _work(context: Context) -> dict[str, Any]:
     experiment_id = client.get_run(run_id).info.experiment_id
     create_markdown_artifact(
         key="registration",
-        markdown=f"# {name} version {number}\n\nalias `{config.registry.alias}`, MLflow run `{run_id}`\n",
+        markdown=f"# {name} version {number}\n\nAlias `{config.registry.alias}`. Held-out accuracy "
+        f"{accuracy['trained']:.1%}, of the base model {accuracy['base']:.1%}.\n\nMLflow run: {run_page(run_id)}\n",
+        description=f"{name} version {number}, alias {config.registry.alias}",
     )
     return {
         "model_name": name,

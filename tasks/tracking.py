@@ -16,7 +16,7 @@ from tasks.storage import storage_root, write_text
 
 RUN_ID_FILE = "mlflow_run_id"
 EARLIER_RUNS = 5
-UP_URL = "http://127.0.0.1:5000"  # of MLflow, as `grpo up` serves it
+SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the environment of what it starts
 
 
 def tracking_uri() -> str:
@@ -95,7 +95,7 @@ def run_page(run_id: str) -> str:
     """Where a person finds the run, as Markdown; of a SQLite file, once `grpo up` serves it."""
     uri, experiment = tracking_uri(), connect().get_run(run_id).info.experiment_id
     served = uri.startswith(("http://", "https://"))
-    page = f"{uri.rstrip('/') if served else UP_URL}/#/experiments/{experiment}/runs/{run_id}"
+    page = f"{uri.rstrip('/') if served else os.environ.get(SERVED_AT, 'http://127.0.0.1:5000')}/#/experiments/{experiment}/runs/{run_id}"
     return f"[{page}]({page})" + ("" if served else " (while `grpo up` runs)")
 
 

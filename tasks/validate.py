@@ -60,7 +60,7 @@ def _work(context: Context) -> dict[str, Any]:
     report = screened.report
     if screened.refused:
         write_report(rejected, report, screened.findings, screened.lengths, screened.room)
-        create_markdown_artifact(key="data-report", markdown=markdown(report, screened.findings, rejected))
+        _show(report, markdown(report, screened.findings, rejected))
         raise StageError(_refusal(screened, rejected))
     write_report(context.partial, report, screened.findings, screened.lengths, screened.room)
     for name, frame in screened.kept.items():
@@ -75,8 +75,15 @@ def _work(context: Context) -> dict[str, Any]:
     report["rehearsal"] = _rehearse(context)
     for warning in report["rehearsal"]["warnings"]:
         log.warning(warning)
-    create_markdown_artifact(key="data-report", markdown=markdown(report, screened.findings, context.partial))
+    _show(report, markdown(report, screened.findings, context.partial))
     return report
+
+
+def _show(report: dict[str, Any], page: str) -> None:
+    prompts = ", ".join(f"{name} {count:,}" for name, count in report["num_prompts"].items())
+    broken = len({finding["check"] for finding in report["findings"]})
+    description = f"Prompts kept: {prompts}. Rules broken: {broken or 'none'}"
+    create_markdown_artifact(key="data-report", markdown=page, description=description)
 
 
 def screen(config: RunConfig) -> Screened:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
 from tests.conftest import make_model, write_sums
-from tests.serving import Served
+from tests.serving import START_SECONDS, Served
 
 STAGES = ["validate", "plan", "train", "evaluate", "register"]
 
@@ -83,3 +84,16 @@ def test_what_serving_needs_is_there_and_the_schedule_waits_to_be_switched_on(se
     assert limit["limit"] == 1
     [schedule] = served.get("/deployments/name/pipeline/local")["schedules"]
     assert (schedule["active"], schedule["slug"], schedule["schedule"]["timezone"]) == (False, "nightly", "UTC")
+
+
+def test_a_schedule_that_is_switched_on_makes_runs(served: Served) -> None:
+    deployment = served.get("/deployments/name/pipeline/local")
+    path = f"/deployments/{deployment['id']}/schedules/{deployment['schedules'][0]['id']}"
+    served.api.patch(path, json={"active": True}).raise_for_status()
+    by_schedule = {"tags": {"all_": ["auto-scheduled"]}}
+    deadline = time.monotonic() + START_SECONDS
+    while not (planned := served.filter("flow_runs", flow_runs=by_schedule)):
+        assert time.monotonic() < deadline, served.log.read_text()[-4000:]
+        time.sleep(0.2)
+    served.api.patch(path, json={"active": False}).raise_for_status()
+    assert {run["deployment_id"] for run in planned} == {deployment["id"]}

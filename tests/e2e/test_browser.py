@@ -1,0 +1,235 @@
+"""A person's day in the browser: the quickstart started from Prefect's form, watched, cancelled, retried; its model in
+MLflow. With GRPO_PICTURES=FOLDER the pictures of the documentation are written there (`make pictures`)."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from playwright.sync_api import Locator, Page, ViewportSize, expect, sync_playwright
+
+from tests.conftest import EXAMPLE
+from tests.serving import RUN_SECONDS, Served, serving
+
+pytestmark = pytest.mark.e2e
+
+INPUTS = Path("storage", "examples", "arithmetic")  # where the preset expects them, relative to where `grpo up` runs
+STAGES = ["validate", "plan", "train", "evaluate", "register"]
+MILLISECONDS = 1000
+PATIENCE = 120 * MILLISECONDS  # for a page, on a busy machine
+SETTLE = 2500  # milliseconds, of a picture: the timeline is drawn on a canvas, which does not say when it is done
+TALL: ViewportSize = {"width": 1280, "height": 1600}  # Prefect's UI loads what comes into view
+SHOWN: ViewportSize = {"width": 1280, "height": 800}
+FINAL = re.compile(r"^\s*(Completed|Failed|Crashed|Cancelled)\s*$")
+Picture = Callable[[str], None]
+
+# MLflow greets a new browser with a dialog and an assistant.
+SEEN_BEFORE = """
+localStorage.setItem("_mlflow_model_registry_promo_modal_dismissed_v1", "true");
+localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");
+localStorage.setItem("mlflow.assistant.panelOpen_v1", "false");
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`grpo up` in a folder with the quickstart's inputs, as `make quickstart` builds and keeps them."""
+    built = EXAMPLE.parents[2] / INPUTS
+    subprocess.run([sys.executable, EXAMPLE, "--out", built], check=True)
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copytree(built, folder / INPUTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        with serving(folder / "storage") as servers:
+            yield servers
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    browser = shutil.which("chromium")
+    assert browser, "no browser on this machine: install Debian's package `chromium`"
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        context = chromium.new_context(viewport=TALL)
+        context.add_init_script(SEEN_BEFORE)
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE)
+        expect.set_options(timeout=PATIENCE)
+        yield page
+        chromium.close()
+
+
+@pytest.fixture
+def picture(page: Page, tmp_path: Path) -> Picture:
+    """Writes NAME.png of what the page shows."""
+    asked = os.environ.get("GRPO_PICTURES")
+    folder = EXAMPLE.parents[2] / asked if asked else tmp_path
+
+    def take(name: str) -> None:
+        page.set_viewport_size(SHOWN)
+        if asked:
+            page.wait_for_timeout(SETTLE)
+        shot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+        shot.quantize(128, dither=Image.Dither.NONE).save(folder / f"{name}.png", optimize=True)
+        page.set_viewport_size(TALL)
+
+    return take
+
+
+def _open_deployment(page: Page, served: Served) -> None:
+    page.goto(f"{served.prefect_url}/deployments")
+    row = page.get_by_role("row").filter(has=page.get_by_role("link", name="pipeline", exact=True))
+    row.get_by_role("link", name="local").click()
+
+
+def _open_form(page: Page, served: Served) -> None:
+    _open_deployment(page, served)
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_text("Custom run").click()
+    _field(page, "changes.train.max_steps").wait_for()
+
+
+def _field(page: Page, path: str) -> Locator:
+    """What the form has for a key, such as "changes.train.max_steps": label, description and input."""
+    found = page.locator("form")
+    for key in path.split("."):
+        label = f"div[contains(@class, 'p-label__header')]//span[starts-with(normalize-space(), '{key} (')]"
+        found = found.locator(f"xpath=.//div[{label}]")
+    return found
+
+
+def _fill(page: Page, **values: str) -> None:
+    """Fill in keys of `changes`, written with two underscores for a dot."""
+    for key, value in values.items():
+        field = _field(page, f"changes.{key.replace('__', '.')}")
+        field.get_by_role("textbox").or_(field.get_by_role("spinbutton")).fill(value)
+
+
+def _choose(page: Page, path: str, choice: str) -> None:
+    _field(page, path).get_by_role("group").get_by_role("button").focus()
+    page.keyboard.press("ArrowDown")
+    page.locator(".p-select-option").filter(has_text=re.compile(f"^{choice}$")).click()
+
+
+def _submit_and_open_the_run(page: Page) -> str:
+    """Its address."""
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_role("button", name="View run").first.dispatch_event("click")  # it moves
+    page.wait_for_url("**/runs/flow-run/**")
+    return page.url
+
+
+def _id(run: str) -> str:
+    return run.rsplit("/", 1)[-1].partition("?")[0]
+
+
+def _wait_until(page: Page, state: str) -> None:
+    """Until the run whose page is open shows a final state, which has to be this one."""
+    shown = page.get_by_text(FINAL).first
+    shown.wait_for(timeout=RUN_SECONDS * MILLISECONDS)
+    expect(shown).to_have_text(state)
+
+
+def _open_artifact(page: Page, run: str, key: str) -> None:
+    page.goto(run)
+    page.get_by_role("listitem").filter(has_text="Artifacts").click()
+    page.get_by_role("link", name=re.compile(rf"\b{key}\b")).first.click()
+
+
+def _wait_for_updates(page: Page) -> None:
+    page.get_by_text(re.compile(r"step \d+/\d+ ")).first.wait_for(timeout=RUN_SECONDS * MILLISECONDS)
+
+
+def test_a_wrong_value_in_the_form_is_refused_by_the_name_of_its_key(
+    served: Served, page: Page, picture: Picture
+) -> None:
+    _open_deployment(page, served)
+    page.get_by_role("listitem").filter(has_text="Description").click()
+    page.get_by_text("From prompts and a base model").wait_for()
+    picture("deployment")
+    _open_form(page, served)
+    _fill(page, train__learning_rate="-1")
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_text("changes.train.learning_rate").first.wait_for()
+    picture("refused")
+    assert not served.filter("flow_runs")
+
+
+def test_the_quickstart_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
+    served: Served, page: Page, picture: Picture
+) -> None:
+    _open_form(page, served)
+    _choose(page, "preset", "quickstart")
+    _choose(page, "changes.rollout.engine", "transformers")
+    _fill(
+        page,
+        model__name_or_path=f"{INPUTS}/base",
+        data__train=f"{INPUTS}/train.parquet",
+        data__eval=f"{INPUTS}/eval.parquet",
+        train__max_steps="60",
+        name="slower",
+        train__learning_rate="0.00005",
+    )
+    _field(page, "changes.train.max_steps").scroll_into_view_if_needed()
+    _field(page, "preset").scroll_into_view_if_needed()
+    picture("form")
+    run = _submit_and_open_the_run(page)
+
+    _wait_for_updates(page)
+    _open_artifact(page, run, "training-live")
+    page.get_by_text("tokens/s").first.wait_for()
+    picture("live")
+    page.goto(run)
+    _wait_until(page, "Completed")
+    assert served.tasks(_id(run), 5) == [(stage, "Completed") for stage in STAGES]
+    picture("pipeline")
+    for key, shown in {
+        "data-report": "Reward rehearsal",
+        "plan": "effective_batch_size",
+        "evaluation": "held-out prompts",
+        "evaluation-samples": "trained/completion",
+        "registration": "arithmetic version 1",
+        "training-curves": "MLflow run",
+    }.items():
+        _open_artifact(page, run, key)
+        page.get_by_text(shown).first.wait_for()
+    page.get_by_role("img", name="training curves").wait_for()
+    picture("curves")
+
+    page.goto(f"{served.mlflow_url}/#/experiments/1/runs")
+    page.get_by_role("link", name="slower").first.click()
+    page.get_by_role("tab", name="Model metrics").or_(page.get_by_text("Model metrics")).first.click()
+    page.get_by_text("reward", exact=True).first.wait_for()
+    picture("mlflow-run")
+    page.goto(f"{served.mlflow_url}/#/models/arithmetic/versions/1")
+    page.get_by_text("candidate").first.wait_for()
+    picture("model-version")
+
+
+def test_a_run_cancelled_in_the_browser_goes_on_where_it_was_when_it_is_retried_there(
+    served: Served, page: Page, picture: Picture
+) -> None:
+    _open_form(page, served)
+    _fill(page, name="interrupted", train__max_steps="60")
+    run = _submit_and_open_the_run(page)
+    _wait_for_updates(page)
+    page.get_by_role("button", name="Cancel", exact=True).click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").last.click()
+    _wait_until(page, "Cancelled")
+    page.get_by_text(re.compile("told to stop")).first.wait_for()
+    picture("cancelled")
+    page.get_by_role("button", name="Retry", exact=True).click()
+    page.get_by_role("dialog").get_by_role("button", name="Retry").click()
+    page.get_by_text("Cancelled", exact=True).first.wait_for(state="detached")
+    _wait_until(page, "Completed")
+    picture("retried")
+    tasks = served.tasks(_id(run), 7)
+    assert [state for task, state in tasks if task in ("validate", "plan")][-2:] == ["Skipped", "Skipped"]
