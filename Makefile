@@ -41,7 +41,7 @@ test: setup check ## everything that CI checks
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 e2e: setup ## the long tests: servers, browser, faults (about FIXME minutes)
-	$(BIN)/python -m pytest -m e2e tests/e2e
+	$(BIN)/python -m pytest -m e2e
 
 pictures: setup ## docs/images/*.png anew, from the browser test
 	GRPO_PICTURES=docs/images $(BIN)/python -m pytest -m e2e tests/e2e/test_browser.py

@@ -77,6 +77,7 @@ def test_all_is_deployed_to_its_pool_with_the_form_and_the_schedule_off(server: 
     assert [schedule["active"] for schedule in known["schedules"]] == [False]
 
 
+@pytest.mark.e2e
 def test_the_pipeline_runs_on_one_pool_and_its_gpu_stages_on_another(
     server: Served, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_the_pipeline_runs_on_one_pool_and_its_gpu_stages_on_another(
     assert len(handed_over) == 2
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["docker", "kubernetes"])
 def test_the_definitions_for_containers_are_accepted(server: Served, kind: str) -> None:
     variables = {
@@ -136,6 +138,7 @@ def test_serving_again_keeps_schedules_and_slots_as_their_user_left_them(server:
     assert server.get("/v2/concurrency_limits/grpo-training")["limit"] == 4
 
 
+@pytest.mark.e2e
 def test_a_failed_run_reaches_a_webhook(server: Served) -> None:
     heard: Queue[dict[str, Any]] = Queue()
 
