@@ -60,10 +60,17 @@ def _worker(server: Served, pool: str) -> Iterator[None]:
         worker.wait(timeout=60)
 
 
-def test_all_is_deployed_to_its_pool_with_the_form_and_the_schedule_off(server: Served) -> None:
+@pytest.fixture(scope="module")
+def deployed(server: Served) -> Served:
+    """What prefect.yaml says, on pools of this machine."""
     for pool in ("cpu", "gpu"):
         _prefect(server, "work-pool", "create", pool, "--type", "process")
     _prefect(server, "deploy", "--all")
+    return server
+
+
+def test_all_is_deployed_to_its_pool_with_the_form_and_the_schedule_off(deployed: Served) -> None:
+    server = deployed
     for stage, pool in STAGES.items():
         known = server.get(f"/deployments/name/{stage}/{pool}")
         assert (known["work_pool_name"], set(known["parameter_openapi_schema"]["properties"])) == (
@@ -79,8 +86,9 @@ def test_all_is_deployed_to_its_pool_with_the_form_and_the_schedule_off(server: 
 
 @pytest.mark.e2e
 def test_the_pipeline_runs_on_one_pool_and_its_gpu_stages_on_another(
-    server: Served, model_folder: Path, tmp_path: Path
+    deployed: Served, model_folder: Path, tmp_path: Path
 ) -> None:
+    server = deployed
     write_sums(tmp_path / "train.parquet", 10, 34)
     write_sums(tmp_path / "eval.parquet", 60, 76)
     changes = config_values(model_folder, tmp_path, max_steps=2, warmup_steps=0)
@@ -99,7 +107,8 @@ def test_the_pipeline_runs_on_one_pool_and_its_gpu_stages_on_another(
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["docker", "kubernetes"])
-def test_the_definitions_for_containers_are_accepted(server: Served, kind: str) -> None:
+def test_the_definitions_for_containers_are_accepted(deployed: Served, kind: str) -> None:
+    server = deployed
     variables = {
         "GRPO_IMAGE": "registry.internal/grpo-flows:1",
         "GRPO_STORAGE": "/mnt/grpo",
