@@ -119,11 +119,12 @@ def _choose(page: Page, path: str, choice: str) -> None:
     page.locator(".p-select-option").filter(has_text=re.compile(f"^{choice}$")).click()
 
 
-def _submit_and_open_the_run(page: Page) -> str:
-    """Its address."""
+def _submit_and_open_the_run(page: Page, served: Served) -> str:
+    """Its address. The note that leads there moves, and is gone in seconds."""
     page.get_by_role("button", name="Submit").click()
-    page.get_by_role("button", name="View run").first.dispatch_event("click")  # it moves
-    page.wait_for_url("**/runs/flow-run/**")
+    page.get_by_role("button", name="View run").first.wait_for()
+    newest = served.filter("flow_runs", sort="EXPECTED_START_TIME_DESC", limit=1)[0]
+    page.goto(f"{served.prefect_url}/runs/flow-run/{newest['id']}")
     return page.url
 
 
@@ -181,7 +182,7 @@ def test_the_quickstart_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
     _field(page, "changes.train.max_steps").scroll_into_view_if_needed()
     _field(page, "preset").scroll_into_view_if_needed()
     picture("form")
-    run = _submit_and_open_the_run(page)
+    run = _submit_and_open_the_run(page, served)
 
     _wait_for_updates(page)
     _open_artifact(page, run, "training-live")
@@ -220,7 +221,7 @@ def test_a_run_cancelled_in_the_browser_goes_on_where_it_was_when_it_is_retried_
 ) -> None:
     _open_form(page, served)
     _fill(page, name="interrupted", train__max_steps="60")
-    run = _submit_and_open_the_run(page)
+    run = _submit_and_open_the_run(page, served)
     _wait_for_updates(page)
     page.get_by_role("button", name="Cancel", exact=True).click()
     page.locator(".p-modal").get_by_role("button", name="Confirm").click()
