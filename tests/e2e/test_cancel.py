@@ -24,7 +24,7 @@ PROJECT = Path(__file__).parents[2]
 END_SECONDS = 30
 DEADLINE = 300.0  # of what has no deadline of its own
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.e2e
 
 # Training stops for good inside the fourth rollout, until the file that allows it to go on exists.
 REWARD = """
@@ -172,7 +172,6 @@ def test_a_cancelled_training_saves_ends_and_goes_on_from_there(
     assert _tracked_status(server, server.storage / "runs" / "cancelled" / "training") == "FINISHED"
 
 
-@pytest.mark.e2e
 def test_told_to_end_grpo_serve_ends_its_trainings_too_each_with_a_checkpoint(
     server: Served, undisturbed: list[dict[str, float]]
 ) -> None:
@@ -191,7 +190,6 @@ def test_told_to_end_grpo_serve_ends_its_trainings_too_each_with_a_checkpoint(
     assert _result(server, "told")[1] == undisturbed
 
 
-@pytest.mark.e2e
 def test_a_run_killed_with_its_runner_is_shown_as_crashed_and_its_retry_goes_on(
     server: Served, undisturbed: list[dict[str, float]]
 ) -> None:

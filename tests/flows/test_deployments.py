@@ -128,6 +128,7 @@ def test_the_definitions_for_containers_are_accepted(deployed: Served, kind: str
     assert "shm" in json.dumps(known["job_variables"])
 
 
+@pytest.mark.e2e
 def test_serving_again_keeps_schedules_and_slots_as_their_user_left_them(server: Served) -> None:
     serve = "from flows import deployments as d, set_up as s; s.set_up(); [it.apply() for it in d.deployments()]"
 

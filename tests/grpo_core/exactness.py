@@ -108,6 +108,7 @@ def main() -> None:
         gradient = updating_gradient(session, first_update(session, rollout))
         if session.accelerator.is_main_process:
             torch.save(gradient, run / "gradient.pt")
+    session.accelerator.end_training()  # left to the interpreter's exit, the process group may abort there
 
 
 if __name__ == "__main__":
