@@ -37,11 +37,13 @@ def up(
     os.environ["PREFECT_UI_URL"] = api.removesuffix("/api")  # for links in notifications
     os.environ[SERVED_AT] = f"http://127.0.0.1:{mlflow_port}"
     local = ("--host", "127.0.0.1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(0))
     processes: list[subprocess.Popen[bytes]] = []
 
     def start(*command: str) -> None:
-        processes.append(subprocess.Popen([sys.executable, "-m", *command]))
+        # Out of reach of the terminal's Ctrl-C, which would end all of them at once.
+        processes.append(subprocess.Popen([sys.executable, "-m", *command], start_new_session=True))
 
     try:
         start("prefect", "server", "start", "--port", str(prefect_port), *local)

@@ -18,6 +18,7 @@ import pytest
 
 from grpo_core.config import dump_config, parse_config
 from tests.conftest import config_values, write_sums
+from tests.e2e.test_kill import REWARD
 from tests.serving import Served, grpo_serve, prefect_server
 
 PROJECT = Path(__file__).parents[2]
@@ -25,18 +26,6 @@ END_SECONDS = 30
 DEADLINE = 300.0  # of what has no deadline of its own
 
 pytestmark = pytest.mark.e2e
-
-# Training stops for good inside the fourth rollout, until the file that allows it to go on exists.
-REWARD = """
-import os, threading
-calls = []
-def patient(completions, completion_ids):
-    calls.append(1)
-    if len(calls) == 4 and not os.path.exists(os.environ["MAY_GO_ON"]):
-        print("stuck in the fourth rollout", flush=True)
-        threading.Event().wait()
-    return [-float(len(ids)) for ids in completion_ids]
-"""
 
 
 def _wait_for(condition: Callable[[], Any], seconds: float = DEADLINE) -> Any:
