@@ -10,18 +10,17 @@ import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from grpo_core.evaluation_sections import HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
 from grpo_core.sections import (
     AlgorithmConfig,
     DataConfig,
-    EvaluationConfig,
     HealthConfig,
     ModelConfig,
-    RegistryConfig,
     RewardConfig,
     RolloutConfig,
     Section,
@@ -48,9 +47,10 @@ class RunConfig(Section):
     health: HealthConfig = HealthConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     registry: RegistryConfig = RegistryConfig()
+    promotion: PromotionConfig = PromotionConfig()
 
     @model_validator(mode="after")
-    def _rewards_are_told_apart(self) -> RunConfig:
+    def _consistent(self) -> RunConfig:
         names = [reward.name for reward in self.rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"rewards {names} share a name; each reward may be listed once")
@@ -58,6 +58,13 @@ class RunConfig(Section):
             raise ValueError(
                 f"evaluation.accuracy_reward={self.evaluation.accuracy_reward!r} is not among the rewards {names}"
             )
+        sets = [HELD_OUT, *(each.name for each in self.evaluation.sets)]
+        for key, name in [
+            ("promotion.set", self.promotion.set),
+            *((f"promotion.guards.{place}.set", guard.set) for place, guard in enumerate(self.promotion.guards)),
+        ]:
+            if name not in sets:
+                raise ValueError(f"{key}={name!r} is not among the evaluation sets {sets}")
         if self.model.use_peft and self.algorithm.sync_ref_model:
             raise ValueError(
                 "algorithm.sync_ref_model=true with model.use_peft=true: the reference policy is the base model under "
@@ -79,7 +86,7 @@ class RunConfig(Section):
             "train": {"save_steps", "save_total_limit", "gradient_checkpointing"},
         }
         values = self.model_dump(mode="json", exclude=others)
-        reported = {"confidence", "bootstrap_resamples"}
+        reported = {"confidence", "bootstrap_resamples", "sets", "category_column", "num_samples", "answer_pattern"}
         sampled = {key: value for key, value in values["evaluation"].items() if key not in reported}
         return {**values, "held_out": sampled if self.train.eval_steps else None}
 
@@ -199,5 +206,5 @@ def _model_at(location: tuple[int | str, ...]) -> type[BaseModel]:
     for part in location:
         if isinstance(part, str):
             annotation = model.model_fields[part].annotation
-            model = RewardConfig if part == "rewards" else annotation
+            (model,) = get_args(annotation) or (annotation,)  # of a list, what it lists
     return model

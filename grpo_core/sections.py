@@ -369,29 +369,3 @@ class TrainConfig(Section):
             if value and self.eval_steps is None:
                 raise ValueError(f"{key}={value} needs evaluations to go by; set eval_steps")
         return self
-
-
-class EvaluationConfig(Section):
-    accuracy_reward: str | None = None
-    """Reward whose value of 1 counts as a right answer; default: the first reward."""
-    max_completion_length: int | None = Field(None, ge=1)
-    """Tokens after which an evaluated completion is cut off; default: the rollout's."""
-    temperature: float = Field(0.0, ge=0)
-    """Sampling temperature of an evaluation; 0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling in an evaluation; 1 keeps all tokens."""
-    top_k: int = Field(0, ge=0)
-    """Sample among this many most likely tokens in an evaluation; 0 keeps all."""
-    bootstrap_resamples: int = Field(10_000, ge=100)
-    """Resamples of the prompts for the paired interval."""
-    confidence: float = Field(0.95, gt=0, lt=1)
-    """Coverage of the interval."""
-
-
-class RegistryConfig(Section):
-    experiment: str = "grpo"
-    """MLflow experiment of the run."""
-    model_name: str | None = None
-    """Registered model that gets a new version; default: the run's name."""
-    alias: str = "candidate"
-    """Alias set on the new version."""

@@ -1,0 +1,107 @@
+"""The sections of a configuration that say how a policy is judged: evaluation, registry, promotion."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from grpo_core.sections import Section
+
+HELD_OUT = "held-out"  # name of the set that `data.eval` is
+
+
+class EvaluationSet(Section):
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")
+    """Name of the set in reports, metrics and guards; `held-out` is the one of data.eval."""
+    data: str
+    """Prompts, in any of the forms of data.train, with the columns that the rewards read."""
+    split: str = "test"
+    """Split to take when `data` is a hub name or a saved DatasetDict."""
+
+
+class EvaluationConfig(Section):
+    accuracy_reward: str | None = None
+    """Reward whose value of 1 counts as a right answer; default: the first reward."""
+    sets: list[EvaluationSet] = Field(default_factory=list)
+    """Further prompts to evaluate on, beside data.eval; none of them may be trained on."""
+    category_column: str = "category"
+    """Column by whose values the figures are given too, where a set has it."""
+    num_samples: int = Field(1, ge=1, le=1024)
+    """n: completions of each prompt; more than one gives pass@k and the majority vote, and needs a temperature."""
+    answer_pattern: str | None = None
+    """Regular expression whose first group is a completion's answer in the majority vote (its last match counts);
+    default: the whole completion, without white space around it."""
+    max_completion_length: int | None = Field(None, ge=1)
+    """Tokens after which an evaluated completion is cut off; default: the rollout's."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of an evaluation; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling in an evaluation; 1 keeps all tokens."""
+    top_k: int = Field(0, ge=0)
+    """Sample among this many most likely tokens in an evaluation; 0 keeps all."""
+    bootstrap_resamples: int = Field(10_000, ge=100)
+    """Resamples of the prompts for intervals and tests."""
+    confidence: float = Field(0.95, gt=0, lt=1)
+    """Coverage of the intervals."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EvaluationConfig:
+        names = [HELD_OUT, *(each.name for each in self.sets)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"evaluation sets {names} share a name; {HELD_OUT!r} is the one of data.eval")
+        if self.num_samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"num_samples={self.num_samples} with temperature=0 would give the same completion each time; "
+                "set a temperature, such as 0.7, or num_samples=1"
+            )
+        return self
+
+
+class RegistryConfig(Section):
+    experiment: str = "grpo"
+    """MLflow experiment of the run."""
+    model_name: str | None = None
+    """Registered model that gets a new version; default: the run's name."""
+    alias: str = "candidate"
+    """Alias set on the new version."""
+
+
+class Guard(Section):
+    """A bound that a version must keep to be promoted, whatever it gains elsewhere."""
+
+    set: str = HELD_OUT
+    """Evaluation set."""
+    metric: str
+    """accuracy, reward, rewards/NAME/mean, completions/mean_length, completions/clipped_ratio, or kl (to the base)."""
+    max_drop: float | None = Field(None, ge=0)
+    """How far the metric may fall below the champion's: the lower bound of the paired difference must not be below
+    minus this."""
+    max_rise: float | None = Field(None, ge=0)
+    """How far the metric may rise above the champion's: the upper bound of the paired difference must not be above
+    this."""
+    min: float | None = None
+    """Lowest mean that the metric may have."""
+    max: float | None = None
+    """Highest mean that the metric may have."""
+
+    @model_validator(mode="after")
+    def _bounds_something(self) -> Guard:
+        if all(bound is None for bound in (self.max_drop, self.max_rise, self.min, self.max)):
+            raise ValueError(f"guard on {self.metric!r} bounds nothing; give max_drop, max_rise, min or max")
+        return self
+
+
+class PromotionConfig(Section):
+    set: str = HELD_OUT
+    """Evaluation set on which a version has to be better."""
+    metric: Literal["accuracy", "reward"] = "accuracy"
+    """What it has to be better in: share of right answers, or mean weighted reward."""
+    confidence: float = Field(0.95, gt=0.5, lt=1)
+    """1 - the most likely share of promotions of a version that is no better than the champion."""
+    min_gain: float = Field(0.0, ge=0)
+    """The least gain that is worth a promotion."""
+    guards: list[Guard] = Field(default_factory=list)
+    """Bounds that have to hold besides."""
+    automatic: bool = False
+    """Try to promote at the end of the pipeline."""
