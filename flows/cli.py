@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flows.environment import configure
+from flows.environment import TAG, configure
 from flows.planning import plan
 from flows.server import prefect_api
 from flows.serving import serve, up, worker
@@ -48,11 +48,14 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     start = time.monotonic()
     with prefect_api() as url:
         console.print(f"Prefect's UI while this runs: {url.removesuffix('/api')}", highlight=False)
+        from prefect import tags
+
         from flows.form import changes_of
         from flows.pipeline import pipeline
 
     try:
-        folder = pipeline(str(config), changes_of(config, overrides))
+        with tags(TAG):
+            folder = pipeline(str(config), changes_of(config, overrides))
     except (StageError, PlanError, RewardError, RunInUseError) as error:
         _fail(f"{resolved.name}: {error}", code=1)
     _summary(folder, time.monotonic() - start)
@@ -71,10 +74,13 @@ def stage(
         _fail(str(error), code=2)
     configure()
     with prefect_api():
+        from prefect import tags
+
         from flows import stages
 
     try:
-        getattr(stages, f"{name}_run")(run, force)
+        with tags(TAG):
+            getattr(stages, f"{name}_run")(run, force)
     except (ConfigError, StageError, PlanError, RewardError, RunInUseError) as error:
         _fail(f"{run}: {error}", code=1)
     show_status(folder)

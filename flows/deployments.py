@@ -14,6 +14,7 @@ from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron
 
+from flows.environment import TAG
 from flows.pipeline import pipeline
 from flows.stages import evaluate_run, plan_run, register_run, train_run, validate_run
 
@@ -27,7 +28,7 @@ def deployments() -> list[RunnerDeployment]:
 
     A pipeline that the server knows already keeps the schedules that its users made of it.
     """
-    offered = [_deployment(pipeline, ["grpo"], schedule=NIGHTLY), *(_deployment(s, ["grpo", "stage"]) for s in STAGES)]
+    offered = [_deployment(pipeline, [TAG], schedule=NIGHTLY), *(_deployment(s, [TAG, "stage"]) for s in STAGES)]
     if _is_known(offered[0].full_name):
         offered[0].schedules = []
         offered[0].model_fields_set.difference_update({"schedules", "paused"})  # what is not set is not sent

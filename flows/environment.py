@@ -9,6 +9,7 @@ from grpo_core.environment import quiet_libraries
 from tasks.storage import storage_root
 
 HEARTBEAT_SECONDS = 30  # of a flow run, the least that Prefect allows; `set_up` has the server watch for it
+TAG = "grpo"  # of every flow run, by which the server's watch knows ours
 FILE_LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 
 

@@ -14,7 +14,7 @@ from prefect.events import AutomationCore, EventTrigger, Posture
 from prefect.events.actions import ChangeFlowRunState
 from prefect.exceptions import ObjectNotFound
 
-from flows.environment import HEARTBEAT_SECONDS
+from flows.environment import HEARTBEAT_SECONDS, TAG
 from tasks.train import TRAINING_LIMIT
 
 CRASH_WATCH = "grpo: runs whose process is gone are crashed"
@@ -39,7 +39,7 @@ def ensure_training_limit() -> None:
 
 
 def ensure_crash_watch() -> None:
-    """Have the server mark a flow run as crashed when its heartbeat stops.
+    """Have the server mark one of our flow runs as crashed when its heartbeat stops.
 
     Flow runs send heartbeats where `environment.configure` was called, or PREFECT_FLOWS_HEARTBEAT_FREQUENCY set.
     """
@@ -48,6 +48,7 @@ def ensure_crash_watch() -> None:
         after={heartbeat},
         expect={heartbeat, *ENDED},
         match={"prefect.resource.id": ["prefect.flow-run.*"]},
+        match_related={"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"},
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,

@@ -191,6 +191,8 @@ def test_a_run_killed_with_its_runner_is_shown_as_crashed_and_its_retry_goes_on(
                 process.send_signal(signal.SIGKILL)
         _wait_until_ended(trained_by)
     server.wait(run_id, "CRASHED")
+    others = {run["name"]: run["state_type"] for run in server.filter("flow_runs") if run["id"] != run_id}
+    assert others["undisturbed-train"] == "COMPLETED", "the watch took the end of a run for silence"
     _wait_for(lambda: _slots_taken(server) == 0)
     with grpo_serve(server):
         server.retry(run_id)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.conftest import make_model, write_sums
-from tests.serving import START_SECONDS, Served
+from tests.serving import START_SECONDS, STOP_SECONDS, Served
 
 STAGES = ["validate", "plan", "train", "evaluate", "register"]
 
@@ -38,6 +41,7 @@ def test_a_run_from_the_form_completes_and_the_same_again_skips_every_stage(
 ) -> None:
     first = served.wait(served.trigger("pipeline/local", preset="quickstart", changes=changes))
     assert (first["state_type"], first["name"]) == ("COMPLETED", "small"), served.messages(first["id"])
+    assert "grpo" in first["tags"]
     assert served.tasks(first["id"], 5) == [(stage, "Completed") for stage in STAGES]
     folder = served.storage / "runs" / "small"
     assert json.loads((folder / "registration.json").read_text())["version"] == "1"
@@ -97,3 +101,11 @@ def test_a_schedule_that_is_switched_on_makes_runs(served: Served) -> None:
         time.sleep(0.2)
     served.api.patch(path, json={"active": False}).raise_for_status()
     assert {run["deployment_id"] for run in planned} == {deployment["id"]}
+
+
+def test_ctrl_c_ends_the_servers_and_what_they_have_started(served: Served) -> None:  # the last one: they are gone
+    started = psutil.Process(served.process.pid).children(recursive=True)
+    os.killpg(served.process.pid, signal.SIGINT)  # a terminal sends it to all of the foreground's process group
+    assert served.process.wait(STOP_SECONDS) == 0
+    assert not psutil.wait_procs(started, STOP_SECONDS)[1]
+    assert "Traceback" not in served.log.read_text()
