@@ -21,7 +21,19 @@ import psutil
 START_SECONDS = 300
 RUN_SECONDS = 600
 STOP_SECONDS = 120
+BUSY_SECONDS = 60
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+
+
+class Patient(httpx.HTTPTransport):
+    """Asks again, as Prefect's own client does, when the server's database is busy."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        deadline = time.monotonic() + BUSY_SECONDS
+        while (answer := super().handle_request(request)).status_code == 503 and time.monotonic() < deadline:
+            answer.close()
+            time.sleep(0.2)
+        return answer
 
 
 @dataclass(frozen=True)
@@ -161,7 +173,7 @@ def _running(command: list[str], ports: list[int], storage: Path, further: dict[
         )
     environment["PREFECT_API_URL"] = f"{prefect_url}/api"
     try:
-        with httpx.Client(base_url=f"{prefect_url}/api", timeout=60) as api:
+        with httpx.Client(base_url=f"{prefect_url}/api", timeout=60, transport=Patient()) as api:
             yield Served(prefect_url, mlflow_url, storage, process, log, environment, api)
     finally:
         process.terminate()
