@@ -38,7 +38,7 @@ ui: setup ## Prefect and MLflow on 127.0.0.1, over the same data
 	@$(BIN)/grpo up
 
 test: setup check ## everything that CI checks
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
 
 e2e: setup ## the long tests: servers, browser, faults (more than half an hour)
 	$(BIN)/python -m pytest -m e2e
