@@ -108,16 +108,19 @@ def _fail(message: str, code: int) -> None:
 
 def _summary(folder: Path, seconds: float) -> None:
     """What happened and where to look."""
+    from tasks.evaluate import rows_of, verdicts
+
     report, training, registration = (stage.read_receipt(folder) for stage in (EVALUATE, TRAIN, REGISTER))
     counted = training["counted"]
-    base, trained, gain = report["base"], report["trained"], report["difference"]
     drawn = f"temperature {report['temperature']:g}" if report["temperature"] else "greedy"
-    table = Table("", "base", "trained", "difference", title=f"{report['num_prompts']} held-out prompts, {drawn}")
-    for name, form in (("accuracy", ".1%"), ("reward", ".3f")):
-        interval = f"{gain[name]['mean']:+{form}}  [{gain[name]['low']:+{form}}, {gain[name]['high']:+{form}}]"
-        table.add_row(name, f"{base[name]:{form}}", f"{trained[name]:{form}}", interval)
-    console.print(table)
+    for name, figures in report["sets"].items():
+        head, *rows = rows_of(figures)
+        table = Table(*head, title=f"{name}: {figures['num_prompts']:,} prompts, {drawn}")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
     console.print(
+        "\n".join(f"{sentence}." for sentence in verdicts(report)) + "\n"
         f"{counted['updates']} of {training['planned']['updates']} planned updates, "
         f"{counted['completions']:,} completions; pipeline took {seconds:.0f} s\n"
         f"registered  {registration['model_name']} version {registration['version']}, "

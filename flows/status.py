@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_core.config import ConfigError
+from grpo_core.evaluation_sections import HELD_OUT
 from grpo_core.rewards.contract import RewardError
 from tasks.stage import STAGES, conditions
 from tasks.storage import UnknownRunError, find_run
@@ -21,7 +22,9 @@ KEY_FIGURES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "validate": lambda it: f"{it['num_prompts']['train']:,} + {it['num_prompts']['eval']:,} prompts",
     "plan": lambda it: f"{it['plan']['max_steps']:,} updates planned",
     "train": lambda it: f"{it['counted']['updates']:,} updates",
-    "evaluate": lambda it: "accuracy {mean:+.1%} [{low:+.1%}, {high:+.1%}]".format(**it["difference"]["accuracy"]),
+    "evaluate": lambda it: "accuracy {mean:+.1%} [{low:+.1%}, {high:+.1%}]".format(
+        **it["sets"][HELD_OUT]["differences"]["base"]["accuracy"]
+    ),
     "register": lambda it: f"{it['model_name']} version {it['version']}, {it['alias']}",
 }
 

@@ -95,6 +95,11 @@ class RunConfig(Section):
         return self.evaluation.accuracy_reward or self.rewards[0].name
 
     @property
+    def evaluation_files(self) -> dict[str, str]:
+        """Evaluation set → the data set under dataset/ that holds its validated prompts."""
+        return {HELD_OUT: "eval", **{each.name: f"eval-{each.name}" for each in self.evaluation.sets}}
+
+    @property
     def evaluation_length(self) -> int:
         """Tokens after which an evaluated completion is cut off."""
         return self.evaluation.max_completion_length or self.rollout.max_completion_length

@@ -1,4 +1,4 @@
-"""Base and trained policy on the same held-out prompts, each prompt once; the paired difference.
+"""Base, champion and trained policy on the same prompts, set by set, each prompt once; what the report rests on.
 
 Entry point: `python -m grpo_core.evaluate RUN_DIR`.
 """
@@ -6,157 +6,169 @@ Entry point: `python -m grpo_core.evaluate RUN_DIR`.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from grpo_core.config import RunConfig, load_config
 from grpo_core.environment import quiet_libraries
+from grpo_core.rewards.contract import source_of
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="grpo_core.evaluate", description="Compare RUN's trained policy with its base."
+        prog="grpo_core.evaluate", description="Compare RUN's trained policy with its base, and with a champion."
     )
-    parser.add_argument(
-        "run", type=Path, help="run directory with config.toml, dataset/eval.parquet and training/model"
-    )
+    parser.add_argument("run", type=Path, help="run directory with config.toml, dataset/ and training/model")
     parser.add_argument("--output", type=Path, help="where to write; default RUN/evaluation")
+    parser.add_argument("--champion", type=Path, help="folder of the model to beat, as transformers loads it")
     arguments = parser.parse_args()
     output = arguments.output or arguments.run / "evaluation"
     output.mkdir(parents=True, exist_ok=True)
     quiet_libraries()
-    report = evaluate(arguments.run, output)
+    report = evaluate(arguments.run, output, arguments.champion)
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    print(f"accuracy: base {report['base']['accuracy']:.1%}, trained {report['trained']['accuracy']:.1%}")
+    for name, figures in report["sets"].items():
+        rates = [f"{policy} {figures['policies'][policy]['accuracy']['mean']:.1%}" for policy in report["policies"]]
+        print(f"accuracy on {name}: {', '.join(rates)}")
 
 
-def evaluate(run: Path, output: Path) -> dict[str, Any]:
-    """Report of both policies; writes samples.parquet (a row a prompt) under `output`."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str, Any]:
+    """Report of all policies; writes samples.parquet (a row a completion) under `output`.
+
+    A champion with another architecture or tokenizer than the run's base model is left out: the engine cannot sample
+    from it. "champion" in the report is for the caller to fill in, who knows what the folder is.
+    """
+    import polars as pl
     import torch
 
-    from grpo_core.config import load_config
+    from grpo_core.comparison import compare_policies
     from grpo_core.data import load_prompts, load_tokenizer
+    from grpo_core.divergence import mean_kl
     from grpo_core.held_out import evaluation_request, evaluation_sampling
     from grpo_core.policy import load_model
     from grpo_core.precision import in_bfloat16
     from grpo_core.rewards.contract import resolve
-    from grpo_core.rollout.collect import Sample, sample_and_score
+    from grpo_core.rollout.collect import sample_and_score
     from grpo_core.rollout.engine import make_engine
 
     config = load_config(run / "config.toml")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(config.model)
-    prompts = load_prompts(run / "dataset" / "eval.parquet", tokenizer)
+    files = {name: run / "dataset" / f"{file}.parquet" for name, file in config.evaluation_files.items()}
+    sets = {name: load_prompts(path, tokenizer) for name, path in files.items()}
     rewards = [resolve(reward) for reward in config.rewards]
-    requests = [evaluation_request(config, row, ids) for row, ids in enumerate(prompts.ids)]
-    sampling = evaluation_sampling(config)
+    sampling, n = evaluation_sampling(config), config.evaluation.num_samples
 
-    def in_precision(model: Any) -> Any:
+    def load(path: Path | str, revision: str | None = None) -> Any:
+        model = load_model(path, revision).to(device)
         return in_bfloat16(model) if config.train.mixed_precision == "bf16" else model
 
-    base = in_precision(load_model(config.model.name_or_path, config.model.revision).to(device))
-    max_length = prompts.max_length + config.evaluation_length
+    base = load(config.model.name_or_path, config.model.revision)
+    folders: dict[str, Path | None] = {"base": None, "champion": champion, "trained": run / "training" / "model"}
+    max_length = max(prompts.max_length for prompts in sets.values()) + config.evaluation_length
     engine = make_engine(config, config.model.name_or_path, base, tokenizer, max_length)
-    samples: dict[str, list[Sample]] = {}
-    for name in ("base", "trained"):
-        if name == "trained":
-            engine.sync_weights(in_precision(load_model(run / "training" / "model").to(device)))
-        print(f"evaluating the {name} policy on {len(requests)} held-out prompts", flush=True)
-        rows = range(len(requests))
-        samples[name], _ = sample_and_score(engine, requests, rows, sampling, prompts, tokenizer, rewards)
+    columns = {name: _asked(name, prompts.rows, config) for name, prompts in sets.items()}
+    policies = []
+    for policy, folder in folders.items():
+        if policy != "base" and folder is None:
+            continue
+        model = base
+        if folder is not None:
+            model = load(folder)
+            if unlike := _unlike(base, model, tokenizer, folder):
+                print(f"the {policy} policy is left out: it has another {unlike} than {config.model.name_or_path}")
+                continue
+            engine.sync_weights(model)
+        policies.append(policy)
+        for name, prompts in sets.items():
+            print(f"evaluating the {policy} policy on {len(prompts.ids)} prompts ({name})", flush=True)
+            requests = [evaluation_request(config, row, ids, n) for row, ids in enumerate(prompts.ids)]
+            rows = range(len(requests))
+            samples, _ = sample_and_score(engine, requests, rows, sampling, prompts, tokenizer, rewards)
+            columns[name] |= {
+                f"{policy}/completion": [sample.text for sample in samples],
+                f"{policy}/completion_tokens": [len(sample.completion.ids) for sample in samples],
+                f"{policy}/truncated": [sample.completion.truncated for sample in samples],
+            }
+            for k, reward in enumerate(rewards):
+                values = [sample.rewards[k] for sample in samples]
+                columns[name][f"{policy}/rewards/{reward.name}"] = [None if math.isnan(v) else v for v in values]
+            if policy != "base":
+                asked = [prompts.ids[sample.row] for sample in samples]
+                completed = [sample.completion.ids for sample in samples]
+                columns[name][f"{policy}/kl"] = mean_kl(model, base, asked, completed)
     engine.close()
 
-    columns: dict[str, Any] = {"prompt": [row["prompt"] for row in prompts.rows]}
-    if "answer" in prompts.rows[0]:
-        columns["answer"] = [row["answer"] for row in prompts.rows]
-    for name, drawn in samples.items():
-        columns[f"{name}/completion"] = [sample.text for sample in drawn]
-        columns[f"{name}/completion_tokens"] = [len(sample.completion.ids) for sample in drawn]
-        columns[f"{name}/truncated"] = [sample.completion.truncated for sample in drawn]
-        for k, reward in enumerate(rewards):
-            columns[f"{name}/rewards/{reward.name}"] = [sample.rewards[k] for sample in drawn]
-    pq.write_table(pa.table(columns), output / "samples.parquet")
-    weights = {reward.name: reward.weight for reward in rewards}
-    options = (config.evaluation.bootstrap_resamples, config.evaluation.confidence, config.seed)
-    report = compare(columns, weights, config.accuracy_reward, *options)
-    return {**report, "temperature": config.evaluation.temperature}
-
-
-def compare(
-    columns: dict[str, Any],
-    weights: dict[str, float],
-    accuracy_reward: str,
-    resamples: int,
-    confidence: float,
-    seed: int,
-) -> dict[str, Any]:
-    """Figures of each policy and their paired differences, from the columns of samples.parquet.
-
-    accuracy: share of right answers (the accuracy reward is 1) among the prompts it scored. reward: mean weighted sum.
-    """
-    report: dict[str, Any] = {"num_prompts": len(columns["prompt"]), "accuracy_reward": accuracy_reward}
-    outcomes: dict[str, dict[str, np.ndarray]] = {}
-    for policy in ("base", "trained"):
-        scores = {name: np.array(columns[f"{policy}/rewards/{name}"], dtype=float) for name in weights}
-        right = scores[accuracy_reward]
-        outcomes[policy] = {
-            "accuracy": np.where(np.isnan(right), np.nan, right == 1),
-            "reward": np.sum([weights[name] * np.nan_to_num(values) for name, values in scores.items()], axis=0),
-        }
-        report[policy] = {
-            **{name: _mean(values) for name, values in outcomes[policy].items()},
-            **{f"rewards/{name}/mean": _mean(values) for name, values in scores.items()},
-            "completions/mean_length": _mean(np.array(columns[f"{policy}/completion_tokens"], dtype=float)),
-            "completions/clipped_ratio": _mean(np.array(columns[f"{policy}/truncated"], dtype=float)),
-        }
-    report["difference"] = {
-        name: paired_bootstrap(outcomes["base"][name], outcomes["trained"][name], resamples, confidence, seed)
-        for name in ("accuracy", "reward")
+    types: dict[str, Any] = {"answer": pl.String, "category": pl.String}  # also of columns that are empty throughout
+    types |= {f"{policy}/rewards/{reward.name}": pl.Float64 for policy in policies for reward in rewards}
+    tables = [
+        pl.DataFrame(values, schema_overrides={column: kind for column, kind in types.items() if column in values})
+        for values in columns.values()
+    ]
+    table = pl.concat(tables, how="diagonal")
+    table.write_parquet(output / "samples.parquet")
+    return {
+        "key": outcomes_key(config, files),
+        "policies": policies,
+        "champion": None,
+        "accuracy_reward": config.accuracy_reward,
+        "temperature": config.evaluation.temperature,
+        "num_samples": n,
+        "confidence": config.evaluation.confidence,
+        "sets": compare_policies(table, config, policies),
     }
-    return report
 
 
-def paired_bootstrap(
-    before: Sequence[float] | np.ndarray,
-    after: Sequence[float] | np.ndarray,
-    resamples: int,
-    confidence: float,
-    seed: int,
-) -> dict[str, float]:
-    """Mean of after − before over prompts, with its percentile-bootstrap interval (Efron & Tibshirani 1993).
-
-    Prompts are resampled, not outcomes: what makes a prompt hard is common to both and cancels. Prompts that either
-    side leaves unscored (NaN) are left out.
-    """
-    from scipy.stats import bootstrap
-
-    difference = np.asarray(after, dtype=float) - np.asarray(before, dtype=float)
-    difference = difference[~np.isnan(difference)]
-    if len(difference) == 0:
-        return {"mean": math.nan, "low": math.nan, "high": math.nan, "confidence": confidence}
-    mean = float(difference.mean())
-    if np.ptp(difference) == 0:  # also a single prompt: every resample is the same
-        return {"mean": mean, "low": mean, "high": mean, "confidence": confidence}
-    interval = bootstrap(
-        (difference,),
-        np.mean,
-        n_resamples=resamples,
-        confidence_level=confidence,
-        method="percentile",
-        batch=max(1, 10_000_000 // len(difference)),
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return {"mean": mean, "low": float(interval.low), "high": float(interval.high), "confidence": confidence}
+def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
+    """Hash of all that outcomes follow from beside the policy: two policies' recorded outcomes may be paired where it
+    is the same. `files`: the prompts of each set."""
+    sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
+    rewards = [reward.model_dump(mode="json", include={"name", "args", "weight"}) for reward in config.rewards]
+    parts = [sampling, config.evaluation_length, rewards, config.accuracy_reward, config.seed]
+    digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
+    for reward in config.rewards:
+        digest.update(hashlib.blake2b(source_of(reward)).digest())
+    for name, path in sorted(files.items()):
+        digest.update(name.encode() + hashlib.blake2b(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
-def _mean(values: np.ndarray) -> float:
-    return float(np.nanmean(values)) if not np.isnan(values).all() else math.nan
+def _unlike(base: Any, model: Any, tokenizer: Any, folder: Path) -> str:
+    """What a policy has that keeps the base's engine from sampling from it; "" when nothing does."""
+    from transformers import AutoTokenizer
+
+    shapes = ({name: weights.shape for name, weights in each.named_parameters()} for each in (base, model))
+    if next(shapes) != next(shapes):
+        return "architecture"
+    own = AutoTokenizer.from_pretrained(folder)
+    same = (own.get_vocab(), own.chat_template) == (tokenizer.get_vocab(), tokenizer.chat_template)
+    return "" if same else "tokenizer"
+
+
+def _asked(name: str, rows: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[str, list[Any]]:
+    """The columns of samples.parquet that are the same for all policies: one entry a sample of a prompt."""
+    n = config.evaluation.num_samples
+    columns: dict[str, list[Any]] = {"prompt": [_plain(row["prompt"]) for row in rows]}
+    for column, source in (("answer", config.data.answer_column), ("category", config.evaluation.category_column)):
+        if source in rows[0]:
+            columns[column] = [None if row[source] is None else str(row[source]) for row in rows]
+    places: dict[str, list[Any]] = {
+        "set": [name] * n * len(rows),
+        "row": [row for row in range(len(rows)) for _ in range(n)],
+        "sample": list(range(n)) * len(rows),
+    }
+    return places | {column: [value for value in values for _ in range(n)] for column, values in columns.items()}
+
+
+def _plain(prompt: Any) -> Any:
+    """A prompt; of messages the fields that every set has."""
+    if isinstance(prompt, str):
+        return prompt
+    return [{"role": message["role"], "content": message["content"]} for message in prompt]
 
 
 if __name__ == "__main__":

@@ -27,6 +27,27 @@ def chosen_logprobs(
     return _ChosenLogprobs.apply(hidden, weight, targets, temperature)
 
 
+@torch.no_grad()
+def divergence(
+    hidden: Tensor,  # (N, h)
+    weight: Tensor,  # (V, h)
+    other_hidden: Tensor,  # (N, h')
+    other_weight: Tensor,  # (V, h')
+) -> Tensor:
+    """KL(p ‖ q) = Σ_j p_j (log p_j − log q_j), where p = softmax(h Wᵀ) and q that of the other. (N,) float32"""
+    kl = torch.empty(len(hidden), device=hidden.device)
+    for part in _chunks(len(hidden), len(weight)):
+        log_p = _log_softmax(hidden[part], weight, 1.0)
+        kl[part] = kl_of_logs(log_p, _log_softmax(other_hidden[part], other_weight, 1.0))
+    return kl
+
+
+def kl_of_logs(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Σ_j p_j (log p_j − log q_j); where p_j = 0 its term is 0. (N, V) → (N,)"""
+    p = log_p.exp()
+    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
+
+
 class _ChosenLogprobs(torch.autograd.Function):
     """Backward: ∂logp/∂z_j = [j = t] − p_j and ∂H/∂z_j = −p_j (log p_j + H)."""
 

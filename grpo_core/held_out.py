@@ -25,9 +25,9 @@ def evaluation_sampling(config: RunConfig) -> Sampling:
     return Sampling(config.evaluation_length, keys.temperature, keys.top_p, keys.top_k)
 
 
-def evaluation_request(config: RunConfig, row: int, prompt_ids: list[int]) -> Request:
-    """One completion of a held-out prompt; its seed depends on nothing but run seed and row."""
-    return Request(prompt_ids, 1, derive_seed(config.seed, row))
+def evaluation_request(config: RunConfig, row: int, prompt_ids: list[int], num_samples: int = 1) -> Request:
+    """Completions of a held-out prompt; their seeds depend on nothing but run seed and row."""
+    return Request(prompt_ids, num_samples, derive_seed(config.seed, row))
 
 
 def evaluate_policy(session: Session, progress: Progress) -> dict[str, float]:

@@ -51,7 +51,8 @@ class DataChecks(Section):
     duplicate_prompt: Severity = "warn"
     """A prompt that came before in the same data; `drop` keeps the first."""
     overlap: Severity = "error"
-    """A training prompt that is also held out; `drop` leaves the held-out data whole."""
+    """A training prompt that is also held out; `drop` leaves the held-out data whole. Of `evaluation.sets`, a prompt
+    that is trained on; `drop` leaves the training data whole."""
     near_overlap: Severity = "error"
     """The same but for upper and lower case and white space."""
     encoding: Severity = "warn"

@@ -33,8 +33,8 @@ RULES = {
     "missing_value": "is neither null nor blank",
     "long_prompt": "leaves room for the completion in the model's context",
     "duplicate_prompt": "does not come twice",
-    "overlap": "is not among the held-out prompts",
-    "near_overlap": "is not, but for case and white space, among the held-out prompts",
+    "overlap": "is not both trained on and evaluated on",
+    "near_overlap": "is not, but for case and white space, both trained on and evaluated on",
     "encoding": "was decoded rightly",
 }
 FINDING = {"dataset": pl.String, "row": pl.UInt32, "column": pl.String, "check": pl.String, "value": pl.String}
@@ -49,7 +49,8 @@ def check(
     room: Mapping[str, int | None],
     dropped: Collection[str],
 ) -> tuple[list[str], pl.DataFrame]:
-    """Hold `frames` (train, eval) against the contract; `room`: the most tokens that a prompt of each may have.
+    """Hold `frames` (train, eval, and eval-NAME of further evaluation sets) against the contract; `room`: the most
+    tokens that a prompt of each may have.
 
     What is wrong with columns and types, in sentences; where nothing is, every row that breaks a rule (FINDING). A
     prompt is only compared with those that stay: not with rows that break one of the rules `dropped`.
@@ -138,9 +139,10 @@ def _shape(name: str, frame: pl.DataFrame, rewards: list[Reward]) -> Iterator[st
 def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]:
     """Where the prompts differ from one another in kind, or from what the model takes."""
     kinds = {name: "conversations" if is_conversation(frame) else "text" for name, frame in frames.items()}
-    if kinds["train"] != kinds["eval"]:
-        yield f"the prompts of train are {kinds['train']}, those of eval {kinds['eval']}; they have to be the same"
-    elif kinds["train"] == "conversations" and not tokenizer.chat_template:
+    others = {name: kind for name, kind in kinds.items() if kind != kinds["train"]}
+    for name, kind in others.items():
+        yield f"the prompts of train are {kinds['train']}, those of {name} {kind}; they have to be the same"
+    if not others and kinds["train"] == "conversations" and not tokenizer.chat_template:
         yield (
             f"the prompts are conversations, but the tokenizer {tokenizer.name_or_path!r} has no chat template; use an "
             "instruction-tuned model, or prompts that are text"
@@ -256,25 +258,37 @@ def _duplicates(name: str, frame: pl.DataFrame, staying: pl.Series) -> pl.DataFr
 
 
 def _overlap(frames: Mapping[str, pl.DataFrame], staying: Mapping[str, pl.Series]) -> pl.DataFrame:
-    """Training prompts that are held out too: the same text, or the same but for case and white space."""
-    held_out = _texts(frames["eval"], 0).filter(staying["eval"]).rename({"row": "eval_row"}).drop("prompt")
-    known = {kind: held_out.select("eval_row", kind).unique(kind, keep="first") for kind in ("overlap", "near_overlap")}
-    found = [
-        part.join(texts, on=kind).select("row", "prompt", "eval_row", check=pl.lit(kind))
-        for start in range(0, frames["train"].height, SLICE)
-        for part in [_texts(frames["train"].slice(start, SLICE), start).filter(staying["train"].slice(start, SLICE))]
-        for kind, texts in known.items()
-    ]
-    return (
-        pl.concat(found)
-        .unique("row", keep="first", maintain_order=True)  # the same text is the same but for case and white space too
-        .select(
-            dataset=pl.lit("train"),
-            row="row",
-            column=pl.lit("prompt"),
-            check="check",
-            value=pl.format("{} (eval row {})", _short(pl.col("prompt")), pl.col("eval_row")),
-        )
+    """Prompts that are both trained on and evaluated on: the same text, or the same but for case and white space.
+
+    Those of eval are found in train, those of the other sets in the set: none of these changes what is trained on.
+    """
+    evaluated = {name: _texts(frame, 0).filter(staying[name]) for name, frame in frames.items() if name != "train"}
+    held_out = evaluated.pop("eval")
+    known = {kind: _firsts("eval", held_out, kind) for kind in ("overlap", "near_overlap")}
+    found: dict[str, list[pl.DataFrame]] = {kind: [] for kind in known}
+    for start in range(0, frames["train"].height, SLICE):
+        part = _texts(frames["train"].slice(start, SLICE), start).filter(staying["train"].slice(start, SLICE))
+        for kind, firsts in known.items():
+            found[kind].append(_among("train", part, firsts, kind))
+            found[kind] += [_among(name, own, _firsts("train", part, kind), kind) for name, own in evaluated.items()]
+    # The same text is the same but for case and white space too.
+    both = pl.concat([*found["overlap"], *found["near_overlap"]])
+    return both.unique(["dataset", "row"], keep="first", maintain_order=True)
+
+
+def _firsts(name: str, texts: pl.DataFrame, kind: str) -> pl.DataFrame:
+    """Each text of a data set once, with the row that has it first."""
+    return texts.unique(kind, keep="first").select(kind, where=pl.format("{} row {}", pl.lit(name), pl.col("row")))
+
+
+def _among(name: str, texts: pl.DataFrame, others: pl.DataFrame, kind: str) -> pl.DataFrame:
+    """The rows of data set `name` whose texts are among `others`, as FINDING."""
+    return texts.join(others, on=kind).select(
+        dataset=pl.lit(name),
+        row="row",
+        column=pl.lit("prompt"),
+        check=pl.lit(kind),
+        value=pl.format("{} ({})", _short(pl.col("prompt")), pl.col("where")),
     )
 
 

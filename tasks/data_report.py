@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,12 @@ def draw_lengths(lengths: Mapping[str, pl.Series], room: Mapping[str, int | None
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
-    for axes, (name, values) in zip(figure.subplots(1, len(lengths), squeeze=False)[0], lengths.items(), strict=True):
+    rows = math.ceil(len(lengths) / 2)
+    figure = Figure(figsize=(7, 2.6 * rows), layout="constrained")
+    panels = figure.subplots(rows, min(len(lengths), 2), squeeze=False).ravel()
+    for axes in panels[len(lengths) :]:
+        axes.set_axis_off()
+    for axes, (name, values) in zip(panels, lengths.items(), strict=False):
         first, last = values.min(), values.max()
         edges = np.arange(first, last + 1 + (step := (last - first) // BINS + 1), step) - 0.5
         axes.hist(values, bins=edges, color="#3366aa")

@@ -1,21 +1,34 @@
-"""Stage 4, evaluate: base and trained policy side by side, in a supervised process of its own."""
+"""Stage 4, evaluate: base, present champion and trained policy side by side, in a supervised process of its own."""
 
 from __future__ import annotations
 
 import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import polars as pl
+from mlflow.entities import Metric
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.schemas.objects import State
 
+from grpo_core.comparison import verdict
+from grpo_core.evaluation_sections import HELD_OUT
 from tasks.process import run_process
 from tasks.stage import EVALUATE, TRAIN, Context, run_stage
 from tasks.tracking import connect, training_run_id
 
+CHAMPION = "champion"  # alias of the version to beat
 SAMPLES_SHOWN = 20
+METRICS_AT_ONCE = 1000  # MLflow takes no more
+POINTS = ("accuracy", "pass@", "majority@", "completions/clipped_ratio")  # metrics that are shares
 
 
 @task(name="evaluate")
@@ -24,44 +37,126 @@ def evaluate(run: Path, force: bool = False) -> State[None]:
 
 
 def _work(context: Context) -> dict[str, Any]:
-    log = get_run_logger()
-    run_process(["-m", "grpo_core.evaluate", str(context.run), "--output", str(context.partial)], log.info)
+    config, log = context.config, get_run_logger()
+    client = connect()
+    command = ["-m", "grpo_core.evaluate", str(context.run), "--output", str(context.partial)]
+    champion = present_champion(client, config.registry.model_name or config.name)
+    if champion is None:
+        run_process(command, log.info)
+    else:
+        log.info("the present champion is %s version %s", champion.name, champion.version)
+        with tempfile.TemporaryDirectory(dir=context.partial) as folder:
+            uri = f"models:/{champion.name}/{champion.version}/model"
+            model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
+            run_process([*command, "--champion", model], log.info)
     report = json.loads((context.partial / "report.json").read_text())
-    client, run_id = connect(), training_run_id(TRAIN.path(context.run))
-    for policy in ("base", "trained"):
-        for name, value in report[policy].items():
-            client.log_metric(run_id, f"eval/{policy}/{name}", value)
-    for name, difference in report["difference"].items():
-        for bound in ("mean", "low", "high"):
-            client.log_metric(run_id, f"eval/difference/{name}/{bound}", difference[bound])
-    accuracy = f"Held-out accuracy {report['base']['accuracy']:.1%} → {report['trained']['accuracy']:.1%}"
-    create_markdown_artifact(key="evaluation", markdown=_markdown(report), description=accuracy)
-    samples = pl.read_parquet(context.partial / "samples.parquet", n_rows=SAMPLES_SHOWN)
+    if CHAMPION in report["policies"]:
+        report["champion"] = {"model_name": champion.name, "version": str(champion.version)}
+    _log_metrics(client, training_run_id(TRAIN.path(context.run)), report)
+    create_markdown_artifact(key="evaluation", markdown=_markdown(report), description="; ".join(verdicts(report)))
+    samples = pl.read_parquet(context.partial / "samples.parquet")
+    first = samples.filter((pl.col("set") == HELD_OUT) & (pl.col("sample") == 0)).head(SAMPLES_SHOWN)
     create_table_artifact(
         key="evaluation-samples",
-        table=json.loads(_side_by_side(samples).write_json()),
-        description=f"The first {samples.height} held-out prompts, as base and trained policy complete them",
+        table=json.loads(_side_by_side(first, report["policies"]).write_json()),
+        description=f"The first {first.height} held-out prompts, as {', '.join(report['policies'])} complete them",
     )
     return report
 
 
-def _side_by_side(samples: pl.DataFrame) -> pl.DataFrame:
-    """What base and trained policy have of the same, in neighbouring columns."""
-    figures = [column.removeprefix("base/") for column in samples.columns if column.startswith("base/")]
-    pairs = [f"{policy}/{figure}" for figure in figures for policy in ("base", "trained")]
-    return samples.select(pl.exclude(pairs), *pairs)
+def present_champion(client: mlflow.MlflowClient, name: str) -> ModelVersion | None:
+    """The version of a registered model that has the alias `champion`, whoever set it; None where there is none.
+    MlflowException when the registry does not answer: that is not to be taken for none."""
+    try:
+        number = client.get_registered_model(name).aliases.get(CHAMPION)
+    except MlflowException as error:
+        if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+            return None
+        raise
+    return None if number is None else client.get_model_version(name, number)
 
 
-def _markdown(report: dict[str, Any]) -> str:
-    def row(name: str, form: str) -> str:
-        difference = report["difference"][name]
-        return (
-            f"| {name} | {report['base'][name]:{form}} | {report['trained'][name]:{form}} "
-            f"| {difference['mean']:+{form}} [{difference['low']:+{form}}, {difference['high']:+{form}}] |"
-        )
+def verdicts(report: Mapping[str, Any]) -> list[str]:
+    """A sentence on the accuracy on each set, against each policy that the trained one is compared with."""
+    return [
+        f"{name}: {verdict(differences['accuracy'], other)}"
+        for name, figures in report["sets"].items()
+        for other, differences in figures["differences"].items()
+    ]
 
-    return (
-        f"# Evaluation on {report['num_prompts']} held-out prompts\n\n"
-        f"| | base | trained | difference [{report['difference']['accuracy']['confidence']:.0%} interval] |\n"
-        f"|---|---|---|---|\n{row('accuracy', '.1%')}\n{row('reward', '.3f')}\n"
-    )
+
+def rows_of(figures: Mapping[str, Any]) -> Iterator[list[str]]:
+    """A set's report as the rows of a table, the first its head: a metric's mean under each policy, then the trained
+    policy minus each of the others, in points where the metric is a share."""
+    policies, differences = figures["policies"], figures["differences"]
+    yield [
+        "",
+        *policies,
+        *(f"trained − {other} [{d['accuracy']['confidence']:.0%}]" for other, d in differences.items()),
+    ]
+    for metric in policies["trained"]:
+        form = ".1%" if metric.startswith(POINTS) else ".3f"
+        means = [policies[p][metric]["mean"] if metric in policies[p] else None for p in policies]
+        gains = [differences[other][metric] for other in differences]
+        yield [
+            metric,
+            *("" if mean is None else f"{mean:{form}}" for mean in means),
+            *(f"{g['mean']:+{form}} [{g['low']:+{form}}, {g['high']:+{form}}]" for g in gains),
+        ]
+
+
+def _log_metrics(client: mlflow.MlflowClient, run_id: str, report: Mapping[str, Any]) -> None:
+    """eval/SET/POLICY/METRIC, and eval/SET/difference/POLICY/METRIC/… of the trained policy minus each other."""
+    values: dict[str, float] = {}
+    for name, figures in report["sets"].items():
+        for policy, metrics in figures["policies"].items():
+            values |= {f"eval/{name}/{policy}/{metric}": found["mean"] for metric, found in metrics.items()}
+        for policy, metrics in figures["differences"].items():
+            for metric, found in metrics.items():
+                prefix = f"eval/{name}/difference/{policy}/{metric}"
+                values |= {f"{prefix}/{part}": found[part] for part in ("mean", "low", "high", "p_value")}
+    now = int(time.time() * 1000)
+    metrics = [  # MLflow allows no @ in a name
+        Metric(key.replace("@", "_at_"), value, now, 0) for key, value in values.items() if value == value
+    ]
+    for start in range(0, len(metrics), METRICS_AT_ONCE):
+        client.log_batch(run_id, metrics[start : start + METRICS_AT_ONCE])
+
+
+def _side_by_side(samples: pl.DataFrame, policies: list[str]) -> pl.DataFrame:
+    """What the policies have of the same, in neighbouring columns."""
+    figures = [column.removeprefix("trained/") for column in samples.columns if column.startswith("trained/")]
+    pairs = [f"{policy}/{figure}" for figure in figures for policy in policies]
+    return samples.select(pl.exclude(pairs, "set", "sample"), *(pair for pair in pairs if pair in samples.columns))
+
+
+def _markdown(report: Mapping[str, Any]) -> str:
+    parts = ["# Evaluation", *(f"**{sentence}.**" for sentence in verdicts(report))]
+    for name, figures in report["sets"].items():
+        parts += [f"## {name}: {figures['num_prompts']:,} prompts", _table(rows_of(figures))]
+        parts.append(_table(_tests(figures)))
+        if categories := figures.get("categories"):
+            parts.append(_table(_by_category(categories)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _tests(figures: Mapping[str, Any]) -> Iterator[list[str]]:
+    yield ["trained against", "metric", "p", "probability better", "minimum detectable difference"]
+    for other, differences in figures["differences"].items():
+        for metric, form in (("accuracy", ".1%"), ("reward", ".3f")):
+            found = differences[metric]
+            detectable = f"{found['minimum_detectable']:{form}}"
+            yield [other, metric, f"{found['p_value']:.2g}", f"{found['probability_better']:.1%}", detectable]
+
+
+def _by_category(categories: Mapping[str, Any]) -> Iterator[list[str]]:
+    for number, (category, figures) in enumerate(categories.items()):
+        head, accuracy, *_ = rows_of(figures)
+        if number == 0:
+            yield ["category", "prompts", *(f"accuracy, {column}" for column in head[1:])]
+        yield [category.replace("|", "\\|"), f"{figures['num_prompts']:,}", *accuracy[1:]]
+
+
+def _table(rows: Iterator[list[str]]) -> str:
+    head, *others = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *others])

@@ -36,11 +36,12 @@ def lineage_keys(config: RunConfig) -> dict[str, str]:
         completion_length,
     )
     limits = [(reward.timeout, reward.range) for reward in config.rewards]
-    validate = key_of(data, limits, config.data.answer_column, config.evaluation_length)
+    sets = [(each.name, each.split, each.data, content_hash(each.data)) for each in config.evaluation.sets]
+    validate = key_of(data, limits, config.data.answer_column, config.evaluation_length, sets)
     steps = key_of(data, part["rollout"], part["train"])
     plan = key_of(steps, part["model"], config.algorithm.beta, config.train.gradient_checkpointing)  # its forecasts
     train = key_of(steps, config.seed, part["model"], part["algorithm"], part["held_out"])
-    evaluate = key_of(train, part["evaluation"])
+    evaluate = key_of(train, part["evaluation"], sets, config.data.answer_column)
     register = key_of(evaluate, part["registry"], config.name)
     return {"validate": validate, "plan": plan, "train": train, "evaluate": evaluate, "register": register}
 

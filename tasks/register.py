@@ -12,6 +12,7 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
+from grpo_core.evaluation_sections import HELD_OUT
 from tasks.lineage import lineage_keys
 from tasks.stage import EVALUATE, PLAN, REGISTER, TRAIN, Context, run_stage
 from tasks.tracking import connect, run_page, tracking_uri, training_run_id
@@ -46,7 +47,8 @@ def _work(context: Context) -> dict[str, Any]:
         )
     number = str(model.registered_model_version)
     client.set_registered_model_alias(name, config.registry.alias, number)
-    accuracy = {policy: report[policy]["accuracy"] for policy in ("base", "trained")}
+    policies = report["sets"][HELD_OUT]["policies"]
+    accuracy = {policy: policies[policy]["accuracy"]["mean"] for policy in ("base", "trained")}
     tags = {
         "evaluation.accuracy": accuracy["trained"],
         "evaluation.base_accuracy": accuracy["base"],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import polars as pl
 
-from grpo_core.config import DataConfig
+from grpo_core.config import RunConfig
 
 PASS_RATE = "pass_rate"
 READERS = {
@@ -26,12 +26,17 @@ class SourceError(ValueError):
     """Prompts that cannot be read; the message names the configuration key, the source and what is wrong with it."""
 
 
-def load_sources(data: DataConfig) -> dict[str, pl.DataFrame]:
-    """The training and the held-out prompts."""
-    return {
+def load_sources(config: RunConfig) -> dict[str, pl.DataFrame]:
+    """The prompts of each data set: train, eval and those of `evaluation.sets`."""
+    data = config.data
+    frames = {
         "train": load_source("data.train", data.train, data.train_split),
         "eval": load_source("data.eval", data.eval, data.eval_split),
     }
+    for place, each in enumerate(config.evaluation.sets):
+        key = f"evaluation.sets.{place}.data"
+        frames[config.evaluation_files[each.name]] = load_source(key, each.data, each.split)
+    return frames
 
 
 def load_source(key: str, source: str, split: str) -> pl.DataFrame:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,8 +39,9 @@ class Context:
 class Stage:
     """`output`: under the run directory; `receipt`: the JSON in it that carries the lineage key, or "" for itself.
 
-    `reads`: the stages whose output it works on. `content`: what its output is known by, given the output and the
-    receipt's content; None where no two makings are the same, so that each is known by itself.
+    `reads`: the stages whose output it works on, `prompts`: which of the data sets, where validate is among them.
+    `content`: what its output is known by, given the output and the receipt's content, and be it data set by data set;
+    None where no two makings are the same, so that each is known by itself.
     """
 
     name: str
@@ -48,7 +49,8 @@ class Stage:
     receipt: str = ""
     resumable: bool = False
     reads: tuple[Stage, ...] = ()
-    content: Callable[[Path, Mapping[str, Any]], str] | None = None
+    prompts: Callable[[RunConfig], Collection[str]] = lambda config: ()
+    content: Callable[[Path, Mapping[str, Any]], str | dict[str, str]] | None = None
 
     def path(self, run: Path) -> Path:
         return run / self.output
@@ -62,8 +64,16 @@ class Stage:
         return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def _prompts(output: Path, receipt: Mapping[str, Any]) -> str:
-    return key_of(*(content_hash(str(output / f"{name}.parquet")) for name in ("train", "eval")))
+def _prompts(output: Path, receipt: Mapping[str, Any]) -> dict[str, str]:
+    return {name: content_hash(str(output / f"{name}.parquet")) for name in receipt["num_prompts"]}
+
+
+def _trained_on(config: RunConfig) -> Collection[str]:
+    return ("train", "eval") if config.train.eval_steps else ("train",)
+
+
+def _evaluated_on(config: RunConfig) -> Collection[str]:
+    return config.evaluation_files.values()
 
 
 def _figures(output: Path, receipt: Mapping[str, Any]) -> str:
@@ -71,9 +81,9 @@ def _figures(output: Path, receipt: Mapping[str, Any]) -> str:
 
 
 VALIDATE = Stage("validate", "dataset", "report.json", content=_prompts)
-PLAN = Stage("plan", "plan.json", reads=(VALIDATE,), content=_figures)
-TRAIN = Stage("train", "training", "result.json", resumable=True, reads=(VALIDATE, PLAN))
-EVALUATE = Stage("evaluate", "evaluation", "report.json", reads=(VALIDATE, TRAIN))
+PLAN = Stage("plan", "plan.json", reads=(VALIDATE,), prompts=lambda config: ("train",), content=_figures)
+TRAIN = Stage("train", "training", "result.json", resumable=True, reads=(VALIDATE, PLAN), prompts=_trained_on)
+EVALUATE = Stage("evaluate", "evaluation", "report.json", reads=(VALIDATE, TRAIN), prompts=_evaluated_on)
 REGISTER = Stage("register", "registration.json", reads=(PLAN, TRAIN, EVALUATE))
 STAGES = (VALIDATE, PLAN, TRAIN, EVALUATE, REGISTER)
 
@@ -96,12 +106,13 @@ def conditions(run: Path) -> dict[str, Condition]:
     A stage is stale when its lineage key is no longer the one of configuration and inputs, or when a stage that it was
     made from has been made again since, or is going to be.
     """
-    keys = lineage_keys(load_config(run / "config.toml"))
+    config = load_config(run / "config.toml")
+    keys = lineage_keys(config)
     receipts = {stage.name: stage.read_receipt(run) for stage in STAGES}
     found: dict[str, Condition] = {}
     for stage in STAGES:
         if receipt := receipts[stage.name]:
-            reason = _why_stale(receipt, keys[stage.name], receipts) or _why_soon_stale(stage, found)
+            reason = _why_stale(stage, receipt, config, keys, receipts) or _why_soon_stale(stage, found)
             found[stage.name] = Condition("stale", reason) if reason else Condition("up to date")
         else:
             found[stage.name] = Condition("missing", "not done yet")
@@ -127,8 +138,9 @@ def run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]]
     _refuse_outdated_inputs(stage, run, now)
     get_run_logger().info("%s: %s", stage.name, now[stage.name].reason or "up to date, made again as asked")
     partial = final.with_name(final.name + ".partial")
-    origin = {"lineage_key": key, "made_from": {read.name: _identity(read.read_receipt(run)) for read in stage.reads}}
-    _prepare(stage, run, partial, origin)
+    made_from = {read.name: _made(read.read_receipt(run), stage.prompts(config)) for read in stage.reads}
+    origin = {"lineage_key": key, "made_from": made_from}
+    _prepare(stage, partial, origin)
     receipt = work(Context(config, run, partial))
     made = stage.content(partial, receipt) if stage.content else uuid.uuid4().hex
     text = json.dumps({**origin, "made": made, **receipt}, indent=2) + "\n"
@@ -138,17 +150,22 @@ def run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]]
     return Completed(message=f"wrote {final.name} (lineage {key[:12]})")
 
 
-def _why_stale(receipt: Mapping[str, Any], key: str, receipts: Mapping[str, dict[str, Any]]) -> str:
+def _why_stale(
+    stage: Stage,
+    receipt: Mapping[str, Any],
+    config: RunConfig,
+    keys: Mapping[str, str],
+    receipts: Mapping[str, dict[str, Any]],
+) -> str:
     """What has changed since `receipt`; "" when nothing that concerns the stage has.
 
-    An input of another lineage that did concern it would have given it another key. One of the same lineage made again
-    with another outcome is what the key cannot tell.
+    An input that is up to date has to be what the stage was made from. One that is not will be made again first.
     """
-    if receipt.get("lineage_key") != key:
+    if receipt.get("lineage_key") != keys[stage.name]:
         return "configuration or inputs changed"
     for name, then in receipt.get("made_from", {}).items():
-        now = _identity(receipts[name])
-        if now["lineage_key"] == then["lineage_key"] and now["made"] != then["made"]:
+        now = receipts[name]
+        if now.get("lineage_key") == keys[name] and _made(now, stage.prompts(config)) != then:
             return f"{name} was made again"
     return ""
 
@@ -159,8 +176,10 @@ def _why_soon_stale(stage: Stage, found: Mapping[str, Condition]) -> str:
     return next((f"{name} is {found[name].state}" for name in outdated), "")
 
 
-def _identity(receipt: Mapping[str, Any]) -> dict[str, str | None]:
-    return {name: receipt.get(name) for name in ("lineage_key", "made")}
+def _made(receipt: Mapping[str, Any], prompts: Collection[str]) -> Any:
+    """What an output is known by; of one that is known data set by data set, what `prompts` are."""
+    made = receipt.get("made")
+    return {name: made.get(name) for name in prompts} if isinstance(made, dict) else made
 
 
 def _refuse_outdated_inputs(stage: Stage, run: Path, now: Mapping[str, Condition]) -> None:
@@ -185,12 +204,11 @@ def _outdated(stage: Stage, now: Mapping[str, Condition]) -> list[Stage]:
     return [*direct, *(further for read in direct for further in _outdated(read, now))]
 
 
-def _prepare(stage: Stage, run: Path, partial: Path, origin: Mapping[str, Any]) -> None:
+def _prepare(stage: Stage, partial: Path, origin: Mapping[str, Any]) -> None:
     if stage.resumable and partial.exists():
         marker = partial / MARKER
         left = json.loads(marker.read_text()) if marker.is_file() else {}
-        receipts = {read.name: read.read_receipt(run) for read in stage.reads}
-        if not _why_stale(left, origin["lineage_key"], receipts):
+        if left == origin:
             return
         set_aside(partial, left.get("lineage_key", "unknown"))
     remove(partial)

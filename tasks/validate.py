@@ -91,7 +91,8 @@ def screen(config: RunConfig) -> Screened:
     prompts, model or rewards cannot be had."""
     rewards = [resolve(reward) for reward in config.rewards]
     tokenizer, positions = load_tokenizer_and_context(config.model)
-    completion = {"train": config.rollout.max_completion_length, "eval": config.evaluation_length}
+    evaluated = dict.fromkeys(config.evaluation_files.values(), config.evaluation_length)
+    completion = {"train": config.rollout.max_completion_length, **evaluated}
     room = {name: positions and positions - length for name, length in completion.items()}
     for name, length in completion.items():
         if (left := room[name]) is not None and left < 1:
@@ -99,7 +100,7 @@ def screen(config: RunConfig) -> Screened:
                 f"completions of {length} tokens ({name}) leave no room for a prompt: the model "
                 f"{config.model.name_or_path!r} has {positions} positions; lower max_completion_length"
             )
-    frames = load_sources(config.data)
+    frames = load_sources(config)
     checks = config.data.checks.model_dump()
     dropping = [name for name, severity in checks.items() if severity == "drop"]
     shape, findings = check(frames, rewards, tokenizer, room, dropping)
@@ -117,7 +118,11 @@ def screen(config: RunConfig) -> Screened:
     report = {
         "num_prompts": {name: frame.height for name, frame in kept.items()},
         "rows_read": {name: frame.height for name, frame in frames.items()},
-        "sources": {"train": config.data.train, "eval": config.data.eval},
+        "sources": {
+            "train": config.data.train,
+            "eval": config.data.eval,
+            **{config.evaluation_files[each.name]: each.data for each in config.evaluation.sets},
+        },
         "columns": {
             "prompt": ["rollout"],
             **{name: list(readers) for name, readers in needed_columns(rewards).items()},

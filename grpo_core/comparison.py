@@ -1,0 +1,99 @@
+"""Samples of several policies → report.json: figures with intervals, paired differences, by set and by category."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from grpo_core.config import RunConfig
+from grpo_core.outcomes import majority, outcomes
+from grpo_core.statistics import POWER, estimate, paired_difference
+
+Outcomes = Mapping[str, Mapping[str, np.ndarray]]  # policy → metric → one value a prompt
+
+
+def compare_policies(samples: pl.DataFrame, config: RunConfig, policies: Sequence[str]) -> dict[str, Any]:
+    """For each evaluation set its prompts, every policy's figures, and the last policy minus each of the others."""
+    return {name: _compare_on(name, samples, config, policies) for name in config.evaluation_files}
+
+
+def verdict(difference: Mapping[str, Any], other: str) -> str:
+    """What a paired difference of accuracies (a `Difference` as in report.json) says, in a sentence."""
+    n, points = difference["num_prompts"], 100 * difference["mean"]
+    if not n:
+        return f"no comparison with the {other}: no prompt was scored for both"
+    if difference["p_value"] <= 1 - difference["confidence"]:
+        return f"better than the {other} by {points:.1f} points (p = {difference['p_value']:.2g})"
+    if difference["high"] < 0:
+        return f"worse than the {other} by {-points:.1f} points"
+    return (
+        f"no difference from the {other} could be shown: a gain of {100 * difference['minimum_detectable']:.1f} points "
+        f"or more would show on these {n:,} prompts, {POWER:.0%} of the time"
+    )
+
+
+def _compare_on(name: str, samples: pl.DataFrame, config: RunConfig, policies: Sequence[str]) -> dict[str, Any]:
+    metrics = _metrics(config)
+    found = {policy: {metric: of(samples, name, policy) for metric, of in metrics.items()} for policy in policies}
+    everywhere = np.ones(len(found["base"]["reward"]), dtype=bool)
+    report = _figures(found, [*metrics], everywhere, config)
+    del report["policies"]["base"]["kl"]
+    categories = _categories(samples, name)
+    if categories is not None:
+        kinds = sorted({kind for kind in categories if kind is not None})
+        report["categories"] = {
+            kind: _figures(found, ["accuracy", "reward"], categories == kind, config) for kind in kinds
+        }
+    return report
+
+
+def _metrics(config: RunConfig) -> dict[str, Callable[[pl.DataFrame, str, str], np.ndarray]]:
+    """Metric → its outcomes, given samples, set and policy."""
+    n, right = config.evaluation.num_samples, config.accuracy_reward
+    weights = {reward.name: reward.weight for reward in config.rewards}
+    names = ["accuracy", "reward", *(f"rewards/{name}/mean" for name in weights)]
+    names += ["completions/mean_length", "completions/clipped_ratio", "kl"]
+    if n > 1:
+        names += [f"pass@{k}" for k in (*(2**i for i in range(n.bit_length()) if 2**i < n), n)]
+
+    def outcomes_of(metric: str) -> Callable[[pl.DataFrame, str, str], np.ndarray]:
+        return lambda samples, name, policy: outcomes(samples, name, policy, metric, weights, right)
+
+    metrics = {metric: outcomes_of(metric) for metric in names}
+    if n > 1:
+        pattern = config.evaluation.answer_pattern
+        metrics[f"majority@{n}"] = lambda samples, name, policy: majority(samples, name, policy, right, pattern)
+    return metrics
+
+
+def _figures(found: Outcomes, metrics: Sequence[str], prompts: np.ndarray, config: RunConfig) -> dict[str, Any]:
+    """Of the prompts where `prompts` is true."""
+    keys = config.evaluation
+    options = (keys.confidence, keys.bootstrap_resamples, config.seed)
+    *others, last = found
+    return {
+        "num_prompts": int(prompts.sum()),
+        "policies": {
+            policy: {metric: asdict(estimate(values[metric][prompts], *options)) for metric in metrics}
+            for policy, values in found.items()
+        },
+        "differences": {
+            other: {
+                metric: asdict(paired_difference(found[other][metric][prompts], found[last][metric][prompts], *options))
+                for metric in metrics
+            }
+            for other in others
+        },
+    }
+
+
+def _categories(samples: pl.DataFrame, name: str) -> np.ndarray | None:
+    """Category of each prompt of a set; None where no prompt has one."""
+    if "category" not in samples.columns:
+        return None
+    first = samples.filter((pl.col("set") == name) & (pl.col("sample") == 0)).sort("row")["category"]
+    return None if first.is_null().all() else np.array(first.to_list(), dtype=object)
