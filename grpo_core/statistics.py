@@ -97,15 +97,19 @@ def _scored(values: Values) -> np.ndarray:
 
 
 def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Each distinct value drawn as often as chance says: drawing prompts, cheap where outcomes are few."""
+    """Means over prompts drawn with replacement; where outcomes are few, by how often each of them is drawn."""
     distinct, counts = np.unique(values, return_counts=True)
     rng, n = np.random.default_rng(seed), len(values)
-    rows = max(1, BATCH // len(distinct))
-    drawn = [
-        rng.multinomial(n, counts / n, size=min(rows, resamples - start)) @ distinct
-        for start in range(0, resamples, rows)
-    ]
-    return np.concatenate(drawn) / n
+    few = len(distinct) < n / 8
+    rows = max(1, BATCH // (len(distinct) if few else n))
+    drawn = []
+    for start in range(0, resamples, rows):
+        size = min(rows, resamples - start)
+        if few:
+            drawn.append(rng.multinomial(n, counts / n, size=size) @ distinct / n)
+        else:
+            drawn.append(values[rng.integers(0, n, (size, n))].mean(axis=1))
+    return np.concatenate(drawn)
 
 
 def _percentiles(means: np.ndarray, confidence: float) -> tuple[float, float]:
