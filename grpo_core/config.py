@@ -15,7 +15,7 @@ from typing import Any, get_args
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from grpo_core.evaluation_sections import HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
+from grpo_core.evaluation_sections import GUARDED, HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
 from grpo_core.sections import (
     AlgorithmConfig,
     DataConfig,
@@ -65,6 +65,10 @@ class RunConfig(Section):
         ]:
             if name not in sets:
                 raise ValueError(f"{key}={name!r} is not among the evaluation sets {sets}")
+        metrics = [*GUARDED, *(f"rewards/{name}/mean" for name in names)]
+        for place, guard in enumerate(self.promotion.guards):
+            if guard.metric not in metrics:
+                raise ValueError(f"promotion.guards.{place}.metric={guard.metric!r} is not among {metrics}")
         if self.model.use_peft and self.algorithm.sync_ref_model:
             raise ValueError(
                 "algorithm.sync_ref_model=true with model.use_peft=true: the reference policy is the base model under "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from grpo_core.sections import Section
 
 HELD_OUT = "held-out"  # name of the set that `data.eval` is
+
+GUARDED = ("accuracy", "reward", "completions/mean_length", "completions/clipped_ratio", "kl")
 
 
 class EvaluationSet(Section):
@@ -44,6 +47,19 @@ class EvaluationConfig(Section):
     """Resamples of the prompts for intervals and tests."""
     confidence: float = Field(0.95, gt=0, lt=1)
     """Coverage of the intervals."""
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _has_a_group(cls, pattern: str | None) -> str | None:
+        try:
+            groups = re.compile(pattern).groups if pattern is not None else 1
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        if not groups:
+            raise ValueError(
+                "it has no group that says what the answer is; put one in parentheses, as in 'answer: (.+)'"
+            )
+        return pattern
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluationConfig:

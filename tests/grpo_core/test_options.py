@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from grpo_core.batching import Sequences, prompts_of
@@ -28,7 +28,6 @@ from grpo_core.rollout.transformers import TransformersEngine
 from grpo_core.sections import RewardConfig
 from grpo_core.session import TrainingError
 from grpo_core.trainer import train
-from tasks.train import check_result
 from tests.conftest import config_values, make_run, with_keys
 
 CALM_ADAM = {"adam_epsilon": 1e-3}
@@ -357,91 +356,6 @@ def test_a_process_without_a_share_of_the_prompts_scores_nothing(model_folder: P
     engine = TransformersEngine(model, tokenizer)
     samples, _ = sample_and_score(engine, [], [], Sampling(4), Prompts([], []), tokenizer, rewards)
     assert samples == []
-
-
-# Evaluation in training.
-
-SEEN: list[str] = []
-
-
-def recorded(prompts: list[str], completions: list[str]) -> list[float | None]:
-    SEEN.extend(prompts)
-    return [-float(len(completion)) for completion in completions]
-
-
-def test_evaluation_counts_each_held_out_prompt_once_at_its_steps_and_at_the_end(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
-    SEEN.clear()
-    values["rewards"] = [{"function": "tests.grpo_core.test_options:recorded"}]
-    run = _train(tmp_path / "run", values, eval_steps=3, max_steps=5)
-    held_out = pq.read_table(run / "dataset" / "eval.parquet")["prompt"].to_pylist()
-    counts = Counter(SEEN)
-    assert {counts[prompt] for prompt in held_out} == {2}
-    evaluated = [step for step in _metrics(run) if "eval_reward" in step]
-    assert [step["step"] for step in evaluated] == [3, 5]
-    assert load_plan(run / "plan.json").evaluations == 2
-    model = AutoModelForCausalLM.from_pretrained(run / "training" / "model").eval()
-    assert evaluated[-1]["eval_reward"] == pytest.approx(_greedy_reward(model, run, held_out))
-
-
-def _greedy_reward(model: Any, run: Path, prompts: list[str]) -> float:
-    """Mean reward of greedy answers by transformers' own `generate`, one prompt at a time."""
-    tokenizer = AutoTokenizer.from_pretrained(run / "training" / "model")
-    lengths = []
-    for prompt in prompts:
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        answer = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
-        lengths.append(len(tokenizer.decode(answer, skip_special_tokens=True)))
-    return -sum(lengths) / len(lengths)
-
-
-def test_evaluation_has_sampling_settings_of_its_own(values: dict[str, Any], tmp_path: Path) -> None:
-    lengths = {}
-    for name, evaluation in {"greedy": {}, "hot": {"temperature": 5.0}, "short": {"max_completion_length": 2}}.items():
-        run = _train(tmp_path / name, {**values, "evaluation": evaluation}, eval_steps=4)
-        lengths[name] = _metrics(run)[-1]["eval_completions/mean_length"]
-        training = [step["completions/mean_length"] for step in _metrics(run)]
-        assert training == [step["completions/mean_length"] for step in _metrics(tmp_path / "greedy")]
-    assert lengths["short"] <= 2
-    assert lengths["hot"] != lengths["greedy"]
-
-
-STEPS_OF_EVALUATION = [0.1, 0.9, 0.3, 0.3, 0.2]
-
-
-def scripted(prompts: list[str], completion_ids: list[list[int]]) -> list[float | None]:
-    """On held-out prompts a reward that rises and falls with the evaluations; on others one that trains."""
-    if int(prompts[0].split("+")[0]) >= 60:
-        SEEN.append("evaluation")
-        return [STEPS_OF_EVALUATION[len(SEEN) - 1]] * len(prompts)
-    return [float(sum(ids) % 5) for ids in completion_ids]
-
-
-def test_the_best_evaluated_model_is_handed_on_and_training_stops_when_patience_ends(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
-    SEEN.clear()
-    values["rewards"] = [{"function": "tests.grpo_core.test_options:scripted"}]
-    keys = {"eval_steps": 1, "load_best_model_at_end": True, "early_stopping_patience": 2, "max_steps": 9}
-    run = _train(tmp_path / "run", values, **keys, save_steps=1, save_total_limit=9)
-    result = _result(run)
-    assert (result["best_step"], result["best_value"]) == (2, pytest.approx(0.9))
-    assert result["stopped_early_at_step"] == result["counted"]["updates"] == 4
-    weights, best = _weights(run), _checkpoint(run, 2)["model"]
-    assert all(torch.equal(weights[name], best[name]) for name in best)
-    assert not all(torch.equal(weights[name], _checkpoint(run, 3)["model"][name]) for name in best)
-    check_result(result, run / "training" / "metrics.jsonl", load_plan(run / "plan.json"))
-
-
-def test_without_being_asked_the_last_model_is_handed_on(values: dict[str, Any], tmp_path: Path) -> None:
-    SEEN.clear()
-    values["rewards"] = [{"function": "tests.grpo_core.test_options:scripted"}]
-    run = _train(tmp_path / "run", values, eval_steps=1, max_steps=4)
-    result = _result(run)
-    assert (result["best_step"], result["stopped_early_at_step"]) == (2, None)
-    best = load_file(run / "training" / "best" / "step-000002.safetensors")
-    assert not all(torch.equal(_weights(run)[name], best[name]) for name in best)
 
 
 def test_prompts_are_seen_in_the_planned_order(values: dict[str, Any], tmp_path: Path) -> None:
