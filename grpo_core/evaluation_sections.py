@@ -56,9 +56,7 @@ class EvaluationConfig(Section):
         except re.error as error:
             raise ValueError(f"not a regular expression: {error}") from None
         if not groups:
-            raise ValueError(
-                "it has no group that says what the answer is; put one in parentheses, as in 'answer: (.+)'"
-            )
+            raise ValueError("no group in it says what the answer is; put one in parentheses, as in 'answer: (.+)'")
         return pattern
 
     @model_validator(mode="after")

@@ -253,6 +253,29 @@ def test_held_out_prompts_leave_room_for_the_evaluation_s_completions(model_fold
     assert set(screened.findings["check"]) == {"long_prompt"}
 
 
+@pytest.mark.parametrize("severity", ["error", "drop"])
+def test_a_further_evaluation_set_is_held_against_the_same_rules_and_changes_nothing_that_is_trained_on(
+    model_folder: Path, tmp_path: Path, severity: str
+) -> None:
+    frames = _frames()
+    hard = [("14+1=", "15"), (" 15+1=", "16"), ("40+1=", "41"), (" ", "1"), ("41+1=", None), ("30+1=", "31")]
+    frames["hard"] = pl.DataFrame(hard, ["prompt", "answer"], orient="row")
+    rules = ("overlap", "near_overlap", "blank_prompt", "missing_value")
+    values = _config(model_folder, tmp_path, frames, **dict.fromkeys(rules, severity)).model_dump(mode="json")
+    without = screen(parse_config(values))
+    values["evaluation"]["sets"] = [{"name": "hard", "data": str(tmp_path / "hard.parquet")}]
+    screened = screen(parse_config(values))
+    found = {(row, check) for _, row, _, check, _ in screened.findings.filter(dataset="eval-hard").rows()}
+    assert found == {(0, "overlap"), (1, "near_overlap"), (3, "blank_prompt"), (4, "missing_value")}
+    assert screened.findings.height == len(found)
+    assert "14+1= (train row 4)" in screened.findings["value"].to_list()
+    assert screened.refused == (severity == "error")
+    assert screened.kept["eval-hard"]["prompt"].to_list() == ["40+1=", "30+1="]
+    for name in ("train", "eval"):
+        assert screened.kept[name].equals(without.kept[name])
+    assert screened.report["sources"]["eval-hard"] == str(tmp_path / "hard.parquet")
+
+
 REWARDS = """
 from collections.abc import Sequence
 from functools import partial

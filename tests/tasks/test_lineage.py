@@ -99,6 +99,30 @@ def test_how_evaluations_sample_concerns_a_training_that_evaluates(values: dict[
     assert _stale(values, {**values, **hot}) == ["train", "evaluate", "register"]
 
 
+def test_a_further_evaluation_set_is_validated_and_evaluated_on_by_its_content_and_concerns_no_training(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    values["train"]["eval_steps"] = 2
+    hard = {"name": "hard", "data": str(write_sums(tmp_path / "hard.parquet", 80, 90))}
+    added = {**values, "evaluation": {"sets": [hard]}}
+    assert _stale(values, added) == ["validate", "evaluate", "register"]
+    before = lineage_keys(parse_config(added))
+    write_sums(tmp_path / "hard.parquet", 80, 91)
+    after = lineage_keys(parse_config(added))
+    assert [stage for stage in STAGES if before[stage] != after[stage]] == ["validate", "evaluate", "register"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_samples", 4), ("category_column", "kind"), ("answer_pattern", "(.)"), ("confidence", 0.9)],
+)
+def test_what_only_the_final_evaluation_does_concerns_no_training(values: dict[str, Any], key: str, value: Any) -> None:
+    values["train"]["eval_steps"] = 2
+    values["evaluation"] = {"temperature": 0.7}
+    edited = {**values, "evaluation": {"temperature": 0.7, key: value}}
+    assert _stale(values, edited) == ["evaluate", "register"]
+
+
 def test_the_seed_concerns_training_and_what_follows(values: dict[str, Any]) -> None:
     assert _stale(values, {**values, "seed": 1}) == ["train", "evaluate", "register"]
 

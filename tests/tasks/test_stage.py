@@ -1,27 +1,23 @@
-"""What is up to date, what a stage refuses to work on, and that a run directory has one writer."""
+"""What is up to date, and what a stage refuses to work on."""
 
 from __future__ import annotations
 
 import copy
 import json
 import logging
-import os
 import re
-import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from grpo_core.config import dump_config, load_config, parse_config
-from tasks import storage
+from grpo_core.config import dump_config, parse_config
 from tasks.stage import (
     EVALUATE,
     PLAN,
@@ -35,7 +31,7 @@ from tasks.stage import (
     conditions,
     run_stage,
 )
-from tasks.storage import RunInUseError, UnknownRunError, find_run, locked
+from tasks.storage import UnknownRunError, find_run
 from tests.conftest import config_values, write_sums
 
 Values = dict[str, Any]
@@ -64,10 +60,23 @@ def _configure(run: Path, values: Values) -> None:
 
 
 def _validate(context: Context) -> Values:
-    for name in ("train", "eval"):
-        source = Path(getattr(context.config.data, name))
-        (context.partial / f"{name}.parquet").write_bytes(source.read_bytes())
-    return {"num_prompts": {"train": 24, "eval": 16}}
+    config = context.config
+    sources = {"train": config.data.train, "eval": config.data.eval}
+    sources |= {config.evaluation_files[each.name]: each.data for each in config.evaluation.sets}
+    for name, source in sources.items():
+        (context.partial / f"{name}.parquet").write_bytes(Path(source).read_bytes())
+    return {"num_prompts": dict(zip(sources, (24, 16, 10), strict=False))}
+
+
+def _newer(name: str) -> Callable[[Context], Values]:
+    """The work of a validate whose source has other prompts under the same name now, as one on the hub may."""
+
+    def validate(context: Context) -> Values:
+        receipt = _validate(context)
+        write_sums(context.partial / f"{name}.parquet", 10, 35)
+        return receipt
+
+    return validate
 
 
 def _plan(context: Context) -> Values:
@@ -168,12 +177,40 @@ def test_a_stage_made_again_makes_stale_what_was_made_from_it_unless_it_came_out
 
 
 def test_data_that_changed_under_its_name_on_the_hub_is_trained_on_once_it_is_validated_again(run: Path) -> None:
-    def validate_newer(context: Context) -> Values:
-        receipt = _validate(context)
-        write_sums(context.partial / "train.parquet", 10, 35)
-        return receipt
+    _do(VALIDATE, run, force=True, work=_newer("train"))
+    assert _outdated(run)["train"] == "validate was made again"
 
-    _do(VALIDATE, run, force=True, work=validate_newer)
+
+def test_an_evaluation_set_that_is_added_changed_or_removed_is_evaluated_on_and_trains_nothing_again(
+    run: Path, values: Values, tmp_path: Path
+) -> None:
+    hard = {"name": "hard", "data": str(write_sums(tmp_path / "hard.parquet", 80, 90))}
+    for sets in ([hard], [], [hard]):
+        _configure(run, {**values, "evaluation": {"sets": sets}})
+        assert _pipeline(run) == ["validate", "evaluate", "register"]
+        assert _outdated(run) == {}
+    _do(VALIDATE, run, force=True, work=_newer("eval-hard"))
+    assert _outdated(run) == {"evaluate": "validate was made again", "register": "evaluate is stale"}
+    assert _pipeline(run) == ["evaluate", "register"]
+
+
+def test_prompts_that_changed_are_trained_on_though_an_evaluation_set_was_added_at_once(
+    run: Path, values: Values, tmp_path: Path
+) -> None:
+    hard = {"name": "hard", "data": str(write_sums(tmp_path / "hard.parquet", 80, 90))}
+    _configure(run, {**values, "evaluation": {"sets": [hard]}})
+    _do(VALIDATE, run, work=_newer("train"))
+    assert _outdated(run)["train"] == "validate was made again"
+
+
+def test_held_out_prompts_that_changed_concern_a_training_that_evaluates(run: Path, values: Values) -> None:
+    _do(VALIDATE, run, force=True, work=_newer("eval"))
+    assert _outdated(run) == {"evaluate": "validate was made again", "register": "evaluate is stale"}
+    values["train"]["eval_steps"] = 2
+    _configure(run, values)
+    _do(VALIDATE, run, force=True)
+    _pipeline(run)
+    _do(VALIDATE, run, force=True, work=_newer("eval"))
     assert _outdated(run)["train"] == "validate was made again"
 
 
@@ -280,115 +317,3 @@ def test_an_unknown_run_is_refused_with_the_nearest_names_and_the_place(run: Pat
         find_run("tset")
     with pytest.raises(UnknownRunError):
         find_run("../runs/test")
-
-
-HOLD = """
-import sys
-from pathlib import Path
-from tasks.storage import locked
-with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-# Supervises a process that lets SIGTERM pass until it is told through a file that it may end.
-HOLD_AND_SUPERVISE = """
-import sys
-from pathlib import Path
-from tasks.process import run_process
-from tasks.storage import locked
-STUBBORN = '''
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(os.getpid(), flush=True)
-while not os.path.exists(sys.argv[1]):
-    time.sleep(0.05)
-'''
-with locked(Path(sys.argv[1])):
-    run_process(["-c", STUBBORN, sys.argv[2]], lambda line: print(line, flush=True), grace=60)
-"""
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start Python code; its first line is read. What is left of it is killed in the end."""
-    started: list[subprocess.Popen[str]] = []
-
-    def _start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
-            env={**os.environ, **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield _start
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-def test_a_second_process_is_refused_at_once_with_who_holds_the_run(run: Path, start: Any) -> None:
-    holder = start(HOLD, str(run))
-    assert holder.stdout.readline() == "held\n"
-    refusal = rf"run 'test' is in use by process {holder.pid} on .* since 20.*cancel it"
-    with pytest.raises(RunInUseError, match=refusal), locked(run, say=pytest.fail):
-        raise AssertionError("two writers")
-    holder.stdin.close()
-    holder.wait(timeout=20)
-    with locked(run):
-        pass
-
-
-def test_a_run_that_is_in_use_keeps_its_configuration(run: Path, values: Values, start: Any) -> None:
-    holder = start(HOLD, str(run))
-    assert holder.stdout.readline() == "held\n"
-    with pytest.raises(RunInUseError), storage.open_run(parse_config({**values, "seed": 1})):
-        raise AssertionError("two writers")
-    assert load_config(run / "config.toml").seed == 0
-
-
-def test_a_run_is_free_once_its_holder_was_killed(run: Path, start: Any) -> None:
-    holder = start(HOLD, str(run))
-    assert holder.stdout.readline() == "held\n"
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
-    with locked(run, say=pytest.fail):
-        pass
-
-
-def test_a_run_stays_locked_while_what_a_killed_holder_supervised_is_ending_and_is_waited_for(
-    run: Path, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_end = tmp_path / "may-end"
-    holder = start(HOLD_AND_SUPERVISE, str(run), str(may_end))
-    child = psutil.Process(int(holder.stdout.readline()))
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
-    monkeypatch.setattr(storage, "ENDING_SECONDS", 0.3)
-    with pytest.raises(RunInUseError, match=f"process {holder.pid}"), locked(run):
-        raise AssertionError("two writers")
-    assert child.is_running()
-
-    monkeypatch.setattr(storage, "ENDING_SECONDS", 60.0)
-    told: list[str] = []
-    with locked(run, say=lambda line: (told.append(line), may_end.touch())):
-        assert not psutil.pid_exists(child.pid) or child.status() == psutil.STATUS_ZOMBIE
-    assert len(told) == 1
-    assert "waiting up to 60 s" in told[0]
-
-
-def test_a_retry_waits_for_the_attempt_before_it_and_another_flow_run_does_not(
-    run: Path, start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempt = start(HOLD, str(run), PREFECT__FLOW_RUN_ID="one")
-    assert attempt.stdout.readline() == "held\n"
-    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "two")
-    with pytest.raises(RunInUseError), locked(run, say=pytest.fail):
-        raise AssertionError("two writers")
-    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "one")
-    with locked(run, say=lambda line: attempt.stdin.close()):
-        assert attempt.wait(timeout=20) == 0

@@ -1,0 +1,147 @@
+"""A run directory has one writer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from grpo_core.config import dump_config, load_config, parse_config
+from tasks import storage
+from tasks.storage import RunInUseError, locked
+from tests.conftest import config_values
+
+Values = dict[str, Any]
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> Values:
+    return config_values(tmp_path / "model", tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path: Path, values: Values, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
+    folder = tmp_path / "storage" / "runs" / "test"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(dump_config(parse_config(values)))
+    return folder
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from tasks.storage import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+# Supervises a process that lets SIGTERM pass until it is told through a file that it may end.
+HOLD_AND_SUPERVISE = """
+import sys
+from pathlib import Path
+from tasks.process import run_process
+from tasks.storage import locked
+STUBBORN = '''
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(os.getpid(), flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+'''
+with locked(Path(sys.argv[1])):
+    run_process(["-c", STUBBORN, sys.argv[2]], lambda line: print(line, flush=True), grace=60)
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start Python code; its first line is read. What is left of it is killed in the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def _start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield _start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_second_process_is_refused_at_once_with_who_holds_the_run(run: Path, start: Any) -> None:
+    holder = start(HOLD, str(run))
+    assert holder.stdout.readline() == "held\n"
+    refusal = rf"run 'test' is in use by process {holder.pid} on .* since 20.*cancel it"
+    with pytest.raises(RunInUseError, match=refusal), locked(run, say=pytest.fail):
+        raise AssertionError("two writers")
+    holder.stdin.close()
+    holder.wait(timeout=20)
+    with locked(run):
+        pass
+
+
+def test_a_run_that_is_in_use_keeps_its_configuration(run: Path, values: Values, start: Any) -> None:
+    holder = start(HOLD, str(run))
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(RunInUseError), storage.open_run(parse_config({**values, "seed": 1})):
+        raise AssertionError("two writers")
+    assert load_config(run / "config.toml").seed == 0
+
+
+def test_a_run_is_free_once_its_holder_was_killed(run: Path, start: Any) -> None:
+    holder = start(HOLD, str(run))
+    assert holder.stdout.readline() == "held\n"
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with locked(run, say=pytest.fail):
+        pass
+
+
+def test_a_run_stays_locked_while_what_a_killed_holder_supervised_is_ending_and_is_waited_for(
+    run: Path, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = tmp_path / "may-end"
+    holder = start(HOLD_AND_SUPERVISE, str(run), str(may_end))
+    child = psutil.Process(int(holder.stdout.readline()))
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    monkeypatch.setattr(storage, "ENDING_SECONDS", 0.3)
+    with pytest.raises(RunInUseError, match=f"process {holder.pid}"), locked(run):
+        raise AssertionError("two writers")
+    assert child.is_running()
+
+    monkeypatch.setattr(storage, "ENDING_SECONDS", 60.0)
+    told: list[str] = []
+    with locked(run, say=lambda line: (told.append(line), may_end.touch())):
+        assert not psutil.pid_exists(child.pid) or child.status() == psutil.STATUS_ZOMBIE
+    assert len(told) == 1
+    assert "waiting up to 60 s" in told[0]
+
+
+def test_a_retry_waits_for_the_attempt_before_it_and_another_flow_run_does_not(
+    run: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = start(HOLD, str(run), PREFECT__FLOW_RUN_ID="one")
+    assert attempt.stdout.readline() == "held\n"
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "two")
+    with pytest.raises(RunInUseError), locked(run, say=pytest.fail):
+        raise AssertionError("two writers")
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "one")
+    with locked(run, say=lambda line: attempt.stdin.close()):
+        assert attempt.wait(timeout=20) == 0
