@@ -200,24 +200,33 @@ def test_running_again_skips_every_stage_and_an_edit_reruns_what_depends_on_it(f
     assert list((finished / "replaced").glob("evaluation-*/report.json"))
 
 
-def test_a_stage_rerun_alone_makes_stale_what_depends_on_it_and_the_pipeline_reruns_just_that(
+def test_a_stage_rerun_alone_meets_the_champion_and_the_pipeline_reruns_just_what_depends_on_it(
     finished: Path, inputs: Path
 ) -> None:
     from flows.stages import evaluate_run
     from tasks.stage import conditions
+    from tasks.tracking import connect
 
     _run(inputs)
     evaluate_run("small")
     assert _task_states("small-evaluate") == [("evaluate", "Skipped")]
     before = json.loads((finished / "evaluation" / "report.json").read_text())
+    assert (before["policies"], before["champion"]) == (["base", "trained"], None)
+    version = json.loads((finished / "registration.json").read_text())["version"]
+    connect().set_registered_model_alias("arithmetic", "champion", version)
     evaluate_run("small", force=True)
     assert _task_states("small-evaluate") == [("evaluate", "Completed")]
     after = json.loads((finished / "evaluation" / "report.json").read_text())
     assert (_accuracy(after), after["lineage_key"]) == (_accuracy(before), before["lineage_key"])
     assert after["made"] != before["made"]
+    assert after["champion"] == {"model_name": "arithmetic", "version": version}
+    assert after["sets"]["held-out"]["differences"]["champion"]["reward"]["mean"] == 0, "it is the same model"
+    samples = pq.read_table(finished / "evaluation" / "samples.parquet").to_pydict()
+    assert samples["champion/completion"] == samples["trained/completion"]
+    assert _mlflow_run(finished).data.metrics["eval/held-out/champion/accuracy"] == _accuracy(after)["mean"]
+    assert {path.name for path in (finished / "evaluation").iterdir()} == {"report.json", "samples.parquet"}
     outdated = {name: found.reason for name, found in conditions(finished).items() if not found.is_up_to_date}
     assert outdated == {"register": "evaluate was made again"}
-    version = json.loads((finished / "registration.json").read_text())["version"]
     _run(inputs)
     assert _task_states("small") == [*((stage, "Skipped") for stage in STAGES[:4]), ("register", "Completed")]
     assert int(json.loads((finished / "registration.json").read_text())["version"]) == int(version) + 1

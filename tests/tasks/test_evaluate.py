@@ -1,0 +1,95 @@
+"""The champion that an evaluation finds, and what MLflow and people are told of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+
+from grpo_core.statistics import Difference, Estimate
+from tasks.evaluate import _log_metrics, _markdown, present_champion, rows_of, verdicts
+from tasks.tracking import connect
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_STORAGE", str(tmp_path_factory.mktemp("storage")))
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        yield connect()
+
+
+def test_the_champion_is_the_version_that_has_the_alias_whoever_set_it(
+    client: mlflow.MlflowClient, tmp_path: Path
+) -> None:
+    assert present_champion(client, "sums") is None, "no such model"
+    client.create_registered_model("sums")
+    client.create_model_version("sums", str(tmp_path))
+    client.create_model_version("sums", str(tmp_path))
+    client.set_registered_model_alias("sums", "candidate", "2")
+    assert present_champion(client, "sums") is None, "no such alias"
+    client.set_registered_model_alias("sums", "champion", "1")
+    assert str(present_champion(client, "sums").version) == "1"
+
+
+def test_a_registry_that_does_not_answer_is_not_one_without_a_champion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(Exception, match=r"127\.0\.0\.1"):
+        present_champion(mlflow.MlflowClient("http://127.0.0.1:1"), "sums")
+
+
+def _report(names: list[str], categories: list[str] = ()) -> dict[str, Any]:
+    def estimate(mean: float) -> dict[str, float]:
+        return vars(Estimate(mean, mean - 0.1, mean + 0.1, 40))
+
+    def difference(p: float) -> dict[str, float]:
+        return vars(Difference(0.25, 0.125, 0.375, p, 0.99, 0.09, 0.95, 40))
+
+    metrics = ("accuracy", "reward", "pass@4")
+    figures = {
+        "num_prompts": 40,
+        "policies": {
+            "base": {name: estimate(0.5) for name in metrics},
+            "champion": {**{name: estimate(0.6) for name in metrics}, "kl": estimate(0.25)},
+            "trained": {**{name: estimate(0.75) for name in metrics}, "kl": estimate(math.nan)},
+        },
+        "differences": {
+            "base": {name: difference(0.001) for name in (*metrics, "kl")},
+            "champion": {name: difference(0.3) for name in (*metrics, "kl")},
+        },
+    }
+    of_category = {category: {**figures, "num_prompts": 7} for category in categories}
+    return {"sets": {name: {**figures, "categories": of_category} for name in names}}
+
+
+def test_every_figure_is_a_metric_of_the_run_however_many_there_are(client: mlflow.MlflowClient) -> None:
+    run = client.create_run(client.create_experiment("evaluations")).info.run_id
+    _log_metrics(client, run, _report([f"set-{number}" for number in range(30)]))
+    logged = client.get_run(run).data.metrics
+    assert len(logged) == 30 * (3 + 4 + 3 + 2 * 4 * 4), "all but the KL that is not a number"
+    assert logged["eval/set-7/trained/accuracy"] == 0.75
+    assert logged["eval/set-7/champion/kl"] == 0.25
+    assert logged["eval/set-7/trained/pass_at_4"] == 0.75
+    assert logged["eval/set-7/difference/champion/accuracy/low"] == 0.125
+
+
+def test_people_are_told_figures_and_verdict_in_one_table_a_set() -> None:
+    report = _report(["held-out", "hard"], ["odd|even"])
+    assert verdicts(report)[:2] == [
+        "held-out: better than the base by 25.0 points (p = 0.001)",
+        "held-out: no difference from the champion could be shown: a gain of 9.0 points or more would show on these "
+        "40 prompts, 80% of the time",
+    ]
+    head, accuracy, *_, kl = rows_of(report["sets"]["hard"])
+    assert head == ["", "base", "champion", "trained", "trained − base [95%]", "trained − champion [95%]"]
+    assert accuracy[:5] == ["accuracy", "50.0%", "60.0%", "75.0%", "+25.0% [+12.5%, +37.5%]"]
+    assert kl[:3] == ["kl", "", "0.250"]
+    page = _markdown(report)
+    assert page.count("## ") == 2
+    assert "| odd\\|even | 7 | 50.0% |" in page
+    for line in page.splitlines():
+        if line.startswith("|"):
+            assert line.replace("\\|", "").count("|") in (6, 7, 8)
