@@ -9,13 +9,18 @@ import argparse
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
 
 from grpo_core.config import RunConfig, load_config
 from grpo_core.environment import quiet_libraries
-from grpo_core.rewards.contract import source_of
+from grpo_core.rewards.contract import Reward, source_of
+
+if TYPE_CHECKING:
+    from grpo_core.rollout.collect import Sample
 
 
 def main() -> None:
@@ -42,7 +47,6 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     A champion with another architecture or tokenizer than the run's base model is left out: the engine cannot sample
     from it. "champion" in the report is for the caller to fill in, who knows what the folder is.
     """
-    import polars as pl
     import torch
 
     from grpo_core.comparison import compare_policies
@@ -68,48 +72,40 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
         return in_bfloat16(model) if config.train.mixed_precision == "bf16" else model
 
     base = load(config.model.name_or_path, config.model.revision)
-    folders: dict[str, Path | None] = {"base": None, "champion": champion, "trained": run / "training" / "model"}
     max_length = max(prompts.max_length for prompts in sets.values()) + config.evaluation_length
     engine = make_engine(config, config.model.name_or_path, base, tokenizer, max_length)
-    columns = {name: _asked(name, prompts.rows, config) for name, prompts in sets.items()}
-    policies = []
-    for policy, folder in folders.items():
-        if policy != "base" and folder is None:
-            continue
-        model = base
-        if folder is not None:
-            model = load(folder)
-            if unlike := _unlike(base, model, tokenizer, folder):
-                print(f"the {policy} policy is left out: it has another {unlike} than {config.model.name_or_path}")
-                continue
-            engine.sync_weights(model)
+    columns = {name: prompt_columns(name, prompts.rows, config) for name, prompts in sets.items()}
+    policies: list[str] = []
+
+    def sample(policy: str, model: Any) -> None:
         policies.append(policy)
         for name, prompts in sets.items():
             print(f"evaluating the {policy} policy on {len(prompts.ids)} prompts ({name})", flush=True)
             requests = [evaluation_request(config, row, ids, n) for row, ids in enumerate(prompts.ids)]
             rows = range(len(requests))
             samples, _ = sample_and_score(engine, requests, rows, sampling, prompts, tokenizer, rewards)
-            columns[name] |= {
-                f"{policy}/completion": [sample.text for sample in samples],
-                f"{policy}/completion_tokens": [len(sample.completion.ids) for sample in samples],
-                f"{policy}/truncated": [sample.completion.truncated for sample in samples],
-            }
-            for k, reward in enumerate(rewards):
-                values = [sample.rewards[k] for sample in samples]
-                columns[name][f"{policy}/rewards/{reward.name}"] = [None if math.isnan(v) else v for v in values]
-            if policy != "base":
+            columns[name] |= _answer_columns(policy, samples, rewards)
+            if model is not base:
                 asked = [prompts.ids[sample.row] for sample in samples]
                 completed = [sample.completion.ids for sample in samples]
                 columns[name][f"{policy}/kl"] = mean_kl(model, base, asked, completed)
+
+    sample("base", base)
+    if champion is not None:
+        model = load(champion)
+        if unlike := _unlike(base, model, tokenizer, champion):
+            print(f"the champion is left out: it has another {unlike} than {config.model.name_or_path}", flush=True)
+        else:
+            engine.sync_weights(model)
+            sample("champion", model)
+        del model  # one beside the base is enough
+    trained = load(run / "training" / "model")
+    engine.sync_weights(trained)
+    sample("trained", trained)
     engine.close()
 
-    types: dict[str, Any] = {"answer": pl.String, "category": pl.String}  # also of columns that are empty throughout
-    types |= {f"{policy}/rewards/{reward.name}": pl.Float64 for policy in policies for reward in rewards}
-    tables = [
-        pl.DataFrame(values, schema_overrides={column: kind for column, kind in types.items() if column in values})
-        for values in columns.values()
-    ]
-    table = pl.concat(tables, how="diagonal")
+    scores = [f"{policy}/rewards/{reward.name}" for policy in policies for reward in rewards]
+    table = pl.concat([samples_table(values, scores) for values in columns.values()], how="diagonal")
     table.write_parquet(output / "samples.parquet")
     return {
         "key": outcomes_key(config, files),
@@ -149,7 +145,26 @@ def _unlike(base: Any, model: Any, tokenizer: Any, folder: Path) -> str:
     return "" if same else "tokenizer"
 
 
-def _asked(name: str, rows: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[str, list[Any]]:
+def _answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, list[Any]]:
+    """The columns of samples.parquet that are a policy's own, but for its KL."""
+    columns: dict[str, list[Any]] = {
+        f"{policy}/completion": [sample.text for sample in samples],
+        f"{policy}/completion_tokens": [len(sample.completion.ids) for sample in samples],
+        f"{policy}/truncated": [sample.completion.truncated for sample in samples],
+    }
+    for k, reward in enumerate(rewards):
+        values = [sample.rewards[k] for sample in samples]
+        columns[f"{policy}/rewards/{reward.name}"] = [None if math.isnan(value) else value for value in values]
+    return columns
+
+
+def samples_table(columns: Mapping[str, list[Any]], scores: Iterable[str]) -> pl.DataFrame:
+    """The samples of one set, with the same types whatever is empty in it; `scores`: the columns of rewards."""
+    types: dict[str, Any] = {"answer": pl.String, "category": pl.String, **dict.fromkeys(scores, pl.Float64)}
+    return pl.DataFrame(columns, schema_overrides={name: kind for name, kind in types.items() if name in columns})
+
+
+def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[str, list[Any]]:
     """The columns of samples.parquet that are the same for all policies: one entry a sample of a prompt."""
     n = config.evaluation.num_samples
     columns: dict[str, list[Any]] = {"prompt": [_plain(row["prompt"]) for row in rows]}

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core import divergence, head
+from grpo_core.config import parse_config
 from grpo_core.divergence import mean_kl
-from grpo_core.evaluate import evaluate
+from grpo_core.evaluate import evaluate, prompt_columns, samples_table
 from grpo_core.plan import load_plan
 from grpo_core.policy import load_model, plain_output_layer
 from grpo_core.rollout import transformers as engine
@@ -221,7 +222,7 @@ def test_a_champion_that_the_engine_cannot_take_over_is_left_out(
     run = _evaluated(tmp_path / "run", values)
     report = evaluate(run, run / "evaluation", make_model(tmp_path / "wider", hidden_size=32))
     assert (report["policies"], report["champion"]) == (["base", "trained"], None)
-    assert "the champion policy is left out: it has another architecture" in capsys.readouterr().out
+    assert "the champion is left out: it has another architecture" in capsys.readouterr().out
 
 
 ARCHITECTURES = {"Qwen2": {}, "Gemma2": {"head_dim": 32, "final_logit_softcapping": 2.0}}
@@ -249,3 +250,22 @@ def test_the_kl_is_that_of_the_full_distributions_at_the_policy_s_own_states(
         expected = (p * (p / q).log()).sum(-1).mean().item()
         assert value == pytest.approx(expected, rel=1e-4)
         assert expected > 0.01
+
+
+def test_samples_of_sets_whose_columns_differ_make_one_table(values: dict[str, Any]) -> None:
+    config = parse_config({**values, "evaluation": {"num_samples": 2, "temperature": 1.0, "category_column": "kind"}})
+    user = {"role": "user", "content": "1+1="}
+    sets = {
+        "held-out": [{"prompt": [{**user, "name": None}], "answer": 2, "kind": None}],
+        "hard": [{"prompt": [user], "answer": "two", "kind": "words"}, {"prompt": [user], "answer": None, "kind": "x"}],
+        "plain": [{"prompt": [user]}],
+    }
+    table = pl.concat(
+        [samples_table(prompt_columns(name, rows, config), []) for name, rows in sets.items()], how="diagonal"
+    )
+    assert table["set"].to_list() == ["held-out"] * 2 + ["hard"] * 4 + ["plain"] * 2
+    assert table["row"].to_list() == [0, 0, 0, 0, 1, 1, 0, 0]
+    assert table["sample"].to_list() == [0, 1] * 4
+    assert table["prompt"].to_list() == [[user]] * 8
+    assert table["answer"].to_list() == ["2", "2", "two", "two", None, None, None, None]
+    assert table["category"].to_list() == [None, None, "words", "words", "x", "x", None, None]
