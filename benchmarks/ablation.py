@@ -127,7 +127,7 @@ def measure(workload: Workload, precision: str, variants: dict[str, Any], rounds
         write(workload, folder)
         with replayed(workload, folder):
             run_directory(workload, folder, run, {"precision": precision})
-            session = set_up(run, None)
+            session = set_up(run)
             progress = Progress(rows_per_pass=session.memory.rows)
             rollout, _ = trainer.roll_out(session, 0, progress)
         batch = concatenate([trainer._micro_batch(session, rollout, 0, 1)])

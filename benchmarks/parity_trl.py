@@ -149,7 +149,7 @@ def compared(folder: Path, keys: dict[str, Any], share_prompts: bool) -> dict[st
 
 
 def train_here(run: Path, share_prompts: bool) -> tuple[Trained, Kept]:
-    session = set_up(run, None)
+    session = set_up(run)
     assert session.policy.packs
     session.policy.packs = share_prompts
     plan, seed, trained, rollouts = session.plan, session.config.seed, Trained(), []

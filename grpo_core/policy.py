@@ -71,8 +71,11 @@ def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model that transformers and vLLM load as it is; an adapter is merged into its base, in place."""
+    """Write a model that transformers and vLLM load as it is; an adapter is merged into its base, in place, and kept
+    in a folder `adapter` beside."""
     if hasattr(model, "merge_and_unload"):
+        # Left to itself, peft asks the hub whether the embedding was resized.
+        model.save_pretrained(folder.with_name("adapter"), save_embedding_layers=False)
         model = model.cpu().merge_and_unload()  # the base may be there already, see `precision`
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

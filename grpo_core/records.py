@@ -1,6 +1,7 @@
 """What a training leaves to read: metrics.jsonl, health.jsonl, completions as Parquet, progress lines, result.json.
 
-metrics.jsonl is the source; a tracker gets the same figures live.
+A line of metrics.jsonl has `step`, the figures and `timestamp`, seconds since 1970 when the update was done. Timestamps
+rise, whatever became of the lines before: an update that is done again has a later one than when it was first done.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from grpo_core.rollout.engine import Rollout
 from grpo_core.session import Session
 
 SECONDS_BETWEEN_LINES = 2.0
+LINE_KEYS = ("step", "timestamp")  # of metrics.jsonl, beside the figures
 
 
 class Records:
@@ -37,7 +39,7 @@ class Records:
         self.resumed_at = resumed_at
         self.last: dict[str, float] = {}
         self.printed = 0.0
-        self.accelerator.init_trackers(session.config.registry.experiment)
+        self.newest = 0.0  # timestamp
         if not self.accelerator.is_main_process:
             return
         (output / "completions").mkdir(parents=True, exist_ok=True)
@@ -49,10 +51,10 @@ class Records:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of update `step` (from 1)."""
         self.last = metrics
-        self.accelerator.log(metrics, step=step)
         if not self.accelerator.is_main_process:
             return
-        self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self.newest = round(max(time.time(), self.newest + 0.001), 3)
+        self.file.write(json.dumps({"step": step, **metrics, "timestamp": self.newest}) + "\n")
         self.file.flush()
         if step == self.plan.max_steps or time.monotonic() - self.printed > SECONDS_BETWEEN_LINES:
             self.printed = time.monotonic()
@@ -128,9 +130,16 @@ class Records:
         return result
 
     def _open(self, step: int) -> None:
-        kept = _keep_until(self.output / "metrics.jsonl", step)
-        self.last = {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
-        self.file = (self.output / "metrics.jsonl").open("a")
+        """Drop the lines after `step`, to write on from there."""
+        path = self.output / "metrics.jsonl"
+        rows = _complete_rows(path)
+        kept = [row for row in rows if row["step"] <= step]
+        self.newest = max([self.newest, *(row["timestamp"] for row in rows)])
+        self.last = {name: value for name, value in kept[-1].items() if name not in LINE_KEYS} if kept else {}
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        temporary.rename(path)
+        self.file = path.open("a")
 
 
 def _line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
@@ -142,13 +151,8 @@ def _line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     )
 
 
-def _keep_until(path: Path, step: int) -> list[dict[str, float]]:
-    """Drop the lines after `step`: the steps that a killed run did after its last checkpoint are done again."""
+def _complete_rows(path: Path) -> list[dict[str, float]]:
+    """The lines there are, but for one that a kill cut off."""
     if not path.exists():
         return []
-    complete = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    kept = [line for line in complete if json.loads(line)["step"] <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    temporary.rename(path)
-    return [json.loads(line) for line in kept]
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

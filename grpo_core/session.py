@@ -82,10 +82,10 @@ class Session:
     memory: Memory
 
 
-def set_up(run: Path, report_to: str | None) -> Session:
+def set_up(run: Path) -> Session:
     """Load and prepare everything that the run directory's configuration names."""
     config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
-    accelerator = Accelerator(log_with=report_to)
+    accelerator = Accelerator()
     if accelerator.num_processes != plan.num_processes:
         raise TrainingError(
             f"the plan is for num_processes={plan.num_processes}, but {accelerator.num_processes} were started; "

@@ -19,7 +19,6 @@ def main() -> None:
     )
     parser.add_argument("run", type=Path, help="run directory with config.toml, plan.json and dataset/train.parquet")
     parser.add_argument("--output", type=Path, help="where to write; default RUN/training")
-    parser.add_argument("--report-to", help="an Accelerate tracker that gets the metrics live, such as mlflow")
     arguments = parser.parse_args()
     output = arguments.output or arguments.run / "training"
     if (output / "result.json").exists():
@@ -29,9 +28,9 @@ def main() -> None:
     from grpo_core.trainer import train
 
     try:
-        train(arguments.run, output, arguments.report_to)
+        train(arguments.run, output)
     except Stopped:
-        # All is saved. What takes engines and trackers down at exit takes time, and would report a finished run.
+        # All is saved. What takes engines down at exit takes time.
         os._exit(EXIT_STATUS)
 
 

@@ -33,15 +33,14 @@ from grpo_core.sync import sync
 from grpo_core.update import adapt_entropy, score, update
 
 
-def train(run: Path, output: Path, report_to: str | None = None) -> dict[str, Any]:
+def train(run: Path, output: Path) -> dict[str, Any]:
     """Train RUN's model as configured and planned; returns (and writes) result.json's content.
 
     Reads config.toml, plan.json and dataset/ under `run`; writes checkpoints/, metrics.jsonl, health.jsonl,
-    completions/, model/ and result.json under `output`, continuing from the newest whole checkpoint there. `report_to`:
-    an Accelerate tracker's name ("mlflow") that gets the metrics live. Stopped on SIGTERM or SIGINT, with a checkpoint
-    of the last update.
+    completions/, model/ (with LoRA adapter/ too) and result.json under `output`, continuing from the newest whole
+    checkpoint there. Stopped on SIGTERM or SIGINT, with a checkpoint of the last update.
     """
-    session = set_up(run, report_to)
+    session = set_up(run)
     config, plan = session.config, session.plan
     checkpoints = Checkpoints(
         output / "checkpoints",

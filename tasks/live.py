@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -24,7 +24,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
 from grpo_core.plan import Plan
-from tasks.tracking import connect, run_page
+from tasks.tracking import run_page
 
 OUTPUT, CURVES = "output.log", "curves.png"
 LINES_PER_SECOND = 5.0  # into the log, on average; of warnings as many again
@@ -96,20 +96,17 @@ class Figures:
         self.path = path
         self.file: io.BufferedReader | None = None
         self.inode = 0
-        self.rows: deque[Row] = deque(maxlen=ROWS + 1)  # the row before gives the tokens of the first
 
-    def read(self) -> list[Row]:
-        """The newest rows, oldest first."""
+    def read(self) -> Iterator[Row]:
+        """The rows that were not read yet, oldest first."""
         if not self.path.exists():
-            return []
+            return
         if self.file is None or self.path.stat().st_ino != self.inode:
             self.close()
             self.file, self.inode = self.path.open("rb"), self.path.stat().st_ino
-            self.rows.clear()
         while (line := self.file.readline()).endswith(b"\n"):
-            self.rows.append(json.loads(line))
+            yield json.loads(line)
         self.file.seek(-len(line), io.SEEK_CUR)  # a line that is still being written
-        return [*self.rows]
 
     def close(self) -> None:
         if self.file is not None:
@@ -121,6 +118,7 @@ class Live:
 
     def __init__(self, metrics: Path, plan: Plan, log: Any):
         self.figures, self.plan, self.log = Figures(metrics), plan, log
+        self.rows: deque[Row] = deque(maxlen=ROWS + 1)  # the row before gives the tokens of the first
         self.progress: UUID = create_progress_artifact(0.0, key="training-progress", description="starting")
         self.table: UUID | None = None
         self.shown = time.monotonic()
@@ -133,12 +131,16 @@ class Live:
     def show(self) -> None:
         """A server that does not answer is no reason to end a training."""
         try:
-            self._show(self.figures.read())
+            for row in self.figures.read():
+                if self.rows and row["step"] <= self.rows[-1]["step"]:  # the training went back
+                    self.rows.clear()
+                self.rows.append(row)
+            self._show([*self.rows])
         except Exception as error:
             self.log.warning("the live figures could not be shown: %s", error)
         self.shown = time.monotonic()
 
-    def _show(self, rows: list[Row]) -> None:
+    def _show(self, rows: Sequence[Row]) -> None:
         if not rows:
             return
         table = live_table(rows, self.plan)
@@ -182,15 +184,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
 
 
-def show_curves(folder: Path, run_id: str) -> None:
-    """The training's curves as far as they go: a picture in `folder` and in the MLflow run, and an artifact of it with
-    the way to that run."""
+def show_curves(folder: Path) -> None:
+    """The training's curves as far as they go: a picture in `folder`, and an artifact of it with the way to the MLflow
+    run."""
     metrics = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    parts = [f"# Training\n\nMLflow run: {run_page(run_id)}"]
+    parts = [f"# Training\n\nMLflow run: {run_page(folder)}"]
     if rows:
         (folder / CURVES).write_bytes(picture := draw_curves(rows))
-        connect().log_artifact(run_id, str(folder / CURVES), "training")
         parts.append(f"![training curves](data:image/png;base64,{base64.b64encode(picture).decode()})")
     create_markdown_artifact("\n\n".join(parts), key="training-curves", description="Curves, and the MLflow run")
 

@@ -1,21 +1,26 @@
-"""Stage 5, register: the model and what explains it into the training's MLflow run; a model version with an alias."""
+"""Stage 5, register: what the training's MLflow run still lacks, and a model version with an alias."""
 
 from __future__ import annotations
 
-import logging
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import mlflow
+import polars as pl
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
+from grpo_core.config import RunConfig
+from grpo_core.data import load_tokenizer, without_gaps
 from grpo_core.evaluation_sections import HELD_OUT
 from tasks.lineage import lineage_keys
+from tasks.live import CURVES
+from tasks.model_version import Example, log_version
+from tasks.sending import send_rest
 from tasks.stage import EVALUATE, PLAN, REGISTER, TRAIN, Context, run_stage
-from tasks.tracking import connect, run_page, tracking_uri, training_run_id
+from tasks.tracking import connect, dataset_digests, read_tracking_run, run_page, tracking_uri
+
+PLAN_TAGS = ("num_prompts", "max_steps", "completions")
 
 
 @task(name="register")
@@ -26,42 +31,28 @@ def register(run: Path, force: bool = False) -> State[None]:
 def _work(context: Context) -> dict[str, Any]:
     config, run, log = context.config, context.run, get_run_logger()
     client, training = connect(), TRAIN.path(run)
-    run_id = training_run_id(training)
+    tracked = read_tracking_run(training)
+    run_id = tracked["run_id"]
     name = config.registry.model_name or config.name
     report = EVALUATE.read_receipt(run)
-    keys = lineage_keys(config)
-    # It warns that a local folder has no model card and no licence on the hub.
-    logging.getLogger("mlflow.transformers").setLevel(logging.ERROR)
-    with mlflow.start_run(run_id=run_id):
-        mlflow.log_metrics({f"plan/{k}": v for k, v in PLAN.read_receipt(run)["plan"].items()})
-        mlflow.set_tags({f"lineage.{stage}": key for stage, key in keys.items()})
-        for path in (run / "config.toml", PLAN.path(run), training / "result.json", training / "metrics.jsonl"):
-            mlflow.log_artifact(str(path))
-        mlflow.log_artifacts(str(EVALUATE.path(run)), "evaluation")
-        model = mlflow.transformers.log_model(
-            str(training / "model"),
-            name="model",
-            task="text-generation",
-            registered_model_name=name,
-            pip_requirements=[f"{package}=={version(package)}" for package in ("torch", "transformers")],
-        )
-    number = str(model.registered_model_version)
+    send_rest(client, run_id, training)
+    for stage, key in lineage_keys(config).items():  # evaluation or registry may have been edited since the training
+        client.set_tag(run_id, f"lineage.{stage}", key)
+    for path in (run / "config.toml", PLAN.path(run), training / "result.json", training / "metrics.jsonl"):
+        client.log_artifact(run_id, str(path))
+    if (curves := training / CURVES).exists():
+        client.log_artifact(run_id, str(curves), "training")
+    client.log_artifacts(run_id, str(EVALUATE.path(run)), "evaluation")
+    scratch = context.partial.with_name("model.partial")
+    number = log_version(run_id, training, scratch, name, _example(config, run), _tags(config, run, report))
     client.set_registered_model_alias(name, config.registry.alias, number)
-    policies = report["sets"][HELD_OUT]["policies"]
-    accuracy = {policy: policies[policy]["accuracy"]["mean"] for policy in ("base", "trained")}
-    tags = {
-        "evaluation.accuracy": accuracy["trained"],
-        "evaluation.base_accuracy": accuracy["base"],
-        "run": config.name,
-    }
-    for key, value in tags.items():
-        client.set_model_version_tag(name, number, key, str(value))
+    client.set_terminated(run_id)
     log.info("registered %s version %s, alias %s", name, number, config.registry.alias)
-    experiment_id = client.get_run(run_id).info.experiment_id
+    accuracy = {policy: found["accuracy"]["mean"] for policy, found in report["sets"][HELD_OUT]["policies"].items()}
     create_markdown_artifact(
         key="registration",
         markdown=f"# {name} version {number}\n\nAlias `{config.registry.alias}`. Held-out accuracy "
-        f"{accuracy['trained']:.1%}, of the base model {accuracy['base']:.1%}.\n\nMLflow run: {run_page(run_id)}\n",
+        f"{accuracy['trained']:.1%}, of the base model {accuracy['base']:.1%}.\n\nMLflow run: {run_page(training)}\n",
         description=f"{name} version {number}, alias {config.registry.alias}",
     )
     return {
@@ -70,6 +61,33 @@ def _work(context: Context) -> dict[str, Any]:
         "alias": config.registry.alias,
         "model_uri": f"models:/{name}/{number}",
         "mlflow_run_id": run_id,
-        "mlflow_experiment_id": experiment_id,
+        "mlflow_experiment_id": tracked["experiment_id"],
         "tracking_uri": tracking_uri(),
+    }
+
+
+def _example(config: RunConfig, run: Path) -> Example:
+    """The first held-out prompt, in the words that the model reads, and the trained policy's completion."""
+    samples = pl.read_parquet(EVALUATE.path(run) / "samples.parquet").filter(set=HELD_OUT)
+    prompt, completion = samples["prompt"][0], samples["trained/completion"][0]
+    if not isinstance(prompt, str):
+        conversation = without_gaps(prompt)
+        prompt = load_tokenizer(config.model).apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True
+        )
+    return Example(prompt, completion)
+
+
+def _tags(config: RunConfig, run: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """Of the model version: where it comes from, and how it did."""
+    plan = PLAN.read_receipt(run)["plan"]
+    return {
+        "run": config.name,
+        **{
+            f"evaluation.{name}.{policy}.accuracy": f"{figures['accuracy']['mean']:.4f}"
+            for name, found in report["sets"].items()
+            for policy, figures in found["policies"].items()
+        },
+        **{f"plan.{key}": plan[key] for key in PLAN_TAGS},
+        **{f"data.{name}": digest for name, digest in dataset_digests(config, run).items()},
     }

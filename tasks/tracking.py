@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import mlflow
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
+from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_GIT_COMMIT, MLFLOW_GIT_DIRTY
 
 from grpo_core.config import RunConfig
+from grpo_core.evaluation_sections import HELD_OUT
 from grpo_core.forecast import Throughput
+from tasks.lineage import content_hash, lineage_keys
+from tasks.stage import PLAN, VALIDATE, StageError
 from tasks.storage import storage_root, write_text
 
-RUN_ID_FILE = "mlflow_run_id"
+RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start_time (ms) of its MLflow run
+PARAMS_AT_ONCE = 100  # as many as MLflow takes
+REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # seconds; times
 EARLIER_RUNS = 5
 SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the environment of what it starts
 
@@ -38,22 +51,104 @@ def connect() -> mlflow.MlflowClient:
     return mlflow.MlflowClient()
 
 
-def open_tracking_run(config: RunConfig, folder: Path) -> str:
-    """Id of the MLflow run that belongs to the training in `folder`; a resumed training keeps the one it began with."""
+@contextmanager
+def brief_requests() -> Iterator[None]:
+    """A server that does not answer is given up after seconds, by default MLflow goes on for a quarter of an hour. What
+    the environment sets stays."""
+    mine = {name: value for name, value in REQUEST_LIMITS.items() if name not in os.environ}
+    os.environ.update(mine)
+    try:
+        yield
+    finally:
+        for name in mine:
+            del os.environ[name]
+
+
+def open_tracking_run(config: RunConfig, run: Path, folder: Path) -> dict[str, Any]:
+    """The MLflow run of the training in `folder`, as RUN_FILE has it; made when there is none, with parameters, data
+    and plan. A resumed training keeps the one it began with.
+
+    StageError when a new run cannot be made: without one a training does not begin.
+    """
+    file = folder / RUN_FILE
+    if file.exists():
+        return json.loads(file.read_text())
+    try:
+        with brief_requests():
+            made = _make_run(config, run)
+    except MlflowException as error:
+        raise StageError(
+            f"MLflow at {tracking_uri()} does not take a new run, so the training has not begun: {error}. Start the "
+            "server, or set MLFLOW_TRACKING_URI; without it, runs are kept in a SQLite file under the storage root"
+        ) from error
+    write_text(file, json.dumps(made) + "\n")
+    return made
+
+
+def read_tracking_run(training: Path) -> dict[str, Any]:
+    """run_id, experiment_id and start_time of a training's MLflow run."""
+    return json.loads((training / RUN_FILE).read_text())
+
+
+def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
     client = connect()
-    id_file = folder / RUN_ID_FILE
-    if id_file.exists():
-        return id_file.read_text()
     experiment = client.get_experiment_by_name(config.registry.experiment)
     if experiment is None:
         experiment_id = client.create_experiment(config.registry.experiment, _artifact_location())
     else:
         experiment_id = experiment.experiment_id
-    run_id = client.create_run(experiment_id, run_name=config.name).info.run_id
-    for key, value in _flat(config.model_dump(mode="json", exclude_none=True)).items():
-        client.log_param(run_id, key, value)
-    write_text(id_file, run_id)
-    return run_id
+    tags = {f"lineage.{stage}": key for stage, key in lineage_keys(config).items()} | _code_version()
+    info = client.create_run(experiment_id, run_name=config.name, tags=tags).info
+    values = _flat(config.model_dump(mode="json", exclude_none=True))
+    params = [Param(key, str(value)) for key, value in values.items()]
+    for first in range(0, len(params), PARAMS_AT_ONCE):
+        client.log_batch(info.run_id, params=params[first : first + PARAMS_AT_ONCE])
+    now = int(time.time() * 1000)
+    plan = PLAN.read_receipt(run)["plan"]
+    client.log_batch(info.run_id, [Metric(f"plan/{name}", value, now, 0) for name, value in plan.items()])
+    client.log_inputs(info.run_id, _dataset_inputs(config, run))
+    for file in VALIDATE.path(run).iterdir():
+        if file.suffix != ".parquet":  # the report, its picture, the findings
+            client.log_artifact(info.run_id, str(file), "dataset")
+    return {"run_id": info.run_id, "experiment_id": experiment_id, "start_time": info.start_time}
+
+
+def dataset_digests(config: RunConfig, run: Path) -> dict[str, str]:
+    """Hash of the validated content of each dataset: `train` and the evaluation sets, by name."""
+    folder = VALIDATE.path(run)
+    files = {"train": "train", HELD_OUT: "eval"}
+    return {name: content_hash(str(folder / f"{file}.parquet")) for name, file in files.items()}
+
+
+def _dataset_inputs(config: RunConfig, run: Path) -> list[DatasetInput]:
+    data, counted = config.data, VALIDATE.read_receipt(run)["num_prompts"]
+    origins = {"train": (data.train, data.train_split), HELD_OUT: (data.eval, data.eval_split)}
+    inputs = []
+    for name, digest in dataset_digests(config, run).items():
+        source, split = origins[name]
+        if Path(source).exists():
+            origin = ("local", json.dumps({"uri": str(Path(source).resolve())}))
+        else:
+            origin = ("hugging_face", json.dumps({"path": source, "split": split}))
+        profile = json.dumps({"num_rows": counted["train" if name == "train" else "eval"]})
+        context = InputTag(MLFLOW_DATASET_CONTEXT, "training" if name == "train" else "evaluation")
+        inputs.append(DatasetInput(Dataset(name, digest, *origin, profile=profile), [context]))
+    return inputs
+
+
+def _code_version() -> dict[str, str]:
+    """Tags: the commit of the repository that holds this code, and whether files differ from it. Empty without one."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # else it is another's, in which this is installed
+        return {MLFLOW_GIT_COMMIT: git("rev-parse", "HEAD"), MLFLOW_GIT_DIRTY: str(bool(git("status", "--porcelain")))}
+    except (OSError, subprocess.CalledProcessError):
+        return {}
 
 
 def earlier_throughput(config: RunConfig) -> Throughput | None:
@@ -87,15 +182,16 @@ def earlier_throughput(config: RunConfig) -> Throughput | None:
 
 
 def training_run_id(training: Path) -> str:
-    """Id of the MLflow run of a finished training."""
-    return (training / RUN_ID_FILE).read_text()
+    """Id of the MLflow run of a training."""
+    return read_tracking_run(training)["run_id"]
 
 
-def run_page(run_id: str) -> str:
-    """Where a person finds the run, as Markdown; of a SQLite file, once `grpo up` serves it."""
-    uri, experiment = tracking_uri(), connect().get_run(run_id).info.experiment_id
+def run_page(training: Path) -> str:
+    """Where a person finds a training's run, as Markdown; of a SQLite file, once `grpo up` serves it."""
+    uri, known = tracking_uri(), read_tracking_run(training)
     served = uri.startswith(("http://", "https://"))
-    page = f"{uri.rstrip('/') if served else os.environ.get(SERVED_AT, 'http://127.0.0.1:5000')}/#/experiments/{experiment}/runs/{run_id}"
+    root = uri.rstrip("/") if served else os.environ.get(SERVED_AT, "http://127.0.0.1:5000")
+    page = f"{root}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}"
     return f"[{page}]({page})" + ("" if served else " (while `grpo up` runs)")
 
 

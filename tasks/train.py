@@ -17,11 +17,11 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
 from grpo_core.plan import Plan, load_plan
-from tasks.data_report import FINDINGS, PICTURE, REPORT
 from tasks.live import OUTPUT, Live, Output, show_curves
 from tasks.process import run_process
-from tasks.stage import PLAN, TRAIN, VALIDATE, Context, StageError, run_stage
-from tasks.tracking import connect, open_tracking_run, tracking_uri
+from tasks.sending import sending
+from tasks.stage import PLAN, TRAIN, Context, StageError, run_stage
+from tasks.tracking import open_tracking_run
 
 TRAINING_LIMIT = "grpo-training"  # global concurrency limit: as many trainings at once as there are GPUs for
 LEASE_SECONDS = 60.0
@@ -34,18 +34,13 @@ def train(run: Path, force: bool = False) -> State[None]:
 
 def _work(context: Context) -> dict[str, Any]:
     plan, folder = load_plan(PLAN.path(context.run)), context.partial
-    run_id = open_tracking_run(context.config, folder)
-    for file in (REPORT, FINDINGS, PICTURE):
-        connect().log_artifact(run_id, str(VALIDATE.path(context.run) / file), "dataset")
+    tracked = open_tracking_run(context.config, context.run, folder)
     if not (folder / "result.json").exists():  # else it was finished, and killed before it was handed on
-        with one_at_a_time(), _closing_tracking_run(run_id), _shown(folder, plan, run_id) as on_line:
+        with one_at_a_time(), sending(folder, tracked, get_run_logger()), _shown(folder, plan) as on_line:
             run_process(
-                [
-                    *(*_launcher(context), "-m", "grpo_core.train", str(context.run)),
-                    *("--output", str(folder), "--report-to", "mlflow"),
-                ],
+                [*_launcher(context), "-m", "grpo_core.train", str(context.run), "--output", str(folder)],
                 on_line,
-                env={"MLFLOW_TRACKING_URI": tracking_uri(), "MLFLOW_RUN_ID": run_id, **_process_environment(context)},
+                env=_process_environment(context),
             )
     result = json.loads((folder / "result.json").read_text())
     check_result(result, folder / "metrics.jsonl", plan)
@@ -68,7 +63,7 @@ def one_at_a_time() -> Iterator[None]:
 
 
 @contextmanager
-def _shown(folder: Path, plan: Plan, run_id: str) -> Iterator[Callable[[str], None]]:
+def _shown(folder: Path, plan: Plan) -> Iterator[Callable[[str], None]]:
     """Takes the training's lines for the log and the artifacts; however it ends, what there is of it is shown."""
     log = get_run_logger()
     output, live = Output(folder / OUTPUT, log), Live(folder / "metrics.jsonl", plan, log)
@@ -83,19 +78,9 @@ def _shown(folder: Path, plan: Plan, run_id: str) -> Iterator[Callable[[str], No
         output.close()
         live.show()
         try:
-            show_curves(folder, run_id)
+            show_curves(folder)
         except Exception as error:  # a picture is no reason for a training to fail, nor for its failure to be lost
             log.warning("the curves could not be shown: %s", error)
-
-
-@contextmanager
-def _closing_tracking_run(run_id: str) -> Iterator[None]:
-    """FAILED or KILLED in MLflow too, until a later attempt goes on with the run."""
-    try:
-        yield
-    except BaseException as error:
-        connect().set_terminated(run_id, "FAILED" if isinstance(error, Exception) else "KILLED")
-        raise
 
 
 def check_result(result: dict[str, Any], metrics: Path, plan: Plan) -> None:

@@ -119,7 +119,7 @@ def _tracked_status(server: Served, training: Path) -> str:
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{server.storage / 'mlflow' / 'mlflow.db'}"
-    return MlflowClient(uri).get_run((training / "mlflow_run_id").read_text()).info.status
+    return MlflowClient(uri).get_run(json.loads((training / "mlflow.json").read_text())["run_id"]).info.status
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ def _gradients(session: Session) -> list[Tensor]:
 
 def main() -> None:
     for run in map(Path, sys.argv[1:]):
-        session = set_up(run, None)
+        session = set_up(run)
         rollout = rollout_with(session, torch.load(run / "advantages.pt"))
         move(session)
         gradient = updating_gradient(session, first_update(session, rollout))

@@ -38,7 +38,7 @@ BOUND = 1e-6  # relative
 def session(request: pytest.FixtureRequest, smooth_model_folder: Path, tmp_path: Path) -> Iterator[Session]:
     """Ready to train as the test's parameters say, gradients not clipped."""
     values = config_values(smooth_model_folder, tmp_path, max_grad_norm=1e9, **getattr(request, "param", {}))
-    yield set_up(make_run(tmp_path / "run", values), None)
+    yield set_up(make_run(tmp_path / "run", values))
     AcceleratorState._reset_state(reset_partial_state=True)
 
 

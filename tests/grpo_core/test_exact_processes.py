@@ -61,7 +61,7 @@ def test_two_processes_step_with_the_plain_gradient(smooth_model_folder: Path, t
     distances = {}
     for number, ((name, silent), run) in enumerate(runs.items()):
         values = config_values(smooth_model_folder, tmp_path, per_device_train_batch_size=8, **OPTIONS[name])
-        session = set_up(make_run(tmp_path / f"one-{number}", values), None)
+        session = set_up(make_run(tmp_path / f"one-{number}", values))
         batch = first_update(session, rollout_with(session, torch.load(run / "advantages.pt")))
         if batch.old_logprobs is not None:
             batch = replace(batch, old_logprobs=plain_logprobs(session, batch).detach())

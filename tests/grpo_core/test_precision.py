@@ -26,7 +26,7 @@ NEAR = 0.03  # relative: bfloat16 has 8 bits
 @pytest.fixture(params=[{}, {"use_peft": True, "lora_r": 4}], ids=["whole", "lora"])
 def session(request: pytest.FixtureRequest, smooth_model_folder: Path, tmp_path: Path) -> Iterator[Session]:
     values = config_values(smooth_model_folder, tmp_path, mixed_precision="bf16", max_grad_norm=1e9, **request.param)
-    yield set_up(make_run(tmp_path / "run", values), None)
+    yield set_up(make_run(tmp_path / "run", values))
     AcceleratorState._reset_state(reset_partial_state=True)
 
 

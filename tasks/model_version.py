@@ -1,0 +1,108 @@
+"""The model version: a trained model's folder as an MLflow model, without a second copy of its weights on this disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlflow
+from mlflow.entities import LoggedModelOutput
+from mlflow.exceptions import MlflowException
+from mlflow.models import Model, infer_signature
+from mlflow.utils.file_utils import local_file_uri_to_path
+from packaging.version import Version
+
+from tasks.storage import remove
+
+WEIGHTS = ".safetensors"
+PINNED = ("torch", "transformers", "tokenizers", "safetensors", "accelerate")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt as the model reads it, and what the model made of it."""
+
+    prompt: str
+    completion: str
+
+
+def log_version(
+    run_id: str, training: Path, scratch: Path, name: str, example: Example, tags: Mapping[str, Any]
+) -> str:
+    """Make a version of registered model `name` from training/model, its adapter beside it; returns its number.
+
+    Where the artifact store is a folder of this file system, its weights are hard links to those of the training, and
+    read-only: one file under two names. `scratch`: a folder that is not there yet, in that of the training.
+    """
+    client = mlflow.MlflowClient()
+    run = client.get_run(run_id)
+    model = client.create_logged_model(run.info.experiment_id, "model", run_id, params=run.data.params)
+    try:
+        _write(training, scratch, Model(model.artifact_location, run_id, model_id=model.model_id), example)
+        if model.artifact_location.startswith(("file:", "/")):
+            shutil.copytree(scratch, local_file_uri_to_path(model.artifact_location), copy_function=_link)
+        else:
+            client.log_model_artifacts(model.model_id, str(scratch))
+    except BaseException:
+        client.finalize_logged_model(model.model_id, "FAILED")
+        raise
+    finally:
+        remove(scratch)
+    client.finalize_logged_model(model.model_id, "READY")
+    client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    tags = {key: str(value) for key, value in tags.items()}
+    made = client.create_model_version(name, f"models:/{model.model_id}", run_id, tags, model_id=model.model_id)
+    return str(made.version)
+
+
+def _write(training: Path, folder: Path, card: Model, example: Example) -> None:
+    """training/model as MLflow's transformers flavour has it, in `folder`; the weights are links."""
+    bare = folder.with_name(folder.name + ".bare")  # MLflow copies what it is given, so it is not given the weights
+    remove(bare)
+    remove(folder)
+    shutil.copytree(training / "model", bare, ignore=shutil.ignore_patterns("*" + WEIGHTS))
+    # It warns that a local folder has no model card and no licence on the hub.
+    logging.getLogger("mlflow.transformers").setLevel(logging.ERROR)
+    try:
+        mlflow.transformers.save_model(
+            str(bare),
+            folder,
+            task="text-generation",
+            mlflow_model=card,
+            signature=infer_signature(example.prompt, example.completion),
+            input_example=example.prompt,
+            metadata={"example_completion": example.completion},
+            pip_requirements=[f"{package}=={Version(version(package)).public}" for package in PINNED],
+        )
+    finally:
+        remove(bare)
+    for weights in (training / "model").rglob("*" + WEIGHTS):
+        _link(weights, folder / "model" / weights.relative_to(training / "model"))
+    if (training / "adapter").exists():
+        shutil.copytree(training / "adapter", folder / "adapter", copy_function=_link)
+    card.model_size_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    card.save(str(folder / "MLmodel"))
+
+
+def _link(source: Path | str, target: Path | str) -> None:
+    """Weights under a second name where the file system can, else a copy; of other files always a copy."""
+    if str(source).endswith(WEIGHTS):
+        try:
+            os.link(source, target)
+        except OSError:  # another file system, or one without links
+            pass
+        else:
+            Path(target).chmod(0o444)  # who wrote into one would change the other
+            return
+    shutil.copy2(source, target)

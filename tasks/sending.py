@@ -1,0 +1,164 @@
+"""A training's figures to MLflow while it runs, from a thread of their own: whatever the server does, training goes on.
+
+metrics.jsonl is the source. What MLflow has of it is known by the timestamp of the newest row that it took, in
+SENT_FILE beside it; rows are sent in their order, so whoever comes next (a later attempt, or register) goes on after
+that one. A row that is sent twice, because the answer or the note of it was lost, is one row to MLflow: it knows a
+figure by name, step, timestamp and value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+from tasks.live import CURVES, Figures, Row
+from tasks.storage import write_text
+from tasks.tracking import brief_requests, connect
+
+SENT_FILE = "mlflow_sent"
+ROWS_AT_ONCE = 25
+METRICS_AT_ONCE = 1000  # as many as MLflow takes
+SECONDS_BETWEEN_SENDINGS = 2.0
+SECONDS_BETWEEN_MEASUREMENTS = 10.0
+MEASUREMENTS_KEPT = 1000  # while the server does not answer
+LAST_SECONDS = 30.0  # for what is left when a training has ended well
+CANCELLED_SECONDS = 3.0  # and when it has not: who cancels a training wants it gone
+
+
+@contextmanager
+def sending(folder: Path, tracked: Mapping[str, Any], log: Any) -> Iterator[None]:
+    """While the body runs, MLflow gets the rows of `folder`'s metrics.jsonl as they come, and what the machine does;
+    then what is left, the picture of the curves, and how it ended: FINISHED, FAILED or KILLED.
+
+    The end waits for that a bounded time, and the log says what MLflow lacks.
+    """
+    sender = _Sender(folder, tracked, log)
+    status, seconds = "FINISHED", LAST_SECONDS
+    with brief_requests():
+        thread = threading.Thread(target=sender.run, name="MLflow sender", daemon=True)
+        thread.start()
+        try:
+            yield
+        except BaseException as error:
+            status, seconds = ("FAILED" if isinstance(error, Exception) else "KILLED"), CANCELLED_SECONDS
+            raise
+        finally:
+            sender.status = status
+            sender.ended.set()
+            thread.join(seconds)
+            sender.given_up.set()
+            if not sender.closed:
+                lacks = sum(1 for _ in _unsent(folder, Figures(folder / "metrics.jsonl")))
+                log.warning(
+                    "MLflow does not answer: it lacks the figures of %d updates and how the training ended. They are "
+                    "in metrics.jsonl; the next attempt sends them, or register",
+                    lacks,
+                )
+
+
+def send_rest(client: MlflowClient, run_id: str, folder: Path) -> None:
+    """Send the rows of `folder`'s metrics.jsonl that MLflow has not taken. What the client raises goes on."""
+    rows = _unsent(folder, Figures(folder / "metrics.jsonl"))
+    while batch := [*itertools.islice(rows, ROWS_AT_ONCE)]:
+        _send(client, run_id, folder, batch)
+
+
+class _Sender:
+    """The thread. It holds what a server did not take, to try again: a batch of rows, and measurements."""
+
+    def __init__(self, folder: Path, tracked: Mapping[str, Any], log: Any):
+        self.folder, self.tracked, self.log = folder, tracked, log
+        self.ended, self.given_up = threading.Event(), threading.Event()
+        self.status = "RUNNING"
+        self.closed = False
+        self.figures = Figures(folder / "metrics.jsonl")
+        self.rows: Iterator[Row] = iter(())
+        self.batch: list[Row] = []
+        self.measurements: deque[list[Metric]] = deque(maxlen=MEASUREMENTS_KEPT)
+
+    def run(self) -> None:
+        client: MlflowClient | None = None
+        run_id, answers = self.tracked["run_id"], True
+        monitor = SystemMetricsMonitor(run_id)  # its own thread would stop for good at the first call that fails
+        monitor.collect_metrics()
+        measured = time.monotonic()
+        while not (self.closed or self.given_up.is_set()):
+            (self.ended if answers or not self.ended.is_set() else self.given_up).wait(SECONDS_BETWEEN_SENDINGS)
+            ended = self.ended.is_set()
+            if time.monotonic() - measured > SECONDS_BETWEEN_MEASUREMENTS:
+                measured = time.monotonic()
+                self.measurements.append(_measure(monitor, self.tracked["start_time"]))
+            try:
+                if client is None:
+                    (new := connect()).update_run(run_id, status="RUNNING")  # an earlier attempt may have closed it
+                    client = new
+                self._send_all(client, run_id)
+                if ended:
+                    if (picture := self.folder / CURVES).exists():
+                        client.log_artifact(run_id, str(picture), "training")
+                    client.set_terminated(run_id, self.status)
+                    self.closed = True
+                if not answers:
+                    self.log.info("MLflow answers again")
+                answers = True
+            except Exception as error:
+                if answers and not self.given_up.is_set():
+                    self.log.warning("MLflow does not take the figures, which is tried again: %s", error)
+                answers = False
+        self.figures.close()
+
+    def _send_all(self, client: MlflowClient, run_id: str) -> None:
+        while self._next_batch():
+            _send(client, run_id, self.folder, self.batch)
+            self.batch = []
+        while self.measurements:
+            client.log_batch(run_id, self.measurements[0])
+            self.measurements.popleft()
+
+    def _next_batch(self) -> bool:
+        if not self.batch:
+            self.batch = [*itertools.islice(self.rows, ROWS_AT_ONCE)]
+        if not self.batch:  # all that was there is sent; perhaps there is more by now
+            self.rows = _unsent(self.folder, self.figures)
+            self.batch = [*itertools.islice(self.rows, ROWS_AT_ONCE)]
+        return bool(self.batch)
+
+
+def _unsent(folder: Path, figures: Figures) -> Iterator[Row]:
+    """The rows that MLflow has not taken, of those not read yet. One that was done again has a later timestamp."""
+    sent = folder / SENT_FILE
+    newest = float(sent.read_text()) if sent.exists() else 0.0
+    return (row for row in figures.read() if row["timestamp"] > newest)
+
+
+def _send(client: MlflowClient, run_id: str, folder: Path, rows: Sequence[Row]) -> None:
+    metrics = [metric for row in rows for metric in _metrics(row)]
+    for first in range(0, len(metrics), METRICS_AT_ONCE):
+        client.log_batch(run_id, metrics[first : first + METRICS_AT_ONCE])
+    write_text(folder / SENT_FILE, repr(rows[-1]["timestamp"]))
+
+
+def _metrics(row: Row) -> list[Metric]:
+    figures = dict(row)
+    step, milliseconds = int(figures.pop("step")), round(1000 * figures.pop("timestamp"))
+    return [Metric(name, value, milliseconds, step) for name, value in figures.items()]
+
+
+def _measure(monitor: SystemMetricsMonitor, start: int) -> list[Metric]:
+    """What the machine does, under MLflow's names; the step is seconds since the run's start, in ms since 1970."""
+    monitor.collect_metrics()
+    figures = monitor.aggregate_metrics()
+    for each in monitor.monitors:
+        each.clear_metrics()
+    now = round(1000 * time.time())
+    return [Metric(f"system/{name}", value, now, (now - start) // 1000) for name, value in figures.items()]

@@ -1,0 +1,116 @@
+"""A model version is the trained model: it loads, it answers as the training's folder does, and takes no disk twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+import yaml
+
+from grpo_core.policy import load_model, save_model, with_adapter
+from grpo_core.sections import ModelConfig
+from tasks.model_version import Example, log_version
+from tests.conftest import make_tokenizer
+
+PROMPT = "12+3="
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """A run directory with what a LoRA training leaves; its adapter does something."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("storage") / "runs" / "small"
+    model = with_adapter(load_model(model_folder), ModelConfig(name_or_path=str(model_folder), use_peft=True, lora_r=4))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    (folder / "training").mkdir(parents=True)
+    save_model(model, make_tokenizer(), folder / "training" / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answer(run: Path) -> str:
+    """The training's model, greedy, by plain transformers."""
+    return complete(run / "training" / "model")
+
+
+def complete(folder: Path) -> str:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    ids = model.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def version(run: Path, answer: str) -> Iterator[Any]:
+    storage = run.parents[1]
+    (storage / "mlflow").mkdir()
+    mlflow.set_tracking_uri(f"sqlite:///{storage / 'mlflow' / 'mlflow.db'}")
+    client = mlflow.MlflowClient()
+    experiment = client.create_experiment("grpo", (storage / "mlflow" / "artifacts").as_uri())
+    run_id = client.create_run(experiment).info.run_id
+    client.log_param(run_id, "train.max_steps", 4)
+    tags = {"run": "small", "plan.max_steps": 4}
+    number = log_version(run_id, run / "training", run / "model.partial", "sums", Example(PROMPT, answer), tags)
+    yield client.get_model_version("sums", number)
+    mlflow.set_tracking_uri(None)
+
+
+def test_the_pipeline_that_mlflow_loads_answers_as_plain_transformers(version: Any, answer: str) -> None:
+    pipeline = mlflow.transformers.load_model("models:/sums/1")
+    [served] = pipeline(PROMPT, max_new_tokens=4, do_sample=False, return_full_text=False)
+    assert served["generated_text"] == answer
+    folder = Path(mlflow.artifacts.download_artifacts("models:/sums/1"))
+    assert complete(folder / "model") == answer
+
+
+def test_the_adapter_beside_the_model_is_what_was_merged_into_its_base(
+    version: Any, model_folder: Path, run: Path
+) -> None:
+    import torch
+    from peft import PeftModel
+
+    folder = Path(mlflow.artifacts.download_artifacts("models:/sums/1"))
+    adapted = PeftModel.from_pretrained(load_model(model_folder), folder / "adapter").merge_and_unload()
+    merged, base = load_model(folder / "model").state_dict(), load_model(model_folder).state_dict()
+    for name, weight in adapted.state_dict().items():
+        torch.testing.assert_close(merged[name], weight)
+    assert any(not torch.equal(merged[name], base[name]) for name in base)
+
+
+def test_the_weights_are_on_disk_once_and_cannot_be_written_into(version: Any, run: Path) -> None:
+    kept = Path(mlflow.artifacts.download_artifacts("models:/sums/1"))
+    for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        ours, theirs = run / "training" / name, kept / name
+        assert ours.stat().st_ino == theirs.stat().st_ino
+        assert ours.stat().st_mode & 0o222 == 0
+    for file in kept.rglob("*"):
+        assert file.suffix == ".safetensors" or file.is_dir() or file.stat().st_nlink == 1, file
+    assert {path.name for path in run.iterdir()} == {"training"}
+
+
+def test_the_version_says_what_it_needs_takes_and_where_it_comes_from(version: Any, answer: str) -> None:
+    folder = Path(mlflow.artifacts.download_artifacts("models:/sums/1"))
+    card = mlflow.models.get_model_info("models:/sums/1")
+    assert json.loads((folder / "input_example.json").read_text()) == PROMPT
+    assert card.metadata == {"example_completion": answer}
+    assert [field.type.name for field in (*card.signature.inputs, *card.signature.outputs)] == ["string", "string"]
+    pinned = dict(line.split("==") for line in (folder / "requirements.txt").read_text().split())
+    assert set(pinned) >= {"mlflow", "torch", "transformers"}
+    assert not any("+" in number for number in pinned.values())
+    weights = (folder / "model" / "model.safetensors").stat().st_size
+    assert yaml.safe_load((folder / "MLmodel").read_text())["model_size_bytes"] > weights
+    assert version.tags == {"run": "small", "plan.max_steps": "4"}
+    run = mlflow.MlflowClient().get_run(version.run_id)
+    [made] = run.outputs.model_outputs
+    logged = mlflow.MlflowClient().get_logged_model(made.model_id)
+    assert (logged.status.value, logged.params) == ("READY", {"train.max_steps": "4"})
