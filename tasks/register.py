@@ -89,5 +89,5 @@ def _tags(config: RunConfig, run: Path, report: dict[str, Any]) -> dict[str, Any
             for policy, figures in found["policies"].items()
         },
         **{f"plan.{key}": plan[key] for key in PLAN_TAGS},
-        **{f"data.{name}": digest for name, digest in dataset_digests(config, run).items()},
+        **{f"data.{name}": digest for name, digest in dataset_digests(run).items()},
     }

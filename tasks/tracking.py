@@ -19,7 +19,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_GIT_COMMIT, MLFLOW_GIT_DIRTY
 
 from grpo_core.config import RunConfig
-from grpo_core.evaluation_sections import HELD_OUT
 from grpo_core.forecast import Throughput
 from tasks.lineage import content_hash, lineage_keys
 from tasks.stage import PLAN, VALIDATE, StageError
@@ -64,6 +63,19 @@ def brief_requests() -> Iterator[None]:
             del os.environ[name]
 
 
+@contextmanager
+def _before_training() -> Iterator[None]:
+    """StageError, within seconds, when MLflow does not do what the body asks: better now than with a GPU waiting."""
+    try:
+        with brief_requests():
+            yield
+    except MlflowException as error:
+        raise StageError(
+            f"MLflow at {tracking_uri()} does not answer, and the training has not begun: {error}. Start the server, "
+            "or set MLFLOW_TRACKING_URI; without it, runs are kept in a SQLite file under the storage root"
+        ) from error
+
+
 def open_tracking_run(config: RunConfig, run: Path, folder: Path) -> dict[str, Any]:
     """The MLflow run of the training in `folder`, as RUN_FILE has it; made when there is none, with parameters, data
     and plan. A resumed training keeps the one it began with.
@@ -71,18 +83,11 @@ def open_tracking_run(config: RunConfig, run: Path, folder: Path) -> dict[str, A
     StageError when a new run cannot be made: without one a training does not begin.
     """
     file = folder / RUN_FILE
-    if file.exists():
-        return json.loads(file.read_text())
-    try:
-        with brief_requests():
+    if not file.exists():
+        with _before_training():
             made = _make_run(config, run)
-    except MlflowException as error:
-        raise StageError(
-            f"MLflow at {tracking_uri()} does not take a new run, so the training has not begun: {error}. Start the "
-            "server, or set MLFLOW_TRACKING_URI; without it, runs are kept in a SQLite file under the storage root"
-        ) from error
-    write_text(file, json.dumps(made) + "\n")
-    return made
+        write_text(file, json.dumps(made) + "\n")
+    return read_tracking_run(folder)
 
 
 def read_tracking_run(training: Path) -> dict[str, Any]:
@@ -113,26 +118,26 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
     return {"run_id": info.run_id, "experiment_id": experiment_id, "start_time": info.start_time}
 
 
-def dataset_digests(config: RunConfig, run: Path) -> dict[str, str]:
-    """Hash of the validated content of each dataset: `train` and the evaluation sets, by name."""
-    folder = VALIDATE.path(run)
-    files = {"train": "train", HELD_OUT: "eval"}
-    return {name: content_hash(str(folder / f"{file}.parquet")) for name, file in files.items()}
+def dataset_digests(run: Path) -> dict[str, str]:
+    """Hash of the validated prompts of each dataset, by name: train, eval and the further evaluation sets."""
+    folder, names = VALIDATE.path(run), VALIDATE.read_receipt(run)["num_prompts"]
+    return {name: content_hash(str(folder / f"{name}.parquet")) for name in names}
 
 
 def _dataset_inputs(config: RunConfig, run: Path) -> list[DatasetInput]:
     data, counted = config.data, VALIDATE.read_receipt(run)["num_prompts"]
-    origins = {"train": (data.train, data.train_split), HELD_OUT: (data.eval, data.eval_split)}
+    origins = {"train": (data.train, data.train_split), "eval": (data.eval, data.eval_split)}
+    origins |= {each.name: (each.data, each.split) for each in config.evaluation.sets}
     inputs = []
-    for name, digest in dataset_digests(config, run).items():
+    for name, digest in dataset_digests(run).items():
         source, split = origins[name]
         if Path(source).exists():
             origin = ("local", json.dumps({"uri": str(Path(source).resolve())}))
         else:
             origin = ("hugging_face", json.dumps({"path": source, "split": split}))
-        profile = json.dumps({"num_rows": counted["train" if name == "train" else "eval"]})
         context = InputTag(MLFLOW_DATASET_CONTEXT, "training" if name == "train" else "evaluation")
-        inputs.append(DatasetInput(Dataset(name, digest, *origin, profile=profile), [context]))
+        dataset = Dataset(name, digest, *origin, profile=json.dumps({"num_rows": counted[name]}))
+        inputs.append(DatasetInput(dataset, [context]))
     return inputs
 
 
@@ -152,7 +157,13 @@ def _code_version() -> dict[str, str]:
 
 
 def earlier_throughput(config: RunConfig) -> Throughput | None:
-    """The median pace of the last finished runs of the same base model; None where there is none."""
+    """The median pace of the last finished runs of the same base model; None where there is none. StageError when
+    MLflow does not answer."""
+    with _before_training():
+        return _earlier_throughput(config)
+
+
+def _earlier_throughput(config: RunConfig) -> Throughput | None:
     client = connect()
     experiment = client.get_experiment_by_name(config.registry.experiment)
     if experiment is None:

@@ -131,15 +131,10 @@ def prefect_server(storage: Path, port: int | None = None, **environment: str) -
 
 
 @contextmanager
-def mlflow_server(folder: Path, port: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """An MLflow server over a SQLite file and artifacts in `folder`, until the body ends or somebody kills it."""
-    stores = [
-        "--backend-store-uri",
-        f"sqlite:///{folder / 'mlflow.db'}",
-        "--artifacts-destination",
-        str(folder / "kept"),
-    ]
-    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", *stores, *options]
+    stores = ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--artifacts-destination", str(folder)]
+    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", *stores]
     log = folder / "mlflow.log"
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with log.open("ab") as output:
@@ -149,6 +144,28 @@ def mlflow_server(folder: Path, port: int, *options: str) -> Iterator[subprocess
     try:
         _wait(process, log, lambda: httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).is_success)
         yield process
+    finally:
+        kill_group(process)
+
+
+@contextmanager
+def vllm_serve(folder: Path, port: int, log: Path) -> Iterator[str]:
+    """URL of `vllm serve FOLDER` on a CPU, the model named "sums", until the body ends."""
+    options = ["--served-model-name", "sums", "--dtype", "float32", "--max-model-len", "32", "--enforce-eager"]
+    command = ["-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command, *options],
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait(process, log, lambda: httpx.get(f"{url}/health", timeout=5).is_success)
+        yield url
     finally:
         kill_group(process)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import mlflow
 import pytest
 import yaml
@@ -15,6 +16,7 @@ from grpo_core.policy import load_model, save_model, with_adapter
 from grpo_core.sections import ModelConfig
 from tasks.model_version import Example, log_version
 from tests.conftest import make_tokenizer
+from tests.serving import START_SECONDS, free_ports, vllm_serve
 
 PROMPT = "12+3="
 
@@ -114,3 +116,13 @@ def test_the_version_says_what_it_needs_takes_and_where_it_comes_from(version: A
     [made] = run.outputs.model_outputs
     logged = mlflow.MlflowClient().get_logged_model(made.model_id)
     assert (logged.status.value, logged.params) == ("READY", {"train.max_steps": "4"})
+
+
+@pytest.mark.e2e
+def test_vllm_serves_the_version_and_answers_as_plain_transformers(version: Any, answer: str, tmp_path: Path) -> None:
+    folder = Path(mlflow.artifacts.download_artifacts("models:/sums/1")) / "model"
+    [port] = free_ports(1)
+    with vllm_serve(folder, port, tmp_path / "vllm.log") as url:
+        asked = {"model": "sums", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+        given = httpx.post(f"{url}/v1/completions", json=asked, timeout=START_SECONDS).raise_for_status().json()
+    assert given["choices"][0]["text"] == answer

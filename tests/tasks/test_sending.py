@@ -60,10 +60,20 @@ def _sent(folder: Path) -> float:
     return float((folder / SENT_FILE).read_text()) if (folder / SENT_FILE).exists() else 0.0
 
 
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds MLflow's SQLite file, which takes seconds to make."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
+    MlflowClient().search_experiments()
+    mlflow.set_tracking_uri(None)
+    return folder
+
+
 @pytest.fixture
-def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """A run in a SQLite file, as `sending` is told of it."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+def run(database: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A run in it, as `sending` is told of it."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database / 'mlflow.db'}")
     yield _new_run()
     mlflow.set_tracking_uri(None)
 
@@ -75,7 +85,7 @@ def _new_run() -> dict[str, Any]:
 
 
 def test_a_server_that_is_killed_and_comes_back_has_every_figure_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     [port] = free_ports(1)
@@ -83,21 +93,19 @@ def test_a_server_that_is_killed_and_comes_back_has_every_figure_once(
     monkeypatch.setattr(module, "SECONDS_BETWEEN_SENDINGS", 0.05)
     monkeypatch.setattr(module, "SECONDS_BETWEEN_MEASUREMENTS", 0.5)
     monkeypatch.setattr(module, "LAST_SECONDS", PATIENCE)
-    folder = tmp_path / "training"
-    folder.mkdir()
     with ExitStack() as stack:
-        server = stack.enter_context(mlflow_server(tmp_path, port))
+        server = stack.enter_context(mlflow_server(database, port))
         tracked = _new_run()
-        with sending(folder, tracked, LOG):
-            _append(folder, _rows(range(1, 101)))
-            _until(lambda: _sent(folder) > 0)
-            _append(folder, _rows(range(101, 201), 2000.0))
+        with sending(tmp_path, tracked, LOG):
+            _append(tmp_path, _rows(range(1, 101)))
+            _until(lambda: _sent(tmp_path) > 0)
+            _append(tmp_path, _rows(range(101, 201), 2000.0))
             kill_group(server)
-            _append(folder, _rows(range(201, 301), 3000.0))
+            _append(tmp_path, _rows(range(201, 301), 3000.0))
             _until(lambda: "does not take the figures" in caplog.text)
-            stack.enter_context(mlflow_server(tmp_path, port))
-            _append(folder, _rows(range(301, 401), 4000.0))
-        assert _in_mlflow(tracked["run_id"]) == _in_file(folder)
+            stack.enter_context(mlflow_server(database, port))
+            _append(tmp_path, _rows(range(301, 401), 4000.0))
+        assert _in_mlflow(tracked["run_id"]) == _in_file(tmp_path)
         run = MlflowClient().get_run(tracked["run_id"])
         assert run.info.status == "FINISHED"
         assert "system/cpu_utilization_percentage" in run.data.metrics
@@ -106,7 +114,7 @@ def test_a_server_that_is_killed_and_comes_back_has_every_figure_once(
 
 
 def test_what_a_dead_server_did_not_take_waits_for_who_comes_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The end of the training waits no longer than it may; here the database comes to life after it."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_ports(1)[0]}")
@@ -118,7 +126,7 @@ def test_what_a_dead_server_did_not_take_waits_for_who_comes_next(
         pass
     assert "lacks the figures of 60 updates" in caplog.text
     assert dict(os.environ) == before
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database / 'mlflow.db'}")
     run_id = _new_run()["run_id"]
     send_rest(MlflowClient(), run_id, tmp_path)
     assert _in_mlflow(run_id) == _in_file(tmp_path)
@@ -127,33 +135,31 @@ def test_what_a_dead_server_did_not_take_waits_for_who_comes_next(
 
 @pytest.mark.parametrize(("raised", "status"), [(ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")])
 def test_how_a_training_ended_is_in_mlflow_until_an_attempt_goes_on(
-    database: dict[str, Any], tmp_path: Path, raised: type[BaseException], status: str, monkeypatch: pytest.MonkeyPatch
+    run: dict[str, Any], tmp_path: Path, raised: type[BaseException], status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CANCELLED_SECONDS", PATIENCE)
-    with pytest.raises(raised), sending(tmp_path, database, LOG):
+    with pytest.raises(raised), sending(tmp_path, run, LOG):
         _append(tmp_path, _rows([1, 2]))
         raise raised
-    assert MlflowClient().get_run(database["run_id"]).info.status == status
-    with sending(tmp_path, database, LOG):
-        _until(lambda: MlflowClient().get_run(database["run_id"]).info.status == "RUNNING")
+    assert MlflowClient().get_run(run["run_id"]).info.status == status
+    with sending(tmp_path, run, LOG):
+        _until(lambda: MlflowClient().get_run(run["run_id"]).info.status == "RUNNING")
         _append(tmp_path, _rows([3], 2000.0))
-    assert MlflowClient().get_run(database["run_id"]).info.status == "FINISHED"
-    assert _in_mlflow(database["run_id"]) == _in_file(tmp_path)
+    assert MlflowClient().get_run(run["run_id"]).info.status == "FINISHED"
+    assert _in_mlflow(run["run_id"]) == _in_file(tmp_path)
 
 
-def test_sending_all_again_changes_nothing(database: dict[str, Any], tmp_path: Path) -> None:
+def test_sending_all_again_changes_nothing(run: dict[str, Any], tmp_path: Path) -> None:
     _append(tmp_path, _rows(range(1, 80)))
     for _ in range(2):
-        send_rest(MlflowClient(), database["run_id"], tmp_path)
-        assert _in_mlflow(database["run_id"]) == _in_file(tmp_path)
+        send_rest(MlflowClient(), run["run_id"], tmp_path)
+        assert _in_mlflow(run["run_id"]) == _in_file(tmp_path)
         (tmp_path / SENT_FILE).unlink()
 
 
-def test_of_an_update_that_was_done_again_mlflow_shows_the_newer_figures(
-    database: dict[str, Any], tmp_path: Path
-) -> None:
+def test_of_an_update_that_was_done_again_mlflow_shows_the_newer_figures(run: dict[str, Any], tmp_path: Path) -> None:
     """Some of the updates that are done again had been sent, some had not."""
-    run_id = database["run_id"]
+    run_id = run["run_id"]
     _append(tmp_path, _rows([1, 2, 3]))
     send_rest(MlflowClient(), run_id, tmp_path)
     kept = _rows([1, 2, 3])[:1]
