@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +90,16 @@ class _Sender:
         client: MlflowClient | None = None
         run_id, answers = self.tracked["run_id"], True
         monitor = SystemMetricsMonitor(run_id)  # its own thread would stop for good at the first call that fails
-        monitor.collect_metrics()
+        with suppress(Exception):
+            _measure(monitor, 0)  # rates are of the time since the measurement before
         measured = time.monotonic()
         while not (self.closed or self.given_up.is_set()):
             (self.ended if answers or not self.ended.is_set() else self.given_up).wait(SECONDS_BETWEEN_SENDINGS)
             ended = self.ended.is_set()
             if time.monotonic() - measured > SECONDS_BETWEEN_MEASUREMENTS:
                 measured = time.monotonic()
-                self.measurements.append(_measure(monitor, self.tracked["start_time"]))
+                with suppress(Exception):  # a GPU that cannot be asked is no reason to send nothing
+                    self.measurements.append(_measure(monitor, self.tracked["start_time"]))
             try:
                 if client is None:
                     (new := connect()).update_run(run_id, status="RUNNING")  # an earlier attempt may have closed it

@@ -302,13 +302,13 @@ def test_a_reward_that_raises_fails_train_by_name_and_keeps_its_checkpoints(
 
 def test_a_damaged_model_fails_evaluate_and_leaves_the_training_as_it_is(finished: Path, inputs: Path) -> None:
     weights = finished / "training" / "model" / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[: len(content) // 2])
+    whole = weights.rename(weights.with_suffix(".whole"))  # it is the registered version's file too
+    weights.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
     try:
         with pytest.raises(Exception, match=r"grpo_core.evaluate .* ended with status 1"):
             _run(inputs, "evaluation.confidence=0.6")
     finally:
-        weights.write_bytes(content)
+        whole.rename(weights)
     _run(inputs, "evaluation.confidence=0.6")
     assert json.loads((finished / "evaluation" / "report.json").read_text())["confidence"] == 0.6
 
