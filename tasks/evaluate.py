@@ -23,7 +23,7 @@ from grpo_core.comparison import verdict
 from grpo_core.evaluation_sections import HELD_OUT
 from tasks.process import run_process
 from tasks.stage import EVALUATE, TRAIN, Context, run_stage
-from tasks.tracking import connect, training_run_id
+from tasks.tracking import brief_requests, connect, training_run_id
 
 CHAMPION = "champion"  # alias of the version to beat
 SAMPLES_SHOWN = 20
@@ -40,7 +40,8 @@ def _work(context: Context) -> dict[str, Any]:
     config, log = context.config, get_run_logger()
     client = connect()
     command = ["-m", "grpo_core.evaluate", str(context.run), "--output", str(context.partial)]
-    champion = present_champion(client, config.registry.model_name or config.name)
+    with brief_requests():  # better now than after the work
+        champion = present_champion(client, config.registry.model_name or config.name)
     if champion is None:
         run_process(command, log.info)
     else:

@@ -57,7 +57,6 @@ def port(inputs: Path, storage: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """Of the tracking server that the pipeline is told of."""
     [port] = free_ports(1)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # else evaluate asks a dead server for minutes
     monkeypatch.setenv("PYTHONPATH", f"{inputs}:{Path(__file__).parents[2]}")
     monkeypatch.syspath_prepend(inputs)
     yield port
