@@ -48,6 +48,7 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    logging.disable()  # the training goes on when a turn ends, so that what MLflow has is never all
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
         _write_run(folder / "run")

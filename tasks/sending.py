@@ -93,8 +93,10 @@ class _Sender:
         with suppress(Exception):
             _measure(monitor, 0)  # rates are of the time since the measurement before
         measured = time.monotonic()
+        more = False
         while not (self.closed or self.given_up.is_set()):
-            (self.ended if answers or not self.ended.is_set() else self.given_up).wait(SECONDS_BETWEEN_SENDINGS)
+            if not more:
+                (self.ended if answers or not self.ended.is_set() else self.given_up).wait(SECONDS_BETWEEN_SENDINGS)
             ended = self.ended.is_set()
             if time.monotonic() - measured > SECONDS_BETWEEN_MEASUREMENTS:
                 measured = time.monotonic()
@@ -104,8 +106,11 @@ class _Sender:
                 if client is None:
                     (new := connect()).update_run(run_id, status="RUNNING")  # an earlier attempt may have closed it
                     client = new
-                self._send_all(client, run_id)
-                if ended:
+                more = self._send_batch(client, run_id)
+                while self.measurements:
+                    client.log_batch(run_id, self.measurements[0])
+                    self.measurements.popleft()
+                if ended and not more:
                     if (picture := self.folder / CURVES).exists():
                         client.log_artifact(run_id, str(picture), "training")
                     client.set_terminated(run_id, self.status)
@@ -116,24 +121,21 @@ class _Sender:
             except Exception as error:
                 if answers and not self.given_up.is_set():
                     self.log.warning("MLflow does not take the figures, which is tried again: %s", error)
-                answers = False
+                answers = more = False
         self.figures.close()
 
-    def _send_all(self, client: MlflowClient, run_id: str) -> None:
-        while self._next_batch():
-            _send(client, run_id, self.folder, self.batch)
-            self.batch = []
-        while self.measurements:
-            client.log_batch(run_id, self.measurements[0])
-            self.measurements.popleft()
-
-    def _next_batch(self) -> bool:
+    def _send_batch(self, client: MlflowClient, run_id: str) -> bool:
+        """Whether there was one: perhaps there is more."""
         if not self.batch:
             self.batch = [*itertools.islice(self.rows, ROWS_AT_ONCE)]
         if not self.batch:  # all that was there is sent; perhaps there is more by now
             self.rows = _unsent(self.folder, self.figures)
             self.batch = [*itertools.islice(self.rows, ROWS_AT_ONCE)]
-        return bool(self.batch)
+        if not self.batch:
+            return False
+        _send(client, run_id, self.folder, self.batch)
+        self.batch = []
+        return True
 
 
 def _unsent(folder: Path, figures: Figures) -> Iterator[Row]:
