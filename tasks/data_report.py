@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 
 from tasks.contract import RULES, SHOWN
+from tasks.drawing import draw_lengths
 from tasks.storage import remove
 
 REPORT, FINDINGS, PICTURE = "report.json", "findings.csv", "lengths.png"
 FINDINGS_IN_TABLE = 100
-BINS = 40
 
 
 def count_findings(findings: pl.DataFrame, checks: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -58,33 +55,6 @@ def write_report(
     findings.write_csv(folder / FINDINGS)
     if lengths:
         (folder / PICTURE).write_bytes(draw_lengths(lengths, room))
-
-
-def draw_lengths(lengths: Mapping[str, pl.Series], room: Mapping[str, int | None]) -> bytes:
-    """Histogram of the prompt lengths, one panel a dataset, with the most that a prompt may have where it is near."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    rows = math.ceil(len(lengths) / 2)
-    figure = Figure(figsize=(7, 2.6 * rows), layout="constrained")
-    panels = figure.subplots(rows, min(len(lengths), 2), squeeze=False).ravel()
-    for axes in panels[len(lengths) :]:
-        axes.set_axis_off()
-    for axes, (name, values) in zip(panels, lengths.items(), strict=False):
-        first, last = values.min(), values.max()
-        edges = np.arange(first, last + 1 + (step := (last - first) // BINS + 1), step) - 0.5
-        axes.hist(values, bins=edges, color="#3366aa")
-        axes.set_xlim(left=min(edges[0], last - 3), right=max(edges[-1], first + 3))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator("auto", integer=True))
-        axes.set(title=f"{name}: {len(values):,} prompts", xlabel="tokens", ylabel="prompts")
-        limit = room[name]
-        if limit is not None and limit < 2 * last:
-            axes.axvline(limit, color="#cc3333", linestyle="--")
-            axes.annotate(f"limit {limit:,}", (limit, 0.9), xycoords=("data", "axes fraction"), color="#cc3333")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=110)
-    return picture.getvalue()
 
 
 def markdown(report: Mapping[str, Any], findings: pl.DataFrame, folder: Path) -> str:

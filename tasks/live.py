@@ -24,6 +24,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
 from grpo_core.plan import Plan
+from tasks.drawing import Row, draw_curves
+from tasks.figures import duration
 from tasks.tracking import run_page
 
 OUTPUT, CURVES = "output.log", "curves.png"
@@ -35,7 +37,6 @@ LONGEST_LINE = 2000  # characters
 ALARM = re.compile(r"\b(error|warning|traceback)\b|\w(Error|Warning)\b", re.IGNORECASE)
 SECONDS_BETWEEN_UPDATES = 2.0
 ROWS = 20
-Row = dict[str, float]
 
 
 class Output:
@@ -176,14 +177,6 @@ def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
     return table[::-1][:ROWS]
 
 
-def duration(seconds: float) -> str:
-    """2 h 05 min, 3 min 10 s, 12 s"""
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
-
-
 def show_curves(folder: Path) -> None:
     """The training's curves as far as they go: a picture in `folder`, and an artifact of it with the way to the MLflow
     run."""
@@ -194,32 +187,3 @@ def show_curves(folder: Path) -> None:
         (folder / CURVES).write_bytes(picture := draw_curves(rows))
         parts.append(f"![training curves](data:image/png;base64,{base64.b64encode(picture).decode()})")
     create_markdown_artifact("\n\n".join(parts), key="training-curves", description="Curves, and the MLflow run")
-
-
-def draw_curves(rows: Sequence[Row]) -> bytes:
-    """Reward, completion length, KL and entropy, seconds: each against the update."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    panels = {
-        "reward": {"reward": "sampled", "eval_reward": "held out"},
-        "completion length, tokens": {"completions/mean_length": "mean", "completions/max_length": "longest"},
-        "KL and entropy, nats": {"kl": "KL to the reference", "entropy": "entropy"},
-        "seconds an update": {"step_time": "all", "time/generate": "sampling"},
-    }
-    figure = Figure(figsize=(9, 5.2), layout="constrained")
-    for axes, (title, lines) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
-        shown = 0
-        for (name, label), colour in zip(lines.items(), ("#3366aa", "#cc7722"), strict=True):
-            points = [(row["step"], row[name]) for row in rows if name in row]
-            if points:
-                axes.plot(*zip(*points, strict=True), color=colour, label=label, marker="." if len(points) < 50 else "")
-                shown += 1
-        axes.set(title=title, xlabel="update")
-        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-        axes.grid(alpha=0.3)
-        if shown:
-            axes.legend(frameon=False, fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=110)
-    return picture.getvalue()

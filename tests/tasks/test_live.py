@@ -10,7 +10,8 @@ import pytest
 
 from grpo_core.plan import make_plan
 from grpo_core.rules import PlanInputs
-from tasks.live import LAST_LINES, LINES_AT_ONCE, LINES_PER_SECOND, Figures, Output, draw_curves, live_table
+from tasks.drawing import draw_curves
+from tasks.live import LAST_LINES, LINES_AT_ONCE, LINES_PER_SECOND, Figures, Output, live_table
 
 LOG = logging.getLogger("training output")
 

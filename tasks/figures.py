@@ -1,0 +1,98 @@
+"""Figures as a person reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+SHARES = ("accuracy", "completions/clipped_ratio")  # metrics that are shares of prompts; pass@K and majority@n besides
+NAMES = {
+    "accuracy": "accuracy",
+    "reward": "reward",
+    "completions/mean_length": "completion length, tokens",
+    "completions/clipped_ratio": "cut off",
+    "kl": "KL to the base, nats a token",
+}
+NONE = "–"
+
+
+def is_share(metric: str) -> bool:
+    return metric in SHARES or "@" in metric
+
+
+def has_direction(metric: str) -> bool:
+    """More of it is better; of lengths and KL nobody knows."""
+    return not metric.startswith("completions/") and metric != "kl"
+
+
+def name_of(metric: str) -> str:
+    if metric.startswith("rewards/"):
+        return metric.removeprefix("rewards/").removesuffix("/mean")
+    return NAMES.get(metric, metric)
+
+
+def percent(value: float) -> str:
+    """79.6%"""
+    return NONE if math.isnan(value) else f"{value:.1%}"
+
+
+def number(value: float) -> str:
+    """0.436, 245.3, 12,345, 1.5e-05"""
+    if math.isnan(value):
+        return NONE
+    size = abs(value)
+    form = ",.0f" if size >= 1000 else ".1f" if size >= 100 else ".3g" if 0 < size < 0.01 else ".3f"
+    return f"{value:{form}}"
+
+
+def amount(metric: str, value: float) -> str:
+    """A metric's value, with its unit where that is per cent."""
+    return percent(value) if is_share(metric) else number(value)
+
+
+def interval(metric: str, found: Mapping[str, Any]) -> str:
+    """[75.9, 82.9], in the metric's unit."""
+    scale, form = (100, ".1f") if is_share(metric) else (1, ".3f")
+    if math.isnan(found["low"]):
+        return ""
+    return f"[{scale * found['low']:{form}}, {scale * found['high']:{form}}]"
+
+
+def gain(metric: str, found: Mapping[str, Any]) -> str:
+    """+35.4 points, or +0.354"""
+    if math.isnan(found["mean"]):
+        return NONE
+    return f"{100 * found['mean']:+.1f} points" if is_share(metric) else f"{found['mean']:+.3f}"
+
+
+def detectable(metric: str, found: Mapping[str, Any]) -> str:
+    """6.1 points, or 0.061"""
+    value = found["minimum_detectable"]
+    return NONE if math.isnan(value) else f"{100 * value:.1f} points" if is_share(metric) else f"{value:.3f}"
+
+
+def tone(found: Mapping[str, Any]) -> str:
+    """better, worse or open: what a paired difference says."""
+    if found["p_value"] <= 1 - found["confidence"]:
+        return "better"
+    return "worse" if found["high"] < 0 else "open"
+
+
+def probability(value: float) -> str:
+    """What no resampling tells from certainty is not called certain."""
+    return "> 99.9%" if value > 0.999 else "< 0.1%" if value < 0.001 else percent(value)
+
+
+def p_value(value: float) -> str:
+    return f"{value:.2g}"
+
+
+def duration(seconds: float) -> str:
+    """2 h 05 min, 3 min 10 s, 12 s, 0.42 s"""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    if whole >= 60:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole} s" if whole >= 10 else f"{seconds:.2g} s"
