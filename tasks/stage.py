@@ -6,6 +6,7 @@ Prefect is imported by what runs a stage, so that `grpo status` answers without 
 from __future__ import annotations
 
 import json
+import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -122,8 +123,9 @@ def conditions(run: Path) -> dict[str, Condition]:
 def run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]], force: bool = False) -> State[None]:
     """Do `work` unless the output is up to date, or in any case with `force`; StageError when what it reads is not.
 
-    `work` fills `Context.partial` and returns the receipt's content. A stage that is `resumable` finds what an
-    interrupted attempt at the same left there; any other starts empty. What is replaced is kept.
+    `work` fills `Context.partial` and returns the receipt's content, which gets the seconds that it took. A stage that
+    is `resumable` finds what an interrupted attempt at the same left there; any other starts empty. What is replaced is
+    kept.
     """
     from prefect import get_run_logger
     from prefect.states import Completed
@@ -141,9 +143,11 @@ def run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]]
     made_from = {read.name: _made(read.read_receipt(run), stage.prompts(config)) for read in stage.reads}
     origin = {"lineage_key": key, "made_from": made_from}
     _prepare(stage, partial, origin)
+    start = time.monotonic()
     receipt = work(Context(config, run, partial))
+    seconds = round(time.monotonic() - start, 3)
     made = stage.content(partial, receipt) if stage.content else uuid.uuid4().hex
-    text = json.dumps({**origin, "made": made, **receipt}, indent=2) + "\n"
+    text = json.dumps({**origin, "made": made, "seconds": seconds, **receipt}, indent=2) + "\n"
     write_text(partial / stage.receipt if stage.receipt else partial, text)
     set_aside(final, stage.read_receipt(run).get("lineage_key", "unknown"))
     partial.rename(final)
