@@ -143,6 +143,16 @@ def dump_config(config: RunConfig) -> str:
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested values by their keys, such as train.learning_rate or rewards.0.weight."""
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, (dict, list)) else {name: value}
+    return flat
+
+
 def describe_keys() -> Iterator[tuple[str, str, str, str]]:
     """Every key with its default, what it accepts, and its meaning, in the order of the models."""
 

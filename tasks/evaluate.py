@@ -21,14 +21,16 @@ from prefect.client.schemas.objects import State
 
 from grpo_core.comparison import verdict
 from grpo_core.evaluation_sections import HELD_OUT
+from tasks.figures import is_share
+from tasks.lineage import lineage_keys
 from tasks.process import run_process
+from tasks.report import PAGE, write_report
 from tasks.stage import EVALUATE, TRAIN, Context, run_stage
-from tasks.tracking import brief_requests, connect, training_run_id
+from tasks.tracking import brief_requests, connect, run_address, training_run_id
 
 CHAMPION = "champion"  # alias of the version to beat
 SAMPLES_SHOWN = 20
 METRICS_AT_ONCE = 1000  # MLflow takes no more
-POINTS = ("accuracy", "pass@", "majority@", "completions/clipped_ratio")  # metrics that are shares
 
 
 @task(name="evaluate")
@@ -37,7 +39,7 @@ def evaluate(run: Path, force: bool = False) -> State[None]:
 
 
 def _work(context: Context) -> dict[str, Any]:
-    config, log = context.config, get_run_logger()
+    config, log, start = context.config, get_run_logger(), time.monotonic()
     client = connect()
     command = ["-m", "grpo_core.evaluate", str(context.run), "--output", str(context.partial)]
     with brief_requests():  # better now than after the work
@@ -62,6 +64,11 @@ def _work(context: Context) -> dict[str, Any]:
         table=json.loads(_side_by_side(first, report["policies"]).write_json()),
         description=f"The first {first.height} held-out prompts, as {', '.join(report['policies'])} complete them",
     )
+    address = run_address(TRAIN.path(context.run))
+    try:
+        write_report(context.run, context.partial, report, time.monotonic() - start, lineage_keys(config), address)
+    except Exception as error:  # a page is no reason to lose an evaluation
+        log.warning("%s could not be made: %r", PAGE, error, exc_info=True)
     return report
 
 
@@ -96,7 +103,7 @@ def rows_of(figures: Mapping[str, Any]) -> Iterator[list[str]]:
         *(f"trained − {other} [{d['accuracy']['confidence']:.0%}]" for other, d in differences.items()),
     ]
     for metric in policies["trained"]:
-        form = ".1%" if metric.startswith(POINTS) else ".3f"
+        form = ".1%" if is_share(metric) else ".3f"
         means = [policies[p][metric]["mean"] if metric in policies[p] else None for p in policies]
         gains = [differences[other][metric] for other in differences]
         yield [

@@ -18,7 +18,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_GIT_COMMIT, MLFLOW_GIT_DIRTY
 
-from grpo_core.config import RunConfig
+from grpo_core.config import RunConfig, flatten
 from grpo_core.forecast import Throughput
 from tasks.lineage import content_hash, lineage_keys
 from tasks.stage import PLAN, VALIDATE, StageError
@@ -104,7 +104,7 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
         experiment_id = experiment.experiment_id
     tags = {f"lineage.{stage}": key for stage, key in lineage_keys(config).items()} | _code_version()
     info = client.create_run(experiment_id, run_name=config.name, tags=tags).info
-    values = _flat(config.model_dump(mode="json", exclude_none=True))
+    values = flatten(config.model_dump(mode="json", exclude_none=True))
     params = [Param(key, str(value)) for key, value in values.items()]
     for first in range(0, len(params), PARAMS_AT_ONCE):
         client.log_batch(info.run_id, params=params[first : first + PARAMS_AT_ONCE])
@@ -197,13 +197,21 @@ def training_run_id(training: Path) -> str:
     return read_tracking_run(training)["run_id"]
 
 
+def run_address(training: Path) -> str:
+    """Where a browser finds a training's run; of a SQLite file, once `grpo up` serves it."""
+    known = read_tracking_run(training)
+    root = tracking_uri().rstrip("/") if _is_served() else os.environ.get(SERVED_AT, "http://127.0.0.1:5000")
+    return f"{root}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}"
+
+
 def run_page(training: Path) -> str:
-    """Where a person finds a training's run, as Markdown; of a SQLite file, once `grpo up` serves it."""
-    uri, known = tracking_uri(), read_tracking_run(training)
-    served = uri.startswith(("http://", "https://"))
-    root = uri.rstrip("/") if served else os.environ.get(SERVED_AT, "http://127.0.0.1:5000")
-    page = f"{root}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}"
-    return f"[{page}]({page})" + ("" if served else " (while `grpo up` runs)")
+    """The same as Markdown."""
+    address = run_address(training)
+    return f"[{address}]({address})" + ("" if _is_served() else " (while `grpo up` runs)")
+
+
+def _is_served() -> bool:
+    return tracking_uri().startswith(("http://", "https://"))
 
 
 def _artifact_location() -> str | None:
@@ -211,12 +219,3 @@ def _artifact_location() -> str | None:
     if tracking_uri().startswith("sqlite:"):
         return (storage_root() / "mlflow" / "artifacts").as_uri()
     return None
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    items = values.items() if isinstance(values, dict) else enumerate(values)
-    flat: dict[str, Any] = {}
-    for key, value in items:
-        name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, (dict, list)) else {name: value}
-    return flat

@@ -28,6 +28,7 @@ PATIENCE = 120 * MILLISECONDS  # for a page, on a busy machine
 SETTLE = 2500  # milliseconds, of a picture: the timeline is drawn on a canvas, which does not say when it is done
 TALL: ViewportSize = {"width": 1280, "height": 1600}  # Prefect's UI loads what comes into view
 SHOWN: ViewportSize = {"width": 1280, "height": 800}
+PHONE: ViewportSize = {"width": 390, "height": 844}
 FINAL = re.compile(r"^\s*(Completed|Failed|Crashed|Cancelled)\s*$")
 Picture = Callable[[str], None]
 
@@ -195,7 +196,7 @@ def test_the_quickstart_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
     for key, shown in {
         "data-report": "Reward rehearsal",
         "plan": "effective_batch_size",
-        "evaluation": "held-out prompts",
+        "evaluation": "minimum detectable difference",
         "evaluation-samples": "trained/completion",
         "registration": "arithmetic version 1",
         "training-curves": "MLflow run",
@@ -204,6 +205,13 @@ def test_the_quickstart_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
         page.get_by_text(shown).first.wait_for()
     page.get_by_role("img", name="training curves").wait_for()
     picture("curves")
+
+    page.goto((served.storage / "runs" / "slower" / "evaluation" / "report.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= SHOWN["width"]
+    picture("report")
+    page.set_viewport_size(PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    page.set_viewport_size(TALL)
 
     page.goto(f"{served.mlflow_url}/#/experiments/1/runs")
     page.get_by_role("link", name="slower").first.click()

@@ -101,6 +101,7 @@ def test_the_run_directory_holds_what_each_stage_promises(finished: Path) -> Non
         "training/result.json",
         "training/model/config.json",
         "evaluation/report.json",
+        "evaluation/report.html",
         "evaluation/samples.parquet",
         "registration.json",
     ]:
@@ -309,8 +310,12 @@ def test_a_damaged_model_fails_evaluate_and_leaves_the_training_as_it_is(finishe
             _run(inputs, "evaluation.confidence=0.6")
     finally:
         whole.rename(weights)
+    findings = finished / "training" / "health.jsonl"
+    findings.write_text("no JSON\n")  # nothing reads it but the page of the run, which is no reason to fail
     _run(inputs, "evaluation.confidence=0.6")
+    findings.unlink()
     assert json.loads((finished / "evaluation" / "report.json").read_text())["confidence"] == 0.6
+    assert not (finished / "evaluation" / "report.html").exists()
 
 
 def test_an_unreachable_registry_fails_register_and_a_rerun_does_only_that(

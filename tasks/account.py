@@ -1,0 +1,212 @@
+"""What a training did, for the page of its run: curves, the plan against what happened, time, data, configuration."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tomli_w
+
+from grpo_core.plan import Plan
+from tasks import drawing, figures
+from tasks.drawing import ORANGE, Row, series
+from tasks.page import Cell, Chart, Section, Table
+from tasks.record import Record
+
+PACKAGES = ("grpo-flows", "torch", "transformers", "accelerate", "peft", "vllm", "prefect", "mlflow")
+COUNTS = {
+    "updates": "updates",
+    "rollouts": "generation batches",
+    "prompts_seen": "prompts seen",
+    "prompts_dropped": "prompts dropped",
+    "completions": "completions trained on",
+}
+
+
+def curves(record: Record) -> Section:
+    rows, longest = record.metrics, record.config.rollout.max_completion_length
+    rewards = {f"rewards/{name}/mean": name for name in record.weights}
+    panels: dict[str, tuple[str, float, dict[str, str]]] = {  # title: note, scale, lines
+        "Reward": ("", 1, {"reward": "sampled", "eval_reward": "held out"}),
+        "Accuracy, %": ("on the held-out prompts", 100, {"eval_accuracy": "held out"}),
+        "Rewards": ("each before its weight", 1, rewards if len(rewards) > 1 else {}),
+        "Groups without signal, %": (
+            "all their completions got the same reward",
+            100,
+            {"frac_reward_zero_std": "groups"},
+        ),
+        "Completion length": ("mean, tokens", 1, {"completions/mean_length": "mean"}),
+        "Completions cut off, %": (f"at {longest:,} tokens", 100, {"completions/clipped_ratio": "cut off"}),
+        "Entropy": ("nats a token", 1, {"entropy": "entropy"}),
+        "KL to the reference": ("nats a token", 1, {"kl": "KL"}),
+        "Gradient norm": ("before clipping", 1, {"grad_norm": "norm"}),
+        "Learning rate": ("", 1, {"learning_rate": "rate"}),
+    }
+    charts = []
+    for title, (note, scale, metrics) in panels.items():
+        lines = {name: points for name in metrics if (points := series(rows, name, scale))}
+        if any(value for points in lines.values() for _, value in points):
+            charts.append(Chart(title, _curve({metrics[name]: lines[name] for name in lines}, [*lines]), note))
+    smoothed = "; thin each update, thick a running mean" if len(rows) >= drawing.SMOOTHED_FROM else ""
+    return Section("Training", f"{len(rows):,} updates{smoothed}." if charts else "", charts=charts)
+
+
+def _curve(lines: Mapping[str, drawing.Points], names: Sequence[str]) -> str:
+    others = iter(drawing.LINE_COLOURS)
+    colours = [ORANGE if name.startswith("eval_") else next(others) for name in names]
+    return drawing.svg(lambda axes: drawing.plot(axes, lines, colours, smooth=names != ["learning_rate"]))
+
+
+def plan_and_outcome(record: Record) -> Section:
+    if not record.result or not record.plan:
+        return Section("The plan and what happened")
+    plan, result, forecasts = record.plan["plan"], record.result, record.plan.get("forecasts", {})
+    rows: list[list[Cell]] = []
+    for name, title in COUNTS.items():
+        planned, counted = result["planned"][name], result["counted"][name]
+        rows.append([title, f"{planned:,}", f"{counted:,}", "✓" if planned == counted else "differs"])
+    if plan["max_completions"] > plan["completions"]:
+        sampled = result["sampled_completions"]
+        rows.append(["completions sampled", f"at most {plan['max_completions']:,}", f"{sampled:,}", ""])
+    how = []
+    tokens = result["sampled_tokens"]
+    rows.append(["completion tokens sampled", f"at most {plan['max_completion_tokens']:,}", f"{tokens:,}", ""])
+    if "wall_time_hours" in (time := forecasts.get("time", {})):
+        forecast, real = 3600 * time["wall_time_hours"], result["train_seconds"]
+        rows.append(["time in updates", (figures.duration(forecast), "forecast"), figures.duration(real), ""])
+        how.append(f"The time was forecast thus: {time['how']}.")
+    silent = [row["frac_reward_zero_std"] for row in record.metrics if "frac_reward_zero_std" in row]
+    if silent and "share" in (useful := forecasts.get("useful_groups", {})):
+        happened = figures.percent(1 - sum(silent) / len(silent))
+        rows.append(["groups with a signal", (figures.percent(useful["share"]), "forecast"), happened, ""])
+    return Section(
+        "The plan and what happened",
+        tables=[Table(["", "planned", "happened", ""], rows)],
+        notes=[*how, *_events(result), *(_finding(found) for found in _first_findings(record.findings))],
+    )
+
+
+def _events(result: Mapping[str, Any]) -> Iterator[str]:
+    """What befell the training, in sentences."""
+    if step := result["stopped_early_at_step"]:
+        yield f"Stopped early after update {step:,}: held-out figures had stopped getting better."
+    if (best := result["best_step"]) is not None:
+        yield f"The model is the one of update {best:,}, the best on the held-out prompts ({result['best_value']:.3f})."
+    if step := result["resumed_at_step"]:
+        yield f"Interrupted, and continued after update {step:,}."
+    if result["roll_backs"]:
+        yield f"Rolled back {result['roll_backs']} times."
+    if result["ran_out_of_memory"]:
+        yield f"Memory ran out; went on with {result['per_device_train_batch_size']:,} completions in a forward pass."
+
+
+def _first_findings(findings: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
+    """The first finding of each rule, and how many there were."""
+    counts: dict[str, int] = {}
+    for found in findings:
+        counts[found["rule"]] = counts.get(found["rule"], 0) + 1
+    first = {found["rule"]: found for found in reversed(findings)}
+    return [(first[rule], count) for rule, count in counts.items()]
+
+
+def _finding(found: tuple[Mapping[str, Any], int]) -> str:
+    first, count = found
+    return f"Health ({first['action']}{f', {count} times' if count > 1 else ''}): {first['message']}"
+
+
+def time_of_updates(rows: Sequence[Row], plan: Plan) -> dict[str, np.ndarray]:
+    """Seconds of each update by what took them. (N,) each
+
+    A row repeats the seconds of its generation batch for each update that the batch feeds; they were spent in the
+    update that sampled it.
+    """
+    newest, sampled = -1, []
+    for row in rows:
+        rollouts = [micro_step.rollout for micro_step in plan.micro_steps(int(row["step"]) - 1)]
+        sampled.append(max(rollouts) - newest)
+        newest = max(rollouts)
+    all_of_it = np.array([row["step_time"] for row in rows])
+    batches = np.array(sampled)
+    generate, score = (batches * np.array([row[name] for row in rows]) for name in ("time/generate", "time/score"))
+    return {"sampling": generate, "scoring": score, "update": np.maximum(all_of_it - generate - score, 0.0)}
+
+
+def time_spent(record: Record, seconds: float) -> Section:
+    if not record.metrics or not record.plan:
+        return Section("Where the time went")
+    parts = time_of_updates(record.metrics, Plan(**record.plan["plan"]))
+    steps = [row["step"] for row in record.metrics]
+    in_updates = sum(values.sum() for values in parts.values())
+    stages = [("validate", record.data.get("seconds")), ("plan", record.plan.get("seconds"))]
+    rows = [(name, value) for name, value in stages if value is not None]
+    whole = record.result.get("seconds")
+    attempts = record.result.get("resumed_at_step") or record.result.get("roll_backs")
+    rest = [("start, checkpoints, evaluations", whole - in_updates)] if whole and not attempts else []
+    rows += [(f"train: {name}", values.sum()) for name, values in parts.items()]
+    rows += [(f"train: {name}", max(value, 0.0)) for name, value in rest]
+    rows.append(("evaluate", seconds))
+    total = sum(value for _, value in rows)
+    table = [[name, figures.duration(value), figures.percent(value / total)] for name, value in rows]
+    chart = drawing.svg(lambda axes: (drawing.stacked(axes, steps, parts), axes.set(ylabel="seconds")))
+    tokens = record.metrics[-1]["num_tokens"] / in_updates
+    return Section(
+        "Where the time went",
+        f"{figures.duration(total)} in all; {tokens:,.0f} tokens a second while training, prompts and completions.",
+        charts=[Chart("Seconds an update", chart)],
+        tables=[Table(["stage", "time", "share"], table)],
+    )
+
+
+def data_section(record: Record) -> Section:
+    data = record.data
+    if not data:
+        return Section("Data")
+    rows = [
+        [
+            name,
+            f"{data['rows_read'][name]:,}",
+            f"{data['num_prompts'][name]:,}",
+            *(f"{data['lengths'][name][figure]:,.0f}" for figure in ("mean", "p95", "max")),
+        ]
+        for name in data["num_prompts"]
+    ]
+    head = ["", "rows read", "prompts kept", "tokens, mean", "95th percentile", "longest"]
+    tables = [Table(head, rows)]
+    if data["findings"]:
+        broken = [
+            [f["check"], f["severity"], f"{f['rows']:,}", f["dataset"], f"{f['column']} {f['rule']}"]
+            for f in data["findings"]
+        ]
+        tables.append(Table(["check", "severity", "rows", "dataset", "rule"], broken, "Rules broken", words=True))
+    sources = [f"{name}: {source}" for name, source in data["sources"].items()]
+    return Section("Data", tables=tables, notes=[*sources, *data.get("rehearsal", {}).get("warnings", [])])
+
+
+def configuration(record: Record, keys: Mapping[str, str]) -> Section:
+    config = record.config
+    lineage = [[stage, key] for stage, key in keys.items()]
+    versions = [["python", platform.python_version()], *([name, found] for name, found in _versions())]
+    return Section(
+        "Configuration",
+        tables=[
+            Table(["stage", "lineage key"], lineage, "Lineage", words=True),
+            Table(["package", "version"], versions, "Versions, where it was evaluated", words=True),
+        ],
+        folded={
+            "What differs from the defaults": tomli_w.dumps(
+                config.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+            ),
+            "Every key": tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)),
+        },
+    )
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue

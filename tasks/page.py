@@ -1,0 +1,100 @@
+"""A page of text, charts and tables, in one file that needs nothing but itself; what comes from outside is escaped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+
+Cell = str | tuple[str, str]  # text, or text and what stands small below it
+
+
+@dataclass(frozen=True)
+class Table:
+    """`words`: it holds more of them than figures."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    title: str = ""
+    words: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    svg: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """`legend`: label → colour, of all charts. `samples`: by evaluation set. `folded`: long texts, opened by a click.
+
+    What is empty is left out of the page, and a section with nothing in it altogether.
+    """
+
+    title: str
+    text: str = ""
+    legend: Mapping[str, str] = field(default_factory=dict)
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+    samples: Mapping[str, Any] = field(default_factory=dict)
+    folded: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.text or self.charts or self.tables or self.notes or self.samples or self.folded)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`tone`: better, worse or open."""
+
+    tone: str
+    headline: str
+    sentence: str = ""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure in large; `policy`: whose it is, "" of none."""
+
+    label: str
+    figure: str
+    note: str
+    policy: str = ""
+
+
+def render(
+    title: str,
+    subtitle: str,
+    verdicts: Sequence[Verdict],
+    sections: Sequence[Section],
+    tiles: Sequence[Tile] = (),
+    links: Mapping[str, str] | None = None,
+) -> str:
+    """The page as HTML. `links`: text → address."""
+    return _template().render(
+        title=title,
+        subtitle=subtitle,
+        verdicts=verdicts,
+        sections=[section for section in sections if not section.is_empty],
+        tiles=tiles,
+        links=links or {},
+    )
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tasks"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html")

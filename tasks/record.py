@@ -1,0 +1,120 @@
+"""What a finished run left to read, from its directory or, for a run of another machine, from MLflow."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from grpo_core.config import RunConfig, load_config
+from tasks.drawing import Row
+from tasks.stage import EVALUATE, PLAN, TRAIN, VALIDATE
+from tasks.storage import UnknownRunError, find_run
+
+SAMPLES = "samples.parquet"
+TRACKED = re.compile(r"[0-9a-f]{32}|.+@.+|.+/\d+")  # an MLflow run id, MODEL@ALIAS, MODEL/VERSION
+
+
+class NotEvaluatedError(LookupError):
+    """A run without an evaluation; the message says what makes one."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """`data`, `plan`, `result`, `evaluation`: the receipts of validate, plan, train and evaluate. `metrics`: a row an
+    update. `findings`: what the health policy found. `samples`: samples.parquet of the evaluation."""
+
+    config: RunConfig
+    data: dict[str, Any]
+    plan: dict[str, Any]
+    result: dict[str, Any]
+    evaluation: dict[str, Any]
+    metrics: list[Row]
+    findings: list[dict[str, Any]]
+    samples: pl.DataFrame
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of each reward, by its name."""
+        return {reward.name: reward.weight for reward in self.config.rewards}
+
+
+def load_record(reference: str) -> Record:
+    """Of a run's name under the storage root; else of an MLflow run id, MODEL@ALIAS or MODEL/VERSION.
+
+    UnknownRunError where there is no such thing, NotEvaluatedError where it has not been evaluated.
+    """
+    try:
+        run = find_run(reference)
+    except UnknownRunError as error:
+        if not TRACKED.fullmatch(reference):
+            raise
+        run_id = _tracked(reference)
+        if run_id is None:
+            raise UnknownRunError(f"{error}; nor does MLflow have such a run or model version") from None
+        return _download(reference, run_id)
+    return read_record(run)
+
+
+def read_record(run: Path, training: Path | None = None, evaluation: Path | None = None) -> Record:
+    """Of a run's directory; `training` and `evaluation` where those outputs are elsewhere. NotEvaluatedError."""
+    training, evaluation = training or TRAIN.path(run), evaluation or EVALUATE.path(run)
+    if not (evaluation / EVALUATE.receipt).is_file():
+        raise NotEvaluatedError(
+            f"run {run.name!r} has no evaluation ({evaluation}); make it: grpo stage evaluate --run {run.name}"
+        )
+    return Record(
+        config=load_config(run / "config.toml"),
+        data=_json(VALIDATE.receipt_path(run)),
+        plan=_json(PLAN.receipt_path(run)),
+        result=_json(training / TRAIN.receipt),
+        evaluation=_json(evaluation / EVALUATE.receipt),
+        metrics=_lines(training / "metrics.jsonl"),
+        findings=_lines(training / "health.jsonl"),
+        samples=pl.read_parquet(evaluation / SAMPLES),
+    )
+
+
+def _tracked(reference: str) -> str | None:
+    """The MLflow run that is named, if there is such a run."""
+    import mlflow
+
+    from tasks.tracking import connect
+
+    client = connect()
+    name, at, alias = reference.partition("@")
+    model, slash, version = reference.rpartition("/")
+    try:
+        if at:
+            return client.get_model_version_by_alias(name, alias).run_id
+        if slash:
+            return client.get_model_version(model, version).run_id
+        return client.get_run(reference).info.run_id
+    except mlflow.MlflowException:
+        return None
+
+
+def _download(reference: str, run_id: str) -> Record:
+    """What register put into the MLflow run; there, the training's files lie at the top."""
+    import mlflow
+
+    with tempfile.TemporaryDirectory() as folder:
+        there = {artifact.path for artifact in mlflow.artifacts.list_artifacts(run_id=run_id)}
+        for path in {"config.toml", "plan.json", "result.json", "metrics.jsonl", "evaluation", "dataset"} & there:
+            mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=path, dst_path=folder)
+        if not {"config.toml", "evaluation"} <= there:
+            raise NotEvaluatedError(f"MLflow run {run_id} ({reference}) has no evaluation: it was not registered")
+        return read_record(Path(folder), training=Path(folder))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []

@@ -1,0 +1,167 @@
+"""The page of a run says what its files say, shows what others wrote as text, and needs nothing but itself."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from grpo_core.plan import make_plan
+from grpo_core.rules import PlanInputs
+from tasks import drawing
+from tasks.account import time_of_updates
+from tasks.record import Record, read_record
+from tasks.report import report_page
+from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
+from tests.pages import Page
+
+MLFLOW = "http://127.0.0.1:5000/#/experiments/1/runs/abc"
+EVIL = "</pre><script>alert('got in')</script><img src=x onerror=alert(1)>"
+
+
+def _html(record: Record) -> str:
+    return report_page(record, 12.0, {"train": "0123abcd"}, MLFLOW)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """With a champion, two sets, categories, evaluation in training and KL."""
+    right = {"base": outcomes_of(0, 0.4), "champion": outcomes_of(1, 0.5), "trained": outcomes_of(2, 0.9)}
+    general = {policy: 1 - values for policy, values in right.items()}
+    samples = pl.concat(
+        [samples_of(right, completion=EVIL, categories=("short", "long")), samples_of(general, "general")],
+        how="diagonal",
+    )
+    values = values_of("full", evaluation={"sets": [{"name": "general", "data": "general.parquet"}]})
+    metrics = metrics_of(kl=0.05, eval_reward=0.6, eval_accuracy=0.6)
+    return read_record(made_up_run(tmp_path_factory.mktemp("full"), values, samples, metrics))
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    samples = samples_of({"base": outcomes_of(0, 0.4), "trained": outcomes_of(1, 0.4)})
+    return read_record(made_up_run(tmp_path_factory.mktemp("bare"), values_of("bare"), samples, metrics_of()))
+
+
+@pytest.fixture(scope="module")
+def full_html(full: Record) -> str:
+    return _html(full)
+
+
+@pytest.fixture(scope="module")
+def full_page(full_html: str) -> Page:
+    return Page(full_html)
+
+
+@pytest.fixture(scope="module")
+def bare_page(bare: Record) -> Page:
+    return Page(_html(bare))
+
+
+def _figures(found: dict[str, Any]) -> list[str]:
+    return [f"{found['mean']:.1%}", f"[{100 * found['low']:.1f}, {100 * found['high']:.1f}]"]
+
+
+def test_the_page_has_the_figures_of_every_set_category_and_policy(full: Record, full_page: Page) -> None:
+    text = full_page.text
+    parts = [*full.evaluation["sets"].values(), *full.evaluation["sets"]["held-out"]["categories"].values()]
+    assert len(parts) == 4
+    for part in parts:
+        for policy in ("base", "champion", "trained"):
+            assert all(figure in text for figure in _figures(part["policies"][policy]["accuracy"]))
+        for rival in ("base", "champion"):
+            assert f"{100 * part['differences'][rival]['accuracy']['mean']:+.1f} points" in text
+    for name in ("general", "short", "long", "champion (version 3)", "0123abcd"):
+        assert name in text
+
+
+def test_the_verdict_is_on_the_champion_and_its_tone_is_the_test_s(
+    full: Record, full_page: Page, bare_page: Page
+) -> None:
+    difference = full.evaluation["sets"]["held-out"]["differences"]["champion"]["accuracy"]
+    assert difference["p_value"] < 0.05
+    assert f"Better than the champion (version 3) by {100 * difference['mean']:.1f} points" in full_page.text
+    assert f"{100 * difference['minimum_detectable']:.1f} points is the smallest true gain" in full_page.text
+    assert ("div", {"class": "verdict better"}) in full_page.tags
+    assert ("div", {"class": "verdict open"}) in bare_page.tags
+    assert "No difference from the base could be shown" in bare_page.text
+
+
+def test_what_others_wrote_is_text_and_nothing_comes_from_elsewhere(full_html: str, full_page: Page) -> None:
+    assert EVIL in full_page.text
+    assert EVIL not in full_html
+    names = {tag for tag, _ in full_page.tags}
+    assert names.isdisjoint({"script", "img", "iframe", "link", "object"})
+    assert not [name for _, attributes in full_page.tags for name in attributes if name.startswith("on")]
+    assert full_page.references == {MLFLOW}
+    assert not re.search(r"@import|url\((?!#)", full_html)
+
+
+def test_a_part_without_data_is_left_out(bare: Record, full_page: Page, bare_page: Page) -> None:
+    parts = ("champion", "KL to the reference", "held out", "accuracy by category", "Accuracy, %")
+    assert all(part in full_page.text for part in parts)
+    assert not [part for part in parts if part in bare_page.text]
+    nothing = Page(_html(replace(bare, metrics=[], result={}, plan={}, data={})))
+    titles = ("Training", "The plan and what happened", "Where the time went", "Data")
+    assert all(title in bare_page.text for title in titles)
+    assert not [title for title in titles if title in nothing.text]
+
+
+def test_prompts_that_changed_are_counted_and_shown(full_page: Page) -> None:
+    text = full_page.text
+    before, after = outcomes_of(0, 0.4), outcomes_of(2, 0.9)
+    assert f"{int((after > before).sum())} better" in text
+    assert f"{int((after < before).sum())} worse" in text
+    assert f"{int((after + before == 0).sum())} still wrong" in text
+
+
+def test_of_several_completions_the_page_shows_pass_at_k_and_how_many_are_right(tmp_path: Path) -> None:
+    drawn = [
+        samples_of({"base": np.zeros(60), "trained": np.full(60, right)}).with_columns(sample=sample)
+        for sample, right in enumerate((0.0, 1.0))
+    ]
+    keys = {"num_samples": 2, "temperature": 0.7, "bootstrap_resamples": 500}
+    run = made_up_run(tmp_path, values_of("several", evaluation=keys), pl.concat(drawn), metrics_of())
+    page = Page(_html(read_record(run)))
+    for shown in ("pass@k, %", "pass@2", "majority@2", "60 better", "1 of 2 right, the first", "0 of 2 right"):
+        assert shown in page.text
+
+
+def test_a_set_that_no_reward_scored_is_said_and_not_drawn(tmp_path: Path) -> None:
+    nothing = np.full(60, np.nan)
+    samples = samples_of({"base": nothing, "trained": nothing}).fill_nan(None)
+    page = Page(_html(read_record(made_up_run(tmp_path, values_of("unscored"), samples, metrics_of()))))
+    assert "No comparison with the base: no prompt was scored for both" in page.text
+    assert "with 95% intervals" not in page.text
+
+
+def test_the_time_of_a_generation_batch_is_counted_once() -> None:
+    plan = make_plan(
+        PlanInputs(8, 4, 8, max_completion_length=4, steps_per_generation=2, num_iterations=2, max_steps=8)
+    )
+    rows = [{"step": step, "step_time": 2.0, "time/generate": 1.0, "time/score": 0.25} for step in range(1, 9)]
+    parts = time_of_updates(rows, plan)
+    assert parts["sampling"].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert np.allclose(sum(parts.values()), 2.0)
+
+
+@pytest.mark.parametrize("count", [1, 30, 5000])
+def test_a_chart_is_a_small_well_formed_element_in_the_page_s_colours(count: int) -> None:
+    points = [(step, float(step % 7)) for step in range(1, count + 1)]
+    element = drawing.svg(lambda axes: drawing.plot(axes, {"reward": points}, [drawing.BLUE]))
+    root = ElementTree.fromstring(element)
+    assert root.tag == "svg"
+    assert "var(--blue)" in element
+    assert not re.search(r"#[0-9a-f]{6}\b|http", element)
+    assert len(element) < 100_000
+
+
+def test_a_running_mean_keeps_a_constant_and_the_middle_of_a_line() -> None:
+    assert np.allclose(drawing.running_mean(np.full(9, 3.0), 5), 3.0)
+    assert np.allclose(drawing.running_mean(np.arange(9.0), 5)[2:-2], np.arange(2.0, 7.0))
