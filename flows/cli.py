@@ -1,4 +1,4 @@
-"""The command line: `grpo run`, `stage`, `status`, `plan`, `keys`, `up`, `serve`, `worker`.
+"""The command line: `grpo run`, `stage`, `status`, `compare`, `plan`, `keys`, `up`, `serve`, `worker`.
 
 Heavy libraries are imported by the command that needs them.
 """
@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flows.compare import compare
 from flows.environment import TAG, configure
 from flows.planning import plan
 from flows.server import prefect_api
@@ -32,6 +33,7 @@ app.command()(up)
 app.command()(serve)
 app.command()(worker)
 app.command()(status)
+app.command()(compare)
 console = Console()
 
 ConfigFile = Annotated[Path, typer.Argument(help="run configuration (TOML), such as configs/quickstart.toml")]
@@ -109,6 +111,7 @@ def _fail(message: str, code: int) -> None:
 def _summary(folder: Path, seconds: float) -> None:
     """What happened and where to look."""
     from tasks.evaluate import rows_of, verdicts
+    from tasks.report import PAGE
 
     report, training, registration = (stage.read_receipt(folder) for stage in (EVALUATE, TRAIN, REGISTER))
     counted = training["counted"]
@@ -126,6 +129,7 @@ def _summary(folder: Path, seconds: float) -> None:
         f"registered  {registration['model_name']} version {registration['version']}, "
         f"alias {registration['alias']}\n"
         f"run         {folder}\n"
+        f"report      {EVALUATE.path(folder) / PAGE}\n"
         "look at it  make ui: http://127.0.0.1:4200 (Prefect), http://127.0.0.1:5000 (MLflow)",
         soft_wrap=True,
         highlight=False,

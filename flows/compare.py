@@ -1,0 +1,66 @@
+"""`grpo compare`: runs side by side, in the terminal and as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from grpo_core.config import ConfigError
+from tasks import page
+from tasks.storage import UnknownRunError, write_text
+
+MOST_RUNS = 6  # more lines in one picture cannot be told apart
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN RUN...", help="name of a run, MLflow run id, MODEL@ALIAS or MODEL/VERSION"),
+    ],
+    html: Annotated[Path | None, typer.Option(help="write the comparison, with curves, to this file too")] = None,
+) -> None:
+    """Show in what runs differ, their figures, and whether they are better than the first on the same prompts."""
+    from tasks.compare import comparison, comparison_page
+    from tasks.record import NotEvaluatedError, load_record
+
+    if not 2 <= len(runs) <= MOST_RUNS or len({*runs}) < len(runs):
+        _refuse(f"{' '.join(runs)}: from two to {MOST_RUNS} runs can be compared, each named once")
+    try:
+        records = {run: load_record(run) for run in runs}
+    except (UnknownRunError, NotEvaluatedError, ConfigError) as error:
+        _refuse(str(error))
+    console = Console()
+    for section in comparison(records):
+        _show(section, console)
+    if html:
+        write_text(html, comparison_page(records))
+        console.print(f"\nthe same with curves: {html}", soft_wrap=True, highlight=False)
+
+
+def _show(section: page.Section, console: Console) -> None:
+    console.print(f"\n{section.title}", style="bold", markup=False, highlight=False)
+    if section.text:
+        console.print(section.text, style="dim", markup=False, highlight=False)
+    for it in section.tables:
+        table = Table(title=it.title or None, title_justify="left", title_style="")
+        for place, name in enumerate(it.head):
+            table.add_column(Text(name), justify="right" if place and not it.words else "left", overflow="fold")
+        for row in it.rows:
+            table.add_row(*(Text(cell) if isinstance(cell, str) else _two_lines(*cell) for cell in row))
+        console.print(table)
+    for note in section.notes:
+        console.print(note, style="yellow", markup=False, highlight=False)
+
+
+def _two_lines(main: str, small: str) -> Text:
+    return Text.assemble(main, "\n", (small, "dim"))
+
+
+def _refuse(message: str) -> None:
+    Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(2)

@@ -1,0 +1,230 @@
+"""Runs side by side: the parameters in which they differ, their figures, and whether one is better than the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from grpo_core.comparison import verdict
+from grpo_core.config import flatten
+from grpo_core.evaluation_sections import HELD_OUT
+from grpo_core.outcomes import outcomes
+from grpo_core.statistics import paired_difference
+from tasks import drawing, figures
+from tasks.drawing import series
+from tasks.page import Cell, Chart, Section, Table, Verdict, render
+from tasks.record import Record
+
+METRICS = ("accuracy", "reward", "completions/mean_length", "completions/clipped_ratio", "kl")
+PAIRED = ("accuracy", "reward")
+LAST = 0.1  # of the updates: what a training ended with
+ENDS = {
+    "reward": "reward",
+    "completions/mean_length": "completion length, tokens",
+    "frac_reward_zero_std": "groups without signal",
+    "entropy": "entropy, nats",
+    "kl": "KL to the reference, nats",
+    "grad_norm": "gradient norm",
+}
+CURVES = {
+    "reward": ("Reward, sampled", 1),
+    "eval_reward": ("Reward on held-out prompts", 1),
+    "eval_accuracy": ("Accuracy on held-out prompts, %", 100),
+    "completions/mean_length": ("Completion length, tokens", 1),
+    "frac_reward_zero_std": ("Groups without signal, %", 100),
+    "entropy": ("Entropy, nats a token", 1),
+    "kl": ("KL to the reference, nats a token", 1),
+    "step_time": ("Seconds an update", 1),
+}
+# What outcomes follow from, beside the policy.
+EVALUATED_BY = ("evaluation.", "rewards.", "data.eval", "seed", "rollout.max_completion_length")
+Records = Mapping[str, Record]  # by the name that the run is shown under; the first is what the others are held against
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A run minus the first on one evaluation set, by metric (a `Difference` as in report.json); or why they cannot be
+    paired."""
+
+    differences: Mapping[str, Mapping[str, Any]]
+    obstacle: str = ""
+
+
+def parameters_that_differ(records: Records) -> dict[str, list[str]]:
+    """Configuration keys whose values are not the same in all runs, but for the runs' names: the value in each."""
+    values = [flatten(record.config.model_dump(mode="json", exclude_none=True)) for record in records.values()]
+    keys = dict.fromkeys(key for of_run in values for key in of_run if key != "name")
+    rows = {key: [str(of_run[key]) if key in of_run else figures.NONE for of_run in values] for key in keys}
+    return {key: row for key, row in rows.items() if len(set(row)) > 1}
+
+
+def evaluation_sets(records: Records) -> list[str]:
+    """Of all runs, in the order in which they come."""
+    return [*dict.fromkeys(name for record in records.values() for name in record.evaluation["sets"])]
+
+
+def paired_with_first(records: Records, name: str) -> dict[str, Paired]:
+    """Each other run's trained policy minus that of the first, prompt by prompt of the evaluation set `name`."""
+    (_, first), *others = records.items()
+    return {label: _pair(first, other, name) for label, other in others}
+
+
+def _pair(first: Record, other: Record, name: str) -> Paired:
+    if first.evaluation["key"] != other.evaluation["key"]:
+        return Paired({}, _what_differs(first, other))
+    keys = first.config.evaluation
+    options = (keys.confidence, keys.bootstrap_resamples, first.config.seed)
+    return Paired(
+        {
+            metric: asdict(paired_difference(*(_outcomes(it, name, metric) for it in (first, other)), *options))
+            for metric in PAIRED
+        }
+    )
+
+
+def _outcomes(record: Record, name: str, metric: str) -> np.ndarray:
+    right = record.evaluation["accuracy_reward"]
+    return outcomes(record.samples, name, "trained", metric, record.weights, right)
+
+
+def _what_differs(first: Record, other: Record) -> str:
+    """Why the outcomes of two evaluations are no pairs."""
+    differing = [
+        f"{key} ({' / '.join(values)})"
+        for key, values in parameters_that_differ({"first": first, "other": other}).items()
+        if key.startswith(EVALUATED_BY)
+    ]
+    if differing:
+        return f"evaluated differently: {', '.join(differing)}"
+    asked = [_asked(record) for record in (first, other)]
+    if different := [name for name in {**asked[0], **asked[1]} if asked[0].get(name) != asked[1].get(name)]:
+        return f"other prompts in {', '.join(different)}"
+    return "the data or the source of a reward function has changed between their evaluations"
+
+
+def _asked(record: Record) -> dict[str, list[Any]]:
+    """The prompts of each evaluation set."""
+    first = record.samples.filter(record.samples["sample"] == 0).sort("row")
+    return {name: of_set["prompt"].to_list() for (name,), of_set in first.group_by("set", maintain_order=True)}
+
+
+def end_of_training(record: Record) -> dict[str, str]:
+    """What a training came to: its counts, and the means of its last updates."""
+    rows = record.metrics[-max(1, round(LAST * len(record.metrics))) :]
+    found = {"updates": f"{len(record.metrics):,}"}
+    if record.result:
+        found["completions"] = f"{record.result['counted']['completions']:,}"
+        found["time in updates"] = figures.duration(record.result["train_seconds"])
+    for metric, title in ENDS.items():
+        values = [row[metric] for row in rows if metric in row]
+        if values:
+            mean = sum(values) / len(values)
+            found[title] = figures.percent(mean) if metric == "frac_reward_zero_std" else figures.number(mean)
+    return found
+
+
+def comparison(records: Records) -> list[Section]:
+    """All of it but the curves."""
+    labels = [*records]
+    differing = [[key, *values] for key, values in parameters_that_differ(records).items()]
+    ends = {label: end_of_training(record) for label, record in records.items()}
+    titles = dict.fromkeys(title for found in ends.values() for title in found)
+    trained = [[title, *(found.get(title, figures.NONE) for found in ends.values())] for title in titles]
+    return [
+        Section(
+            "Parameters that differ",
+            text="" if differing else "None: the runs have the same configuration.",
+            tables=[Table(["key", *labels], differing, words=True)] if differing else [],
+        ),
+        *(_evaluation(records, name) for name in evaluation_sets(records)),
+        Section(
+            "End of training",
+            f"Means over the last {LAST:.0%} of the updates.",
+            tables=[Table(["", *labels], trained)],
+        ),
+    ]
+
+
+def _evaluation(records: Records, name: str) -> Section:
+    first, *_ = records
+    paired = paired_with_first(records, name)
+    rows = [
+        [(label, metric), (figures.gain(metric, it), figures.interval(metric, it)), *_certainty(metric, it)]
+        for label, found in paired.items()
+        for metric, it in found.differences.items()
+    ]
+    head = ["", f"minus {first}", "probability better", "gain detectable from"]
+    sets = [record.evaluation["sets"].get(name) for record in records.values()]
+    counts = dict.fromkeys(f"{found['num_prompts']:,}" for found in sets if found)
+    return Section(
+        f"Evaluation on {name}, {' or '.join(counts)} prompts",
+        tables=[
+            Table(["", *records], [*_figures(sets)]),
+            *([Table(head, rows, f"Prompt by prompt against {first}")] if rows else []),
+        ],
+        notes=[f"{label} cannot be paired with {first}: {it.obstacle}" for label, it in paired.items() if it.obstacle],
+    )
+
+
+def _certainty(metric: str, found: Mapping[str, Any]) -> tuple[Cell, Cell]:
+    better = figures.probability(found["probability_better"])
+    return (better, f"p = {figures.p_value(found['p_value'])}"), figures.detectable(metric, found)
+
+
+def _figures(sets: Sequence[Mapping[str, Any] | None]) -> Iterator[list[Cell]]:
+    """A row a metric, a column a run."""
+    for policy, metric in (("base", "accuracy"), *(("trained", metric) for metric in METRICS)):
+        found = [of_run["policies"][policy].get(metric) if of_run else None for of_run in sets]
+        if any(found):
+            title = "accuracy of the base" if policy == "base" else figures.name_of(metric)
+            yield [
+                title,
+                *((figures.amount(metric, it["mean"]), figures.interval(metric, it)) if it else "" for it in found),
+            ]
+
+
+def comparison_page(records: Records) -> str:
+    """The comparison as a page that needs nothing but itself."""
+    parameters, *evaluations, end = comparison(records)
+    colours = dict(zip(records, drawing.LINE_COLOURS, strict=False))
+    training = replace(
+        end,
+        title="Training",
+        text=f"Thin: each update; thick: running mean. Below, means over the last {LAST:.0%} of the updates.",
+        legend={label: drawing.PAGE_COLOURS[colour] for label, colour in colours.items()},
+        charts=[*_overlaid(records, colours)],
+    )
+    first, *_ = records
+    made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
+    return render(
+        " · ".join(records), f"compared with {first} · {made}", _verdicts(records), [parameters, *evaluations, training]
+    )
+
+
+def _verdicts(records: Records) -> Iterator[Verdict]:
+    """On each other run against the first, by accuracy on the held-out prompts."""
+    first, *_ = records
+    for label, paired in paired_with_first(records, HELD_OUT).items():
+        if paired.obstacle:
+            yield Verdict("open", f"{label} cannot be compared with {first}", paired.obstacle)
+            continue
+        it = paired.differences["accuracy"]
+        yield Verdict(
+            figures.tone(it),
+            f"{label}: {verdict(it, f'run {first}')}",
+            f"{figures.gain('accuracy', it)} {figures.interval('accuracy', it)} on the same {it['num_prompts']:,} "
+            f"prompts, probability of being better {figures.probability(it['probability_better'])}.",
+        )
+
+
+def _overlaid(records: Records, colours: Mapping[str, str]) -> Iterator[Chart]:
+    for metric, (title, scale) in CURVES.items():
+        found = {label: series(record.metrics, metric, scale) for label, record in records.items()}
+        lines = {label: points for label, points in found.items() if points}
+        if lines:
+            chosen = [colours[label] for label in lines]
+            yield Chart(title, drawing.svg(lambda axes: drawing.plot(axes, lines, chosen, legend=False)))  # noqa: B023

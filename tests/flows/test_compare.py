@@ -1,0 +1,160 @@
+"""`grpo compare`: what differs is found, pairs are those of the outcomes, and what cannot be paired says why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from typer.testing import CliRunner, Result
+
+from flows.cli import app
+from grpo_core.statistics import paired_difference
+from tasks.compare import comparison_page, paired_with_first, parameters_that_differ
+from tasks.record import Record, load_record, read_record
+from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
+from tests.pages import Page
+
+SLOWER = {"train": {"learning_rate": 2e-6}, "algorithm": {"beta": 0.04}}
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs evaluated alike, one of other evaluation settings, one on other prompts, one without an evaluation."""
+    root = tmp_path_factory.mktemp("storage")
+    base = {"base": outcomes_of(0, 0.3)}
+    first, slower = (samples_of({**base, "trained": outcomes_of(seed, rate)}) for seed, rate in ((1, 0.5), (2, 0.9)))
+    runs: dict[str, tuple[dict[str, Any], pl.DataFrame, str]] = {
+        "first": ({}, first, "same"),
+        "slower": (SLOWER, slower, "same"),
+        "warm": ({"evaluation": {"bootstrap_resamples": 500, "temperature": 0.7}}, first, "warm"),
+        "asked": ({}, first.with_columns(prompt=pl.lit("other")), "asked"),
+        "unfinished": ({}, first, "same"),
+    }
+    for name, (changes, samples, key) in runs.items():
+        metrics = metrics_of(**({"kl": 0.02} if name == "slower" else {}))
+        made_up_run(root / "runs" / name, values_of(name, **changes), samples, metrics, key)
+    (root / "runs" / "unfinished" / "evaluation" / "report.json").unlink()
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _here(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_STORAGE", str(storage))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def _records(*names: str) -> dict[str, Record]:
+    return {name: load_record(name) for name in names}
+
+
+def _compare(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["compare", *arguments])
+
+
+def test_the_parameters_that_differ_are_exactly_those() -> None:
+    assert parameters_that_differ(_records("first", "slower")) == {
+        "train.learning_rate": ["1e-06", "2e-06"],
+        "algorithm.beta": ["0.0", "0.04"],
+    }
+    assert parameters_that_differ(_records("first", "asked")) == {}
+
+
+def test_the_paired_figures_are_those_of_the_outcomes() -> None:
+    (paired,) = paired_with_first(_records("first", "slower"), "held-out").values()
+    expected = paired_difference(outcomes_of(1, 0.5), outcomes_of(2, 0.9), 0.95, 500, 0)
+    assert paired.differences["accuracy"] == asdict(expected)
+    assert not paired.obstacle
+
+
+def test_the_other_order_changes_the_sign_and_nothing_else() -> None:
+    forth, back = (
+        paired_with_first(_records(*names), "held-out")[names[1]].differences["accuracy"]
+        for names in (("first", "slower"), ("slower", "first"))
+    )
+    assert forth["mean"] == -back["mean"]
+    assert forth["minimum_detectable"] == back["minimum_detectable"]
+    assert forth["probability_better"] == pytest.approx(1 - back["probability_better"], abs=0.01)
+
+
+def test_evaluations_that_differ_are_not_paired_and_it_says_in_what() -> None:
+    paired = paired_with_first(_records("first", "warm", "asked"), "held-out")
+    assert paired["warm"].obstacle == "evaluated differently: evaluation.temperature (0.0 / 0.7)"
+    assert paired["asked"].obstacle == "other prompts in held-out"
+    assert not paired["warm"].differences
+
+
+def test_the_terminal_has_it_in_80_columns_and_the_page_the_same_figures(storage: Path) -> None:
+    file = storage / "comparison.html"
+    done = _compare("first", "slower", "warm", "--html", str(file))
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.output.splitlines()[:-1])) <= 80
+    page = Page(file.read_text())
+    difference = paired_with_first(_records("first", "slower"), "held-out")["slower"].differences["accuracy"]
+    evaluated = load_record("slower").evaluation["sets"]["held-out"]["policies"]["trained"]["accuracy"]
+    for figure in (
+        f"{100 * difference['mean']:+.1f} points",
+        f"[{100 * difference['low']:.1f}, {100 * difference['high']:.1f}]",
+        f"{evaluated['mean']:.1%}",
+        "train.learning_rate",
+        "evaluation.temperature",
+    ):
+        assert figure in done.output
+        assert figure in page.text
+    assert page.references == set()
+    assert "script" not in {tag for tag, _ in page.tags}
+
+
+def test_a_curve_is_drawn_for_what_any_of_the_runs_has() -> None:
+    text = Page(comparison_page(_records("first", "slower"))).text
+    assert "KL to the reference" in text
+    assert "Reward on held-out prompts" not in text
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        (["first", "slowr"], "no run 'slowr'"),
+        (["first", "slowr"], "the nearest there: slower"),
+        (["first", "unfinished"], "grpo stage evaluate --run unfinished"),
+        (["first"], "from two to 6 runs"),
+        (["first", "first"], "each named once"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_the_reason(runs: list[str], message: str) -> None:
+    done = _compare(*runs)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+
+
+def test_a_run_of_another_machine_is_read_from_mlflow(
+    storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks.tracking import connect
+
+    here = read_record(storage / "runs" / "slower")
+    folder = storage / "runs" / "slower"
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    client = connect()
+    experiment = client.create_experiment("grpo", (tmp_path / "artifacts").as_uri())
+    run_id = client.create_run(experiment).info.run_id
+    for path in ("config.toml", "plan.json", "training/result.json", "training/metrics.jsonl"):
+        client.log_artifact(run_id, str(folder / path))
+    client.log_artifacts(run_id, str(folder / "evaluation"), "evaluation")
+    client.log_artifact(run_id, str(folder / "dataset" / "report.json"), "dataset")
+    client.create_registered_model("sums")
+    version = client.create_model_version("sums", (tmp_path / "artifacts").as_uri(), run_id)
+    client.set_registered_model_alias("sums", "candidate", version.version)
+    for reference in (run_id, "sums@candidate", "sums/1"):
+        there = load_record(reference)
+        assert there.samples.equals(here.samples)
+        assert (there.config, there.evaluation, there.metrics) == (here.config, here.evaluation, here.metrics)
+        assert (there.plan, there.result, there.data) == (here.plan, here.result, here.data)
+    empty = client.create_run(experiment).info.run_id
+    with pytest.raises(LookupError, match="has no evaluation"):
+        load_record(empty)
+    with pytest.raises(LookupError, match="nor does MLflow have such"):
+        load_record("sums@champion")
