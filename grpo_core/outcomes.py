@@ -1,0 +1,99 @@
+"""Samples → what a policy did on each prompt, metric by metric. The prompt is the unit of every statistic.
+
+`samples` has a row for each completion that was drawn of each prompt (see `docs/evaluation.md`, samples.parquet).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import polars as pl
+
+from grpo_core.statistics import pass_at_k
+
+COLUMN_OF = {
+    "completions/mean_length": "completion_tokens",
+    "completions/clipped_ratio": "truncated",
+    "kl": "kl",
+}
+
+
+def outcomes(
+    samples: pl.DataFrame,
+    set: str,
+    policy: str,
+    metric: str,
+    weights: Mapping[str, float],
+    accuracy_reward: str,
+) -> np.ndarray:
+    """A policy's `metric` on each prompt of a set, in the order of rows: the mean over the prompt's samples. (N,)
+
+    accuracy: whether the sample is right, which is that `accuracy_reward` gave it 1. reward: the sum of its rewards by
+    `weights`. pass@K: the probability that one of K samples is right. The others are columns of `samples`. A sample
+    that a reward left unscored is left out, a prompt without a scored one is NaN. ValueError for a metric or a policy
+    that the samples do not have.
+    """
+    of_set = samples.filter(pl.col("set") == set)
+    if metric.startswith("pass@"):
+        return _pass_at(int(metric.removeprefix("pass@")), of_set, f"{policy}/rewards/{accuracy_reward}")
+    try:
+        per_prompt = of_set.group_by("row").agg(_of_sample(policy, metric, weights, accuracy_reward).mean().alias("it"))
+    except pl.exceptions.ColumnNotFoundError as error:
+        raise ValueError(f"the samples have no {metric!r} of the policy {policy!r}: no column {error}") from None
+    return per_prompt.sort("row")["it"].fill_null(np.nan).to_numpy()
+
+
+def majority(
+    samples: pl.DataFrame, set: str, policy: str, accuracy_reward: str, answer_pattern: str | None
+) -> np.ndarray:
+    """Whether the answer that most samples of a prompt give is right (arXiv:2203.11171), in the order of rows. (N,)
+
+    The answer: the first group of `answer_pattern`'s last match, or without a pattern the completion without white
+    space around it; a completion without a match casts no vote. Of equal counts the answer that came first wins. NaN
+    where the winner's first sample was not scored; 0 where no sample has an answer.
+    """
+    columns = (f"{policy}/completion", f"{policy}/rewards/{accuracy_reward}")
+    of_set = samples.filter(pl.col("set") == set).sort("row", "sample")
+    per_prompt = of_set.group_by("row", maintain_order=True).agg(*columns)
+    return np.array([_vote(zip(*drawn, strict=True), answer_pattern) for _, *drawn in per_prompt.rows()])
+
+
+def _of_sample(policy: str, metric: str, weights: Mapping[str, float], accuracy_reward: str) -> pl.Expr:
+    """The metric of one sample; null where it was not scored."""
+    if metric == "accuracy":
+        return (pl.col(f"{policy}/rewards/{accuracy_reward}") == 1).cast(pl.Float64)
+    if metric == "reward":
+        rewards = {name: pl.col(f"{policy}/rewards/{name}") for name in weights}
+        scored = pl.any_horizontal(column.is_not_null() for column in rewards.values())
+        return pl.when(scored).then(pl.sum_horizontal(weights[name] * column for name, column in rewards.items()))
+    return pl.col(f"{policy}/{COLUMN_OF.get(metric) or metric.removesuffix('/mean')}").cast(pl.Float64)
+
+
+def _pass_at(k: int, of_set: pl.DataFrame, reward: str) -> np.ndarray:
+    scored = pl.col(reward)
+    counts = of_set.group_by("row").agg(right=(scored == 1).sum(), scored=scored.count()).sort("row")
+    counted = counts.select("right", "scored").rows()
+    return np.array([pass_at_k(right, drawn, k) if drawn >= k else np.nan for right, drawn in counted])
+
+
+def _vote(drawn: Iterable[tuple[str, float | None]], answer_pattern: str | None) -> float:
+    votes: dict[str, int] = {}
+    rewards: dict[str, float | None] = {}
+    for completion, reward in drawn:
+        answer = _answer(completion, answer_pattern)
+        if answer is not None:
+            votes[answer] = votes.get(answer, 0) + 1
+            rewards.setdefault(answer, reward)
+    if not votes:
+        return 0.0
+    reward = rewards[max(votes, key=votes.__getitem__)]
+    return np.nan if reward is None else float(reward == 1)
+
+
+def _answer(completion: str, pattern: str | None) -> str | None:
+    if pattern is None:
+        return completion.strip()
+    matches = list(re.finditer(pattern, completion))
+    return matches[-1].group(1) if matches else None
