@@ -36,13 +36,15 @@ def changes_of(path: Path, overrides: list[str] | None) -> dict[str, Any]:
     return _difference(read_values(path), read_values(path, overrides))
 
 
-def form_schema() -> dict[str, Any]:
-    """JSON schema of `changes`: every key of a configuration, grouped by section, none required.
+def form_schema(*sections: str) -> dict[str, Any]:
+    """JSON schema of `changes`: every key of a configuration, or of some sections, grouped by section, none required.
 
     Without defaults, which Prefect would fill in and send: an empty field is as in the preset. The configuration's own
     default stands in the description.
     """
     schema = RunConfig.model_json_schema()
+    if sections:
+        schema["properties"] = {section: schema["properties"][section] for section in sections}
     form = _section(schema, schema["$defs"])
     del form["required"]
     return {**form, "title": "changes", "default": {}}

@@ -131,6 +131,31 @@ def prefect_server(storage: Path, port: int | None = None, **environment: str) -
 
 
 @contextmanager
+def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """An MLflow server over a SQLite file and artifacts in `folder`, until the body ends or somebody kills it."""
+    stores = ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--artifacts-destination", str(folder)]
+    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", *stores]
+    log = folder / "mlflow.log"
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        _wait(process, log, lambda: httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).is_success)
+        yield process
+    finally:
+        kill_group(process)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL a process that leads a session, and all that it started, unless it was done already."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextmanager
 def grpo_serve(served: Served) -> Iterator[psutil.Popen]:
     """`grpo serve` for a Prefect server, until the body ends."""
     log = served.storage / "grpo-serve.log"
@@ -146,7 +171,7 @@ def grpo_serve(served: Served) -> Iterator[psutil.Popen]:
 
 
 def _has_deployments(served: Served) -> bool:
-    return len([known for known in served.filter("deployments") if known["status"] == "READY"]) == 6
+    return len([known for known in served.filter("deployments") if known["status"] == "READY"]) == 8
 
 
 @contextmanager
