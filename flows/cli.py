@@ -101,11 +101,14 @@ def promote(
     """Make a version the champion if it is better than the present one. Exit status 1: refused, 2: cannot be tried."""
     configure()
     with prefect_api():
+        from prefect import tags
+
         from flows import promotion
         from tasks.champion import PromotionError
 
     try:
-        outcome = promotion.promote(model, version, force, read_overrides(overrides))
+        with tags(TAG):
+            outcome = promotion.promote(model, version, force, read_overrides(overrides))
     except (ConfigError, PromotionError) as error:
         _fail(f"{model}: {error}", code=2)
     text = f"{model} version {outcome.version}: {outcome.decision}: {outcome.reason}"
@@ -119,13 +122,17 @@ def rollback(model: RegisteredModel) -> None:
     """Make the previous champion of a registered model champion again. Exit status 2: there is none."""
     configure()
     with prefect_api():
+        from prefect import tags
+
         from flows import promotion
         from tasks.champion import PromotionError
 
     try:
-        console.print(promotion.rollback(model), markup=False, highlight=False, soft_wrap=True)
+        with tags(TAG):
+            text = promotion.rollback(model)
     except PromotionError as error:
         _fail(str(error), code=2)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

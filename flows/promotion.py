@@ -40,7 +40,7 @@ def promote(model: str, version: str = CANDIDATE, force: bool = False, changes: 
         force: Promote it whatever the gate says. The version's tags keep what the gate said.
         changes: Rules that differ from those recorded with the version.
     """
-    return promotion.answer(promotion.promote(model, version, force, changes))
+    return promotion.answer(promotion.promote(model, version, force, changes).result())
 
 
 @flow(name="rollback", description=ROLLBACK, flow_run_name="{model}-rollback", validate_parameters=False)
@@ -50,4 +50,4 @@ def rollback(model: str) -> str:
     Args:
         model: Name of the registered model.
     """
-    return promotion.rollback(model)
+    return promotion.rollback(model).result()
