@@ -31,11 +31,13 @@ def outcomes(
     """A policy's `metric` on each prompt of a set, in the order of rows: the mean over the prompt's samples. (N,)
 
     accuracy: whether the sample is right, which is that `accuracy_reward` gave it 1. reward: the sum of its rewards by
-    `weights`. pass@K: the probability that one of K samples is right. The others are columns of `samples`. A sample
-    that a reward left unscored is left out, a prompt without a scored one is NaN. ValueError for a metric or a policy
-    that the samples do not have.
+    `weights`. pass@K: the probability that one of K samples is right. kl: 0 of the base itself. The others are columns
+    of `samples`. A sample that a reward left unscored is left out, a prompt without a scored one is NaN. ValueError for
+    a metric or a policy that the samples do not have.
     """
     of_set = samples.filter(pl.col("set") == set)
+    if (policy, metric) == ("base", "kl"):
+        return np.zeros(of_set["row"].n_unique())
     if metric.startswith("pass@"):
         return _pass_at(int(metric.removeprefix("pass@")), of_set, f"{policy}/rewards/{accuracy_reward}")
     try:

@@ -76,7 +76,7 @@ def show_change(metric: str, difference: Difference) -> str:
     """A metric's difference with its interval."""
     scale, form, unit = (100, "+.1f", " points") if metric.startswith(SHARES) else (1, "+.4g", "")
     mean, low, high = (scale * value for value in (difference.mean, difference.low, difference.high))
-    return f"{mean:{form}}{unit} [{low:{form}}, {high:{form}}]"
+    return f"{mean:{form}}{unit} ({100 * difference.confidence:.3g}% interval {low:{form}} to {high:{form}})"
 
 
 def _compare(config: RunConfig, candidate: Contestant, rival: Contestant, set: str, metric: str) -> Comparison:
@@ -87,11 +87,8 @@ def _compare(config: RunConfig, candidate: Contestant, rival: Contestant, set: s
 
 
 def _outcomes(config: RunConfig, contestant: Contestant, set: str, metric: str) -> np.ndarray:
-    samples, policy = contestant.samples, contestant.policy
     weights = {reward.name: reward.weight for reward in config.rewards}
-    if (policy, metric) == ("base", "kl"):  # to itself
-        return np.zeros(samples.filter(pl.col("set") == set)["row"].n_unique())
-    return outcomes(samples, set, policy, metric, weights, config.accuracy_reward)
+    return outcomes(contestant.samples, set, contestant.policy, metric, weights, config.accuracy_reward)
 
 
 def _held_to_gain(rules: PromotionConfig, gain: Comparison) -> Comparison:
@@ -101,9 +98,9 @@ def _held_to_gain(rules: PromotionConfig, gain: Comparison) -> Comparison:
         broken = "no prompt was scored by both"
     elif found.p_value > allowed:
         broken = (
-            f"not shown to be better, since one that is no better gets as far with probability {found.p_value:.2g} and "
-            f"{allowed:.2g} is allowed; these {found.num_prompts:,} prompts find a true gain of "
-            f"{_amount(metric, found.minimum_detectable)} with probability {POWER:g}"
+            f"not shown to be better (by chance it looks so with probability {found.p_value:.2g}, and {allowed:.2g} is "
+            f"allowed; {found.num_prompts:,} prompts find a true gain of {_amount(metric, found.minimum_detectable)} "
+            f"with probability {POWER:g})"
         )
     elif found.mean < rules.min_gain:
         broken = f"better, but min_gain asks for {least}"

@@ -55,7 +55,7 @@ def _markdown(headline: str, outcome: Outcome) -> str:
     if outcome.verdict and outcome.verdict.comparisons:
         rival = "base" if outcome.against == "base" else f"version {outcome.against}"
         lines += [
-            f"| | version {outcome.version} | {rival} | gain [interval] | p | rule | |",
+            f"| | version {outcome.version} | {rival} | gain | p | rule | |",
             "|---|---|---|---|---|---|---|",
         ]
         for it in outcome.verdict.comparisons:

@@ -71,7 +71,9 @@ def test_the_first_champion_has_beaten_the_base_and_the_next_one_the_first(model
     assert (first["decision"], first["against"], float(first["gain"])) == ("promoted", "base", 8 / NUM_PROMPTS)
     assert (second["against"], second["metric"]) == ("1", "held-out/accuracy")
     assert float(second["p_value"]) == pytest.approx(2**-8, rel=1e-5)  # eight wins of eight
-    assert second["reason"].startswith("accuracy on held-out 40.0% against 20.0% of champion version 1, +20.0 points [")
+    assert second["reason"].startswith(
+        "accuracy on held-out 40.0% against 20.0% of champion version 1, +20.0 points (95% "
+    )
     assert promote(model).decision == "unchanged"
     assert (_tags(model, "2"), len(_history(model))) == (second, 2)
 

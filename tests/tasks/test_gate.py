@@ -73,8 +73,10 @@ def test_a_gain_smaller_than_what_is_worth_a_promotion_is_refused() -> None:
     assert _decide(promotion_config(min_gain=0.25), samples).accepted
     verdict = _decide(promotion_config(min_gain=0.26), samples)
     assert not verdict.accepted
-    assert verdict.reason.startswith("accuracy on held-out 75.0% against 50.0% of version 1, +25.0 points [")
-    assert verdict.reason.endswith("]: better, but min_gain asks for 26.0 points")
+    assert verdict.reason.startswith(
+        "accuracy on held-out 75.0% against 50.0% of version 1, +25.0 points (95% interval "
+    )
+    assert verdict.reason.endswith("): better, but min_gain asks for 26.0 points")
 
 
 @pytest.mark.parametrize(
@@ -114,4 +116,4 @@ def test_a_refusal_says_what_would_have_been_found() -> None:
     samples = simulated_samples(0, {"champion": {}, "trained": {}}, num_prompts=100)
     verdict = _decide(promotion_config(), samples)
     detectable = 100 * verdict.comparisons[0].difference.minimum_detectable
-    assert f"these 100 prompts find a true gain of {detectable:.1f} points with probability 0.8" in verdict.reason
+    assert f"100 prompts find a true gain of {detectable:.1f} points with probability 0.8)" in verdict.reason
