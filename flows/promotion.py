@@ -11,6 +11,7 @@ from pydantic import WithJsonSchema
 
 from flows.form import form_schema
 from tasks import promotion
+from tasks.attempts import close_left_open, keep_retry
 from tasks.champion import CANDIDATE, Outcome
 
 Changes = Annotated[dict[str, Any], WithJsonSchema(form_schema("promotion"))]
@@ -30,7 +31,12 @@ Run → Custom run, `model`: its name in MLflow.
 """
 
 
-@flow(name="promote", description=PROMOTE, flow_run_name="{model}-{version}-promote", validate_parameters=False)
+@flow(
+    name="promote",
+    description=PROMOTE,
+    flow_run_name="{model}-{version}-promote",
+    on_crashed=[keep_retry],
+)
 def promote(model: str, version: str = CANDIDATE, force: bool = False, changes: Changes = {}) -> State[Outcome]:  # noqa: B006 (read only)
     """Promote a version that the gate lets through.
 
@@ -40,14 +46,21 @@ def promote(model: str, version: str = CANDIDATE, force: bool = False, changes: 
         force: Promote it whatever the gate says. The version's tags keep what the gate said.
         changes: Rules that differ from those recorded with the version.
     """
+    close_left_open()
     return promotion.answer(promotion.promote(model, version, force, changes).result())
 
 
-@flow(name="rollback", description=ROLLBACK, flow_run_name="{model}-rollback", validate_parameters=False)
+@flow(
+    name="rollback",
+    description=ROLLBACK,
+    flow_run_name="{model}-rollback",
+    on_crashed=[keep_retry],
+)
 def rollback(model: str) -> str:
     """Make the previous champion champion again.
 
     Args:
         model: Name of the registered model.
     """
+    close_left_open()
     return promotion.rollback(model).result()

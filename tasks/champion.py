@@ -78,7 +78,7 @@ def promote(
     exist, ConfigError for wrong changes.
     """
     client, rules = connect(), _rules(changes or {})
-    with model_lock(name):
+    with model_lock(_model(client, name).name):
         model = _model(client, name)
         candidate = _version(client, model, version)
         number, (champion, history) = str(candidate.version), _see_champion(client, model)
@@ -100,7 +100,7 @@ def rollback(name: str) -> tuple[str | None, str]:
     """Make the champion before the present one champion again; (version left, None if the alias was gone, version
     returned to). PromotionError when there was none before."""
     client = connect()
-    with model_lock(name):
+    with model_lock(_model(client, name).name):
         model = _model(client, name)
         present, history = _see_champion(client, model)
         earlier = [version for version in reversed(_reigns(history)) if version != present]
@@ -130,14 +130,14 @@ def _rules(changes: Mapping[str, Any]) -> dict[str, Any]:
             f"changes of {', '.join(others)}: the version was trained and evaluated by its recorded configuration; "
             "only keys of promotion can differ here, such as promotion.confidence=0.9"
         )
-    return {key: value for key, value in changes.get("promotion", {}).items() if value is not None}
+    return {key: value for key, value in (changes.get("promotion") or {}).items() if value is not None}
 
 
 def _model(client: MlflowClient, name: str) -> RegisteredModel:
     try:
         return client.get_registered_model(name)
     except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # no such name, no name
             raise
     names = [model.name for model in client.search_registered_models()]
     near = difflib.get_close_matches(name, names, n=NAMES_SHOWN) or sorted(names)[:NAMES_SHOWN]

@@ -147,6 +147,8 @@ def test_what_cannot_be_tried_says_what_there_is(model: str) -> None:
     with pytest.raises(PromotionError, match=f"no registered model '{model}s' in MLflow; the nearest there: "):
         connect().create_registered_model(model)
         promote(f"{model}s")
+    with pytest.raises(PromotionError, match="no registered model 'a/b' in MLflow"):
+        promote("a/b")
     with pytest.raises(PromotionError, match=r"no version with the alias 'candidate' \(its aliases: none\)"):
         promote(model)
     with pytest.raises(PromotionError, match="has no version 3"):
