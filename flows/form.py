@@ -70,7 +70,7 @@ def _field(field: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
         rules = {"enum": [True, False]}
     if "$ref" in form.get("items", {}):
         rules["items"] = _section(sections[form["items"]["$ref"].rsplit("/", 1)[-1]], sections)
-        field = {**field, "description": f"{field['description']} What is given here replaces the preset's."}
+        field = {**field, "description": f"{field['description']} What is given here replaces the whole list."}
     # Prefect's UI shows neither bounds nor patterns by itself.
     meaning = field["description"].replace("\n", " ")
     bounds = f" Bounds: {describe_bounds(form)}." if describe_bounds(form) else ""
