@@ -1,4 +1,5 @@
-"""The command line: `grpo run`, `stage`, `status`, `compare`, `plan`, `keys`, `up`, `serve`, `worker`.
+"""The command line: `grpo run`, `stage`, `status`, `compare`, `promote`, `rollback`, `plan`, `keys`, `up`, `serve`,
+`worker`.
 
 Heavy libraries are imported by the command that needs them.
 """
@@ -21,7 +22,8 @@ from flows.planning import plan
 from flows.server import prefect_api
 from flows.serving import serve, up, worker
 from flows.status import show_status, status
-from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config
+from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config, read_overrides
+from grpo_core.evaluation_sections import RegistryConfig
 from grpo_core.plan import PlanError
 from grpo_core.rewards.contract import RewardError
 from tasks.stage import EVALUATE, REGISTER, TRAIN, StageError
@@ -40,6 +42,8 @@ ConfigFile = Annotated[Path, typer.Argument(help="run configuration (TOML), such
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key, such as train.max_steps=50")
 ]
+
+RegisteredModel = Annotated[str, typer.Argument(help="name of a registered model in MLflow")]
 
 
 @app.command()
@@ -86,6 +90,52 @@ def stage(
     except (ConfigError, StageError, PlanError, RewardError, RunInUseError) as error:
         _fail(f"{run}: {error}", code=1)
     show_status(folder)
+
+
+@app.command()
+def promote(
+    model: RegisteredModel,
+    version: Annotated[str, typer.Option(help="number of the version, or an alias of it")] = RegistryConfig().alias,
+    force: Annotated[bool, typer.Option("--force", help="whatever the gate says; the version's tags keep it")] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a rule, such as promotion.confidence=0.9")
+    ] = None,
+) -> None:
+    """Make a version the champion if it is better than the present one. Exit status 1: refused, 2: cannot be tried."""
+    configure()
+    with prefect_api():
+        from prefect import tags
+
+        from flows import promotion
+        from tasks.champion import PromotionError
+
+    try:
+        with tags(TAG):
+            outcome = promotion.promote(model, version, force, read_overrides(overrides))
+    except (ConfigError, PromotionError) as error:
+        _fail(f"{model}: {error}", code=2)
+    text = f"{model} version {outcome.version}: {outcome.decision}: {outcome.reason}"
+    if outcome.decision == "refused":
+        _fail(text, code=1)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def rollback(model: RegisteredModel) -> None:
+    """Make the previous champion of a registered model champion again. Exit status 2: there is none."""
+    configure()
+    with prefect_api():
+        from prefect import tags
+
+        from flows import promotion
+        from tasks.champion import PromotionError
+
+    try:
+        with tags(TAG):
+            text = promotion.rollback(model)
+    except PromotionError as error:
+        _fail(str(error), code=2)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -1,4 +1,5 @@
-"""What Prefect offers to trigger on one machine: the pipeline and each stage, served by one process (`grpo serve`).
+"""What Prefect offers to trigger on one machine: the pipeline, each stage, promotion and rollback, in one process
+(`grpo serve`).
 
 prefect.yaml declares the same flows for work pools, whose workers `grpo worker` starts.
 """
@@ -16,6 +17,7 @@ from prefect.schedules import Cron
 
 from flows.environment import TAG
 from flows.pipeline import pipeline
+from flows.promotion import promote, rollback
 from flows.stages import evaluate_run, plan_run, register_run, train_run, validate_run
 
 NAME = "local"  # pipeline/local, train/local, …
@@ -24,11 +26,15 @@ STAGES = [validate_run, plan_run, train_run, evaluate_run, register_run]
 
 
 def deployments() -> list[RunnerDeployment]:
-    """The pipeline, with a nightly schedule that is off until switched on, and each stage by itself.
+    """The pipeline, with a nightly schedule that is off until switched on, each stage by itself, promotion, rollback.
 
     A pipeline that the server knows already keeps the schedules that its users made of it.
     """
-    offered = [_deployment(pipeline, [TAG], schedule=NIGHTLY), *(_deployment(s, [TAG, "stage"]) for s in STAGES)]
+    offered = [
+        _deployment(pipeline, [TAG], schedule=NIGHTLY),
+        *(_deployment(stage, [TAG, "stage"]) for stage in STAGES),
+        *(_deployment(registry, [TAG, "registry"]) for registry in (promote, rollback)),
+    ]
     if _is_known(offered[0].full_name):
         offered[0].schedules = []
         offered[0].model_fields_set.difference_update({"schedules", "paused"})  # what is not set is not sent

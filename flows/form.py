@@ -36,13 +36,15 @@ def changes_of(path: Path, overrides: list[str] | None) -> dict[str, Any]:
     return _difference(read_values(path), read_values(path, overrides))
 
 
-def form_schema() -> dict[str, Any]:
-    """JSON schema of `changes`: every key of a configuration, grouped by section, none required.
+def form_schema(*sections: str) -> dict[str, Any]:
+    """JSON schema of `changes`: every key of a configuration, or of some sections, grouped by section, none required.
 
     Without defaults, which Prefect would fill in and send: an empty field is as in the preset. The configuration's own
     default stands in the description.
     """
     schema = RunConfig.model_json_schema()
+    if sections:
+        schema["properties"] = {section: schema["properties"][section] for section in sections}
     form = _section(schema, schema["$defs"])
     del form["required"]
     return {**form, "title": "changes", "default": {}}
@@ -68,7 +70,7 @@ def _field(field: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
         rules = {"enum": [True, False]}
     if "$ref" in form.get("items", {}):
         rules["items"] = _section(sections[form["items"]["$ref"].rsplit("/", 1)[-1]], sections)
-        field = {**field, "description": f"{field['description']} What is given here replaces the preset's."}
+        field = {**field, "description": f"{field['description']} What is given here replaces the whole list."}
     # Prefect's UI shows neither bounds nor patterns by itself.
     meaning = field["description"].replace("\n", " ")
     bounds = f" Bounds: {describe_bounds(form)}." if describe_bounds(form) else ""

@@ -16,12 +16,14 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelling
 
 from flows.form import Changes, Preset, resolve
-from grpo_core.config import ConfigError
+from grpo_core.config import ConfigError, RunConfig
 from tasks.attempts import close_left_open, keep_retry
+from tasks.champion import is_decided
 from tasks.evaluate import evaluate
 from tasks.plan import plan
+from tasks.promotion import promote
 from tasks.register import register
-from tasks.stage import EVALUATE, TRAIN, Stage, StageError, conditions
+from tasks.stage import EVALUATE, REGISTER, TRAIN, Stage, StageError, conditions
 from tasks.storage import open_run
 from tasks.train import train
 from tasks.validate import validate
@@ -78,13 +80,27 @@ def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # n
             train(run)
             evaluate(run)
             register(run)
+            _promote(config, run)
             return run
     # The run directory is theirs meanwhile.
     for stage in (TRAIN, EVALUATE):
         _hand_over(stage, run, f"{stage.name}/{gpu}")
     with open_run(config, say) as run:
         register(run)
+        _promote(config, run)
     return run
+
+
+def _promote(config: RunConfig, run: Path) -> None:
+    """Try to promote the version that the run has registered, once: what a person made of it afterwards stands."""
+    if not config.promotion.automatic:
+        return
+    registered = REGISTER.read_receipt(run)
+    model, version = registered["model_name"], registered["version"]
+    if is_decided(model, version):
+        get_run_logger().info("promote: decided on for %s version %s already, skipped", model, version)
+        return
+    promote(model, version, force=False, changes={})
 
 
 def _hand_over(stage: Stage, run: Path, deployment: str) -> None:

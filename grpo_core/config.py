@@ -138,6 +138,14 @@ def read_values(path: Path | str, overrides: list[str] | None = None) -> dict[st
     return values
 
 
+def read_overrides(overrides: list[str] | None) -> dict[str, Any]:
+    """What `section.key=value` overrides say by themselves, not yet validated."""
+    values: dict[str, Any] = {}
+    for override in overrides or []:
+        _override(values, override)
+    return values
+
+
 def dump_config(config: RunConfig) -> str:
     """The resolved configuration as TOML; `parse_config` of it gives the same configuration back."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))

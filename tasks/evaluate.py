@@ -12,15 +12,13 @@ from typing import Any
 import mlflow
 import polars as pl
 from mlflow.entities import Metric
-from mlflow.entities.model_registry import ModelVersion
-from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.comparison import verdict
 from grpo_core.evaluation_sections import HELD_OUT
+from tasks.champion import CHAMPION, present_champion
 from tasks.figures import is_share
 from tasks.lineage import lineage_keys
 from tasks.process import run_process
@@ -28,7 +26,6 @@ from tasks.report import PAGE, write_report
 from tasks.stage import EVALUATE, TRAIN, Context, run_stage
 from tasks.tracking import brief_requests, connect, run_address, training_run_id
 
-CHAMPION = "champion"  # alias of the version to beat
 SAMPLES_SHOWN = 20
 METRICS_AT_ONCE = 1000  # MLflow takes no more
 
@@ -70,18 +67,6 @@ def _work(context: Context) -> dict[str, Any]:
     except Exception as error:  # a page is no reason to lose an evaluation
         log.warning("%s could not be made: %r", PAGE, error, exc_info=True)
     return report
-
-
-def present_champion(client: mlflow.MlflowClient, name: str) -> ModelVersion | None:
-    """The version of a registered model that has the alias `champion`, whoever set it; None where there is none.
-    MlflowException when the registry does not answer: that is not to be taken for none."""
-    try:
-        number = client.get_registered_model(name).aliases.get(CHAMPION)
-    except MlflowException as error:
-        if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
-            return None
-        raise
-    return None if number is None else client.get_model_version(name, number)
 
 
 def verdicts(report: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
     STORAGE/runs/NAME/     config.toml, dataset/, plan.json, training/, evaluation/, registration.json, .lock
     STORAGE/mlflow/        mlflow.db, artifacts/      (unless MLFLOW_TRACKING_URI is set)
+    STORAGE/models/        NAME.lock of each registered model
     STORAGE/prefect/       Prefect's home             (unless PREFECT_HOME is set)
 
 An output is written under a temporary name and renamed; what it replaces is kept under NAME/replaced/. Whoever writes
@@ -94,6 +95,17 @@ def held_locks() -> tuple[int, ...]:
     """File descriptors of the locks held by this process. A supervisor that inherits them keeps the run locked until
     what it supervises has ended, whatever became of this process."""
     return tuple(_locks)
+
+
+@contextmanager
+def model_lock(name: str) -> Iterator[None]:
+    """Be the only one who moves a registered model's aliases, as soon as whoever does has ended. What is done under it
+    takes seconds."""
+    folder = storage_root() / "models"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _acquire(descriptor: int, run: Path, say: Callable[[str], None]) -> None:

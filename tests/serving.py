@@ -195,7 +195,7 @@ def grpo_serve(served: Served) -> Iterator[psutil.Popen]:
 
 
 def _has_deployments(served: Served) -> bool:
-    return len([known for known in served.filter("deployments") if known["status"] == "READY"]) == 6
+    return len([known for known in served.filter("deployments") if known["status"] == "READY"]) == 8
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""`python examples/notifications/webhook.py URL`: a run of the pipeline that fails is POSTed to URL by Prefect.
+"""`python examples/notifications/webhook.py URL`: runs of the pipeline that fail, promotions and rollbacks are
+POSTed to URL by Prefect.
 
-Makes, or makes anew, two things on the server that can be edited in Prefect's UI: the block that holds the URL, and the
-automation. `{"text": …}` is what chat services take.
+Makes, or makes anew, what can be edited in Prefect's UI: the block that holds the URL, and two automations.
+`{"text": …}` is what chat services take.
 """
 
 from __future__ import annotations
@@ -16,28 +17,34 @@ from prefect.events.actions import CallWebhook
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 
-NAME = "grpo-run-failed"
-MESSAGE = """\
+AT_ONCE = {"posture": Posture.Reactive, "threshold": 1, "within": timedelta(0)}
+BLOCK = "grpo-notifications"
+FAILED = """\
 {"text": "{{ flow.name }}: run {{ flow_run.name }} is {{ flow_run.state.name }}. {{ flow_run|ui_url }}"}"""
+PROMOTED = """{"text": {{ event.payload.text | tojson }}}"""
 
 
 def notify(url: str) -> None:
-    """Have failed and crashed runs of the pipeline POSTed to `url`."""
-    block = Webhook(method="POST", url=url).save(NAME, overwrite=True)
-    with suppress(ObjectNotFound, ValueError):  # none yet
-        Automation.read(name=NAME).delete()
-    Automation(
-        name=NAME,
-        description="POSTs each failed or crashed run of the pipeline to the webhook block of the same name.",
-        trigger=EventTrigger(
-            expect={"prefect.flow-run.Failed", "prefect.flow-run.Crashed"},
-            match_related={"prefect.resource.role": "flow", "prefect.resource.name": "pipeline"},
-            posture=Posture.Reactive,
-            threshold=1,
-            within=timedelta(0),
-        ),
-        actions=[CallWebhook(block_document_id=block, payload=MESSAGE)],
-    ).create()
+    """Have failed and crashed runs of the pipeline, promotions and rollbacks POSTed to `url`."""
+    block = Webhook(method="POST", url=url).save(BLOCK, overwrite=True)
+    failed = EventTrigger(
+        expect={"prefect.flow-run.Failed", "prefect.flow-run.Crashed"},
+        match_related={"prefect.resource.role": "flow", "prefect.resource.name": "pipeline"},
+        **AT_ONCE,
+    )
+    promoted = EventTrigger(expect={"grpo.promoted", "grpo.rolled-back"}, **AT_ONCE)
+    for name, what, trigger, message in [
+        ("grpo-run-failed", "failed or crashed run of the pipeline", failed, FAILED),
+        ("grpo-promoted", "promotion and rollback of a registered model", promoted, PROMOTED),
+    ]:
+        with suppress(ObjectNotFound, ValueError):  # none yet
+            Automation.read(name=name).delete()
+        Automation(
+            name=name,
+            description=f"POSTs each {what} to the webhook block {BLOCK}.",
+            trigger=trigger,
+            actions=[CallWebhook(block_document_id=block, payload=message)],
+        ).create()
 
 
 if __name__ == "__main__":

@@ -261,6 +261,15 @@ def test_a_stage_alone_refuses_to_work_on_what_an_edit_made_stale(finished: Path
     assert _task_states("small") == [(stage, "Skipped") for stage in STAGES]
 
 
+def test_a_promotion_is_tried_once_for_each_version(finished: Path, inputs: Path) -> None:
+    _run(inputs, "promotion.automatic=true")
+    skipped = [(stage, "Skipped") for stage in STAGES]
+    *before, (task, state) = _task_states("small")
+    assert (before, task, state in ("Promoted", "Refused")) == (skipped, "promote", True)
+    _run(inputs, "promotion.automatic=true")
+    assert _task_states("small") == skipped
+
+
 def test_bad_data_fails_validate_with_the_rows_and_trains_nothing(storage: Path, inputs: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": " ", "answer": null}\n')

@@ -23,6 +23,13 @@ PROJECT = Path(__file__).parents[2]
 WORK_POOLS = PROJECT / "docs" / "work-pools"
 STAGES = {"validate": "cpu", "plan": "cpu", "train": "gpu", "evaluate": "gpu", "register": "cpu"}
 
+PROMOTION = """
+from flows.promotion import promote
+from tests.evaluations import fixed_samples, register_version
+register_version('the "sums"', fixed_samples({"base": [0] * 9, "trained": [1] * 9}))
+promote('the "sums"')
+"""
+
 pytestmark = pytest.mark.slow
 
 
@@ -78,6 +85,9 @@ def test_all_is_deployed_to_its_pool_with_the_form_and_the_schedule_off(deployed
             {"run", "force"},
         )
         assert load_flow_from_entrypoint(str(PROJECT / known["entrypoint"])).name == stage
+    for flow, parameters in [("promote", {"model", "version", "force", "changes"}), ("rollback", {"model"})]:
+        known = server.get(f"/deployments/name/{flow}/cpu")
+        assert set(known["parameter_openapi_schema"]["properties"]) == parameters
     known = server.get("/deployments/name/pipeline/cpu")
     assert known["enforce_parameter_schema"]
     assert "train" in known["parameter_openapi_schema"]["properties"]["changes"]["properties"]
@@ -149,7 +159,7 @@ def test_serving_again_keeps_schedules_and_slots_as_their_user_left_them(server:
 
 
 @pytest.mark.e2e
-def test_a_failed_run_reaches_a_webhook(server: Served) -> None:
+def test_a_failed_run_and_a_promotion_reach_a_webhook(server: Served) -> None:
     heard: Queue[dict[str, Any]] = Queue()
 
     class Listener(BaseHTTPRequestHandler):
@@ -169,9 +179,11 @@ def test_a_failed_run_reaches_a_webhook(server: Served) -> None:
         for command in (
             ["examples/notifications/webhook.py", url],
             ["-c", "from flows.pipeline import pipeline; pipeline('none', return_state=True)"],
+            ["-c", PROMOTION],
         ):
             subprocess.run([sys.executable, *command], cwd=PROJECT, env=environment, check=True, timeout=300)
-        message = heard.get(timeout=120)
+        messages = sorted(heard.get(timeout=120)["text"] for _ in range(2))
     finally:
         listener.shutdown()
-    assert message["text"].startswith("pipeline: run refused is Failed. http")
+    assert messages[0].startswith("pipeline: run refused is Failed. http")
+    assert messages[1].startswith('the "sums" version 1 is champion (promoted): accuracy on held-out 100.0% against')

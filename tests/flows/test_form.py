@@ -13,6 +13,7 @@ from prefect.utilities.schema_tools.validation import validate
 
 from flows.form import CONFIGS, PRESETS, changes_of, resolve
 from flows.pipeline import pipeline
+from flows.promotion import promote
 from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config, parse_config
 
 SCHEMA = parameter_schema(pipeline).model_dump_for_openapi()
@@ -51,6 +52,16 @@ def test_the_form_has_every_key_with_its_meaning_default_bounds_and_choices() ->
         schemas = model[key].get("anyOf", [model[key]])
         promised = {name: value for schema in schemas for name, value in schema.items() if name in BOUNDS}
         assert promised.items() <= form[key].items()
+
+
+def test_the_form_of_a_promotion_has_its_rules_and_nothing_else() -> None:
+    form = parameter_schema(promote).model_dump_for_openapi()["properties"]["changes"]
+    rules = [key for key, *_ in describe_keys() if key.startswith("promotion.")]
+    assert list(_walk(form)) == rules
+    guards = form["properties"]["promotion"]["properties"]["guards"]
+    assert guards["type"] == "array"
+    assert guards["description"].endswith("What is given here replaces the whole list.")
+    assert guards["items"]["required"] == ["metric"]
 
 
 def test_an_empty_field_is_sent_as_nothing() -> None:

@@ -10,7 +10,8 @@ import mlflow
 import pytest
 
 from grpo_core.statistics import Difference, Estimate
-from tasks.evaluate import _log_metrics, _markdown, present_champion, rows_of, verdicts
+from tasks.champion import present_champion
+from tasks.evaluate import _log_metrics, _markdown, rows_of, verdicts
 from tasks.tracking import connect
 
 

@@ -1,0 +1,66 @@
+"""Promotion of a registered model's versions, and the way back. The pipeline promotes too where `promotion.automatic`
+says so."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from prefect import flow
+from prefect.client.schemas.objects import State
+from pydantic import WithJsonSchema
+
+from flows.form import form_schema
+from tasks import promotion
+from tasks.attempts import close_left_open, keep_retry
+from tasks.champion import CANDIDATE, Outcome
+
+Changes = Annotated[dict[str, Any], WithJsonSchema(form_schema("promotion"))]
+
+# Prefect shows it on the page of the deployment, as Markdown with every line a paragraph.
+PROMOTE = """
+Make a version of a registered model the champion, if it is better than the present one and breaks no guard.
+
+Run → Custom run, `model`: its name in MLflow. The run ends as Promoted, Refused, Forced or Unchanged; its message and \
+the artifact `promotion` say why, and so do the version's tags in MLflow. The rules are those that the version was \
+trained with, unless `changes` says otherwise.
+"""
+ROLLBACK = """
+Return to the champion before the present one.
+
+Run → Custom run, `model`: its name in MLflow.
+"""
+
+
+@flow(
+    name="promote",
+    description=PROMOTE,
+    flow_run_name="{model}-{version}-promote",
+    on_crashed=[keep_retry],
+)
+def promote(model: str, version: str = CANDIDATE, force: bool = False, changes: Changes = {}) -> State[Outcome]:  # noqa: B006 (read only)
+    """Promote a version that the gate lets through.
+
+    Args:
+        model: Name of the registered model.
+        version: Number of the version, or an alias of it.
+        force: Promote it whatever the gate says. The version's tags keep what the gate said.
+        changes: Rules that differ from those recorded with the version.
+    """
+    close_left_open()
+    return promotion.answer(promotion.promote(model, version, force, changes).result())
+
+
+@flow(
+    name="rollback",
+    description=ROLLBACK,
+    flow_run_name="{model}-rollback",
+    on_crashed=[keep_retry],
+)
+def rollback(model: str) -> str:
+    """Make the previous champion champion again.
+
+    Args:
+        model: Name of the registered model.
+    """
+    close_left_open()
+    return promotion.rollback(model).result()

@@ -1,0 +1,65 @@
+"""Promote and roll back as Prefect tasks: what was decided as an artifact, a state and an event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.client.schemas.objects import State
+from prefect.events import emit_event
+from prefect.states import Completed
+
+from tasks import champion
+from tasks.champion import Outcome
+from tasks.gate import show, show_change
+
+PROMOTED = "grpo.promoted"
+ROLLED_BACK = "grpo.rolled-back"
+
+
+@task(name="promote")
+def promote(model: str, version: str, force: bool, changes: dict[str, Any]) -> State[Outcome]:
+    outcome = champion.promote(model, version, force, changes)
+    get_run_logger().info("%s version %s: %s: %s", model, outcome.version, outcome.decision, outcome.reason)
+    headline = f"{model} version {outcome.version}: {outcome.decision}"
+    create_markdown_artifact(key="promotion", markdown=_markdown(headline, outcome), description=headline)
+    if outcome.decision in ("promoted", "forced"):
+        text = f"{model} version {outcome.version} is champion ({outcome.decision}): {outcome.reason}"
+        _announce(PROMOTED, model, outcome.version, text)
+    return answer(outcome)
+
+
+@task(name="rollback")
+def rollback(model: str) -> State[str]:
+    left, version = champion.rollback(model)
+    text = f"{model} version {version} is champion again" + (f", version {left} is not" if left else "")
+    get_run_logger().info(text)
+    _announce(ROLLED_BACK, model, version, text)
+    return Completed(message=text, data=text)
+
+
+def answer(outcome: Outcome) -> State[Outcome]:
+    """A refusal is an answer, not a failure: nothing is gained by trying again."""
+    return Completed(name=outcome.decision.capitalize(), message=outcome.reason, data=outcome)
+
+
+def _announce(event: str, model: str, version: str, text: str) -> None:
+    """What automations can listen for."""
+    resource = {"prefect.resource.id": f"grpo.model.{model}", "prefect.resource.name": model}
+    emit_event(event, resource, payload={"model": model, "version": version, "text": text})
+
+
+def _markdown(headline: str, outcome: Outcome) -> str:
+    lines = [f"# {headline}", "", outcome.reason, ""]
+    if outcome.verdict and outcome.verdict.comparisons:
+        rival = "base" if outcome.against == "base" else f"version {outcome.against}"
+        lines += [
+            f"| | version {outcome.version} | {rival} | gain | p | rule | |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for it in outcome.verdict.comparisons:
+            values = (show(it.metric, it.candidate), show(it.metric, it.rival), show_change(it.metric, it.difference))
+            figures = " | ".join((*values, f"{it.difference.p_value:.2g}", it.rule, "broken" if it.broken else "kept"))
+            lines.append(f"| {it.set} {it.metric} | {figures} |")
+    return "\n".join(lines) + "\n"

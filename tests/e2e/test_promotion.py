@@ -1,0 +1,75 @@
+"""Promotion and rollback as a person meets them: how flow runs end, what they show, what the commands answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from tests.evaluations import fixed_samples, register_version
+
+
+def _register(model: str, right: int) -> str:
+    return register_version(model, fixed_samples({"base": [0] * 10, "trained": [1] * right + [0] * (10 - right)}))
+
+
+def _artifact(key: str) -> Any:
+    from prefect.artifacts import Artifact
+
+    return Artifact.get(key)
+
+
+def test_a_refusal_is_the_named_answer_of_a_completed_flow_run(storage: Path) -> None:
+    from flows.promotion import promote, rollback
+    from tasks.champion import PromotionError
+
+    _register("flows", 5)
+    promoted = promote("flows", return_state=True)
+    assert (promoted.is_completed(), promoted.name) == (True, "Promoted")
+    _register("flows", 6)
+    refused = promote("flows", return_state=True)
+    assert (refused.is_completed(), refused.name) == (True, "Refused")
+    assert "not shown to be better" in refused.message
+    shown = _artifact("promotion")
+    assert shown.description == "flows version 2: refused"
+    assert "| held-out accuracy | 60.0% | 50.0% | +10.0 points (95% interval " in shown.data
+    forced = promote("flows", force=True)
+    assert (forced.decision, forced.version) == ("forced", "2")
+    assert rollback("flows") == "flows version 1 is champion again, version 2 is not"
+    with pytest.raises(PromotionError, match="has had no champion before version 1"):
+        rollback("flows")
+
+
+def test_the_commands_exit_by_what_became_of_it(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.settings import PREFECT_API_URL
+
+    monkeypatch.setenv("PREFECT_API_URL", PREFECT_API_URL.value())
+
+    def grpo(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, arguments)
+        return result.exit_code, " ".join(result.output.split())
+
+    _register("commands", 4)
+    for arguments, expected, answer in [
+        ((), 1, "commands version 1: refused: accuracy on held-out 40.0% against 0.0% of the base model"),
+        (("--set", "promotion.confidence=0.9"), 0, "commands version 1: promoted: accuracy on held-out 40.0%"),
+        (("--version", "1"), 0, "commands version 1: unchanged: version 1 is the champion already"),
+        (("--version", "9"), 2, "commands has no version 9"),
+        (("--version", "1", "--set", "confidence"), 2, "is not of the form section.key=value"),
+    ]:
+        code, said = grpo("promote", "commands", *arguments)
+        assert (code, answer in said) == (expected, True), said
+    code, said = grpo("promote", "command")
+    assert code == 2
+    assert "no registered model 'command' in MLflow; the nearest there: commands" in said
+    code, said = grpo("rollback", "commands")
+    assert code == 2
+    assert "commands has had no champion before version 1" in said
+    _register("commands", 5)
+    assert grpo("promote", "commands", "--force")[0] == 0
+    code, said = grpo("rollback", "commands")
+    assert code == 0
+    assert "commands version 1 is champion again, version 2 is not" in said

@@ -1,0 +1,222 @@
+"""Promotion, refusal, force, rollback, by hand and two at once, against a real MLflow server."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Iterator
+from itertools import pairwise
+from multiprocessing.synchronize import Barrier
+from typing import Any
+
+import polars as pl
+import pytest
+
+from grpo_core.config import ConfigError
+from tasks.champion import PromotionError, is_decided, promote, rollback
+from tasks.tracking import connect
+from tests.evaluations import fixed_samples, promotion_config, register_version
+from tests.serving import free_ports, mlflow_server
+
+NUM_PROMPTS = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("mlflow")
+    [port] = free_ports(1)
+    with mlflow_server(folder, port), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_STORAGE", str(folder))
+        patch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        yield
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> str:
+    return request.node.name.replace("/", "-")
+
+
+def _samples(**right: int) -> pl.DataFrame:
+    """Of NUM_PROMPTS prompts, how many of the first each policy gets right."""
+    return fixed_samples({policy: [1] * n + [0] * (NUM_PROMPTS - n) for policy, n in right.items()})
+
+
+def _tags(model: str, version: str) -> dict[str, str]:
+    tags = connect().get_model_version(model, version).tags
+    return {key.removeprefix("promotion."): value for key, value in tags.items() if key.startswith("promotion.")}
+
+
+def _champion(model: str) -> str | None:
+    version = connect().get_registered_model(model).aliases.get("champion")
+    return None if version is None else str(version)
+
+
+def _history(model: str) -> list[tuple[str | None, str]]:
+    history = json.loads(connect().get_registered_model(model).tags["champion.history"])
+    return [(entry["version"], entry["how"]) for entry in history]
+
+
+def _champions(model: str, count: int) -> None:
+    """Versions 1 to `count`, each promoted, each better than the one before."""
+    for version in range(1, count + 1):
+        register_version(model, _samples(base=0, trained=8 * version))
+        assert promote(model).decision == "promoted"
+
+
+def test_the_first_champion_has_beaten_the_base_and_the_next_one_the_first(model: str) -> None:
+    _champions(model, 2)
+    assert _champion(model) == "2"
+    assert _history(model) == [("1", "promoted"), ("2", "promoted")]
+    first, second = _tags(model, "1"), _tags(model, "2")
+    assert (first["decision"], first["against"], float(first["gain"])) == ("promoted", "base", 8 / NUM_PROMPTS)
+    assert (second["against"], second["metric"]) == ("1", "held-out/accuracy")
+    assert float(second["p_value"]) == pytest.approx(2**-8, rel=1e-5)  # eight wins of eight
+    assert second["reason"].startswith(
+        "accuracy on held-out 40.0% against 20.0% of champion version 1, +20.0 points (95% "
+    )
+    assert promote(model).decision == "unchanged"
+    assert (_tags(model, "2"), len(_history(model))) == (second, 2)
+
+
+def test_a_refusal_leaves_the_champion_and_says_why(model: str) -> None:
+    _champions(model, 1)
+    version = register_version(model, _samples(base=0, trained=9))
+    assert not is_decided(model, version)
+    outcome = promote(model)
+    assert (outcome.decision, outcome.version, outcome.against) == ("refused", "2", "1")
+    assert "+2.5 points" in outcome.reason and "not shown to be better" in outcome.reason
+    assert (_tags(model, "2")["decision"], _tags(model, "2")["reason"]) == ("refused", outcome.reason)
+    assert is_decided(model, version)
+    assert (_champion(model), _history(model)) == ("1", [("1", "promoted")])
+
+
+def test_force_promotes_and_the_mark_says_what_the_gate_said(model: str) -> None:
+    _champions(model, 1)
+    register_version(model, _samples(base=0, trained=4))
+    refused = promote(model).reason
+    assert promote(model, "2", force=True).decision == "forced"
+    assert (_tags(model, "2")["decision"], _tags(model, "2")["reason"]) == ("forced", refused)
+    assert _history(model) == [("1", "promoted"), ("2", "forced")]
+    register_version(model, _samples(base=0, trained=30))
+    assert promote(model, force=True).decision == "promoted"  # force is no mark where the gate agrees
+
+
+def test_rules_are_those_recorded_and_a_changed_one_leaves_its_mark(model: str) -> None:
+    strict = promotion_config(min_gain=0.5, guards=[{"metric": "kl", "max": 1}])
+    register_version(model, _samples(base=0, trained=10), config=strict)
+    assert promote(model).reason.endswith("better, but min_gain asks for 50.0 points")
+    assert "changes" not in _tags(model, "1")
+    with pytest.raises(ConfigError, match=r"promotion.confidence = 2: Input should be less than 1"):
+        promote(model, changes={"promotion": {"confidence": 2}})
+    with pytest.raises(ConfigError, match=r"changes of train: .* only keys of promotion can differ here"):
+        promote(model, changes={"train": {"max_steps": 1}})
+    outcome = promote(model, changes={"promotion": {"min_gain": 0.1, "confidence": None}})
+    assert outcome.decision == "promoted" and "guards kept: 1" in outcome.reason
+    assert json.loads(_tags(model, "1")["changes"]) == {"min_gain": 0.1}
+
+
+def test_a_candidate_is_paired_with_the_champion_that_is_there_now(model: str) -> None:
+    """By its own evaluation where that had this champion beside it, else only on the same prompts and settings."""
+    _champions(model, 1)
+    beside = {"model_name": model, "version": "1"}
+    register_version(model, _samples(base=0, champion=39, trained=40), key="other", champion=beside)
+    assert "100.0% against 97.5% of champion version 1" in promote(model).reason
+    register_version(model, _samples(base=0, champion=0, trained=40), key="other", champion={**beside, "version": "7"})
+    outcome = promote(model)
+    assert outcome.decision == "refused"
+    assert "not evaluated beside the champion version 1" in outcome.reason
+    assert "`grpo stage evaluate --run simulated --force`" in outcome.reason
+    assert "gain" not in _tags(model, "3")
+
+
+def test_a_version_without_an_evaluation_is_refused_unless_forced(model: str) -> None:
+    client = connect()
+    client.create_registered_model(model)
+    run = client.create_run("0")
+    client.create_model_version(model, f"{run.info.artifact_uri}/model", run.info.run_id)
+    outcome = promote(model, "1")
+    assert outcome.decision == "refused"
+    assert "no config.toml, evaluation/report.json, evaluation/samples.parquet in its MLflow run" in outcome.reason
+    assert promote(model, "1", force=True).decision == "forced"
+    register_version(model, _samples(base=0, trained=40))
+    assert promote(model).decision == "refused"  # nothing is known of the champion either
+    assert _tags(model, "2")["reason"].startswith("version 1 has no config.toml")
+
+
+def test_what_cannot_be_tried_says_what_there_is(model: str) -> None:
+    with pytest.raises(PromotionError, match=f"no registered model '{model}s' in MLflow; the nearest there: "):
+        connect().create_registered_model(model)
+        promote(f"{model}s")
+    with pytest.raises(PromotionError, match="no registered model 'a/b' in MLflow"):
+        promote("a/b")
+    with pytest.raises(PromotionError, match=r"no version with the alias 'candidate' \(its aliases: none\)"):
+        promote(model)
+    with pytest.raises(PromotionError, match="has no version 3"):
+        promote(model, "3")
+
+
+def test_rollbacks_lead_back_through_the_champions(model: str) -> None:
+    _champions(model, 3)
+    assert rollback(model) == ("3", "2")
+    assert _champion(model) == "2"
+    assert _tags(model, "3")["rolled_back_to"] == "2"
+    assert _tags(model, "3")["decision"] == "promoted"
+    assert rollback(model) == ("2", "1")
+    with pytest.raises(PromotionError, match="has had no champion before version 1"):
+        rollback(model)
+    assert promote(model, "3").decision == "promoted"
+    assert "rolled_back_to" not in _tags(model, "3")
+    assert rollback(model) == ("3", "1")
+    assert [version for version, _ in _history(model)] == ["1", "2", "3", "2", "1", "3", "1"]
+
+
+def test_what_is_done_by_hand_in_mlflow_counts(model: str) -> None:
+    _champions(model, 2)
+    client = connect()
+    client.set_registered_model_alias(model, "champion", "1")
+    register_version(model, _samples(base=0, trained=16))
+    assert promote(model).against == "1"  # of 16 prompts right, that 2 has right as well
+    assert _history(model) == [("1", "promoted"), ("2", "promoted"), ("1", "by hand"), ("3", "promoted")]
+    assert rollback(model) == ("3", "1")
+    assert rollback(model) == ("1", "2")
+    client.delete_registered_model_alias(model, "champion")
+    register_version(model, _samples(base=0, trained=8))
+    assert promote(model).against == "base"
+    client.delete_model_version(model, "2")
+    assert rollback(model) == ("4", "1")  # the one before that still exists
+
+
+def _promote_at_once(barrier: Barrier, versions: list[tuple[str, str]]) -> None:
+    connect().search_registered_models()  # everything is imported and connected
+    for model, version in versions:
+        barrier.wait(timeout=300)
+        promote(model, version)
+
+
+def test_of_two_at_once_the_second_meets_the_first_as_champion() -> None:
+    races = {f"race-{right[0]}-{right[1]}": right for right in [(16, 16), (16, 30), (30, 16)]}
+    candidates: dict[str, list[str]] = {}
+    for model, right in races.items():
+        _champions(model, 1)
+        candidates[model] = [register_version(model, _samples(base=0, trained=count)) for count in right]
+    context: Any = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(2)
+    racers = [
+        context.Process(target=_promote_at_once, args=(barrier, [(model, candidates[model][place]) for model in races]))
+        for place in range(2)
+    ]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(timeout=300)
+    assert [racer.exitcode for racer in racers] == [0, 0]
+    for model, right in races.items():
+        history = [version for version, _ in _history(model)]
+        assert history[-1] == _champion(model)
+        for before, champion in pairwise(history):
+            tags = _tags(model, champion)
+            assert (tags["decision"], tags["against"]) == ("promoted", before)
+        for version in set(candidates[model]) - set(history):
+            tags = _tags(model, version)
+            assert (tags["decision"], tags["against"]) == ("refused", history[-1])
+        assert right[candidates[model].index(history[-1])] == max(right)
