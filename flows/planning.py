@@ -20,6 +20,7 @@ from grpo_core.recipes import NEWEST, Recipe, RecipeError, System, read_recipe, 
 from grpo_core.rules import PlanInputs, Rules
 from grpo_core.sections import RolloutConfig, TrainConfig
 from tasks.sources import SourceError, count_prompts, list_pass_rates
+from tasks.stage import StageError
 from tasks.storage import storage_root
 
 ASSUMED_PROMPT_TOKENS = 256
@@ -83,7 +84,7 @@ def plan(
         fixes = [dataclasses.asdict(fix) for fix in error.fixes]
         given = {key: value for key, value in dataclasses.asdict(error.inputs).items() if value is not None}
         answer |= {"errors": error.problems, "fixes": fixes, **given}
-    except (ConfigError, RecipeError, SourceError) as error:
+    except (ConfigError, RecipeError, SourceError, StageError) as error:
         answer["errors"] = str(error).splitlines()
     if as_json:
         typer.echo(json.dumps(answer, indent=2))

@@ -1,5 +1,5 @@
-"""A person's day in the browser: the quickstart started from Prefect's form, watched, cancelled, retried; its model in
-MLflow. With GRPO_PICTURES=FOLDER the pictures of the documentation are written there (`make pictures`)."""
+"""A person's day in the browser: the quickstart started from Prefect's form, watched, cancelled, retried; a stage run
+again, its version promoted, the schedule switched on; its model in MLflow. With GRPO_PICTURES=FOLDER the pictures of the documentation are written there (`make pictures`)."""
 
 from __future__ import annotations
 
@@ -85,17 +85,17 @@ def picture(page: Page, tmp_path: Path) -> Picture:
     return take
 
 
-def _open_deployment(page: Page, served: Served) -> None:
+def _open_deployment(page: Page, served: Served, flow: str) -> None:
     page.goto(f"{served.prefect_url}/deployments")
-    row = page.get_by_role("row").filter(has=page.get_by_role("link", name="pipeline", exact=True))
+    row = page.get_by_role("row").filter(has=page.get_by_role("link", name=flow, exact=True))
     row.get_by_role("link", name="local").click()
 
 
-def _open_form(page: Page, served: Served) -> None:
-    _open_deployment(page, served)
+def _open_form(page: Page, served: Served, flow: str = "pipeline", shows: str = "changes.train.max_steps") -> None:
+    _open_deployment(page, served, flow)
     page.get_by_role("button", name="Run", exact=True).click()
     page.get_by_text("Custom run").click()
-    _field(page, "changes.train.max_steps").wait_for()
+    _field(page, shows).wait_for()
 
 
 def _field(page: Page, path: str) -> Locator:
@@ -107,10 +107,9 @@ def _field(page: Page, path: str) -> Locator:
     return found
 
 
-def _fill(page: Page, **values: str) -> None:
-    """Fill in keys of `changes`, written with two underscores for a dot."""
-    for key, value in values.items():
-        field = _field(page, f"changes.{key.replace('__', '.')}")
+def _fill(page: Page, values: dict[str, str]) -> None:
+    for path, value in values.items():
+        field = _field(page, path)
         field.get_by_role("textbox").or_(field.get_by_role("spinbutton")).fill(value)
 
 
@@ -153,12 +152,12 @@ def _wait_for_updates(page: Page) -> None:
 def test_a_wrong_value_in_the_form_is_refused_by_the_name_of_its_key(
     served: Served, page: Page, picture: Picture
 ) -> None:
-    _open_deployment(page, served)
+    _open_deployment(page, served, "pipeline")
     page.get_by_role("listitem").filter(has_text="Description").click()
     page.get_by_text("From prompts and a base model").wait_for()
     picture("deployment")
     _open_form(page, served)
-    _fill(page, train__learning_rate="-1")
+    _fill(page, {"changes.train.learning_rate": "-1"})
     page.get_by_role("button", name="Submit").click()
     page.get_by_text("changes.train.learning_rate").first.wait_for()
     picture("refused")
@@ -171,15 +170,15 @@ def test_the_quickstart_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
     _open_form(page, served)
     _choose(page, "preset", "quickstart")
     _choose(page, "changes.rollout.engine", "transformers")
-    _fill(
-        page,
-        model__name_or_path=f"{INPUTS}/base",
-        data__train=f"{INPUTS}/train.parquet",
-        data__eval=f"{INPUTS}/eval.parquet",
-        train__max_steps="60",
-        name="slower",
-        train__learning_rate="0.00005",
-    )
+    changes = {
+        "model.name_or_path": f"{INPUTS}/base",
+        "data.train": f"{INPUTS}/train.parquet",
+        "data.eval": f"{INPUTS}/eval.parquet",
+        "train.max_steps": "60",
+        "name": "slower",
+        "train.learning_rate": "0.00005",
+    }
+    _fill(page, {f"changes.{key}": value for key, value in changes.items()})
     _field(page, "changes.train.max_steps").scroll_into_view_if_needed()
     _field(page, "preset").scroll_into_view_if_needed()
     picture("form")
@@ -224,11 +223,42 @@ def test_the_quickstart_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
     picture("model-version")
 
 
+def test_a_stage_is_run_again_its_version_promoted_and_the_schedule_switched_on(
+    served: Served, page: Page, picture: Picture
+) -> None:
+    _open_form(page, served, "evaluate", "run")
+    _fill(page, {"run": "slower"})
+    _field(page, "force").get_by_role("switch").click()
+    picture("rerun")
+    run = _submit_and_open_the_run(page, served)
+    _wait_until(page, "Completed")
+    assert served.tasks(_id(run), 1) == [("evaluate", "Completed")]
+
+    _open_form(page, served, "promote", "model")
+    _fill(page, {"model": "arithmetic"})
+    run = _submit_and_open_the_run(page, served)
+    page.get_by_text("Promoted").first.wait_for()
+    _open_artifact(page, run, "promotion")
+    page.get_by_text("arithmetic version 1: promoted").first.wait_for()
+    picture("promotion")
+    page.goto(f"{served.mlflow_url}/#/models/arithmetic/versions/1")
+    page.get_by_text("champion").first.wait_for()
+    picture("champion")
+
+    _open_deployment(page, served, "pipeline")
+    page.get_by_role("listitem").filter(has_text="Runs").click()
+    page.get_by_role("switch").first.click()
+    picture("schedule")
+    [schedule] = served.get("/deployments/name/pipeline/local")["schedules"]
+    assert schedule["active"]
+    page.get_by_role("switch").first.click()
+
+
 def test_a_run_cancelled_in_the_browser_goes_on_where_it_was_when_it_is_retried_there(
     served: Served, page: Page, picture: Picture
 ) -> None:
     _open_form(page, served)
-    _fill(page, name="interrupted", train__max_steps="60")
+    _fill(page, {"changes.name": "interrupted", "changes.train.max_steps": "60"})
     run = _submit_and_open_the_run(page, served)
     _wait_for_updates(page)
     page.get_by_role("button", name="Cancel", exact=True).click()

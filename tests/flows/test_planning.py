@@ -14,6 +14,7 @@ import pytest
 import tomli_w
 
 from tests.conftest import config_values, make_model
+from tests.serving import free_ports
 
 FIGURES = [
     "num_prompts",
@@ -95,6 +96,12 @@ def test_data_that_is_elsewhere_is_planned_by_its_number_of_prompts(config: Path
 def test_the_options_can_be_read_on_a_narrow_screen() -> None:
     done = _grpo("--help", COLUMNS="80")
     assert "--gradient-accumulation-steps" in done.stdout
+
+
+def test_a_history_that_cannot_be_asked_is_said(config: Path) -> None:
+    [nobody] = free_ports(1)
+    answer = _json(config, "--history", status=2, MLFLOW_TRACKING_URI=f"http://127.0.0.1:{nobody}")
+    assert f"MLflow at http://127.0.0.1:{nobody} does not answer" in answer["errors"][0]
 
 
 def test_values_given_by_hand_replace_the_configuration_s(config: Path, tmp_path: Path) -> None:
