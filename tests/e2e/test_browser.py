@@ -1,5 +1,6 @@
 """A person's day in the browser: the quickstart started from Prefect's form, watched, cancelled, retried; a stage run
-again, its version promoted, the schedule switched on; its model in MLflow. With GRPO_PICTURES=FOLDER the pictures of the documentation are written there (`make pictures`)."""
+again, its version promoted, the schedule switched on; its model in MLflow. With GRPO_PICTURES=FOLDER the pictures of
+the documentation are written there (`make pictures`)."""
 
 from __future__ import annotations
 
