@@ -180,12 +180,14 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def grpo_serve(served: Served) -> Iterator[psutil.Popen]:
-    """`grpo serve` for a Prefect server, until the body ends."""
+def grpo_serve(served: Served, **environment: str) -> Iterator[psutil.Popen]:
+    """`grpo serve` for a Prefect server, until the body ends; `environment`: further variables."""
     log = served.storage / "grpo-serve.log"
     command = [sys.executable, "-m", "flows.cli", "serve"]
     with log.open("ab") as output:
-        process = psutil.Popen(command, env=served.environment, stdout=output, stderr=subprocess.STDOUT)
+        process = psutil.Popen(
+            command, env={**served.environment, **environment}, stdout=output, stderr=subprocess.STDOUT
+        )
     try:
         _wait(process, log, lambda: _has_deployments(served))
         yield process

@@ -161,6 +161,25 @@ def test_a_cancelled_training_saves_ends_and_goes_on_from_there(
     assert _tracked_status(server, server.storage / "runs" / "cancelled" / "training") == "FINISHED"
 
 
+def test_cancelling_a_pipeline_cancels_the_training_that_it_has_handed_over(server: Served, model_folder: Path) -> None:
+    changes = {
+        **config_values(model_folder, server.storage, max_steps=6, save_steps=100),
+        "name": "handed",
+        "rewards": [{"function": "patience:patient"}],
+    }
+    with grpo_serve(server, GRPO_GPU_DEPLOYMENT="local") as runner:
+        run_id = server.trigger("pipeline/local", changes=changes)
+        _wait_until_stuck(server, "handed")
+        processes = _processes(runner, "handed")
+        server.cancel(run_id)
+        _wait_until_ended(processes)
+        server.wait(run_id, "CANCELLED")
+        [handed] = server.filter("flow_runs", flow_runs={"name": {"any_": ["handed-train"]}})
+        server.wait(handed["id"], "CANCELLED")
+        _wait_for(lambda: _slots_taken(server) == 0)
+    assert [path.name for path in (_partial(server, "handed") / "checkpoints").iterdir()] == ["step-000003"]
+
+
 def test_told_to_end_grpo_serve_ends_its_trainings_too_each_with_a_checkpoint(
     server: Served, undisturbed: list[dict[str, float]]
 ) -> None:
