@@ -41,7 +41,7 @@ test: setup check ## everything that CI checks
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
 
 e2e: setup ## the long tests: servers, browser, faults (more than half an hour)
-	$(BIN)/python -m pytest -m e2e
+	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15
 
 pictures: setup ## docs/images/*.png anew, from the browser test
 	GRPO_PICTURES=docs/images $(BIN)/python -m pytest -m e2e tests/e2e/test_browser.py

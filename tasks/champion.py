@@ -34,6 +34,7 @@ HISTORY = "champion.history"
 HISTORY_LENGTH = 500  # a tag holds 100,000 characters
 ROLLED_BACK = "rolled back"
 NAMES_SHOWN = 5
+NOT_THERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # the latter of a name that nothing can have
 T = TypeVar("T")
 ARTIFACTS = ("config.toml", "evaluation/report.json", "evaluation/samples.parquet")
 
@@ -170,7 +171,7 @@ def _if_there(ask: Callable[[], T]) -> T | None:
     try:
         return ask()
     except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+        if error.error_code not in NOT_THERE:
             raise
         return None
 

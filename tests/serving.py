@@ -221,6 +221,7 @@ def _running(command: list[str], ports: list[int], storage: Path, further: dict[
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_hear_ctrl_c,
         )
     environment["PREFECT_API_URL"] = f"{prefect_url}/api"
     try:
@@ -233,6 +234,11 @@ def _running(command: list[str], ports: list[int], storage: Path, further: dict[
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def _hear_ctrl_c() -> None:
+    """As from a terminal; who is started in the background is deaf to it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _wait(process: subprocess.Popen[bytes] | psutil.Popen, log: Path, is_ready: Callable[[], bool]) -> None:

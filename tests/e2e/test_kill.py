@@ -16,7 +16,7 @@ import tomli_w
 
 from tests.conftest import config_values, write_sums
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.e2e
 
 # Training stops for good inside the fourth rollout, until the file that allows it to go on exists.
 REWARD = """

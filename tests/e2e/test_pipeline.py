@@ -170,6 +170,7 @@ print("answer:", llm.generate("12+3=", SamplingParams(temperature=0, max_tokens=
 """
 
 
+@pytest.mark.e2e
 def test_the_registered_version_answers_in_vllm_as_in_transformers(finished: Path, tmp_path: Path) -> None:
     import mlflow
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -225,7 +226,11 @@ def test_a_stage_rerun_alone_meets_the_champion_and_the_pipeline_reruns_just_wha
     samples = pq.read_table(finished / "evaluation" / "samples.parquet").to_pydict()
     assert samples["champion/completion"] == samples["trained/completion"]
     assert _mlflow_run(finished).data.metrics["eval/held-out/champion/accuracy"] == _accuracy(after)["mean"]
-    assert {path.name for path in (finished / "evaluation").iterdir()} == {"report.json", "samples.parquet"}
+    assert {path.name for path in (finished / "evaluation").iterdir()} == {
+        "report.html",
+        "report.json",
+        "samples.parquet",
+    }
     outdated = {name: found.reason for name, found in conditions(finished).items() if not found.is_up_to_date}
     assert outdated == {"register": "evaluate was made again"}
     _run(inputs)

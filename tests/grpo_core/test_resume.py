@@ -330,7 +330,7 @@ def test_a_key_that_results_do_not_follow_from_may_be_changed_and_the_training_g
     _assert_same(run, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_training_with_vllm_killed_and_resumed_ends_with_the_same_weights(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -404,7 +404,7 @@ def tell(completion_ids):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_two_processes_told_to_stop_agree_where_and_end_with_the_same_weights(
     values: dict[str, Any], tmp_path: Path
 ) -> None:

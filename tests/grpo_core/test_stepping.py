@@ -38,7 +38,7 @@ def test_one_process_does_what_was_planned(accelerator: Accelerator, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", [pytest.param(2, marks=pytest.mark.e2e), 3])
 def test_several_processes_do_together_what_was_planned(tmp_path: Path, num_processes: int) -> None:
     count = 40
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(num_processes)]

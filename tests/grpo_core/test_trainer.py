@@ -217,6 +217,7 @@ def parity(completion_ids: list[list[int]]) -> list[float | None]:
             {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2},
             {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
             id="one update a rollout",
+            marks=pytest.mark.e2e,
         ),
         pytest.param(
             {
@@ -237,6 +238,7 @@ def parity(completion_ids: list[list[int]]) -> list[float | None]:
             {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1},
             {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1},
             id="a group straddles the processes",
+            marks=pytest.mark.e2e,
         ),
         pytest.param(
             {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, **EVERYTHING},

@@ -247,8 +247,17 @@ def follow(run: str, result: str) -> None:
     Path(result).write_text(json.dumps({"distances": distances, "by copies": engine.copies is not None}))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "Qwen3"])
+@pytest.mark.parametrize(
+    ("architecture", "tied"),
+    [
+        ("Qwen2", True),
+        ("Qwen3", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.e2e)
+            for case in [("Qwen2", False), ("Qwen3", True), ("Llama", True), ("Llama", False)]
+        ),
+    ],
+)
 def test_an_update_is_there_as_it_is_made_and_another_models_by_copies(
     tmp_path: Path, architecture: str, tied: bool
 ) -> None:
