@@ -103,7 +103,8 @@ def _field(page: Page, path: str) -> Locator:
     """What the form has for a key, such as "changes.train.max_steps": label, description and input."""
     found = page.locator("form")
     for key in path.split("."):
-        label = f"div[contains(@class, 'p-label__header')]//span[starts-with(normalize-space(), '{key} (')]"
+        named = f"normalize-space() = '{key}' or starts-with(normalize-space(), '{key} (')"
+        label = f"div[contains(@class, 'p-label__header')]//span[{named}]"
         found = found.locator(f"xpath=.//div[{label}]")
     return found
 
