@@ -5,6 +5,7 @@ the documentation are written there (`make pictures`)."""
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
@@ -225,9 +226,7 @@ def test_the_quickstart_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
     picture("model-version")
 
 
-def test_a_stage_is_run_again_its_version_promoted_and_the_schedule_switched_on(
-    served: Served, page: Page, picture: Picture
-) -> None:
+def test_a_stage_is_run_again_and_the_version_promoted(served: Served, page: Page, picture: Picture) -> None:
     _open_form(page, served, "evaluate", "run")
     _fill(page, {"run": "slower"})
     _field(page, "force").get_by_role("switch").click()
@@ -246,14 +245,6 @@ def test_a_stage_is_run_again_its_version_promoted_and_the_schedule_switched_on(
     page.goto(f"{served.mlflow_url}/#/models/arithmetic/versions/1")
     page.get_by_text("champion").first.wait_for()
     picture("champion")
-
-    _open_deployment(page, served, "pipeline")
-    page.get_by_role("listitem").filter(has_text="Runs").click()
-    page.get_by_role("switch").first.click()
-    picture("schedule")
-    [schedule] = served.get("/deployments/name/pipeline/local")["schedules"]
-    assert schedule["active"]
-    page.get_by_role("switch").first.click()
 
 
 def test_a_run_cancelled_in_the_browser_goes_on_where_it_was_when_it_is_retried_there(
@@ -275,3 +266,15 @@ def test_a_run_cancelled_in_the_browser_goes_on_where_it_was_when_it_is_retried_
     picture("retried")
     tasks = served.tasks(_id(run), 7)
     assert [state for task, state in tasks if task in ("validate", "plan")][-2:] == ["Skipped", "Skipped"]
+
+
+def test_the_schedule_is_switched_on_and_off(served: Served, page: Page, picture: Picture) -> None:
+    _open_deployment(page, served, "pipeline")
+    switch = page.get_by_role("switch").first
+    for on in (True, False):
+        switch.click()
+        expect(switch).to_have_attribute("aria-checked", json.dumps(on))
+        if on:
+            picture("schedule")
+        [schedule] = served.get("/deployments/name/pipeline/local")["schedules"]
+        assert schedule["active"] == on
