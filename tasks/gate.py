@@ -74,9 +74,19 @@ def show(metric: str, value: float) -> str:
 
 def show_change(metric: str, difference: Difference) -> str:
     """A metric's difference with its interval."""
-    scale, form, unit = (100, "+.1f", " points") if metric.startswith(SHARES) else (1, "+.4g", "")
-    mean, low, high = (scale * value for value in (difference.mean, difference.low, difference.high))
-    return f"{mean:{form}}{unit} ({100 * difference.confidence:.3g}% interval {low:{form}} to {high:{form}})"
+    interval = f"{100 * difference.confidence:.3g}% interval {show_interval(metric, difference)}"
+    return f"{show_gain(metric, difference)} ({interval})"
+
+
+def show_gain(metric: str, difference: Difference) -> str:
+    """A metric's difference, of shares in points."""
+    return f"{100 * difference.mean:+.1f} points" if metric.startswith(SHARES) else f"{difference.mean:+.4g}"
+
+
+def show_interval(metric: str, difference: Difference) -> str:
+    """The interval of a metric's difference."""
+    scale, form = (100, "+.1f") if metric.startswith(SHARES) else (1, "+.4g")
+    return f"{scale * difference.low:{form}} to {scale * difference.high:{form}}"
 
 
 def _compare(config: RunConfig, candidate: Contestant, rival: Contestant, set: str, metric: str) -> Comparison:

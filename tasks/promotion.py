@@ -12,7 +12,7 @@ from prefect.states import Completed
 
 from tasks import champion
 from tasks.champion import Outcome
-from tasks.gate import show, show_change
+from tasks.gate import show, show_gain, show_interval
 
 PROMOTED = "grpo.promoted"
 ROLLED_BACK = "grpo.rolled-back"
@@ -54,12 +54,14 @@ def _markdown(headline: str, outcome: Outcome) -> str:
     lines = [f"# {headline}", "", outcome.reason, ""]
     if outcome.verdict and outcome.verdict.comparisons:
         rival = "base" if outcome.against == "base" else f"version {outcome.against}"
+        confidence = outcome.verdict.comparisons[0].difference.confidence
         lines += [
-            f"| | version {outcome.version} | {rival} | gain | p | rule | |",
-            "|---|---|---|---|---|---|---|",
+            f"| | rule | version {outcome.version} | {rival} | gain | {100 * confidence:.3g}% interval | p | held to |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for it in outcome.verdict.comparisons:
-            values = (show(it.metric, it.candidate), show(it.metric, it.rival), show_change(it.metric, it.difference))
-            figures = " | ".join((*values, f"{it.difference.p_value:.2g}", it.rule, "broken" if it.broken else "kept"))
-            lines.append(f"| {it.set} {it.metric} | {figures} |")
+            values = (show(it.metric, it.candidate), show(it.metric, it.rival))
+            change = (show_gain(it.metric, it.difference), show_interval(it.metric, it.difference))
+            cells = ("broken" if it.broken else "kept", *values, *change, f"{it.difference.p_value:.2g}", it.rule)
+            lines.append(f"| {it.set} {it.metric} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -145,7 +145,7 @@ def _wait_until(page: Page, state: str) -> None:
 def _open_artifact(page: Page, run: str, key: str) -> None:
     page.goto(run)
     page.get_by_role("listitem").filter(has_text="Artifacts").click()
-    page.get_by_role("link", name=re.compile(rf"\b{key}\b")).first.click()
+    page.get_by_role("link", name=re.compile(rf"(?<![\w-]){key}(?![\w-])")).first.click()
 
 
 def _wait_for_updates(page: Page) -> None:

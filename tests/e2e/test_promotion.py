@@ -35,7 +35,7 @@ def test_a_refusal_is_the_named_answer_of_a_completed_flow_run(storage: Path) ->
     assert "not shown to be better" in refused.message
     shown = _artifact("promotion")
     assert shown.description == "flows version 2: refused"
-    assert "| held-out accuracy | 60.0% | 50.0% | +10.0 points (95% interval " in shown.data
+    assert "| held-out accuracy | broken | 60.0% | 50.0% | +10.0 points | " in shown.data
     forced = promote("flows", force=True)
     assert (forced.decision, forced.version) == ("forced", "2")
     assert rollback("flows") == "flows version 1 is champion again, version 2 is not"
