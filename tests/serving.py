@@ -22,6 +22,7 @@ START_SECONDS = 300
 RUN_SECONDS = 600
 STOP_SECONDS = 120
 BUSY_SECONDS = 60
+OFFERED = 8  # deployments: the pipeline, five stages, promote, rollback
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
@@ -197,7 +198,7 @@ def grpo_serve(served: Served, **environment: str) -> Iterator[psutil.Popen]:
 
 
 def _has_deployments(served: Served) -> bool:
-    return len([known for known in served.filter("deployments") if known["status"] == "READY"]) == 8
+    return len([known for known in served.filter("deployments") if known["status"] == "READY"]) == OFFERED
 
 
 @contextmanager

@@ -27,7 +27,7 @@ import psycopg2
 import pytest
 
 from tests.conftest import make_model, write_sums
-from tests.serving import Served, free_ports, prefect_server
+from tests.serving import OFFERED, Served, free_ports, prefect_server
 
 pytestmark = pytest.mark.e2e
 
@@ -264,7 +264,8 @@ def _serving(worker: Mapping[str, str], log: Path, prefect: Served) -> Iterator[
     with _process([sys.executable, "-m", "flows.cli", "serve"], log, worker) as process:
 
         def is_ready() -> bool:
-            return "Your deployments are being served" in log.read_text() and len(prefect.filter("deployments")) == 6
+            is_said = "Your deployments are being served" in log.read_text()
+            return is_said and len(prefect.filter("deployments")) == OFFERED
 
         _until(is_ready, process, log)
         yield
