@@ -37,7 +37,7 @@ def up(
     os.environ["PREFECT_UI_URL"] = api.removesuffix("/api")  # for links in notifications
     os.environ[SERVED_AT] = f"http://127.0.0.1:{mlflow_port}"
     local = ("--host", "127.0.0.1")
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a library imported above takes SIGINT for itself
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: sys.exit(0))
     processes: list[subprocess.Popen[bytes]] = []
@@ -57,8 +57,6 @@ def up(
         console.print("Ctrl-C stops both, and what runs.", highlight=False)
         for process in processes:
             process.wait()
-    except KeyboardInterrupt:
-        pass
     finally:
         for process in reversed(processes):  # what runs says how it ended while there is a server to hear it
             process.terminate()
