@@ -37,7 +37,7 @@ def up(
     os.environ["PREFECT_UI_URL"] = api.removesuffix("/api")  # for links in notifications
     os.environ[SERVED_AT] = f"http://127.0.0.1:{mlflow_port}"
     local = ("--host", "127.0.0.1")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a library imported above takes SIGINT for itself
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # polars, imported above, has put its own before Python's: SIGINT got lost there
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: sys.exit(0))
     processes: list[subprocess.Popen[bytes]] = []

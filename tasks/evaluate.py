@@ -18,8 +18,8 @@ from prefect.client.schemas.objects import State
 
 from grpo_core.comparison import verdict
 from grpo_core.evaluation_sections import HELD_OUT
+from tasks import figures as as_text
 from tasks.champion import CHAMPION, present_champion
-from tasks.figures import is_share
 from tasks.lineage import lineage_keys
 from tasks.process import run_process
 from tasks.report import PAGE, write_report
@@ -88,14 +88,12 @@ def rows_of(figures: Mapping[str, Any]) -> Iterator[list[str]]:
         *(f"trained − {other} [{d['accuracy']['confidence']:.0%}]" for other, d in differences.items()),
     ]
     for metric in policies["trained"]:
-        form = ".1%" if is_share(metric) else ".3f"
-        means = [policies[p][metric]["mean"] if metric in policies[p] else None for p in policies]
-        gains = [differences[other][metric] for other in differences]
-        yield [
-            metric,
-            *("" if mean is None else f"{mean:{form}}" for mean in means),
-            *(f"{g['mean']:+{form}} [{g['low']:+{form}}, {g['high']:+{form}}]" for g in gains),
+        means = [
+            as_text.amount(metric, found[metric]["mean"]) if metric in found else "" for found in policies.values()
         ]
+        gains = [found[metric] for found in differences.values()]
+        changes = [f"{as_text.gain(metric, found)} {as_text.interval(metric, found)}" for found in gains]
+        yield [metric, *means, *changes]
 
 
 def _log_metrics(client: mlflow.MlflowClient, run_id: str, report: Mapping[str, Any]) -> None:
@@ -136,10 +134,10 @@ def _markdown(report: Mapping[str, Any]) -> str:
 def _tests(figures: Mapping[str, Any]) -> Iterator[list[str]]:
     yield ["trained against", "metric", "p", "probability better", "minimum detectable difference"]
     for other, differences in figures["differences"].items():
-        for metric, form in (("accuracy", ".1%"), ("reward", ".3f")):
+        for metric in ("accuracy", "reward"):
             found = differences[metric]
-            detectable = f"{found['minimum_detectable']:{form}}"
-            yield [other, metric, f"{found['p_value']:.2g}", f"{found['probability_better']:.1%}", detectable]
+            chance = (as_text.p_value(found["p_value"]), as_text.probability(found["probability_better"]))
+            yield [other, metric, *chance, as_text.detectable(metric, found)]
 
 
 def _by_category(categories: Mapping[str, Any]) -> Iterator[list[str]]:

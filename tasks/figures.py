@@ -68,8 +68,18 @@ def gain(metric: str, found: Mapping[str, Any]) -> str:
 
 def detectable(metric: str, found: Mapping[str, Any]) -> str:
     """6.1 points, or 0.061"""
-    value = found["minimum_detectable"]
-    return NONE if math.isnan(value) else f"{100 * value:.1f} points" if is_share(metric) else f"{value:.3f}"
+    return size(metric, found["minimum_detectable"])
+
+
+def size(metric: str, difference: float) -> str:
+    """6.1 points, or 0.061: a difference without a sign."""
+    return (
+        NONE
+        if math.isnan(difference)
+        else f"{100 * difference:.1f} points"
+        if is_share(metric)
+        else f"{difference:.3f}"
+    )
 
 
 def tone(found: Mapping[str, Any]) -> str:

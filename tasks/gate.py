@@ -12,8 +12,7 @@ from grpo_core.config import RunConfig
 from grpo_core.evaluation_sections import Guard, PromotionConfig
 from grpo_core.outcomes import outcomes
 from grpo_core.statistics import POWER, Difference, paired_difference
-
-SHARES = ("accuracy", "completions/clipped_ratio", "pass@")  # given in per cent, their differences in points
+from tasks import figures
 
 
 @dataclass(frozen=True)
@@ -59,34 +58,21 @@ def decide(config: RunConfig, candidate: Contestant, rival: Contestant) -> Verdi
     gain = _held_to_gain(rules, _compare(config, candidate, rival, rules.set, rules.metric))
     guards = [_held_to_guard(it, _compare(config, candidate, rival, it.set, it.metric)) for it in rules.guards]
     comparisons = (gain, *guards)
-    values = f"{show(gain.metric, gain.candidate)} against {show(gain.metric, gain.rival)} of {rival.label}"
-    figures = f"{gain.metric} on {gain.set} {values}, {show_change(gain.metric, gain.difference)}"
+    candidate_has, rival_has = (figures.amount(gain.metric, value) for value in (gain.candidate, gain.rival))
+    values = f"{candidate_has} against {rival_has} of {rival.label}"
+    found = f"{gain.metric} on {gain.set} {values}, {_change(gain)}"
     if broken := [comparison.broken for comparison in comparisons if comparison.broken]:
-        return Verdict(False, f"{figures}: {'; '.join(broken)}", comparisons)
+        return Verdict(False, f"{found}: {'; '.join(broken)}", comparisons)
     kept = f"; guards kept: {len(guards)}" if guards else ""
-    return Verdict(True, f"{figures}: better, p = {gain.difference.p_value:.2g}{kept}", comparisons)
+    p_value = figures.p_value(gain.difference.p_value)
+    return Verdict(True, f"{found}: better, p = {p_value}{kept}", comparisons)
 
 
-def show(metric: str, value: float) -> str:
-    """A metric's value as people read it."""
-    return f"{value:.1%}" if metric.startswith(SHARES) else f"{value:.4g}"
-
-
-def show_change(metric: str, difference: Difference) -> str:
-    """A metric's difference with its interval."""
-    interval = f"{100 * difference.confidence:.3g}% interval {show_interval(metric, difference)}"
-    return f"{show_gain(metric, difference)} ({interval})"
-
-
-def show_gain(metric: str, difference: Difference) -> str:
-    """A metric's difference, of shares in points."""
-    return f"{100 * difference.mean:+.1f} points" if metric.startswith(SHARES) else f"{difference.mean:+.4g}"
-
-
-def show_interval(metric: str, difference: Difference) -> str:
-    """The interval of a metric's difference."""
-    scale, form = (100, "+.1f") if metric.startswith(SHARES) else (1, "+.4g")
-    return f"{scale * difference.low:{form}} to {scale * difference.high:{form}}"
+def _change(found: Comparison) -> str:
+    """A gain with its interval, as part of a sentence."""
+    difference = vars(found.difference)
+    interval = f"{100 * found.difference.confidence:.3g}% interval {figures.interval(found.metric, difference)}"
+    return f"{figures.gain(found.metric, difference)} ({interval})"
 
 
 def _compare(config: RunConfig, candidate: Contestant, rival: Contestant, set: str, metric: str) -> Comparison:
@@ -103,13 +89,13 @@ def _outcomes(config: RunConfig, contestant: Contestant, set: str, metric: str) 
 
 def _held_to_gain(rules: PromotionConfig, gain: Comparison) -> Comparison:
     metric, found, allowed, broken = gain.metric, gain.difference, 1 - rules.confidence, None
-    least = _amount(metric, rules.min_gain)
+    least = figures.size(metric, rules.min_gain)
     if not found.num_prompts:
         broken = "no prompt was scored by both"
     elif found.p_value > allowed:
         broken = (
             f"not shown to be better (by chance it looks so with probability {found.p_value:.2g}, and {allowed:.2g} is "
-            f"allowed; {found.num_prompts:,} prompts find a true gain of {_amount(metric, found.minimum_detectable)} "
+            f"allowed; {found.num_prompts:,} prompts find a true gain of {figures.detectable(metric, vars(found))} "
             f"with probability {POWER:g})"
         )
     elif found.mean < rules.min_gain:
@@ -130,13 +116,9 @@ def _held_to_guard(guard: Guard, found: Comparison) -> Comparison:
     exceeded = [f"{name} {bound:g}" for name, bound in bounds.items() if not keeps[name](bound)]
     broken = None
     if exceeded:
-        values = f"{show(found.metric, found.candidate)}, a change of {show_change(found.metric, found.difference)}"
+        values = f"{figures.amount(found.metric, found.candidate)}, a change of {_change(found)}"
         broken = f"the guard {' and '.join(exceeded)} is broken: {found.metric} on {found.set} is {values}"
     return replace(found, rule=", ".join(f"{name} {bound:g}" for name, bound in bounds.items()), broken=broken)
-
-
-def _amount(metric: str, value: float) -> str:
-    return f"{100 * value:.1f} points" if metric.startswith(SHARES) else f"{value:.4g}"
 
 
 def _mean(values: np.ndarray) -> float:

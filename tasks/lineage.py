@@ -42,7 +42,8 @@ def lineage_keys(config: RunConfig) -> dict[str, str]:
     plan = key_of(steps, part["model"], config.algorithm.beta, config.train.gradient_checkpointing)  # its forecasts
     train = key_of(steps, config.seed, part["model"], part["algorithm"], part["held_out"])
     evaluate = key_of(train, part["evaluation"], sets, config.data.answer_column)
-    register = key_of(evaluate, part["registry"], config.name)
+    rules = config.promotion.model_dump(mode="json", exclude={"automatic"})  # a version is judged by those it records
+    register = key_of(evaluate, part["registry"], config.name, rules)
     return {"validate": validate, "plan": plan, "train": train, "evaluate": evaluate, "register": register}
 
 

@@ -10,9 +10,8 @@ from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.states import Completed
 
-from tasks import champion
+from tasks import champion, figures
 from tasks.champion import Outcome
-from tasks.gate import show, show_gain, show_interval
 
 PROMOTED = "grpo.promoted"
 ROLLED_BACK = "grpo.rolled-back"
@@ -60,8 +59,10 @@ def _markdown(headline: str, outcome: Outcome) -> str:
             "|---|---|---|---|---|---|---|---|",
         ]
         for it in outcome.verdict.comparisons:
-            values = (show(it.metric, it.candidate), show(it.metric, it.rival))
-            change = (show_gain(it.metric, it.difference), show_interval(it.metric, it.difference))
-            cells = ("broken" if it.broken else "kept", *values, *change, f"{it.difference.p_value:.2g}", it.rule)
+            found = vars(it.difference)
+            values = (figures.amount(it.metric, it.candidate), figures.amount(it.metric, it.rival))
+            change = (figures.gain(it.metric, found), figures.interval(it.metric, found))
+            p_value = figures.p_value(it.difference.p_value)
+            cells = ("broken" if it.broken else "kept", *values, *change, p_value, it.rule)
             lines.append(f"| {it.set} {it.metric} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

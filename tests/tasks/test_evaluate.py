@@ -86,7 +86,7 @@ def test_people_are_told_figures_and_verdict_in_one_table_a_set() -> None:
     ]
     head, accuracy, *_, kl = rows_of(report["sets"]["hard"])
     assert head == ["", "base", "champion", "trained", "trained − base [95%]", "trained − champion [95%]"]
-    assert accuracy[:5] == ["accuracy", "50.0%", "60.0%", "75.0%", "+25.0% [+12.5%, +37.5%]"]
+    assert accuracy[:5] == ["accuracy", "50.0%", "60.0%", "75.0%", "+25.0 points [12.5, 37.5]"]
     assert kl[:3] == ["kl", "", "0.250"]
     page = _markdown(report)
     assert page.count("## ") == 2

@@ -39,6 +39,7 @@ def _stale(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         ("algorithm", "epsilon", 0.1, "train"),
         ("evaluation", "confidence", 0.9, "evaluate"),
         ("registry", "alias", "challenger", "register"),
+        ("promotion", "min_gain", 0.1, "register"),
     ],
 )
 def test_an_edit_makes_its_own_stage_and_the_later_ones_stale(
