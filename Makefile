@@ -40,7 +40,7 @@ ui: setup ## Prefect and MLflow on 127.0.0.1, over the same data
 test: setup check ## everything that CI checks
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
 
-e2e: setup ## the long tests: servers, browser, faults (about an hour on two cores)
+e2e: setup ## the long tests: servers, browser, faults
 	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15
 
 pictures: setup ## docs/images/*.png anew, from the browser test

@@ -37,7 +37,8 @@ def up(
     os.environ["PREFECT_UI_URL"] = api.removesuffix("/api")  # for links in notifications
     os.environ[SERVED_AT] = f"http://127.0.0.1:{mlflow_port}"
     local = ("--host", "127.0.0.1")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # polars, imported above, has put its own before Python's: SIGINT got lost there
+    # SIGINT too: the handler that polars, imported above, puts before Python's has let it get lost.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: sys.exit(0))
     processes: list[subprocess.Popen[bytes]] = []

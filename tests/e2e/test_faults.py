@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.conftest import make_model, write_sums
+from tests.e2e.holding import FUNCTION, write_inputs
 from tests.serving import RUN_SECONDS, Served, grpo_serve, prefect_server, serving
 
 pytestmark = pytest.mark.e2e
@@ -31,32 +31,10 @@ SKIPPED = [("validate", "Skipped"), ("plan", "Skipped")]
 FIRST = [("validate", "Completed"), ("plan", "Completed")]
 REST = [("train", "Completed"), ("evaluate", "Completed"), ("register", "Completed")]
 
-# Stands still in its call number N, which in training is rollout N, for as long as the file `hold` says N.
-REWARD = """
-import threading
-from pathlib import Path
-HOLD = Path(__file__).with_name("hold")
-calls = []
-def held():
-    return HOLD.exists() and HOLD.read_text() == str(len(calls))
-def patient(completions, completion_ids):
-    calls.append(1)
-    if held():
-        print("standing still in rollout", len(calls), flush=True)
-        while held():
-            threading.Event().wait(0.05)
-    return [-float(len(ids)) for ids in completion_ids]
-"""
-
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    (folder / "patience.py").write_text(REWARD)
-    make_model(folder / "base")
-    write_sums(folder / "train.parquet", 10, 50)
-    write_sums(folder / "eval.parquet", 60, 76)
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def _python_path(inputs: Path) -> str:
@@ -82,7 +60,7 @@ def _trigger(served: Served, inputs: Path, name: str) -> str:
         "name": name,
         "model": {"name_or_path": str(inputs / "base")},
         "data": {"train": str(inputs / "train.parquet"), "eval": str(inputs / "eval.parquet")},
-        "rewards": [{"function": "patience:patient"}],
+        "rewards": [{"function": FUNCTION}],
         "rollout": {"engine": "transformers"},
         "train": {"per_device_train_batch_size": 32, "max_steps": UPDATES, "save_steps": 2, "warmup_steps": 1},
     }

@@ -16,7 +16,7 @@ import pytest
 from mlflow import MlflowClient
 
 from grpo_core.config import load_config
-from tests.conftest import make_model, write_sums
+from tests.e2e.holding import FUNCTION, write_inputs
 from tests.serving import RUN_SECONDS, free_ports, kill_group, mlflow_server
 
 pytestmark = pytest.mark.e2e
@@ -24,32 +24,10 @@ pytestmark = pytest.mark.e2e
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 UPDATES = 6
 
-# In training, call number N is rollout N; it waits for as long as the file `hold` says N.
-REWARD = """
-import threading
-from pathlib import Path
-HOLD = Path(__file__).with_name("hold")
-calls = []
-def held():
-    return HOLD.exists() and HOLD.read_text() == str(len(calls))
-def held_up(completions, completion_ids):
-    calls.append(1)
-    if held():
-        HOLD.with_name("waiting").write_text(str(len(calls)))
-        while held():
-            threading.Event().wait(0.05)
-    return [-float(len(ids)) for ids in completion_ids]
-"""
-
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    (folder / "holding.py").write_text(REWARD)
-    make_model(folder / "base")
-    write_sums(folder / "train.parquet", 10, 50)
-    write_sums(folder / "eval.parquet", 60, 76)
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture
@@ -74,7 +52,7 @@ def _run(inputs: Path, name: str, *overrides: str) -> Path:
         f"model.name_or_path={inputs / 'base'}",
         f"data.train={inputs / 'train.parquet'}",
         f"data.eval={inputs / 'eval.parquet'}",
-        'rewards=[{function="holding:held_up"}]',
+        f'rewards=[{{function="{FUNCTION}"}}]',
         "rollout.engine=transformers",
         "train.per_device_train_batch_size=32",
         f"train.max_steps={UPDATES}",
@@ -142,7 +120,7 @@ def _assert_complete(run: Path, tracked: Any) -> None:
     plan = json.loads((run / "plan.json").read_text())["plan"]
     assert {name: tracked.data.metrics[f"plan/{name}"] for name in plan} == plan
     assert tracked.data.params["train.learning_rate"] == str(config.train.learning_rate)
-    assert tracked.data.params["rewards.0.function"] == "holding:held_up"
+    assert tracked.data.params["rewards.0.function"] == FUNCTION
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CONFIG.parent, capture_output=True, text=True, check=True)
     assert tracked.data.tags["mlflow.source.git.commit"] == head.stdout.strip()
     assert tracked.data.tags["mlflow.source.git.dirty"] in ("True", "False")

@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from grpo_core.rollout.transformers import TransformersEngine
-from tests.conftest import make_model
+from tests.conftest import config_values, make_model
+
+
+@pytest.fixture
+def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """A configuration that trains for a few updates in seconds."""
+    yield config_values(model_folder, tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)  # the next training of this process has its own precision
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,38 +21,9 @@ from grpo_core.evaluate import evaluate, prompt_columns, samples_table
 from grpo_core.plan import load_plan
 from grpo_core.policy import load_model, plain_output_layer
 from grpo_core.rollout import transformers as engine
-from grpo_core.trainer import train
 from tasks.train import check_result
-from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
-
-
-@pytest.fixture
-def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    yield config_values(model_folder, tmp_path)
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def _train(folder: Path, values: dict[str, Any], **keys: Any) -> Path:
-    run = make_run(folder, with_keys(values, **keys))
-    train(run, run / "training")
-    return run
-
-
-def _metrics(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
-
-
-def _result(run: Path) -> dict[str, Any]:
-    return json.loads((run / "training" / "result.json").read_text())
-
-
-def _checkpoint(run: Path, step: int) -> dict[str, Any]:
-    return torch.load(run / "training" / "checkpoints" / f"step-{step:06d}" / "state.pt", weights_only=True)
-
-
-def _weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "training" / "model" / "model.safetensors")
-
+from tests.conftest import make_model, make_run, write_sums
+from tests.grpo_core.training import checkpoint_of, metrics_of, result_of, trained_run, weights_of
 
 SEEN: list[str] = []
 
@@ -70,11 +38,11 @@ def test_evaluation_counts_each_held_out_prompt_once_at_its_steps_and_at_the_end
 ) -> None:
     SEEN.clear()
     values["rewards"] = [{"function": "tests.grpo_core.test_evaluation:recorded"}]
-    run = _train(tmp_path / "run", values, eval_steps=3, max_steps=5)
+    run = trained_run(tmp_path / "run", values, eval_steps=3, max_steps=5)
     held_out = pq.read_table(run / "dataset" / "eval.parquet")["prompt"].to_pylist()
     counts = Counter(SEEN)
     assert {counts[prompt] for prompt in held_out} == {2}
-    evaluated = [step for step in _metrics(run) if "eval_reward" in step]
+    evaluated = [step for step in metrics_of(run) if "eval_reward" in step]
     assert [step["step"] for step in evaluated] == [3, 5]
     assert load_plan(run / "plan.json").evaluations == 2
     model = AutoModelForCausalLM.from_pretrained(run / "training" / "model").eval()
@@ -95,10 +63,10 @@ def _greedy_reward(model: Any, run: Path, prompts: list[str]) -> float:
 def test_evaluation_has_sampling_settings_of_its_own(values: dict[str, Any], tmp_path: Path) -> None:
     lengths = {}
     for name, evaluation in {"greedy": {}, "hot": {"temperature": 5.0}, "short": {"max_completion_length": 2}}.items():
-        run = _train(tmp_path / name, {**values, "evaluation": evaluation}, eval_steps=4)
-        lengths[name] = _metrics(run)[-1]["eval_completions/mean_length"]
-        training = [step["completions/mean_length"] for step in _metrics(run)]
-        assert training == [step["completions/mean_length"] for step in _metrics(tmp_path / "greedy")]
+        run = trained_run(tmp_path / name, {**values, "evaluation": evaluation}, eval_steps=4)
+        lengths[name] = metrics_of(run)[-1]["eval_completions/mean_length"]
+        training = [step["completions/mean_length"] for step in metrics_of(run)]
+        assert training == [step["completions/mean_length"] for step in metrics_of(tmp_path / "greedy")]
     assert lengths["short"] <= 2
     assert lengths["hot"] != lengths["greedy"]
 
@@ -120,24 +88,24 @@ def test_the_best_evaluated_model_is_handed_on_and_training_stops_when_patience_
     SEEN.clear()
     values["rewards"] = [{"function": "tests.grpo_core.test_evaluation:scripted"}]
     keys = {"eval_steps": 1, "load_best_model_at_end": True, "early_stopping_patience": 2, "max_steps": 9}
-    run = _train(tmp_path / "run", values, **keys, save_steps=1, save_total_limit=9)
-    result = _result(run)
+    run = trained_run(tmp_path / "run", values, **keys, save_steps=1, save_total_limit=9)
+    result = result_of(run)
     assert (result["best_step"], result["best_value"]) == (2, pytest.approx(0.9))
     assert result["stopped_early_at_step"] == result["counted"]["updates"] == 4
-    weights, best = _weights(run), _checkpoint(run, 2)["model"]
+    weights, best = weights_of(run), checkpoint_of(run, 2)["model"]
     assert all(torch.equal(weights[name], best[name]) for name in best)
-    assert not all(torch.equal(weights[name], _checkpoint(run, 3)["model"][name]) for name in best)
+    assert not all(torch.equal(weights[name], checkpoint_of(run, 3)["model"][name]) for name in best)
     check_result(result, run / "training" / "metrics.jsonl", load_plan(run / "plan.json"))
 
 
 def test_without_being_asked_the_last_model_is_handed_on(values: dict[str, Any], tmp_path: Path) -> None:
     SEEN.clear()
     values["rewards"] = [{"function": "tests.grpo_core.test_evaluation:scripted"}]
-    run = _train(tmp_path / "run", values, eval_steps=1, max_steps=4)
-    result = _result(run)
+    run = trained_run(tmp_path / "run", values, eval_steps=1, max_steps=4)
+    result = result_of(run)
     assert (result["best_step"], result["stopped_early_at_step"]) == (2, None)
     best = load_file(run / "training" / "best" / "step-000002.safetensors")
-    assert not all(torch.equal(_weights(run)[name], best[name]) for name in best)
+    assert not all(torch.equal(weights_of(run)[name], best[name]) for name in best)
 
 
 def _perturbed(base: Path, folder: Path, size: float) -> Path:

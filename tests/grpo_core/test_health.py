@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from grpo_core import trainer
 from grpo_core.config import dump_config, load_config
@@ -19,7 +17,7 @@ from grpo_core.rollout.collect import NotFiniteError
 from grpo_core.sections import HealthConfig
 from grpo_core.session import TrainingError
 from grpo_core.trainer import train
-from tests.conftest import config_values, make_run, with_keys
+from tests.conftest import make_run, with_keys
 
 HEALTHY = {
     "frac_reward_zero_std": 0.2,
@@ -83,12 +81,6 @@ def test_a_number_that_is_none_is_acted_on_at_once_and_explained() -> None:
     assert finding.action == "roll_back"
     assert "loss nan" in finding.message
     assert "learning_rate" in finding.message
-
-
-@pytest.fixture
-def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    yield config_values(model_folder, tmp_path)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _train(run: Path) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
@@ -27,43 +24,10 @@ from grpo_core.rollout.engine import Sampling
 from grpo_core.rollout.transformers import TransformersEngine
 from grpo_core.sections import RewardConfig
 from grpo_core.session import TrainingError
-from grpo_core.trainer import train
-from tests.conftest import config_values, make_run, with_keys
+from tests.conftest import with_keys
+from tests.grpo_core.training import are_close, checkpoint_of, metrics_of, result_of, trained_run, weights_of
 
 CALM_ADAM = {"adam_epsilon": 1e-3}
-
-
-@pytest.fixture
-def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    yield config_values(model_folder, tmp_path)
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def _train(folder: Path, values: dict[str, Any], **keys: Any) -> Path:
-    run = make_run(folder, with_keys(values, **keys))
-    train(run, run / "training")
-    return run
-
-
-def _weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "training" / "model" / "model.safetensors")
-
-
-def _metrics(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
-
-
-def _result(run: Path) -> dict[str, Any]:
-    return json.loads((run / "training" / "result.json").read_text())
-
-
-def _checkpoint(run: Path, step: int) -> dict[str, Any]:
-    return torch.load(run / "training" / "checkpoints" / f"step-{step:06d}" / "state.pt", weights_only=True)
-
-
-def _close(first: Path, second: Path) -> bool:
-    a, b = _weights(first), _weights(second)
-    return all(torch.allclose(a[name], b[name], atol=2e-5) for name in a)
 
 
 # The update does not depend on how it is cut.
@@ -88,18 +52,18 @@ def test_half_the_batch_with_twice_the_accumulation_is_the_same_update(
     values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]
 ) -> None:
     values = with_keys(values, **CALM_ADAM, **keys)
-    whole = _train(tmp_path / "whole", values)
+    whole = trained_run(tmp_path / "whole", values)
     halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
     if "steps_per_generation" in keys:
         halves["steps_per_generation"] = 8
-    assert _close(whole, _train(tmp_path / "halves", values, **halves))
+    assert are_close(whole, trained_run(tmp_path / "halves", values, **halves))
 
 
 def test_bnpo_depends_on_the_cut_as_its_documentation_says(values: dict[str, Any], tmp_path: Path) -> None:
     values = with_keys(values, **CALM_ADAM, loss_type="bnpo")
-    whole = _train(tmp_path / "whole", values)
+    whole = trained_run(tmp_path / "whole", values)
     halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
-    assert not _close(whole, _train(tmp_path / "halves", values, **halves))
+    assert not are_close(whole, trained_run(tmp_path / "halves", values, **halves))
 
 
 def _refuse_more_tokens_than(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,22 +88,22 @@ def test_when_memory_runs_out_training_goes_on_with_smaller_micro_steps(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
     values = with_keys(values, **CALM_ADAM, **keys, temperature=0.9)
-    whole = _train(tmp_path / "whole", values)
+    whole = trained_run(tmp_path / "whole", values)
     _refuse_more_tokens_than(30, monkeypatch)  # two completions have 24 at most
-    small = _train(tmp_path / "small", values)
-    result = _result(small)
+    small = trained_run(tmp_path / "small", values)
+    result = result_of(small)
     assert (result["per_device_train_batch_size"], result["gradient_accumulation_steps"]) == (2, 8)
     assert result["ran_out_of_memory"]
-    assert not _result(whole)["ran_out_of_memory"]
-    assert result["counted"] == _result(whole)["counted"]
-    assert _close(whole, small)
+    assert not result_of(whole)["ran_out_of_memory"]
+    assert result["counted"] == result_of(whole)["counted"]
+    assert are_close(whole, small)
 
 
 def test_when_memory_runs_out_with_one_completion_layers_are_computed_again(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = with_keys(values, **CALM_ADAM, temperature=0.9)
-    whole = _train(tmp_path / "whole", values)
+    whole = trained_run(tmp_path / "whole", values)
     policies: set[Policy] = set()
     forward = Policy.forward
 
@@ -151,10 +115,10 @@ def test_when_memory_runs_out_with_one_completion_layers_are_computed_again(
         return forward(self, sequences, **options)
 
     monkeypatch.setattr(Policy, "forward", small)
-    computed_again = _train(tmp_path / "small", values)
+    computed_again = trained_run(tmp_path / "small", values)
     assert [policy.recomputed for policy in policies] == [2]
-    assert _result(computed_again)["ran_out_of_memory"]
-    assert _close(whole, computed_again)
+    assert result_of(computed_again)["ran_out_of_memory"]
+    assert are_close(whole, computed_again)
 
 
 @pytest.mark.parametrize("recomputed", [1, 2])
@@ -178,7 +142,7 @@ def test_a_single_completion_too_large_for_memory_is_said(
 ) -> None:
     _refuse_more_tokens_than(0, monkeypatch)
     with pytest.raises(TrainingError, match="memory runs out with a single completion"):
-        _train(tmp_path / "run", values, temperature=0.9)
+        trained_run(tmp_path / "run", values, temperature=0.9)
 
 
 # Model and reference.
@@ -195,13 +159,13 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
         return forward(self, *args, **options)
 
     monkeypatch.setattr(Qwen2DecoderLayer, "forward", counted)
-    plain = _train(tmp_path / "plain", values)
+    plain = trained_run(tmp_path / "plain", values)
     once = calls.copy()
     calls.clear()
-    recomputed = _train(tmp_path / "recomputed", values, gradient_checkpointing=True)
+    recomputed = trained_run(tmp_path / "recomputed", values, gradient_checkpointing=True)
     assert calls["with gradient"] == 2 * once["with gradient"]
     assert calls["without"] == once["without"]
-    a, b = _weights(plain), _weights(recomputed)
+    a, b = weights_of(plain), weights_of(recomputed)
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -217,31 +181,31 @@ def test_an_adapter_trains_its_layers_only_and_the_model_handed_on_needs_no_adap
     values: dict[str, Any], tmp_path: Path, model_folder: Path
 ) -> None:
     targets = ["q_proj", "down_proj"]
-    run = _train(tmp_path / "run", values, use_peft=True, lora_r=4, lora_target_modules=targets, beta=0.1)
-    before, after = load_file(model_folder / "model.safetensors"), _weights(run)
+    run = trained_run(tmp_path / "run", values, use_peft=True, lora_r=4, lora_target_modules=targets, beta=0.1)
+    before, after = load_file(model_folder / "model.safetensors"), weights_of(run)
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if any(f"{target}.weight" in name for target in targets)}
     for name in moved:
         assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-4) <= 4
-    kl = [step["kl"] for step in _metrics(run)]
+    kl = [step["kl"] for step in metrics_of(run)]
     assert kl[0] == pytest.approx(0, abs=1e-7), "the reference is the base, and the adapter starts as no change"
     assert kl[-1] > 1e-5
     assert {name.split(".")[-3] for name in _checkpoint_names(tmp_path, values)} == {"lora_A", "lora_B"}
 
 
 def _checkpoint_names(tmp_path: Path, values: dict[str, Any]) -> list[str]:
-    run = _train(tmp_path / "saved", values, use_peft=True, save_steps=2)
-    return list(_checkpoint(run, 2)["model"])
+    run = trained_run(tmp_path / "saved", values, use_peft=True, save_steps=2)
+    return list(checkpoint_of(run, 2)["model"])
 
 
 def test_the_reference_moves_towards_the_policy_when_it_is_synced(
     values: dict[str, Any], tmp_path: Path, model_folder: Path
 ) -> None:
     keys = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
-    run = _train(tmp_path / "run", values, **keys, max_steps=4, save_steps=1, save_total_limit=4)
+    run = trained_run(tmp_path / "run", values, **keys, max_steps=4, save_steps=1, save_total_limit=4)
     base = load_file(model_folder / "model.safetensors")
-    first, second, third = (_checkpoint(run, step) for step in (1, 2, 3))
+    first, second, third = (checkpoint_of(run, step) for step in (1, 2, 3))
     for name, weight in base.items():
         assert torch.equal(first["reference"][name], weight)
         expected = 0.6 * second["model"][name] + 0.4 * weight
@@ -253,9 +217,9 @@ def test_adaptive_entropy_raises_its_weight_below_the_target_and_lowers_it_above
     values: dict[str, Any], tmp_path: Path
 ) -> None:
     keys = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_coef_delta": 0.005, "max_steps": 4}
-    low = _metrics(_train(tmp_path / "low", values, **keys, entropy_target=50.0))
+    low = metrics_of(trained_run(tmp_path / "low", values, **keys, entropy_target=50.0))
     assert [step["entropy_coef"] for step in low] == pytest.approx([0, 0.015, 0.02, 0.025])
-    high = _metrics(_train(tmp_path / "high", values, **keys, entropy_target=0.0))
+    high = metrics_of(trained_run(tmp_path / "high", values, **keys, entropy_target=0.0))
     assert [step["entropy_coef"] for step in high] == [0, 0, 0, 0]
 
 
@@ -266,17 +230,17 @@ def test_an_update_without_a_trained_token_says_nothing_about_entropy_and_adapts
     values["rewards"] = [{"function": "tests.grpo_core.test_options:only_odd_prompts"}]
     adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 50.0}
     keys = {"mask_truncated_completions": True, "entropy_action": "stop", "patience": 1, **adaptive}
-    run = _train(tmp_path / "run", values, **keys, max_steps=3, save_steps=2)
-    for step in _metrics(run):
+    run = trained_run(tmp_path / "run", values, **keys, max_steps=3, save_steps=2)
+    for step in metrics_of(run):
         assert (step["loss"], step["grad_norm"]) == (0, 0)
         assert not {"entropy", "sampling/sampling_logp_difference/mean"} & step.keys()
-    assert _checkpoint(run, 2)["progress"]["entropy_coef"] == 0.01
+    assert checkpoint_of(run, 2)["progress"]["entropy_coef"] == 0.01
     assert "no token trained" in capsys.readouterr().out
 
 
 def test_an_entropy_bonus_keeps_the_policy_more_varied(values: dict[str, Any], tmp_path: Path) -> None:
-    plain = _metrics(_train(tmp_path / "plain", values, max_steps=12))
-    varied = _metrics(_train(tmp_path / "varied", values, max_steps=12, entropy_coef=1.0))
+    plain = metrics_of(trained_run(tmp_path / "plain", values, max_steps=12))
+    varied = metrics_of(trained_run(tmp_path / "varied", values, max_steps=12, entropy_coef=1.0))
     assert varied[-1]["entropy"] > plain[-1]["entropy"] + 0.1
 
 
@@ -293,11 +257,11 @@ def only_odd_prompts(prompts: list[str], completion_ids: list[list[int]]) -> lis
 
 def test_groups_without_signal_are_replaced_by_fresh_prompts(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "tests.grpo_core.test_options:only_odd_prompts"}]
-    run = _train(tmp_path / "run", values, dynamic_sample=True, max_resample_times=20)
-    plan, result = load_plan(run / "plan.json"), _result(run)
-    for step in _metrics(run):
+    run = trained_run(tmp_path / "run", values, dynamic_sample=True, max_resample_times=20)
+    plan, result = load_plan(run / "plan.json"), result_of(run)
+    for step in metrics_of(run):
         assert step["frac_reward_zero_std"] == 0
-    assert sum(step["dynamic_sampling/resampled_groups"] for step in _metrics(run)) > 0
+    assert sum(step["dynamic_sampling/resampled_groups"] for step in metrics_of(run)) > 0
     assert plan.completions < result["sampled_completions"] <= plan.max_completions
     assert result["counted"] == plan.counts(plan.max_steps), "the schedule of prompts is not moved by replacements"
     for index in range(plan.rollouts):
@@ -316,7 +280,7 @@ def test_a_first_draw_that_no_reward_scored_is_replaced_and_has_no_first_reward(
 ) -> None:
     values["rewards"] = [{"function": "tests.grpo_core.test_options:only_odd_prompts_apply"}]
     keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 6}
-    steps = _metrics(_train(tmp_path / "run", values, **keys, dynamic_sample=True, max_resample_times=20))
+    steps = metrics_of(trained_run(tmp_path / "run", values, **keys, dynamic_sample=True, max_resample_times=20))
     unscored = [step for step in steps if "dynamic_sampling/first_reward" not in step]
     assert 0 < len(unscored) < len(steps) == 6
     assert all(step["dynamic_sampling/resampled_groups"] > 0 for step in unscored)
@@ -324,10 +288,10 @@ def test_a_first_draw_that_no_reward_scored_is_replaced_and_has_no_first_reward(
 
 def test_replacements_end_at_their_bound(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "tests.grpo_core.test_health:constant"}]
-    run = _train(tmp_path / "run", values, dynamic_sample=True, max_resample_times=2)
+    run = trained_run(tmp_path / "run", values, dynamic_sample=True, max_resample_times=2)
     plan = load_plan(run / "plan.json")
-    assert _result(run)["sampled_completions"] == plan.max_completions == 3 * plan.completions
-    assert {step["frac_reward_zero_std"] for step in _metrics(run)} == {1}
+    assert result_of(run)["sampled_completions"] == plan.max_completions == 3 * plan.completions
+    assert {step["frac_reward_zero_std"] for step in metrics_of(run)} == {1}
 
 
 @pytest.mark.parametrize(("processes", "g", "groups"), [(8, 4, 1), (4, 2, 1), (3, 2, 1), (8, 6, 2), (2, 3, 3)])
@@ -359,7 +323,7 @@ def test_a_process_without_a_share_of_the_prompts_scores_nothing(model_folder: P
 
 
 def test_prompts_are_seen_in_the_planned_order(values: dict[str, Any], tmp_path: Path) -> None:
-    run = _train(tmp_path / "run", values, num_iterations=2, max_steps=20)
+    run = trained_run(tmp_path / "run", values, num_iterations=2, max_steps=20)
     plan = load_plan(run / "plan.json")
     rows = pq.read_table(run / "dataset" / "train.parquet")["prompt"].to_pylist()
     for index in range(plan.rollouts):

@@ -12,14 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from grpo_core import trainer, update
@@ -28,7 +26,7 @@ from grpo_core.config import dump_config, load_config
 from grpo_core.plan import load_plan
 from grpo_core.stopping import Stopped
 from grpo_core.trainer import train
-from tests.conftest import config_values, make_run, with_keys, write_sums
+from tests.conftest import make_run, with_keys, write_sums
 from tests.grpo_core.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
 
 ROOT = Path(__file__).parents[2]
@@ -56,12 +54,6 @@ ALL_AT_ONCE = {
     "warmup_steps": 3,
 }
 ADAPTER = {"use_peft": True, "lora_r": 4, "beta": 0.1, "num_iterations": 2, "max_steps": 6, "save_steps": 2}
-
-
-@pytest.fixture
-def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    yield config_values(model_folder, tmp_path)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _metrics(run: Path) -> list[dict[str, float]]:

@@ -8,14 +8,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from accelerate.state import AcceleratorState
 from torch import nn
 
 from grpo_core import session
@@ -24,15 +22,9 @@ from grpo_core.rollout.transformers import TransformersEngine
 from grpo_core.session import TrainingError
 from grpo_core.sync import probe_sequences
 from grpo_core.trainer import train
-from tests.conftest import config_values, make_run, with_keys
+from tests.conftest import make_run, with_keys
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    yield config_values(model_folder, tmp_path)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class CopyingEngine(TransformersEngine):

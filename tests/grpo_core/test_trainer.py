@@ -7,13 +7,11 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,8 +21,9 @@ from grpo_core.plan import load_plan
 from grpo_core.rewards.contract import RewardError
 from grpo_core.session import TrainingError
 from grpo_core.trainer import train
-from tests.conftest import config_values, make_run, with_keys
+from tests.conftest import make_run, with_keys
 from tests.grpo_core.launching import REWARD, TWO_PROCESSES, finish, started
+from tests.grpo_core.training import are_close, metrics_of, trained_run, weights_of
 
 # Some gradients are zero but for rounding (a key bias, under softmax); Adam with its usual epsilon would make a full
 # step of that noise.
@@ -40,44 +39,19 @@ EVERYTHING = {
 WINDOWS = {"num_iterations": 2, "steps_per_generation": 4, "beta": 0.1, "max_steps": 7}
 
 
-def _weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "training" / "model" / "model.safetensors")
-
-
-def _metrics(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
-
-
-def _train(folder: Path, values: dict[str, Any], **keys: Any) -> Path:
-    run = make_run(folder, with_keys(values, **keys))
-    train(run, run / "training")
-    return run
-
-
-def _close(first: Path, second: Path) -> None:
-    a, b = _weights(first), _weights(second)
-    assert all(torch.allclose(a[name], b[name], atol=2e-5) for name in a)
-
-
-@pytest.fixture
-def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    yield config_values(model_folder, tmp_path)
-    AcceleratorState._reset_state(reset_partial_state=True)  # the next training of this process has its own precision
-
-
 @pytest.mark.parametrize("keys", [{}, WINDOWS], ids=["on-policy", "inside a generation window, with KL"])
 def test_what_the_plan_says_is_what_happens(values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]) -> None:
-    run = _train(tmp_path / "run", values, **keys)
+    run = trained_run(tmp_path / "run", values, **keys)
     plan = load_plan(run / "plan.json")
     result = json.loads((run / "training" / "result.json").read_text())
     assert result["counted"] == result["planned"] == plan.counts(plan.max_steps)
-    assert [step["step"] for step in _metrics(run)] == list(range(1, plan.max_steps + 1))
+    assert [step["step"] for step in metrics_of(run)] == list(range(1, plan.max_steps + 1))
     assert len(list((run / "training" / "completions").iterdir())) == plan.rollouts
 
 
 def test_training_raises_the_reward(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "length", "args": {"target": 3}}]
-    metrics = _metrics(_train(tmp_path / "run", values, max_steps=25))
+    metrics = metrics_of(trained_run(tmp_path / "run", values, max_steps=25))
     first, last = ([m["reward"] for m in part] for part in (metrics[:5], metrics[-5:]))
     assert sum(last) / 5 > sum(first) / 5 + 0.2
 
@@ -86,12 +60,12 @@ def test_training_raises_the_reward(values: dict[str, Any], tmp_path: Path) -> N
 def test_the_engines_log_probabilities_are_the_trainers(
     values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]
 ) -> None:
-    for step in _metrics(_train(tmp_path / "run", values, **keys)):
+    for step in metrics_of(trained_run(tmp_path / "run", values, **keys)):
         assert step["sampling/sampling_logp_difference/max"] <= 1e-4
 
 
 def test_in_bf16_sampler_and_trainer_still_agree(values: dict[str, Any], tmp_path: Path) -> None:
-    for step in _metrics(_train(tmp_path / "run", values, mixed_precision="bf16")):
+    for step in metrics_of(trained_run(tmp_path / "run", values, mixed_precision="bf16")):
         assert step["sampling/sampling_logp_difference/mean"] < 0.02
 
 
@@ -100,9 +74,9 @@ def test_half_the_batch_with_twice_the_accumulation_is_the_same_update(
     values: dict[str, Any], tmp_path: Path, loss_type: str
 ) -> None:
     values = with_keys(values, **CALM_ADAM, loss_type=loss_type)
-    whole = _train(tmp_path / "whole", values)
+    whole = trained_run(tmp_path / "whole", values)
     halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
-    _close(whole, _train(tmp_path / "halves", values, **halves))
+    assert are_close(whole, trained_run(tmp_path / "halves", values, **halves))
 
 
 @pytest.mark.usefixtures("endless")
@@ -111,11 +85,11 @@ def test_truncated_completions_move_the_model_unless_they_are_masked(
     values: dict[str, Any], tmp_path: Path, model_folder: Path, masked: bool
 ) -> None:
     values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
-    run = _train(tmp_path / "run", values, mask_truncated_completions=masked)
-    metrics = _metrics(run)
+    run = trained_run(tmp_path / "run", values, mask_truncated_completions=masked)
+    metrics = metrics_of(run)
     assert {step["completions/clipped_ratio"] for step in metrics} == {1}
     assert metrics[0]["frac_reward_zero_std"] < 1
-    before, after = load_file(model_folder / "model.safetensors"), _weights(run)
+    before, after = load_file(model_folder / "model.safetensors"), weights_of(run)
     assert masked == all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -200,8 +174,8 @@ def test_the_trained_weights_are_those_of_plain_loops_over_the_same_samples(
     values["rewards"] = [{"function": "tests.grpo_core.test_trainer:recorded"}]
     values["rollout"]["temperature"] = 0.8
     common = {"weight_decay": 0.1, "warmup_steps": 2, "max_grad_norm": 0.5, "adam_beta2": 0.9, "epsilon_high": 0.28}
-    run = _train(tmp_path / "run", values, **CALM_ADAM, **common, **keys)
-    plain, trained = _plain_training(run).state_dict(), _weights(run)
+    run = trained_run(tmp_path / "run", values, **CALM_ADAM, **common, **keys)
+    plain, trained = _plain_training(run).state_dict(), weights_of(run)
     assert max(float((plain[name] - trained[name]).abs().max()) for name in trained) < 2e-5
 
 
@@ -256,18 +230,18 @@ def test_two_processes_train_to_the_result_of_one(
     os.environ["STUCK_AT"] = "0"
     sys.path.insert(0, str(tmp_path))
     try:
-        one = _train(tmp_path / "one", values, **alone)
+        one = trained_run(tmp_path / "one", values, **alone)
     finally:
         sys.path.remove(str(tmp_path))
         del os.environ["STUCK_AT"]
     two = make_run(tmp_path / "two", with_keys(values, **both, num_processes=2))
     with started(two, tmp_path, 0, *TWO_PROCESSES) as process:
         finish(process)
-    _close(one, two)
+    assert are_close(one, two)
     for name in ("reward", "eval_reward", "eval_completions/mean_length"):
-        figures = [[step[name] for step in _metrics(run) if name in step] for run in (one, two)]
+        figures = [[step[name] for step in metrics_of(run) if name in step] for run in (one, two)]
         assert figures[0] == pytest.approx(figures[1], abs=1e-6)
-    assert [s["loss"] for s in _metrics(one)] == pytest.approx([s["loss"] for s in _metrics(two)], abs=1e-4)
+    assert [s["loss"] for s in metrics_of(one)] == pytest.approx([s["loss"] for s in metrics_of(two)], abs=1e-4)
 
 
 def test_another_number_of_processes_than_planned_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
@@ -279,8 +253,8 @@ def test_another_number_of_processes_than_planned_is_refused(values: dict[str, A
 def test_a_loss_that_is_not_finite_stops_before_the_step_is_taken(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "tests.grpo_core.test_trainer:huge"}]
     with pytest.raises(TrainingError, match=r"step 1: loss .* an update was too large"):
-        _train(tmp_path / "run", values, scale_rewards="none", save_steps=1)
-    assert _metrics(tmp_path / "run") == []
+        trained_run(tmp_path / "run", values, scale_rewards="none", save_steps=1)
+    assert metrics_of(tmp_path / "run") == []
     assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
@@ -291,13 +265,13 @@ def huge(completion_ids: list[list[int]]) -> list[float | None]:
 def test_a_model_that_an_update_broke_is_not_sampled_from(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "length", "args": {"target": 3}}]
     with pytest.raises(TrainingError, match="the policy's log-probabilities are not finite"):
-        _train(tmp_path / "run", values, learning_rate=1e30, max_steps=10)
+        trained_run(tmp_path / "run", values, learning_rate=1e30, max_steps=10)
 
 
 def test_a_reward_that_is_not_finite_stops_the_training_by_name(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "tests.grpo_core.test_trainer:undefined"}]
     with pytest.raises(RewardError, match="reward 'undefined' returned nan for prompt"):
-        _train(tmp_path / "run", values)
+        trained_run(tmp_path / "run", values)
 
 
 def undefined(completions: list[str]) -> list[float | None]:

@@ -1,0 +1,40 @@
+"""A training in this process, and what it leaves in its run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from grpo_core.trainer import train
+from tests.conftest import make_run, with_keys
+
+
+def trained_run(folder: Path, values: dict[str, Any], **keys: Any) -> Path:
+    run = make_run(folder, with_keys(values, **keys))
+    train(run, run / "training")
+    return run
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+
+
+def result_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "training" / "result.json").read_text())
+
+
+def checkpoint_of(run: Path, step: int) -> dict[str, Any]:
+    return torch.load(run / "training" / "checkpoints" / f"step-{step:06d}" / "state.pt", weights_only=True)
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "training" / "model" / "model.safetensors")
+
+
+def are_close(first: Path, second: Path) -> bool:
+    a, b = weights_of(first), weights_of(second)
+    return all(torch.allclose(a[name], b[name], atol=2e-5) for name in a)
