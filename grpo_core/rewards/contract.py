@@ -17,24 +17,16 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_core.rewards import builtin
+from grpo_core.rewards.basics import Range, RewardFunction
+from grpo_core.rewards.builtin import BUILTIN
 from grpo_core.sections import RewardConfig
 
-RewardFunction = Callable[..., Any]  # the rewards, or a coroutine that gives them
 ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
-Range = tuple[float, float]
-BUILTIN: dict[str, tuple[RewardFunction, Range]] = {
-    "exact_match": (builtin.exact_match, (0.0, 1.0)),
-    "numeric_match": (builtin.numeric_match, (0.0, 1.0)),
-    "format_regex": (builtin.format_regex, (0.0, 1.0)),
-    "length": (builtin.length, (0.0, 1.0)),
-    "soft_overlong_punishment": (builtin.soft_overlong_punishment, (-1.0, 0.0)),
-}
 
 
 class RewardError(RuntimeError):
@@ -88,8 +80,8 @@ def resolve(config: RewardConfig) -> Reward:
 def source_of(config: RewardConfig) -> bytes:
     """Bytes that change when the reward does: the files of the module that names it and of the function itself."""
     function = _find(config.function)
-    module = sys.modules[config.function.partition(":")[0]] if ":" in config.function else builtin
-    files = {module.__file__, inspect.getsourcefile(_code_of(function)) if _is_python(function) else None}
+    named = config.function.partition(":")[0] if ":" in config.function else function.__module__
+    files = {sys.modules[named].__file__, inspect.getsourcefile(_code_of(function)) if _is_python(function) else None}
     return b"".join(Path(file).read_bytes() for file in sorted(filter(None, files)))
 
 
