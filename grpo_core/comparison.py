@@ -54,14 +54,14 @@ def _compare_on(name: str, samples: pl.DataFrame, config: RunConfig, policies: S
 def _metrics(config: RunConfig) -> dict[str, Callable[[pl.DataFrame, str, str], np.ndarray]]:
     """Metric → its outcomes, given samples, set and policy."""
     n, right = config.evaluation.num_samples, config.accuracy_reward
-    weights = {reward.name: reward.weight for reward in config.rewards}
-    names = ["accuracy", "reward", *(f"rewards/{name}/mean" for name in weights)]
+    rewards = config.rewards
+    names = ["accuracy", "reward", *(f"rewards/{reward.name}/mean" for reward in rewards)]
     names += ["completions/mean_length", "completions/clipped_ratio", "kl"]
     if n > 1:
         names += [f"pass@{k}" for k in (*(2**i for i in range(n.bit_length()) if 2**i < n), n)]
 
     def outcomes_of(metric: str) -> Callable[[pl.DataFrame, str, str], np.ndarray]:
-        return lambda samples, name, policy: outcomes(samples, name, policy, metric, weights, right)
+        return lambda samples, name, policy: outcomes(samples, name, policy, metric, rewards, right)
 
     metrics = {metric: outcomes_of(metric) for metric in names}
     if n > 1:

@@ -40,7 +40,7 @@ class RunConfig(Section):
     model: ModelConfig
     data: DataConfig
     rewards: list[RewardConfig] = Field(min_length=1)
-    """Reward functions; their weighted sum is what the policy is trained on."""
+    """Reward functions; what the policy is trained on is the weighted sum of what they count."""
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
@@ -53,7 +53,10 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         names = [reward.name for reward in self.rewards]
         if len(set(names)) < len(names):
-            raise ValueError(f"rewards {names} share a name; each reward may be listed once")
+            raise ValueError(f"rewards {names} share a name; give those of the same function a `name` each")
+        for place, reward in enumerate(self.rewards):
+            if reward.gate not in (None, *names):
+                raise ValueError(f"rewards.{place}.gate={reward.gate!r} is not among the rewards {names}")
         if self.evaluation.accuracy_reward not in (None, *names):
             raise ValueError(
                 f"evaluation.accuracy_reward={self.evaluation.accuracy_reward!r} is not among the rewards {names}"
@@ -114,7 +117,8 @@ def parse_config(values: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(e) for e in error.errors())) from None
+        mistakes = [it for it in error.errors() if it["type"] != "default_factory_not_called"]  # follows from another
+        raise ConfigError("\n".join(map(_sentence, mistakes))) from None
 
 
 def load_config(path: Path | str, overrides: list[str] | None = None) -> RunConfig:

@@ -123,7 +123,7 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
     """Hash of all that outcomes follow from beside the policy: two policies' recorded outcomes may be paired where it
     is the same. `files`: the prompts of each set."""
     sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
-    rewards = [reward.model_dump(mode="json", include={"function", "args", "weight"}) for reward in config.rewards]
+    rewards = [reward.model_dump(mode="json", exclude={"timeout", "range"}) for reward in config.rewards]
     parts = [sampling, config.evaluation_length, rewards, config.accuracy_reward, config.seed]
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for reward in config.rewards:

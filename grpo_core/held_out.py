@@ -13,6 +13,7 @@ from grpo_core.config import RunConfig
 from grpo_core.data import derive_seed
 from grpo_core.policy import load_trainable_state, trainable_state
 from grpo_core.progress import Progress
+from grpo_core.rewards.composition import weighted_sum
 from grpo_core.rollout.collect import sample_and_score, share
 from grpo_core.rollout.engine import Request, Sampling
 from grpo_core.session import Session
@@ -43,14 +44,12 @@ def evaluate_policy(session: Session, progress: Progress) -> dict[str, float]:
     )
     samples = gather_object(samples)
     matrix = np.array([sample.rewards for sample in samples])  # (N, K)
-    weights = np.array([reward.weight for reward in session.rewards])
-    scored = ~np.isnan(matrix).all(axis=1)
-    sums = (np.nan_to_num(matrix) * weights).sum(axis=1)
+    sums = weighted_sum(matrix, session.config.rewards)
     names = [reward.name for reward in session.rewards]
     by_name = dict(zip(names, matrix.T, strict=True))
     right = by_name[session.config.accuracy_reward]
     figures = {
-        "eval_reward": sums[scored],
+        "eval_reward": sums[~np.isnan(sums)],
         "eval_accuracy": right[~np.isnan(right)] == 1,
         **{f"eval_rewards/{name}/mean": values[~np.isnan(values)] for name, values in by_name.items()},
         "eval_completions/mean_length": np.array([len(sample.completion.ids) for sample in samples]),

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import polars as pl
 
+from grpo_core.rewards.composition import weighted_sum
+from grpo_core.sections import RewardConfig
 from grpo_core.statistics import pass_at_k
 
 COLUMN_OF = {
@@ -25,13 +27,13 @@ def outcomes(
     set: str,
     policy: str,
     metric: str,
-    weights: Mapping[str, float],
+    rewards: Sequence[RewardConfig],
     accuracy_reward: str,
 ) -> np.ndarray:
     """A policy's `metric` on each prompt of a set, in the order of rows: the mean over the prompt's samples. (N,)
 
-    accuracy: whether the sample is right, which is that `accuracy_reward` gave it 1. reward: the sum of its rewards by
-    `weights`. pass@K: the probability that one of K samples is right. kl: 0 of the base itself. The others are columns
+    accuracy: whether the sample is right, which is that `accuracy_reward` gave it 1. reward: the weighted sum of what
+    `rewards` count. pass@K: the probability that one of K samples is right. kl: 0 of the base itself. The others are columns
     of `samples`. A sample that a reward left unscored is left out, a prompt without a scored one is NaN. ValueError for
     a metric or a policy that the samples do not have.
     """
@@ -41,9 +43,10 @@ def outcomes(
     if metric.startswith("pass@"):
         return _pass_at(int(metric.removeprefix("pass@")), of_set, f"{policy}/rewards/{accuracy_reward}")
     try:
-        per_prompt = of_set.group_by("row").agg(_of_sample(policy, metric, weights, accuracy_reward).mean().alias("it"))
+        values = _of_samples(of_set, policy, metric, rewards, accuracy_reward)
     except pl.exceptions.ColumnNotFoundError as error:
         raise ValueError(f"the samples have no {metric!r} of the policy {policy!r}: no column {error}") from None
+    per_prompt = of_set.select("row", it=values).group_by("row").agg(pl.col("it").mean())
     return per_prompt.sort("row")["it"].fill_null(np.nan).to_numpy()
 
 
@@ -62,15 +65,16 @@ def majority(
     return np.array([_vote(zip(*drawn, strict=True), answer_pattern) for _, *drawn in per_prompt.rows()])
 
 
-def _of_sample(policy: str, metric: str, weights: Mapping[str, float], accuracy_reward: str) -> pl.Expr:
-    """The metric of one sample; null where it was not scored."""
+def _of_samples(
+    samples: pl.DataFrame, policy: str, metric: str, rewards: Sequence[RewardConfig], accuracy_reward: str
+) -> pl.Series:
+    """The metric of each sample; null where it was not scored."""
     if metric == "accuracy":
-        return (pl.col(f"{policy}/rewards/{accuracy_reward}") == 1).cast(pl.Float64)
+        return (samples[f"{policy}/rewards/{accuracy_reward}"] == 1).cast(pl.Float64)
     if metric == "reward":
-        rewards = {name: pl.col(f"{policy}/rewards/{name}") for name in weights}
-        scored = pl.any_horizontal(column.is_not_null() for column in rewards.values())
-        return pl.when(scored).then(pl.sum_horizontal(weights[name] * column for name, column in rewards.items()))
-    return pl.col(f"{policy}/{COLUMN_OF.get(metric) or metric.removesuffix('/mean')}").cast(pl.Float64)
+        given = samples.select(pl.col(f"{policy}/rewards/{reward.name}").cast(pl.Float64) for reward in rewards)
+        return pl.Series(weighted_sum(given.to_numpy(), rewards), nan_to_null=True)
+    return samples[f"{policy}/{COLUMN_OF.get(metric) or metric.removesuffix('/mean')}"].cast(pl.Float64)
 
 
 def _pass_at(k: int, of_set: pl.DataFrame, reward: str) -> np.ndarray:

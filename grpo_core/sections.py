@@ -76,8 +76,18 @@ class DataConfig(Section):
 class RewardConfig(Section):
     function: str
     """A built-in reward's name, or `package.module:function` with TRL's signature."""
+    name: str = Field(default_factory=lambda given: given["function"].rsplit(":", 1)[-1], pattern=r"^[\w.-]+$")
+    """Name in metrics, records and gates; default: the function's own. A function listed twice needs two names."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
+    clip: tuple[float, float] | None = None
+    """Lowest and highest value that count: one beyond them counts as the nearer. Default: none."""
+    normalize: bool = False
+    """Count on a scale on which the bounds of `clip` are 0 and 1."""
+    gate: str | None = None
+    """Name of another reward: where that gives less than `gate_threshold`, or None, this one counts 0. Default: none."""
+    gate_threshold: float = 1.0
+    """Least value of the reward named by `gate` at which this one counts."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments given to the function at each call."""
     timeout: float = Field(300.0, gt=0)
@@ -94,15 +104,17 @@ class RewardConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _range_is_ordered(self) -> RewardConfig:
-        if self.range and self.range[0] >= self.range[1]:
-            raise ValueError(f"range={list(self.range)} is empty; give the lowest value first")
+    def _consistent(self) -> RewardConfig:
+        for key, bounds in {"range": self.range, "clip": self.clip}.items():
+            if bounds and bounds[0] >= bounds[1]:
+                raise ValueError(f"{key}={list(bounds)} is empty; give the lowest value first")
+        if self.normalize and not self.clip:
+            raise ValueError("normalize=true needs to know which values become 0 and 1; set clip = [lowest, highest]")
+        if self.gate == self.name:
+            raise ValueError(f"gate={self.gate!r} is the reward itself; name another one, or clip its values")
+        if self.gate is None and self.gate_threshold != 1:
+            raise ValueError(f"gate_threshold={self.gate_threshold:g} without a gate; name the reward in gate")
         return self
-
-    @property
-    def name(self) -> str:
-        """Name in metrics and reports: the function's own name."""
-        return self.function.rsplit(":", 1)[-1]
 
 
 class RolloutConfig(Section):

@@ -28,7 +28,7 @@ COUNTS = {
 
 def curves(record: Record) -> Section:
     rows, longest = record.metrics, record.config.rollout.max_completion_length
-    rewards = {f"rewards/{name}/mean": name for name in record.weights}
+    rewards = {f"rewards/{reward.name}/mean": reward.name for reward in record.config.rewards}
     panels: dict[str, tuple[str, float, dict[str, str]]] = {  # title: note, scale, lines
         "Reward": ("", 1, {"reward": "sampled", "eval_reward": "held out"}),
         "Accuracy, %": ("on the held-out prompts", 100, {"eval_accuracy": "held out"}),

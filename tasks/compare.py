@@ -88,7 +88,7 @@ def _pair(first: Record, other: Record, name: str) -> Paired:
 
 def _outcomes(record: Record, name: str, metric: str) -> np.ndarray:
     right = record.evaluation["accuracy_reward"]
-    return outcomes(record.samples, name, "trained", metric, record.weights, right)
+    return outcomes(record.samples, name, "trained", metric, record.config.rewards, right)
 
 
 def _what_differs(first: Record, other: Record) -> str:

@@ -83,8 +83,7 @@ def _compare(config: RunConfig, candidate: Contestant, rival: Contestant, set: s
 
 
 def _outcomes(config: RunConfig, contestant: Contestant, set: str, metric: str) -> np.ndarray:
-    weights = {reward.name: reward.weight for reward in config.rewards}
-    return outcomes(contestant.samples, set, contestant.policy, metric, weights, config.accuracy_reward)
+    return outcomes(contestant.samples, set, contestant.policy, metric, config.rewards, config.accuracy_reward)
 
 
 def _held_to_gain(rules: PromotionConfig, gain: Comparison) -> Comparison:

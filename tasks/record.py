@@ -38,11 +38,6 @@ class Record:
     findings: list[dict[str, Any]]
     samples: pl.DataFrame
 
-    @property
-    def weights(self) -> dict[str, float]:
-        """Of each reward, by its name."""
-        return {reward.name: reward.weight for reward in self.config.rewards}
-
 
 def load_record(reference: str) -> Record:
     """Of a run's name under the storage root; else of an MLflow run id, MODEL@ALIAS or MODEL/VERSION.

@@ -202,7 +202,7 @@ def _before_and_after(record: Record) -> Section:
 def _kinds(record: Record, name: str) -> dict[str, dict[str, Any]]:
     """The prompts by what became of them from base to trained: how many, and a few of each, spread over the set."""
     of_set = record.samples.filter(pl.col("set") == name)
-    keys = (record.weights, record.evaluation["accuracy_reward"])
+    keys = (record.config.rewards, record.evaluation["accuracy_reward"])
     before, after = (outcomes(of_set, name, policy, "accuracy", *keys) for policy in ("base", "trained"))
     rows = {
         "better": np.flatnonzero(after > before),

@@ -43,7 +43,6 @@ class Reward:
 
     name: str
     function: RewardFunction
-    weight: float
     args: Mapping[str, Any]
     timeout: float  # seconds for one call
     range: Range | None
@@ -68,7 +67,6 @@ def resolve(config: RewardConfig) -> Reward:
     return Reward(
         name=config.name,
         function=function,
-        weight=config.weight,
         args=config.args,
         timeout=config.timeout,
         range=config.range or (BUILTIN[config.function][1] if config.function in BUILTIN else None),

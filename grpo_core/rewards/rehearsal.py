@@ -21,6 +21,7 @@ from grpo_core.environment import quiet_libraries
 from grpo_core.plan import plan_inputs
 from grpo_core.rewards.contract import Reward, RewardError, resolve
 from grpo_core.rewards.scoring import Batch, score
+from grpo_core.sections import RewardConfig
 
 ROWS = 8
 SECONDS = 20.0  # for one reward on 3·ROWS completions
@@ -63,10 +64,10 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
         for row, text in zip(batch, texts, strict=True)
     ]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    resolved = [resolve(reward) for reward in config.rewards]
     rewards: dict[str, Any] = {}
-    warnings: list[str] = []
-    errors: list[str] = []
-    for reward in map(resolve, config.rewards):
+    errors, warnings = _gates(config.rewards, {reward.name: reward.range for reward in resolved})
+    for reward in resolved:
         start = time.perf_counter()
         try:
             limited = replace(reward, timeout=min(reward.timeout, SECONDS))
@@ -87,6 +88,30 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
     if errors:
         raise RewardError("\n".join(errors))
     return {"rows": len(rows), "rewards": rewards, "warnings": warnings}
+
+
+def _gates(
+    rewards: Sequence[RewardConfig], ranges: Mapping[str, tuple[float, float] | None]
+) -> tuple[list[str], list[str]]:
+    """Gates that are never or always open, as errors, and those that it pays to leave closed, as warnings."""
+    errors, warnings = [], []
+    for reward in rewards:
+        if reward.gate is None:
+            continue
+        if (seen := ranges[reward.gate]) and not seen[0] < reward.gate_threshold <= seen[1]:
+            when = "always" if reward.gate_threshold <= seen[0] else "never"
+            errors.append(
+                f"reward {reward.name!r} counts where {reward.gate!r} gives {reward.gate_threshold:g} or more, which is "
+                f"{when}: its range is {seen[0]:g} to {seen[1]:g}; set a gate_threshold above the lowest and up to the "
+                "highest of these"
+            )
+        counts = (0.0, 1.0) if reward.normalize else reward.clip or ranges[reward.name] or (0.0, 0.0)
+        if (least := min(reward.weight * bound for bound in counts)) < 0:
+            warnings.append(
+                f"reward {reward.name!r} adds {least:g} at the least, and 0 where its gate {reward.gate!r} is closed: "
+                "what would be punished is better off there; remove the gate, or clip and normalize the reward"
+            )
+    return errors, warnings
 
 
 def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], seconds: float, config: RunConfig) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -18,10 +19,11 @@ from grpo_core.advantages import Advantages, group_advantages, sample_std
 from grpo_core.config import RunConfig
 from grpo_core.data import Prompts, decode_completions, derive_seed, fresh_prompts, rollout_prompts
 from grpo_core.plan import Plan
+from grpo_core.rewards.composition import counted
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.scoring import Batch, score_arriving
 from grpo_core.rollout.engine import Completion, Engine, Finished, Request, Rollout, Sampling, pad
-from grpo_core.sections import AlgorithmConfig, RolloutConfig
+from grpo_core.sections import AlgorithmConfig, RewardConfig, RolloutConfig
 
 
 class NotFiniteError(RuntimeError):
@@ -70,7 +72,7 @@ def collect(
 
     scheduled = rollout_prompts(plan, config.seed, index)
     samples = draw(scheduled)
-    advantages = _advantages(samples, rewards, plan, config.algorithm)
+    advantages = _advantages(samples, config, plan)
     first_reward, sampled = advantages.rewards.nanmean().item(), list(samples)
     used = set(scheduled)
     for _ in range(config.rollout.max_resample_times if config.rollout.dynamic_sample else 0):
@@ -83,14 +85,14 @@ def collect(
         sampled += replacements
         for group, start in zip(silent, range(0, len(replacements), g), strict=False):
             samples[group * g : (group + 1) * g] = replacements[start : start + g]
-        advantages = _advantages(samples, rewards, plan, config.algorithm)
+        advantages = _advantages(samples, config, plan)
 
     rollout = _rollout(index, scheduled, samples, sampled, prompts, advantages.advantages, config.algorithm)
     metrics = {
         "reward": advantages.rewards.nanmean().item(),
         "reward_std": sample_std(advantages.rewards).item(),
         "frac_reward_zero_std": (advantages.group_std == 0).float().mean().item(),
-        **_reward_metrics(rewards, _matrix(samples)),
+        **_reward_metrics(config.rewards, _matrix(samples)),
         **_length_metrics(rollout),
         **seconds,
     }
@@ -112,20 +114,19 @@ def share(count: int, accelerator: Accelerator) -> range:
     return range(count * place // processes, count * (place + 1) // processes)
 
 
-def _matrix(samples: Sequence[Sample]) -> Tensor:
-    return torch.tensor([sample.rewards for sample in samples], dtype=torch.float64)  # (B, K)
+def _matrix(samples: Sequence[Sample]) -> np.ndarray:
+    """What the rewards gave, NaN for None. (B, K)"""
+    return np.array([sample.rewards for sample in samples], dtype=np.float64)
 
 
-def _advantages(
-    samples: Sequence[Sample], rewards: Sequence[Reward], plan: Plan, config: AlgorithmConfig
-) -> Advantages:
+def _advantages(samples: Sequence[Sample], config: RunConfig, plan: Plan) -> Advantages:
     return group_advantages(
-        _matrix(samples),
-        torch.tensor([reward.weight for reward in rewards], dtype=torch.float64),
+        torch.from_numpy(counted(_matrix(samples), config.rewards)),
+        torch.tensor([reward.weight for reward in config.rewards], dtype=torch.float64),
         plan.num_generations,
-        config.scale_rewards,
-        aggregation=config.multi_objective_aggregation,
-        estimator=config.advantage_estimator,
+        config.algorithm.scale_rewards,
+        aggregation=config.algorithm.multi_objective_aggregation,
+        estimator=config.algorithm.advantage_estimator,
     )
 
 
@@ -220,13 +221,15 @@ def _rollout(
     )
 
 
-def _reward_metrics(rewards: Sequence[Reward], matrix: Tensor) -> dict[str, float]:
+def _reward_metrics(rewards: Sequence[RewardConfig], given: np.ndarray) -> dict[str, float]:
     metrics = {}
-    for reward, values in zip(rewards, matrix.T, strict=True):
-        scored = values[~values.isnan()]
-        if len(scored):
-            metrics[f"rewards/{reward.name}/mean"] = scored.mean().item()
-            metrics[f"rewards/{reward.name}/std"] = sample_std(scored).item()
+    for reward, values, counts in zip(rewards, given.T, counted(given, rewards).T, strict=True):
+        scored = ~np.isnan(values)
+        if scored.any():
+            metrics[f"rewards/{reward.name}/mean"] = values[scored].mean().item()
+            metrics[f"rewards/{reward.name}/std"] = sample_std(torch.from_numpy(values[scored])).item()
+            if reward.clip or reward.gate:
+                metrics[f"rewards/{reward.name}/counted"] = counts[scored].mean().item()
     return metrics
 
 

@@ -65,7 +65,16 @@ VALUES: dict[str, Any] = {
         ({"train": {"learning_rate": math.inf}}, "train.learning_rate = inf: Input should be a finite number"),
         ({"rewards": [{"function": "length", "weight": math.nan}]}, "rewards.0.weight = nan"),
         ({"rewards": []}, "rewards = []"),
-        ({"rewards": [{"function": "length"}, {"function": "mine:length"}]}, "share a name"),
+        (
+            {"rewards": [{"function": "length"}, {"function": "mine:length"}]},
+            "give those of the same function a `name`",
+        ),
+        ({"rewards": [{"function": "length", "name": "a/b"}]}, "rewards.0.name = 'a/b'"),
+        ({"rewards": [{"function": "length", "clip": [1, 0]}]}, "clip=[1.0, 0.0] is empty"),
+        ({"rewards": [{"function": "length", "normalize": True}]}, "set clip = [lowest, highest]"),
+        ({"rewards": [{"function": "length", "gate": "form"}]}, "rewards.0.gate='form' is not among the rewards"),
+        ({"rewards": [{"function": "length", "gate": "length"}]}, "gate='length' is the reward itself"),
+        ({"rewards": [{"function": "length", "gate_threshold": 2}]}, "gate_threshold=2 without a gate"),
         ({"evaluation": {"accuracy_reward": "other"}}, "'other' is not among the rewards"),
         ({"evaluation": {"num_samples": 4}}, "set a temperature, such as 0.7, or num_samples=1"),
         ({"evaluation": {"answer_pattern": "("}}, "not a regular expression"),
@@ -86,8 +95,8 @@ def test_a_mistake_is_named_with_its_key_and_a_way_out(change: dict[str, Any], m
 
 def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        parse_config({**VALUES, "algorithm": {"epsilon": -1, "beta": -1}, "sed": 3})
-    assert len(str(error.value).splitlines()) == 3
+        parse_config({**VALUES, "algorithm": {"epsilon": -1, "beta": -1}, "sed": 3, "rewards": [{"weight": 1}]})
+    assert len(str(error.value).splitlines()) == 4
 
 
 FULL: dict[str, Any] = {
@@ -96,6 +105,7 @@ FULL: dict[str, Any] = {
     "model": {"name_or_path": 'a "quoted" naïve\\path', "revision": "main"},
     "rewards": [
         {"function": "length", "weight": -0.1, "args": {"target": 3}},
+        {"function": "length", "name": "long", "clip": [0, 0.5], "normalize": True, "gate": "f", "gate_threshold": 0.2},
         {"function": "mine.rewards:f", "args": {"nested": {"list": [1, 2.5, "x"]}, "pattern": "<a>\n.*"}},
     ],
     "train": {"learning_rate": 1e-300, "steps_per_generation": 4, "max_steps": 7},

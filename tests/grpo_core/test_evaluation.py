@@ -49,6 +49,37 @@ def test_evaluation_counts_each_held_out_prompt_once_at_its_steps_and_at_the_end
     assert evaluated[-1]["eval_reward"] == pytest.approx(_greedy_reward(model, run, held_out))
 
 
+def test_the_reward_is_composed_alike_in_training_in_its_evaluations_and_after_it(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    """Records keep what the functions gave; every figure called reward is made of that by the configuration."""
+    values["rewards"] = [
+        {"function": "length", "name": "near", "args": {"target": 3}},
+        {"function": "length", "name": "far", "args": {"target": 6}, "weight": 2.0},
+        {"function": "tests.grpo_core.test_evaluation:recorded", "clip": [-4, 0], "normalize": True},
+    ]
+    values["rewards"][1] |= {"gate": "near", "gate_threshold": 0.5}
+    run = trained_run(tmp_path / "run", values, eval_steps=4)
+
+    def reward(row: dict[str, Any]) -> float:
+        near, far, recorded = row.values()
+        return near + (2 * far if near >= 0.5 else 0) + (max(recorded, -4) + 4) / 4
+
+    metrics = metrics_of(run)
+    for rollout, file in enumerate(sorted((run / "training" / "completions").iterdir())):
+        rows = pl.read_parquet(file).select("rewards/near", "rewards/far", "rewards/recorded").to_dicts()
+        assert len({row["rewards/near"] for row in rows}) > 1, "some gates are open and some are closed"
+        assert metrics[rollout]["reward"] == pytest.approx(sum(map(reward, rows)) / len(rows))
+        open_ones = [row["rewards/far"] if row["rewards/near"] >= 0.5 else 0 for row in rows]
+        assert metrics[rollout]["rewards/far/counted"] == pytest.approx(sum(open_ones) / len(rows))
+        assert metrics[rollout]["rewards/far/mean"] == pytest.approx(pl.DataFrame(rows)["rewards/far"].mean())
+    report = evaluate(run, run / "training")["sets"]["held-out"]["policies"]["trained"]
+    samples = pl.read_parquet(run / "training" / "samples.parquet")
+    rows = samples.select(f"trained/rewards/{name}" for name in ("near", "far", "recorded")).to_dicts()
+    assert report["reward"]["mean"] == pytest.approx(sum(map(reward, rows)) / len(rows))
+    assert metrics[-1]["eval_reward"] == pytest.approx(report["reward"]["mean"])
+
+
 def _greedy_reward(model: Any, run: Path, prompts: list[str]) -> float:
     """Mean reward of greedy answers by transformers' own `generate`, one prompt at a time."""
     tokenizer = AutoTokenizer.from_pretrained(run / "training" / "model")

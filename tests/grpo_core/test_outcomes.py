@@ -15,9 +15,11 @@ import pytest
 from grpo_core.comparison import compare_policies, verdict
 from grpo_core.config import RunConfig, parse_config
 from grpo_core.outcomes import majority, outcomes
+from grpo_core.sections import RewardConfig
 from grpo_core.statistics import paired_difference
 
 WEIGHTS = {"right": 1.0, "style": 0.5}
+REWARDS = [RewardConfig(function=name, weight=weight) for name, weight in WEIGHTS.items()]
 PATTERN = r"=(\d)"
 N = 5
 
@@ -89,7 +91,7 @@ def test_an_outcome_is_the_mean_over_a_prompt_s_scored_samples_in_the_order_of_r
     shuffled = samples.sample(fraction=1, shuffle=True, seed=1)
     for name in ("held-out", "hard"):
         expected = _by_hand(samples, name, "trained", metric)
-        found = outcomes(shuffled, name, "trained", metric, WEIGHTS, "right")
+        found = outcomes(shuffled, name, "trained", metric, REWARDS, "right")
         assert found == pytest.approx(expected, nan_ok=True)
         assert np.isnan(found[0]) == (metric in ("accuracy", "reward", "rewards/style/mean")), "nothing scored row 0"
 
@@ -97,7 +99,7 @@ def test_an_outcome_is_the_mean_over_a_prompt_s_scored_samples_in_the_order_of_r
 def test_pass_at_k_of_a_prompt_is_that_of_all_subsets_of_its_samples() -> None:
     samples = _samples().with_columns(pl.col("trained/rewards/right").fill_null(0.0))
     for k in range(1, N + 1):
-        found = outcomes(samples, "hard", "trained", f"pass@{k}", WEIGHTS, "right")
+        found = outcomes(samples, "hard", "trained", f"pass@{k}", REWARDS, "right")
         drawn = samples.filter(set="hard").group_by("row", maintain_order=True).agg("trained/rewards/right")
         for value, (_, rewards) in zip(found, drawn.rows(), strict=True):
             subsets = list(itertools.combinations(rewards, k))
@@ -127,13 +129,13 @@ def test_the_majority_s_answer_is_the_most_frequent_one_the_first_of_equals(patt
 
 
 def test_the_base_is_no_distance_from_itself() -> None:
-    assert outcomes(_samples(), "hard", "base", "kl", WEIGHTS, "right").tolist() == [0.0] * 12
+    assert outcomes(_samples(), "hard", "base", "kl", REWARDS, "right").tolist() == [0.0] * 12
 
 
 @pytest.mark.parametrize(("policy", "metric"), [("champion", "accuracy"), ("trained", "rewards/tone/mean")])
 def test_what_the_samples_do_not_have_is_named(policy: str, metric: str) -> None:
     with pytest.raises(ValueError, match=f"no '{metric}' of the policy '{policy}'"):
-        outcomes(_samples(), "hard", policy, metric, WEIGHTS, "right")
+        outcomes(_samples(), "hard", policy, metric, REWARDS, "right")
 
 
 def _config(**evaluation: Any) -> RunConfig:

@@ -89,6 +89,30 @@ def test_what_looks_wrong_is_a_warning(
     assert any(warning in found for found in rehearsed(reward, **keys)["warnings"])
 
 
+RIGHT = {"function": "numeric_match"}  # 0 to 1
+OVERLONG = {"function": "soft_overlong_punishment", "args": {"max_completion_len": 4, "soft_punish_cache": 2}}
+
+
+@pytest.mark.parametrize(("threshold", "when"), [(1.5, "never"), (0.0, "always")])
+def test_a_gate_that_says_nothing_is_refused(rehearsed: Any, threshold: float, when: str) -> None:
+    gated = {"function": "length", "args": {"target": 3}, "gate": "numeric_match", "gate_threshold": threshold}
+    with pytest.raises(
+        RewardError, match=f"'length' counts where 'numeric_match' gives {threshold:g} or more, .*{when}"
+    ):
+        rehearsed(RIGHT, gated)
+
+
+@pytest.mark.parametrize(
+    ("change", "paying"),
+    [({}, True), ({"weight": -1.0}, False), ({"clip": [-1.0, 0.0], "normalize": True}, False), ({"gate": None}, False)],
+)
+def test_a_punishment_that_a_closed_gate_spares_is_a_warning(
+    rehearsed: Any, change: dict[str, Any], paying: bool
+) -> None:
+    warnings = rehearsed(RIGHT, {**OVERLONG, "gate": "numeric_match", **change})["warnings"]
+    assert any("adds -1 at the least, and 0 where its gate" in warning for warning in warnings) == paying
+
+
 @pytest.mark.parametrize(
     ("reward", "message"),
     [

@@ -65,6 +65,15 @@ def test_a_limit_of_a_reward_is_tried_anew_and_trains_nothing_again(values: dict
 
 
 @pytest.mark.parametrize(
+    "change", [{"weight": 2.0}, {"clip": [0.0, 0.5]}, {"gate": "numeric_match"}, {"name": "short"}]
+)
+def test_another_composition_of_the_rewards_trains_again(values: dict[str, Any], change: dict[str, Any]) -> None:
+    edited = copy.deepcopy(values)
+    edited["rewards"][1] |= change
+    assert _stale(values, edited) == STAGES
+
+
+@pytest.mark.parametrize(
     ("section", "key", "value"),
     [
         ("rollout", "gpu_memory_utilization", 0.5),

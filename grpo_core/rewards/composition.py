@@ -1,0 +1,41 @@
+"""From what the rewards gave to what the policy is trained on: clip, normalise, gate, weigh, sum.
+
+Every step looks at one completion alone, so that training, evaluation and a recorded row agree on what it is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from grpo_core.sections import RewardConfig
+
+
+def counted(given: np.ndarray, rewards: Sequence[RewardConfig]) -> np.ndarray:
+    """What each of K rewards counts for each of N completions, before its weight. (N, K)
+
+    given: what they gave, NaN for None, which stays NaN. (N, K) With `clip` = [l, h] a value v counts as
+    min(max(v, l), h), with `normalize` as (that − l) / (h − l); with `gate` as 0 where the reward named there gave less
+    than `gate_threshold`, or None (the conditioned reward of GDPO, arXiv:2601.05242). The gate looks at what that
+    reward gave, not at what it counts.
+    """
+    place = {reward.name: k for k, reward in enumerate(rewards)}
+    columns = []
+    for values, reward in zip(given.T, rewards, strict=True):
+        if reward.clip:
+            low, high = reward.clip
+            values = np.clip(values, low, high)
+            if reward.normalize:
+                values = (values - low) / (high - low)
+        if reward.gate is not None:
+            is_closed = ~(given[:, place[reward.gate]] >= reward.gate_threshold)
+            values = np.where(is_closed & ~np.isnan(values), 0.0, values)
+        columns.append(values)
+    return np.stack(columns, axis=1)
+
+
+def weighted_sum(given: np.ndarray, rewards: Sequence[RewardConfig]) -> np.ndarray:
+    """r_i = Σ_k weight_k · counted_ik over what is not NaN; NaN where all is. given: (N, K); the sums: (N,)."""
+    terms = counted(given, rewards) * np.array([reward.weight for reward in rewards])
+    return np.where(np.isnan(terms).all(axis=1), np.nan, np.nansum(terms, axis=1))
