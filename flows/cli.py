@@ -1,5 +1,5 @@
-"""The command line: `grpo run`, `stage`, `status`, `compare`, `promote`, `rollback`, `plan`, `keys`, `up`, `serve`,
-`worker`.
+"""The command line: `grpo run`, `stage`, `status`, `compare`, `promote`, `rollback`, `plan`, `keys`, `rewards`, `up`,
+`serve`, `worker`.
 
 Heavy libraries are imported by the command that needs them.
 """
@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flows import rewards
 from flows.compare import compare
 from flows.environment import TAG, configure
 from flows.planning import plan
@@ -36,6 +37,7 @@ app.command()(serve)
 app.command()(worker)
 app.command()(status)
 app.command()(compare)
+app.add_typer(rewards.app, name="rewards")
 console = Console()
 
 ConfigFile = Annotated[Path, typer.Argument(help="run configuration (TOML), such as configs/quickstart.toml")]

@@ -12,9 +12,10 @@ from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.deployments import run_deployment
 from prefect.exceptions import ExternalSignal
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelling
 
+from flows.allowed import resolve_allowed
 from flows.form import Changes, Preset, resolve
 from grpo_core.config import ConfigError, RunConfig
 from tasks.attempts import close_left_open, keep_retry
@@ -71,7 +72,7 @@ def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # n
             another run beside the first.
     """
     close_left_open()
-    config = resolve(preset, changes)
+    config = resolve_allowed(preset, changes) if deployment.id else resolve(preset, changes)
     say = get_run_logger().warning
     with open_run(config, say) as run:
         validate(run)

@@ -33,9 +33,9 @@ def outcomes(
     """A policy's `metric` on each prompt of a set, in the order of rows: the mean over the prompt's samples. (N,)
 
     accuracy: whether the sample is right, which is that `accuracy_reward` gave it 1. reward: the weighted sum of what
-    `rewards` count. pass@K: the probability that one of K samples is right. kl: 0 of the base itself. The others are columns
-    of `samples`. A sample that a reward left unscored is left out, a prompt without a scored one is NaN. ValueError for
-    a metric or a policy that the samples do not have.
+    `rewards` count. pass@K: the probability that one of K samples is right. kl: 0 of the base itself. The others are
+    columns of `samples`. A sample that a reward left unscored is left out, a prompt without a scored one is NaN.
+    ValueError for a metric or a policy that the samples do not have.
     """
     of_set = samples.filter(pl.col("set") == set)
     if (policy, metric) == ("base", "kl"):

@@ -85,7 +85,8 @@ class RewardConfig(Section):
     normalize: bool = False
     """Count on a scale on which the bounds of `clip` are 0 and 1."""
     gate: str | None = None
-    """Name of another reward: where that gives less than `gate_threshold`, or None, this one counts 0. Default: none."""
+    """Name of another reward: where that gives less than `gate_threshold`, or None, this one counts as 0. Default:
+    none."""
     gate_threshold: float = 1.0
     """Least value of the reward named by `gate` at which this one counts."""
     args: dict[str, Any] = Field(default_factory=dict)

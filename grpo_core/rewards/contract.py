@@ -52,7 +52,7 @@ class Reward:
 
 def resolve(config: RewardConfig) -> Reward:
     """Find the function and read its signature; RewardError when it is missing or cannot be called as configured."""
-    function = _find(config.function)
+    function = find(config.function)
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -77,7 +77,7 @@ def resolve(config: RewardConfig) -> Reward:
 
 def source_of(config: RewardConfig) -> bytes:
     """Bytes that change when the reward does: the files of the module that names it and of the function itself."""
-    function = _find(config.function)
+    function = find(config.function)
     named = config.function.partition(":")[0] if ":" in config.function else function.__module__
     files = {sys.modules[named].__file__, inspect.getsourcefile(_code_of(function)) if _is_python(function) else None}
     return b"".join(Path(file).read_bytes() for file in sorted(filter(None, files)))
@@ -111,7 +111,8 @@ def _value_type(parameter: inspect.Parameter, function: RewardFunction) -> Any:
     return values[0] if len(values) == 1 else Any
 
 
-def _find(function: str) -> RewardFunction:
+def find(function: str) -> RewardFunction:
+    """The function of this name; RewardError when there is none, or it cannot be imported or called."""
     if function in BUILTIN:
         return BUILTIN[function][0]
     module, separator, name = function.partition(":")

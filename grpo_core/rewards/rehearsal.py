@@ -101,9 +101,9 @@ def _gates(
         if (seen := ranges[reward.gate]) and not seen[0] < reward.gate_threshold <= seen[1]:
             when = "always" if reward.gate_threshold <= seen[0] else "never"
             errors.append(
-                f"reward {reward.name!r} counts where {reward.gate!r} gives {reward.gate_threshold:g} or more, which is "
-                f"{when}: its range is {seen[0]:g} to {seen[1]:g}; set a gate_threshold above the lowest and up to the "
-                "highest of these"
+                f"reward {reward.name!r} counts where {reward.gate!r} gives {reward.gate_threshold:g} or more, which "
+                f"is {when}: its range is {seen[0]:g} to {seen[1]:g}; set a gate_threshold above the lowest of these "
+                "and up to the highest"
             )
         counts = (0.0, 1.0) if reward.normalize else reward.clip or ranges[reward.name] or (0.0, 0.0)
         if (least := min(reward.weight * bound for bound in counts)) < 0:

@@ -25,6 +25,8 @@ PROJECT = Path(__file__).parents[2]
 END_SECONDS = 30
 DEADLINE = 300.0  # of what has no deadline of its own
 
+ALLOWED = {"GRPO_REWARD_MODULES": "patience"}  # which the form may name
+
 pytestmark = pytest.mark.e2e
 
 
@@ -45,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iter
     write_sums(storage / "eval.parquet", 60, 76)
     _write_config(storage, "template", config_values(model_folder, storage, max_steps=6, save_steps=100))
     paths = os.pathsep.join([str(storage), str(PROJECT)])
-    with prefect_server(storage, PYTHONPATH=paths, MAY_GO_ON=str(storage / "go-on")) as server:
+    with prefect_server(storage, PYTHONPATH=paths, MAY_GO_ON=str(storage / "go-on"), **ALLOWED) as server:
         with grpo_serve(server):
             for stage in ("validate", "plan"):
                 done = server.wait(server.trigger(f"{stage}/local", run="template"))

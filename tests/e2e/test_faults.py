@@ -37,13 +37,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def _python_path(inputs: Path) -> str:
-    return f"{inputs}{os.pathsep}{Path(__file__).parents[2]}"
+def _environment(inputs: Path) -> dict[str, str]:
+    """With the reward in it, which the form may name."""
+    path = f"{inputs}{os.pathsep}{Path(__file__).parents[2]}"
+    return {"PYTHONPATH": path, "GRPO_REWARD_MODULES": FUNCTION.partition(":")[0]}
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("served"), PYTHONPATH=_python_path(inputs)) as servers:
+    with serving(tmp_path_factory.mktemp("served"), **_environment(inputs)) as servers:
         yield servers
 
 
@@ -246,9 +248,9 @@ def test_a_retry_before_the_failed_process_has_gone_is_kept(
 def test_a_prefect_server_killed_in_mid_training_and_started_again_finds_the_run_completed(
     tmp_path: Path, inputs: Path, undisturbed: dict[str, Any]
 ) -> None:
-    python_path = _python_path(inputs)
+    environment = _environment(inputs)
     with (
-        prefect_server(tmp_path, PYTHONPATH=python_path) as before,
+        prefect_server(tmp_path, **environment) as before,
         grpo_serve(before),
         _standing_still(before, inputs, "server-killed") as run_id,
     ):
@@ -256,7 +258,7 @@ def test_a_prefect_server_killed_in_mid_training_and_started_again_finds_the_run
         before.process.wait()
         (inputs / "hold").write_text("6")
         _until_still(before, "server-killed", 6, run_id)
-        with prefect_server(tmp_path, httpx.URL(before.prefect_url).port, PYTHONPATH=python_path) as after:
+        with prefect_server(tmp_path, httpx.URL(before.prefect_url).port, **environment) as after:
             (inputs / "hold").unlink()
             _until(lambda: after.get(f"/flow_runs/{run_id}")["state_type"] == "COMPLETED", after, run_id)
             assert after.tasks(run_id, 5) == [(stage, "Completed") for stage in STAGES]
@@ -267,8 +269,8 @@ def test_a_prefect_server_killed_in_mid_training_and_started_again_finds_the_run
 def test_after_a_reboot_the_run_triggered_again_goes_on_and_the_old_one_is_shown_as_crashed(
     tmp_path: Path, inputs: Path, undisturbed: dict[str, Any]
 ) -> None:
-    python_path = _python_path(inputs)
-    with serving(tmp_path, PYTHONPATH=python_path) as before, _standing_still(before, inputs, "rebooted") as old:
+    environment = _environment(inputs)
+    with serving(tmp_path, **environment) as before, _standing_still(before, inputs, "rebooted") as old:
         up = psutil.Process(before.process.pid)
         everything = [up, *up.children(recursive=True)]
         for process in everything:  # at once: nobody sees another one die
@@ -277,7 +279,7 @@ def test_after_a_reboot_the_run_triggered_again_goes_on_and_the_old_one_is_shown
             process.kill()
         before.process.wait()
         assert not psutil.wait_procs(everything, timeout=60)[1]
-    with serving(tmp_path, PYTHONPATH=python_path) as after:
+    with serving(tmp_path, **environment) as after:
         new = _trigger(after, inputs, "rebooted")
         _completed(after, new)
         assert after.tasks(new, 5) == [*SKIPPED, *REST]

@@ -1,0 +1,73 @@
+"""What a deployment's parameters may name. Who fills in the form in Prefect's UI starts trainings; code, addresses and
+secrets are for those who have the worker's machine: its presets, its environment.
+
+`grpo run` on one's own command line may name anything.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flows.form import CONFIGS, PRESETS, resolve
+from grpo_core.config import ConfigError, RunConfig, read_values
+from grpo_core.rewards.builtin import BUILTIN
+from grpo_core.rewards.contract import RewardError, find
+from grpo_core.sections import RewardConfig
+
+MODULES = "GRPO_REWARD_MODULES"  # comma-separated; a deployment's parameters may name any reward defined in them
+# Of the built-in rewards, those that only look at text. The others open files, reach servers with a key from the
+# environment, or run programs.
+HARMLESS = {f"grpo_core.rewards.{name}" for name in ("answers", "form", "maths", "quality", "structured", "words")}
+ADDRESSES = (("rollout", "vllm_server_base_urls"),)  # the weights are sent there
+
+
+def resolve_allowed(preset: str, changes: dict[str, Any]) -> RunConfig:
+    """`resolve` for a deployment's parameters; ConfigError also for what they may not name, all of it at once."""
+    if preset not in PRESETS:
+        raise ConfigError(f"preset = {preset!r}: a deployment takes a preset of its worker: {', '.join(PRESETS)}")
+    config, own = resolve(preset, changes), read_values(CONFIGS / f"{preset}.toml")
+    if problems := [*_rewards(config, own), *_addresses(changes, own)]:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def _rewards(config: RunConfig, own: Mapping[str, Any]) -> Iterator[str]:
+    known = [(reward["function"], reward.get("args", {})) for reward in own.get("rewards", [])]
+    listed = {name.strip() for name in os.environ.get(MODULES, "").split(",")} - {""}
+    for place, reward in enumerate(config.rewards):
+        if (reward.function, reward.args) not in known and (reason := _why_not(reward, listed)):
+            yield f"rewards.{place}.function = {reward.function!r}: {reason}"
+
+
+def _why_not(reward: RewardConfig, listed: set[str]) -> str:
+    """Why a deployment's parameters may not name this reward; "" when they may. Imports nothing that is not listed."""
+    module, separator, _ = reward.function.partition(":")
+    if not separator:
+        if reward.function not in BUILTIN:
+            return ""  # there is none, which is said elsewhere
+        module = BUILTIN[reward.function][0].__module__
+        if module in HARMLESS | listed:
+            return ""
+        return f"it reaches beyond the text; here it is taken only with the args that a preset gives it ({MODULES})"
+    if module not in listed:
+        return (
+            "a deployment's parameters may name built-in rewards, those of its preset, and those of the modules that "
+            f"the worker's {MODULES} lists ({', '.join(sorted(listed)) or 'none'})"
+        )
+    try:
+        function = find(reward.function)
+    except RewardError as error:
+        return str(error)
+    if inspect.isroutine(function) and function.__module__ not in listed:
+        return f"it is of the module {function.__module__!r}, which the worker's {MODULES} does not list"
+    return ""
+
+
+def _addresses(changes: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    for section, key in ADDRESSES:
+        given = (changes.get(section) or {}).get(key)
+        if given is not None and given != own.get(section, {}).get(key):
+            yield f"{section}.{key} = {given!r}: an address of a server; here only a preset may name one"

@@ -1,0 +1,164 @@
+"""`grpo rewards list`: the built-in rewards. `grpo rewards try`: what those of a configuration make of a completion."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from grpo_core.config import ConfigError, RunConfig, load_config
+from grpo_core.environment import quiet_libraries
+from grpo_core.rewards.builtin import BUILTIN
+from grpo_core.rewards.composition import counted, weighted_sum
+from grpo_core.rewards.contract import Reward, RewardError, resolve
+from grpo_core.rewards.scoring import Batch, score
+from grpo_core.sections import RewardConfig
+
+app = typer.Typer(no_args_is_help=True, help="The built-in rewards, and what a configuration's rewards give.")
+console = Console()
+
+
+@app.command("list")
+def list_rewards() -> None:
+    """List the built-in rewards: range, columns they read, arguments, meaning."""
+    table = Table("name", "range", "columns", "arguments", "what it gives", show_lines=True)
+    for name, (function, (low, high)) in sorted(BUILTIN.items()):
+        columns, arguments = _parameters(name)
+        table.add_row(name, f"{low:g} to {high:g}", *map(escape, (columns, arguments, _first_sentence(function))))
+    console.print(table)
+
+
+@app.command("try")
+def try_rewards(
+    config: Annotated[Path, typer.Argument(help="run configuration (TOML), such as configs/quickstart.toml")],
+    completions: Annotated[
+        list[str], typer.Option("--completion", metavar="TEXT", help="a completion; several are a group")
+    ],
+    row: Annotated[int, typer.Option(min=0, help="row of data.train, from 0")] = 0,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="override one key"),
+    ] = None,
+) -> None:
+    """Show what each reward gives for a completion of a row, what of that counts, and the sum.
+
+    Exit status 1: a reward failed, 2: it cannot be tried.
+    """
+    quiet_libraries()
+    from tasks.lengths import ModelError
+    from tasks.sources import SourceError
+
+    try:
+        run = load_config(config, overrides)
+        rewards = [resolve(reward) for reward in run.rewards]
+        batch = _batch(run, rewards, row, completions)
+    except (ConfigError, SourceError, ModelError, RewardError) as error:
+        _refuse(f"{config}: {error}", 2)
+    try:
+        given = np.array(score(rewards, batch)).T  # (N, K)
+    except RewardError as error:
+        _refuse(str(error), 1)
+    console.print(f"row {row}", *_shown(batch.rows[0], rewards), sep="\n", markup=False, highlight=False)
+    for text, values, counts, total in zip(
+        completions, given, counted(given, run.rewards), weighted_sum(given, run.rewards), strict=True
+    ):
+        console.print(f"\ncompletion {text!r}", markup=False, highlight=False)
+        console.print(_table(run.rewards, values, counts, total))
+
+
+def _parameters(name: str) -> tuple[str, str]:
+    """The columns that a built-in reward reads, and the arguments that it takes, those with a default last."""
+    reward = resolve(RewardConfig(function=name))
+    columns = [column for column, kind in reward.columns.items() if kind is not Any]
+    required = [column for column in reward.columns if column not in columns]
+    parameters = inspect.signature(reward.function).parameters.values()
+    optional = [f"{it.name} = {_default(it.default)}" for it in parameters if it.default is not it.empty]
+    return ", ".join(columns), ", ".join([*required, *optional])
+
+
+def _default(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 30 else "…"
+
+
+def _first_sentence(function: Any) -> str:
+    text = " ".join((inspect.getdoc(function) or "").split())
+    return re.split(r"(?<=\.) (?=[A-Z`])", text)[0]
+
+
+def _batch(config: RunConfig, rewards: Sequence[Reward], row: int, texts: Sequence[str]) -> Batch:
+    """These texts as completions of a row of the training prompts."""
+    from tasks.sources import load_source
+
+    frame = load_source("data.train", config.data.train, config.data.train_split)
+    if row >= frame.height:
+        raise ConfigError(f"--row {row}: data.train has {frame.height:,} rows, counted from 0")
+    for reward in rewards:
+        if missing := sorted(reward.columns.keys() - set(frame.columns)):
+            raise ConfigError(
+                f"reward {reward.name!r} wants {missing}: neither in its args nor a column of data.train, which has "
+                f"{frame.columns}"
+            )
+    values = frame.row(row, named=True)
+    conversational = not isinstance(values["prompt"], str)
+    completions = [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
+    return Batch([values] * len(texts), completions, _ids(config, rewards, texts))
+
+
+def _ids(config: RunConfig, rewards: Sequence[Reward], texts: Sequence[str]) -> list[list[int]]:
+    """Tokens of the texts with the end token after them, where a reward may look at them."""
+    if not any(reward.accepts is None or "completion_ids" in reward.accepts for reward in rewards):
+        return [[] for _ in texts]
+    from tasks.lengths import load_tokenizer_and_context
+
+    tokenizer, _ = load_tokenizer_and_context(config.model)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] + end for text in texts]
+
+
+def _shown(row: Mapping[str, Any], rewards: Sequence[Reward]) -> list[str]:
+    """The prompt and what the rewards read of the row."""
+    read = dict.fromkeys(["prompt", *(column for reward in rewards for column in reward.columns)])
+    return [f"{column}: {row[column]!r}" for column in read]
+
+
+def _table(rewards: Sequence[RewardConfig], given: np.ndarray, counts: np.ndarray, total: float) -> Table:
+    by_name = {reward.name: value for reward, value in zip(rewards, given, strict=True)}
+    table = Table("reward", "gives", "counts", "weight", "adds", "because", show_footer=True)
+    table.columns[0].footer, table.columns[4].footer = "reward", _figure(total)
+    for reward, value, count in zip(rewards, given, counts, strict=True):
+        adds, why = _figure(reward.weight * count), "; ".join(_why(reward, by_name))
+        table.add_row(reward.name, _figure(value), _figure(count), f"{reward.weight:g}", adds, escape(why))
+    return table
+
+
+def _why(reward: RewardConfig, given: Mapping[str, float]) -> list[str]:
+    """Why the reward counts another value than it gives."""
+    if math.isnan(value := given[reward.name]):
+        return ["does not apply (None)"]
+    if reward.gate is not None and not (seen := given[reward.gate]) >= reward.gate_threshold:
+        return [f"gate closed: {reward.gate} gives {_figure(seen)}, {reward.gate_threshold:g} is asked"]
+    reasons = []
+    if reward.clip and not reward.clip[0] <= value <= reward.clip[1]:
+        reasons.append(f"clipped to {reward.clip[0]:g} … {reward.clip[1]:g}")
+    if reward.clip and reward.normalize:
+        reasons.append(f"{reward.clip[0]:g} … {reward.clip[1]:g} becomes 0 … 1")
+    return reasons
+
+
+def _figure(value: float) -> str:
+    return "none" if math.isnan(value) else f"{value + 0.0:.6g}"  # + 0.0: no minus before a zero
+
+
+def _refuse(message: str, code: int) -> NoReturn:
+    Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(code)

@@ -1,0 +1,166 @@
+"""Attempts to have the worker run code, or send something away, by what the form in Prefect's UI may say."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import allowed
+from flows.allowed import HARMLESS, resolve_allowed
+from grpo_core.config import ConfigError, describe_keys
+from grpo_core.policy import load_model
+from grpo_core.rewards.builtin import BUILTIN
+from grpo_core.sections import ModelConfig
+from tasks.lengths import ModelError, load_tokenizer_and_context
+
+OWN = """
+from pathlib import Path
+from os import system
+from functools import partial
+Path(__file__).with_name("imported").touch()
+def graded(completions, path="x"): return [0.0 for _ in completions]
+def _twice(completions, factor): return [factor for _ in completions]
+doubled = partial(_twice, factor=2.0)
+"""
+REACHING = sorted(name for name, (function, _) in BUILTIN.items() if function.__module__ not in HARMLESS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """With a module `house`, and a preset `team` that names a reward of it."""
+    (tmp_path / "house.py").write_text(OWN)
+    preset = (allowed.CONFIGS / "quickstart.toml").read_text()
+    reward = '[[rewards]]\nfunction = "house:graded"\nargs = { path = "team" }\n[[rewards]]\nfunction = "numeric_match"'
+    (tmp_path / "team.toml").write_text(preset.replace('[[rewards]]\nfunction = "numeric_match"', reward))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv(allowed.MODULES, raising=False)
+    monkeypatch.setattr("flows.form.CONFIGS", tmp_path)
+    monkeypatch.setattr("flows.allowed.CONFIGS", tmp_path)
+    for module in ("flows.form", "flows.allowed"):
+        monkeypatch.setattr(f"{module}.PRESETS", ["team"])
+    yield tmp_path
+    sys.modules.pop("house", None)
+
+
+def _rewards(*functions: str, **keys: Any) -> dict[str, Any]:
+    return {"rewards": [{"function": function, **keys} for function in functions]}
+
+
+def test_no_function_of_a_module_that_the_worker_does_not_list_not_even_imported(folder: Path) -> None:
+    changes = _rewards("os:system", "house:graded", "builtins:exec", args={"command": f"touch {folder / 'ran'}"})
+    with pytest.raises(ConfigError) as error:
+        resolve_allowed("team", changes)
+    assert [line.partition(":")[0] for line in str(error.value).splitlines()] == [
+        f"rewards.{place}.function = '{name}" for place, name in enumerate(("os", "house", "builtins"))
+    ]
+    assert "modules that the worker's GRPO_REWARD_MODULES lists (none)" in str(error.value)
+    assert {path.name for path in folder.iterdir()} == {"house.py", "team.toml"}
+
+
+def test_a_listed_module_s_own_rewards_and_nothing_that_it_imports(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(allowed.MODULES, "team.rewards, house")
+    names = [reward.name for reward in resolve_allowed("team", _rewards("house:graded", "house:doubled")).rewards]
+    assert names == ["graded", "doubled"]
+    with pytest.raises(ConfigError, match=r"house:system': it is of the module 'posix', which the worker's"):
+        resolve_allowed("team", _rewards("house:system"))
+    with pytest.raises(ConfigError, match=r"house\.sub:graded': a deployment's parameters"):
+        resolve_allowed("team", _rewards("house.sub:graded"))
+
+
+def test_a_preset_s_own_reward_as_it_stands_there_and_not_with_other_arguments(folder: Path) -> None:
+    config = resolve_allowed("team", _rewards("house:graded", args={"path": "team"}, weight=3.0))
+    assert config.rewards[0].weight == 3
+    assert [reward.name for reward in resolve_allowed("team", {"seed": 1}).rewards] == ["graded", "numeric_match"]
+    with pytest.raises(ConfigError, match=r"rewards\.0\.function = 'house:graded'"):
+        resolve_allowed("team", _rewards("house:graded", args={"path": "/etc/passwd"}))
+
+
+def test_no_file_as_a_preset(folder: Path) -> None:
+    evil = folder / "evil.toml"
+    evil.write_text((folder / "team.toml").read_text().replace("house:graded", "house:doubled"))
+    for preset in (str(evil), "../team", "team.toml", ""):
+        with pytest.raises(ConfigError, match="a deployment takes a preset of its worker: team"):
+            resolve_allowed(preset, {})
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("name", sorted({*BUILTIN} - {*REACHING}))
+def test_a_built_in_reward_that_looks_at_text_only_may_be_named_with_any_arguments(name: str) -> None:
+    assert resolve_allowed("team", _rewards(name, args={"target": 1})).rewards[0].name == name
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("name", REACHING)
+def test_a_built_in_reward_that_reaches_further_may_not(name: str) -> None:
+    """Such as the judge, who sends a key of the environment to an address, or a sandbox that is turned off."""
+    with pytest.raises(ConfigError, match="only with the args that a preset gives it"):
+        resolve_allowed("team", _rewards(name, args={"sandbox": "none", "base_url": "http://evil", "model": "/"}))
+
+
+def test_every_reward_that_reaches_beyond_the_text_is_known() -> None:
+    assert {*REACHING} <= {"classifier", "judge", "unit_tests"}, "look at the new one before it goes into HARMLESS"
+
+
+def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
+    """Those of rewards are dealt with above. Of the others, paths and hub names are read as data."""
+    read = {"model.name_or_path", "data.train", "data.eval", "evaluation.sets.data"}
+    names = {"model.revision", "data.train_split", "data.eval_split", "evaluation.sets.split", "data.answer_column"}
+    names |= {"name", "evaluation.accuracy_reward", "evaluation.sets.name", "evaluation.category_column"}
+    names |= {"registry.experiment", "registry.model_name", "registry.alias", "promotion.set", "promotion.guards.set"}
+    names |= {"promotion.guards.metric", "evaluation.answer_pattern", "model.lora_target_modules"}
+    refused = {".".join(address) for address in allowed.ADDRESSES}
+    free_text = {
+        key
+        for key, _, accepts, _ in describe_keys()
+        if any(kind in accepts.split() for kind in ("string", "array", "object")) and not key.startswith("rewards.")
+    }
+    assert free_text <= read | names | refused
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "ran"
+
+
+@pytest.fixture
+def base(tmp_path: Path, model_folder: Path) -> Path:
+    return Path(shutil.copytree(model_folder, tmp_path / "base"))
+
+
+def test_a_model_s_own_code_is_not_run(base: Path, marker: Path) -> None:
+    (base / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
+    config = json.loads((base / "config.json").read_text())
+    own = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.Model", None]}
+    (base / "config.json").write_text(json.dumps({**config, "model_type": "evil", "auto_map": own}))
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_tokenizer_and_context(ModelConfig(name_or_path=str(base)))
+    with pytest.raises((ValueError, OSError)):
+        load_model(base)
+    assert not marker.exists()
+
+
+class Pickled:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+def test_a_model_s_pickled_weights_run_nothing(base: Path, marker: Path) -> None:
+    (base / "model.safetensors").unlink()
+    (base / "pytorch_model.bin").write_bytes(pickle.dumps({"lm_head.weight": Pickled(marker)}))
+    with pytest.raises(Exception, match=r"(?i)weights|pickle"):
+        load_model(base)
+    assert not marker.exists()
+    pickle.loads((base / "pytorch_model.bin").read_bytes())
+    assert marker.exists(), "it would have"
