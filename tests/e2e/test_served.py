@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -58,6 +59,16 @@ def test_a_value_out_of_bounds_and_an_unknown_key_are_refused_before_there_is_a_
         answer = served.request("pipeline/local", changes=changes)
         assert answer.status_code == 409
         assert said in answer.text
+
+
+def test_the_form_runs_no_code(served: Served, changes: dict[str, Any], tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    rewards = [{"function": "os:system", "args": {"command": f"touch {ran}"}}]
+    run = served.wait(served.trigger("pipeline/local", changes={**changes, "name": "evil", "rewards": rewards}))
+    assert (run["state_type"], served.tasks(run["id"], 0)) == ("FAILED", [])
+    assert "rewards.0.function = 'os:system': a deployment's parameters may name" in run["state"]["message"]
+    assert not ran.exists()
+    assert not (served.storage / "runs" / "evil").exists()
 
 
 def test_values_that_do_not_go_together_fail_at_once_by_name(served: Served) -> None:

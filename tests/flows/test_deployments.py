@@ -71,7 +71,8 @@ def _worker(server: Served, pool: str) -> Iterator[None]:
 def deployed(server: Served) -> Served:
     """What prefect.yaml says, on pools of this machine."""
     for pool in ("cpu", "gpu"):
-        _prefect(server, "work-pool", "create", pool, "--type", "process")
+        template = str(WORK_POOLS / "process-job.json")
+        _prefect(server, "work-pool", "create", pool, "--type", "process", "--base-job-template", template)
     _prefect(server, "deploy", "--all")
     return server
 
@@ -92,6 +93,23 @@ def test_all_is_deployed_to_its_pool_with_the_form_and_the_schedule_off(deployed
     assert known["enforce_parameter_schema"]
     assert "train" in known["parameter_openapi_schema"]["properties"]["changes"]["properties"]
     assert [schedule["active"] for schedule in known["schedules"]] == [False]
+
+
+def test_the_form_cannot_give_a_worker_another_command_folder_or_environment(deployed: Served) -> None:
+    """Beside the parameters it has a field for job variables."""
+    server = deployed
+    path = f"/deployments/{server.get('/deployments/name/pipeline/cpu')['id']}/create_flow_run"
+    for variables in (
+        {"command": "touch /tmp/ran"},
+        {"working_dir": "/tmp"},
+        {"env": {"GRPO_REWARD_MODULES": "os"}},
+        {"env": {"GRPO_GPU_DEPLOYMENT": "gpu", "PYTHONPATH": "/tmp"}},
+        {"env.PYTHONPATH": "/tmp"},
+        {"env": "PYTHONPATH=/tmp"},
+    ):
+        answer = server.api.post(path, json={"job_variables": variables})
+        assert answer.status_code == 409, variables
+    assert not server.filter("flow_runs", deployments={"name": {"any_": ["cpu"]}})
 
 
 @pytest.mark.e2e
