@@ -69,5 +69,5 @@ def _why_not(reward: RewardConfig, listed: set[str]) -> str:
 def _addresses(changes: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
     for section, key in ADDRESSES:
         given = (changes.get(section) or {}).get(key)
-        if given is not None and given != own.get(section, {}).get(key):
+        if given and given != own.get(section, {}).get(key):
             yield f"{section}.{key} = {given!r}: an address of a server; here only a preset may name one"
