@@ -94,7 +94,8 @@ def _gates(
     rewards: Sequence[RewardConfig], ranges: Mapping[str, tuple[float, float] | None]
 ) -> tuple[list[str], list[str]]:
     """Gates that are never or always open, as errors, and those that it pays to leave closed, as warnings."""
-    errors, warnings = [], []
+    errors: list[str] = []
+    warnings: list[str] = []
     for reward in rewards:
         if reward.gate is None:
             continue
