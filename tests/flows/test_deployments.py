@@ -108,7 +108,7 @@ def test_the_form_cannot_give_a_worker_another_command_folder_or_environment(dep
         {"env": "PYTHONPATH=/tmp"},
     ):
         answer = server.api.post(path, json={"job_variables": variables})
-        assert answer.status_code == 409, variables
+        assert answer.status_code == 422, variables
     assert not server.filter("flow_runs", deployments={"name": {"any_": ["cpu"]}})
 
 
