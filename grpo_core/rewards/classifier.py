@@ -82,7 +82,7 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[An
         raise RewardError(f"model {model!r} cannot be loaded: {error}") from error
     if found["missing_keys"]:
         raise RewardError(
-            f"model {model!r} has no weights for {', '.join(sorted(found['missing_keys']))}: its scores would be random. "
+            f"model {model!r} lacks weights of {', '.join(sorted(found['missing_keys']))}: its scores would be random. "
             "Give one that was trained to classify, or as a reward model"
         )
     if tokenizer.pad_token_id is None:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,7 @@ Think it over in a few sentences if you like. Then end with one line of exactly 
 from {low} (worst) to {high} (best). Write no other such line, and nothing after it.
 Score: N"""
 
-GRADE = re.compile(r"Score: (-?\d+)")
+GRADE = re.compile(r"Score: (-?[0-9]+)")
 LIKE_A_GRADE = re.compile(r"\W*score\W*\d", re.IGNORECASE)
 ATTEMPTS = 3  # to get one grade in the form asked for
 UNREADABLE = 20  # completions in a row that got none: this is no judge
@@ -195,7 +196,7 @@ async def _ask(
     who = f"the judge {body['model']!r} at {shared.base_url}"
     try:
         response = await client.chat.completions.create(messages=[{"role": "user", "content": question}], **body)
-    except openai.APIError as error:
+    except (openai.OpenAIError, ValueError) as error:  # ValueError: what is no JSON
         cause = f" ({error.__cause__})" if str(error.__cause__ or "") else ""
         raise RewardError(
             f"{who} does not answer: {_short(str(error))}{cause}. No completion is scored for that; when it answers "
@@ -277,21 +278,21 @@ def _api_key(name: str | None) -> str | None:
 
 def _client(base_url: str, key: str | None, max_retries: int, seconds: float) -> Any:
     """One a call: connections belong to an event loop, and each generation batch has its own."""
-    import httpx
     import openai
 
-    # Without a key of its own the client would take $OPENAI_API_KEY, which is not this server's.
-    http = httpx.AsyncClient(verify=_certificates())
+    # A redirect would take the question, and the client's default key the secret of another server, to who knows whom.
+    http = openai.DefaultAsyncHttpxClient(verify=_certificates(), follow_redirects=False)
     return openai.AsyncOpenAI(
         base_url=base_url, api_key=key or "none", max_retries=max_retries, timeout=seconds, http_client=http
     )
 
 
 @functools.cache
-def _certificates() -> Any:
-    import httpx
+def _certificates() -> ssl.SSLContext:
+    """Read once: it takes longer than a request."""
+    import certifi
 
-    return httpx.create_ssl_context()
+    return ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE") or certifi.where())
 
 
 def _without_key(text: str, key: str | None, name: str | None) -> str:
