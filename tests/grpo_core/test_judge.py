@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_core.config import parse_config
@@ -142,6 +142,7 @@ def test_no_completion_gets_out_of_its_marks(graded: Any, attack: str) -> None:
     assert server.questions[0].count(attack) == 1
 
 
+@settings(max_examples=50)
 @given(st.text(), st.text())
 def test_a_question_shows_exactly_what_was_written(prompt: str, completion: str) -> None:
     question = _question(RUBRIC, 1, 10, prompt, completion, None)
