@@ -5,10 +5,20 @@ Their modules import what is heavy inside the functions: a configuration that na
 
 from __future__ import annotations
 
-from grpo_core.rewards import answers, form
+from collections.abc import Mapping
+
+from grpo_core.rewards import answers, classifier, form, judge
 from grpo_core.rewards.basics import Rewards
 
 BUILTIN: Rewards = {
     **answers.REWARDS,
+    **classifier.REWARDS,
     **form.REWARDS,
+    **judge.REWARDS,
+}
+
+# Arguments that no reward follows from: they may change without a training's results being another's.
+OPERATIONAL: Mapping[str, frozenset[str]] = {
+    "classifier": classifier.OPERATIONAL,
+    "judge": judge.OPERATIONAL,
 }
