@@ -31,7 +31,8 @@ def sync(session: Session, progress: Progress) -> float:
     trainer = torch.cat([row[: len(ids) - 1] for row, ids in zip(_score(session, sequences), sequences, strict=True)])
     if not trainer.isfinite().all():
         raise NotFiniteError(f"after step {progress.updates}: the policy's log-probabilities are not finite")
-    local = (engine - trainer).abs().mean().nan_to_num(torch.inf)
+    copies = engine.view(-1, len(trainer))  # of the weights, in engines of their own
+    local = (copies - trainer).abs().mean(1).nan_to_num(torch.inf).max()
     drift = session.accelerator.gather(local.to(session.accelerator.device)).max().item()
     bound = session.config.rollout.max_sync_drift or DRIFT_BOUND[session.config.train.mixed_precision]
     if drift > bound:
