@@ -174,7 +174,8 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         "parameters": weights,
         "how": (
             f"from the model's config: {rows} completions a micro-step, prompts of {prompt} tokens ({lengths.how}), "
-            f"completions of {completion}; {in_flight} completions sampled at once by {engine}"
+            f"completions of {completion}; "
+            + (f"{in_flight} completions sampled at once by {engine}" if in_flight else "sampled by servers elsewhere")
         ),
     }
 

@@ -8,6 +8,7 @@ Only the last has been run by this project; the other two are written against th
 from __future__ import annotations
 
 import socket
+import threading
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,6 +24,8 @@ from vllm.distributed.weight_transfer import (
 )
 
 from grpo_core.rollout.vllm_client import Server, Unavailable
+
+_one_at_a_time = threading.Lock()  # a device that sends to two servers at once may wait for both in different orders
 
 
 class Source(WeightSource):
@@ -44,10 +47,11 @@ def send(server: Server, weights: Mapping[str, Tensor]) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own current one
     try:
-        if server.transfer is None:
-            server.transfer = _connect(server)
-        server.transfer.source.snapshot = weights
-        server.transfer.send_weights()
+        with _one_at_a_time:
+            if server.transfer is None:
+                server.transfer = _connect(server)
+            server.transfer.source.snapshot = weights
+            server.transfer.send_weights()
     except requests.RequestException as error:
         server.transfer = None
         raise Unavailable(f"weights cannot be sent: {error}") from error

@@ -1,4 +1,4 @@
-"""What becomes of a training when its vLLM servers die, are started again, hang, or serve another; on the CPU, for real."""
+"""What becomes of a training when its vLLM servers die, come back, hang, or serve another; on the CPU, for real."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.e2e
 
 
 def live(folder: str) -> None:
-    """What an engine finds as its server is killed in the middle of an answer, started again, and stopped; FOLDER/found.
+    """What an engine finds as its server is killed in the middle of an answer, started again, and stopped.
 
-    Whoever runs this starts a server whenever the one that it has started has died; FOLDER/pid has its process.
+    Written to FOLDER/found. Whoever runs this starts another server when the first has died; FOLDER/pid is its process.
     """
     import torch
 
@@ -173,9 +173,10 @@ def test_a_run_starts_two_servers_itself_survives_the_death_of_one_and_leaves_no
     environment = {**os.environ, "GRPO_STORAGE": str(tmp_path / "storage"), "PYTHONPATH": path}
     command = [sys.executable, "-m", "flows.cli", "run", str(config)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "killed" in done.stdout
-    assert "is started again" in done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "killed" in said
+    assert "is started again" in said
     training = tmp_path / "storage" / "runs" / "test" / "training"
     steps = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
     assert json.loads((training / "result.json").read_text())["counted"]["updates"] == 6
