@@ -89,11 +89,9 @@ class Server:
                 except Unavailable as error:
                     failure = str(error)
                 else:
-                    found = {span["version"] for choice in answer["choices"] for span in choice["weight_versions"]}
-                    aborted = any(choice["finish_reason"] == "abort" for choice in answer["choices"])
-                    if found == {version} and not aborted:
+                    if _is_whole(answer, version):
                         return answer
-                    failure = "aborted" if aborted else f"answered by weights {sorted(found)}, wanted are {version!r}"
+                    failure = f"the answer was aborted, or is not by weights {version!r}"
                 await self.restore()
         raise ServerError(f"{self.url}: {ATTEMPTS} attempts at one answer have failed; the last: {failure}")
 
@@ -216,3 +214,12 @@ class Server:
         if answer.is_error:
             raise ServerError(f"{self.url}{path} refuses: {answer.status_code} {answer.text[:500]}")
         return answer.json()
+
+
+def _is_whole(answer: Mapping[str, Any], version: str) -> bool:
+    """Whether each completion came to its end, and each of its tokens is by the weights of that version."""
+    return all(
+        choice["finish_reason"] != "abort"
+        and {span["version"] for span in choice["weight_versions"] or ()} == {version}
+        for choice in answer["choices"]
+    )
