@@ -55,7 +55,7 @@ class _Server:
         self.url, self.output, self.log = f"http://127.0.0.1:{port}", output, log
         self.command = ["-m", "grpo_core.rollout.vllm_serve", str(config), "--port", str(port)]
         self.environment = {**os.environ, **environment}
-        self.stopping = threading.Event()
+        self.stopping, self.changing = threading.Event(), threading.Lock()
         self.process = self._start()
         self.watch = threading.Thread(target=self._watch, daemon=True)
 
@@ -74,8 +74,9 @@ class _Server:
         self.watch.start()
 
     def stop(self) -> None:
-        self.stopping.set()
-        self.process.terminate()
+        with self.changing:
+            self.stopping.set()
+            self.process.terminate()
         self.process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -94,10 +95,12 @@ class _Server:
         """Start it again whenever it ends; the training waits for it as long as rollout.vllm_server_timeout says."""
         while True:
             code = self.process.wait()
-            if self.stopping.wait(PAUSE_SECONDS):
-                return
-            self.log.warning("the vLLM server at %s ended with status %s and is started again", self.url, code)
-            self.process = self._start()
+            self.stopping.wait(PAUSE_SECONDS)
+            with self.changing:
+                if self.stopping.is_set():
+                    return
+                self.log.warning("the vLLM server at %s ended with status %s and is started again", self.url, code)
+                self.process = self._start()
 
     def _is_up(self) -> bool:
         try:

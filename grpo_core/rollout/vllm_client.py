@@ -99,7 +99,8 @@ class Server:
         """Wait until the server is up, ours, and has the wanted weights; ServerError when that takes too long."""
         async with self.restoring:
             clock = asyncio.get_running_loop().time
-            deadline = clock() + self.seconds_up
+            sent_elsewhere = self.seconds if self.wanted.snapshot is None else 0.0
+            deadline = clock() + self.seconds_up + sent_elsewhere
             while True:
                 try:
                     await self.take_lease()
