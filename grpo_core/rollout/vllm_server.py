@@ -63,8 +63,8 @@ class VLLMServerEngine:
         self.begun: dict[tuple[Any, ...], Future[list[Completion]]] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.sync_weights(model)
         self.keepers = [self._start(server.keep()) for server in self.servers]
+        self.sync_weights(model)
 
     def sync_weights(self, model: nn.Module) -> None:
         """What was begun is sampled to its end before, by the weights that it began with."""
