@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -14,9 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
-import tomli_w
 
-from tests.conftest import config_values, make_model, make_run, write_sums
+from grpo_core.config import load_config
+from tasks.servers import servers
+from tasks.stage import Context
+from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.sampling import sampled
 from tests.grpo_core.test_vllm import PACKED, plain_logprobs
 from tests.serving import free_ports, policy_server, wait_for_one
@@ -149,44 +152,44 @@ import os, psutil
 calls = []
 def parity(completion_ids):
     calls.append(1)
-    if len(calls) == 3 and os.environ.get("GRPO_VLLM_SERVERS"):
+    if len(calls) == 3:
         port = os.environ["GRPO_VLLM_SERVERS"].split()[0].rsplit(":", 1)[1]
         for process in psutil.process_iter(["cmdline"]):
-            if port in (process.info["cmdline"] or []) and "tasks.supervise" not in process.info["cmdline"]:
+            if port in process.info["cmdline"] and "tasks.supervise" not in process.info["cmdline"]:
                 process.kill()
-                print("killed", port, flush=True)
     return [float(ids[0] % 2) for ids in completion_ids]
 """
 
 
-def test_a_run_starts_two_servers_itself_survives_the_death_of_one_and_leaves_none(tmp_path: Path) -> None:
+def test_a_stage_starts_two_servers_samples_ahead_survives_the_death_of_one_and_leaves_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "deadly.py").write_text(DEADLY)
-    write_sums(tmp_path / "train.parquet", 10, 34)
-    write_sums(tmp_path / "eval.parquet", 60, 64)
     model = make_model(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
     values = config_values(model, tmp_path, engine="vllm-server", vllm_num_servers=2, max_staleness=1, max_steps=6)
     values["rewards"] = [{"function": "deadly:parity"}]
     values["rollout"] |= {"vllm_server_timeout": 600.0}
-    config = tmp_path / "config.toml"
-    config.write_text(tomli_w.dumps(values))
-    path = f"{tmp_path}{os.pathsep}{ROOT}"
-    environment = {**os.environ, "GRPO_STORAGE": str(tmp_path / "storage"), "PYTHONPATH": path}
-    command = [sys.executable, "-m", "flows.cli", "run", str(config)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "killed" in said
-    assert "is started again" in said
-    training = tmp_path / "storage" / "runs" / "test" / "training"
-    steps = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
-    assert json.loads((training / "result.json").read_text())["counted"]["updates"] == 6
+    run = make_run(tmp_path / "run", values)
+    context = Context(load_config(run / "config.toml"), run, run)
+    caplog.set_level(logging.INFO)
+    with servers(context, logging.getLogger()) as addresses:
+        started = psutil.Process().children(recursive=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "grpo_core.train", str(run)],
+            cwd=ROOT,
+            env={**os.environ, **addresses, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+            capture_output=True,
+            text=True,
+            timeout=1800,
+        )
+        started += psutil.Process().children(recursive=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is started again" in caplog.text
+    assert not psutil.wait_procs(started, timeout=60)[1]
+    steps = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 6
     assert all(step["sampling/sync_drift"] < 1e-5 for step in steps)
     # Each generation batch but the first was sampled by the policy of one update before.
     off = [step["sampling/sampling_logp_difference/max"] for step in steps]
     assert off[0] < 1e-4
     assert min(off[1:]) > 1e-3
-    assert not [process.pid for process in psutil.process_iter(["cmdline"]) if str(config.parent) in _line(process)]
-
-
-def _line(process: psutil.Process) -> str:
-    return " ".join(process.info["cmdline"] or [])
