@@ -155,7 +155,8 @@ def parity(completion_ids):
     if len(calls) == 3:
         port = os.environ["GRPO_VLLM_SERVERS"].split()[0].rsplit(":", 1)[1]
         for process in psutil.process_iter(["cmdline"]):
-            if port in process.info["cmdline"] and "tasks.supervise" not in process.info["cmdline"]:
+            words = process.info["cmdline"] or []
+            if port in words and "tasks.supervise" not in words:
                 process.kill()
     return [float(ids[0] % 2) for ids in completion_ids]
 """
