@@ -47,6 +47,7 @@ def server_command(config: RunConfig) -> list[str]:
         *("-m", "vllm.entrypoints.openai.api_server", "--model", config.model.name_or_path),
         *(revision if config.model.revision else []),
         *("--dtype", "bfloat16" if config.train.mixed_precision == "bf16" else "float32"),
+        "--enable-scale-out",  # without it vLLM answers no tokens with tokens
         *("--max-model-len", "auto", "--uvicorn-log-level", "warning"),
         # Log-probabilities of the distribution that tokens are drawn from: after temperature, top-k and top-p.
         *("--logprobs-mode", "processed_logprobs"),
