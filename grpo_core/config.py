@@ -28,6 +28,9 @@ from grpo_core.sections import (
     TrainConfig,
 )
 
+# Which servers sample, not what.
+SERVERS = {key for key in RolloutConfig.model_fields if key.startswith("vllm_")}
+
 
 class ConfigError(ValueError):
     """A configuration that breaks a rule; the message names each key, its value, the rule and a way out."""
@@ -78,6 +81,11 @@ class RunConfig(Section):
                 "algorithm.sync_ref_model=true with model.use_peft=true: the reference policy is the base model under "
                 "the adapter, which does not move; remove one of the two"
             )
+        if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
+            raise ValueError(
+                f"rollout.max_staleness={self.rollout.max_staleness} trains on samples of an earlier policy; "
+                "algorithm.vllm_importance_sampling_correction has to be true"
+            )
         return self
 
     def determining(self) -> dict[str, Any]:
@@ -89,7 +97,7 @@ class RunConfig(Section):
         others: Any = {
             "health": True,
             "rewards": {"__all__": {"timeout", "range"}},
-            "rollout": {"max_sync_drift", "gpu_memory_utilization", "cpu_kv_cache_gib"},
+            "rollout": {"max_sync_drift", "gpu_memory_utilization", "cpu_kv_cache_gib", *SERVERS},
             "data": {"answer_column"},
             "train": {"save_steps", "save_total_limit", "gradient_checkpointing"},
         }

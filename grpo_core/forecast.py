@@ -136,6 +136,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     """Bytes on each GPU at the worst moment, by what takes them, for completions of full length.
 
     Sampling and training take turns, so that of their own memory the larger counts; vLLM keeps its weights and cache.
+    What servers of their own take is not among it.
     """
     weights, prompt, engine = shape.parameters, lengths.longest, sampling_engine(config)
     trained, frozen = (adapter_parameters(shape, config), weights) if config.model.use_peft else (weights, 0)
@@ -144,7 +145,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
     tokens, logits = rows * (prompt + completion), rows * completion * shape.vocabulary
     share = -(-plan.generation_batch_size // plan.num_processes)
-    in_flight = share if engine == "vllm" else min(share, MAX_ROWS)
+    in_flight = {"vllm": share, "vllm-server": 0}.get(engine, min(share, MAX_ROWS))
     cache = in_flight * (prompt + completion) * 2 * shape.layers * shape.key_value * width
     # Bytes a token that a layer keeps for the backward pass: norms and residuals in float32, the rest as computed.
     a_layer = FLOAT * 6 * shape.hidden + width * (5 * shape.attention + 4 * shape.intermediate)
@@ -161,7 +162,8 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         # A chunk's log-softmax, probabilities and gradient, and the probabilities that are kept.
         "logits": FLOAT * (3 * min(logits, CHUNK_LOGITS) + (logits if logits <= KEPT_LOGITS else 0)),
         "kv_cache": cache,
-        "engine_weights": HALF * weights if engine == "vllm" else 0,
+        # Of a server those that are sent to it: a copy that stays while the policy moves.
+        "engine_weights": {"vllm": HALF * weights, "vllm-server": width * weights}.get(engine, 0),
     }
     training = parts["activations"] + parts["logits"]
     held = sum(parts.values()) - training - cache
@@ -172,7 +174,8 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         "parameters": weights,
         "how": (
             f"from the model's config: {rows} completions a micro-step, prompts of {prompt} tokens ({lengths.how}), "
-            f"completions of {completion}; {in_flight} completions sampled at once by {engine}"
+            f"completions of {completion}; "
+            + (f"{in_flight} completions sampled at once by {engine}" if in_flight else "sampled by servers elsewhere")
         ),
     }
 

@@ -81,6 +81,25 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+@torch.no_grad()
+def plain_weights(model: Any) -> dict[str, Tensor]:
+    """Copies of the weights as they are now, by their names in the base model; an adapter's change is added to what it
+    adapts.
+
+    What shares its memory is copied once, a head that is tied to the embedding under both names: vLLM on a CPU, when it
+    gets only the embedding, goes on with a packed copy of the old head.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    weights = {name: tensor for name, tensor in base.state_dict().items() if ".lora_" not in name}
+    copies = {tensor.data_ptr(): tensor.clone() for tensor in weights.values()}
+    for name, module in base.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            adapted = copies[weights[f"{name}.base_layer.weight"].data_ptr()]
+            for adapter in module.active_adapters:
+                adapted += module.get_delta_weight(adapter)
+    return {name.replace(".base_layer.", "."): copies[tensor.data_ptr()] for name, tensor in weights.items()}
+
+
 def decoder(model: Any) -> Any:
     """What gives the last hidden states, with the adapter in place if there is one."""
     return (model.get_base_model() if hasattr(model, "get_base_model") else model).get_decoder()

@@ -119,8 +119,9 @@ class RewardConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """What samples completions; `auto` takes vLLM on a GPU and transformers on a CPU."""
+    engine: Literal["auto", "vllm", "vllm-server", "transformers"] = "auto"
+    """What samples completions; `auto` takes vLLM on a GPU and transformers on a CPU. `vllm-server`: vLLM in processes
+    of its own, on other GPUs or another machine."""
     num_generations: int = Field(8, ge=2)
     """G: completions sampled for each prompt."""
     max_completion_length: int = Field(256, ge=1)
@@ -142,6 +143,39 @@ class RolloutConfig(Section):
     """Share of the GPU's memory that vLLM takes for its weights and KV cache."""
     cpu_kv_cache_gib: int = Field(1, ge=1)
     """vLLM's KV cache when it runs on a CPU, in GiB."""
+    vllm_server_base_urls: list[str] = Field(default_factory=list)
+    """vllm-server: addresses of running servers, such as http://10.0.0.5:8000; default: a training starts its own."""
+    vllm_num_servers: int = Field(1, ge=1)
+    """vllm-server: servers that a training starts on the GPUs after its own, or on the CPU."""
+    vllm_tensor_parallel_size: int = Field(1, ge=1)
+    """vllm-server: GPUs that share a copy of the model, in each server that a training starts."""
+    vllm_data_parallel_size: int = Field(1, ge=1)
+    """vllm-server: copies of the model in each server that a training starts."""
+    vllm_weight_transfer: Literal["auto", "nccl", "ipc", "shared_memory"] = "auto"
+    """vllm-server: how weights reach the servers that a training starts: between GPUs (nccl), on one GPU that trainer
+    and server share (ipc), on the CPU (shared_memory); `auto` is nccl where there is a GPU."""
+    vllm_server_timeout: float = Field(240.0, gt=0)
+    """vllm-server: seconds that a server may be down, or take to start, before the training stops."""
+    vllm_request_timeout: float = Field(1800.0, gt=0)
+    """vllm-server: seconds that a server may take for an answer, or for new weights, before the training stops."""
+    max_staleness: int = Field(0, ge=0, le=1)
+    """vllm-server: 1 samples the next generation batch while this one is trained on, from the policy as it was before;
+    the sampling correction accounts for the difference."""
+
+    @model_validator(mode="after")
+    def _servers_are_asked(self) -> RolloutConfig:
+        if self.engine == "vllm-server":
+            wrong = [url for url in self.vllm_server_base_urls if not url.startswith(("http://", "https://"))]
+            if wrong:
+                raise ValueError(f"vllm_server_base_urls: {wrong[0]!r} is no address such as http://127.0.0.1:8000")
+            if len(set(self.vllm_server_base_urls)) < len(self.vllm_server_base_urls):
+                raise ValueError(f"vllm_server_base_urls={self.vllm_server_base_urls} names a server twice")
+        elif self.vllm_server_base_urls or self.max_staleness:
+            raise ValueError(
+                f"vllm_server_base_urls={self.vllm_server_base_urls} and max_staleness={self.max_staleness} are for "
+                f"engine='vllm-server', which can sample while the policy is trained; engine is {self.engine!r}"
+            )
+        return self
 
 
 class AlgorithmConfig(Section):

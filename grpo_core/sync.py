@@ -27,11 +27,12 @@ def sync(session: Session, progress: Progress) -> float:
     longest = session.prompts.max_length + session.config.rollout.max_completion_length - 1  # that vLLM scores
     length = min(PROBE_TOKENS, max(SHORTEST_PROBE, longest))
     sequences = probe_sequences(session.prompts, session.tokenizer.eos_token_id, length)
-    engine = torch.tensor([value for row in session.engine.score(sequences) for value in row])
     trainer = torch.cat([row[: len(ids) - 1] for row, ids in zip(_score(session, sequences), sequences, strict=True)])
     if not trainer.isfinite().all():
         raise NotFiniteError(f"after step {progress.updates}: the policy's log-probabilities are not finite")
-    local = (engine - trainer).abs().mean().nan_to_num(torch.inf)
+    engine = torch.tensor([value for row in session.engine.score(sequences) for value in row])
+    copies = engine.view(-1, len(trainer))  # of the weights, in engines of their own
+    local = (copies - trainer).abs().mean(1).nan_to_num(torch.inf).max()
     drift = session.accelerator.gather(local.to(session.accelerator.device)).max().item()
     bound = session.config.rollout.max_sync_drift or DRIFT_BOUND[session.config.train.mixed_precision]
     if drift > bound:

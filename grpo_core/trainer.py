@@ -26,8 +26,9 @@ from grpo_core.policy import save_model, without_adapter
 from grpo_core.progress import Progress
 from grpo_core.records import Records
 from grpo_core.rewards.basics import RewardError
-from grpo_core.rollout.collect import NotFiniteError, Sample, collect
+from grpo_core.rollout.collect import NotFiniteError, Sample, begin, collect
 from grpo_core.rollout.engine import Rollout
+from grpo_core.rollout.vllm_server import VLLMServerEngine
 from grpo_core.session import Session, TrainingError, fingerprint, set_up
 from grpo_core.stopping import Stopped, check, interruptible, listening
 from grpo_core.sync import sync
@@ -125,6 +126,8 @@ def roll_out(session: Session, index: int, progress: Progress) -> tuple[Rollout,
     """Generation batch `index` from the policy as it stands, with the log-probabilities that its updates compare to."""
     s, algorithm = session, session.config.algorithm
     drift = sync(s, progress)
+    if s.config.rollout.max_staleness:
+        sample_ahead(s, index, progress)
     rollout, samples = collect(
         index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, s.engine, s.accelerator, progress.roll_backs
     )
@@ -143,6 +146,14 @@ def roll_out(session: Session, index: int, progress: Progress) -> tuple[Rollout,
         with without_adapter(s.policy.model):
             rollout = replace(rollout, ref_logprobs=score(s, s.policy, rollout, in_loss)[0])
     return replace(rollout, metrics={**rollout.metrics, "sampling/sync_drift": drift}), samples
+
+
+def sample_ahead(session: Session, index: int, progress: Progress) -> None:
+    """Begin generation batch `index`, unless that was done one batch ago, and the one after it."""
+    s = session
+    assert isinstance(s.engine, VLLMServerEngine)
+    for number in range(index, min(index + 2, s.plan.rollouts)):
+        begin(number, s.config, s.plan, s.prompts, s.engine, s.accelerator, progress.roll_backs)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from tasks.champion import CHAMPION, present_champion
 from tasks.lineage import lineage_keys
 from tasks.process import run_process
 from tasks.report import PAGE, write_report
+from tasks.servers import servers
 from tasks.stage import EVALUATE, TRAIN, Context, run_stage
 from tasks.tracking import brief_requests, connect, run_address, training_run_id
 
@@ -41,14 +42,15 @@ def _work(context: Context) -> dict[str, Any]:
     command = ["-m", "grpo_core.evaluate", str(context.run), "--output", str(context.partial)]
     with brief_requests():  # better now than after the work
         champion = present_champion(client, config.registry.model_name or config.name)
-    if champion is None:
-        run_process(command, log.info)
-    else:
-        log.info("the present champion is %s version %s", champion.name, champion.version)
-        with tempfile.TemporaryDirectory(dir=context.partial) as folder:
-            uri = f"models:/{champion.name}/{champion.version}/model"
-            model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
-            run_process([*command, "--champion", model], log.info)
+    with servers(context, log) as addresses:
+        if champion is None:
+            run_process(command, log.info, addresses)
+        else:
+            log.info("the present champion is %s version %s", champion.name, champion.version)
+            with tempfile.TemporaryDirectory(dir=context.partial) as folder:
+                uri = f"models:/{champion.name}/{champion.version}/model"
+                model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
+                run_process([*command, "--champion", model], log.info, addresses)
     report = json.loads((context.partial / "report.json").read_text())
     if CHAMPION in report["policies"]:
         report["champion"] = {"model_name": champion.name, "version": str(champion.version)}

@@ -20,6 +20,7 @@ from grpo_core.plan import Plan, load_plan
 from tasks.live import OUTPUT, Live, Output, show_curves
 from tasks.process import run_process
 from tasks.sending import sending
+from tasks.servers import servers
 from tasks.stage import PLAN, TRAIN, Context, StageError, run_stage
 from tasks.tracking import open_tracking_run
 
@@ -36,11 +37,17 @@ def _work(context: Context) -> dict[str, Any]:
     plan, folder = load_plan(PLAN.path(context.run)), context.partial
     tracked = open_tracking_run(context.config, context.run, folder)
     if not (folder / "result.json").exists():  # else it was finished, and killed before it was handed on
-        with one_at_a_time(), sending(folder, tracked, get_run_logger()), _shown(folder, plan) as on_line:
+        log = get_run_logger()
+        with (
+            one_at_a_time(),
+            servers(context, log) as addresses,
+            sending(folder, tracked, log),
+            _shown(folder, plan) as on_line,
+        ):
             run_process(
                 [*_launcher(context), "-m", "grpo_core.train", str(context.run), "--output", str(folder)],
                 on_line,
-                env=_process_environment(context),
+                env=_process_environment(context) | addresses,
             )
     result = json.loads((folder / "result.json").read_text())
     check_result(result, folder / "metrics.jsonl", plan)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +173,27 @@ def vllm_serve(folder: Path, port: int, log: Path, max_model_len: int = 32) -> I
         yield url
     finally:
         kill_group(process)
+
+
+@contextmanager
+def policy_server(config: Path, port: int, log: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A vLLM server for the training of a configuration, as it is started (not yet up) and until the body ends;
+    `options`: further ones of vLLM's."""
+    command = ["-m", "grpo_core.rollout.vllm_serve", str(config), "--port", str(port), *options]
+    with log.open("ab") as output:
+        process = subprocess.Popen([sys.executable, *command], stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield process
+    finally:
+        kill_group(process)
+
+
+def wait_for_one(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Until one of them has ended."""
+    descriptors = [os.pidfd_open(process.pid) for process in processes]
+    select.select(descriptors, [], [])
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -23,6 +23,7 @@ from grpo_core.rewards.composition import counted
 from grpo_core.rewards.contract import Reward, RewardError
 from grpo_core.rewards.scoring import Batch, score_arriving
 from grpo_core.rollout.engine import Completion, Engine, Finished, Request, Rollout, Sampling, pad
+from grpo_core.rollout.vllm_server import VLLMServerEngine
 from grpo_core.sections import AlgorithmConfig, RewardConfig, RolloutConfig
 
 
@@ -102,6 +103,23 @@ def collect(
             metrics["dynamic_sampling/first_reward"] = first_reward
         metrics["dynamic_sampling/resampled_groups"] = (len(sampled) - len(samples)) / g
     return replace(rollout, metrics=metrics), samples
+
+
+def begin(
+    index: int,
+    config: RunConfig,
+    plan: Plan,
+    prompts: Prompts,
+    engine: VLLMServerEngine,
+    accelerator: Accelerator,
+    attempt: int,
+) -> None:
+    """Have this process's share of generation batch `index` sampled while something else is done; what `collect` then
+    takes up."""
+    rows, g = rollout_prompts(plan, config.seed, index), plan.num_generations
+    mine = share(len(rows) * g, accelerator)
+    requests, _ = _requests(rows, prompts, g, (config.seed, index, attempt), mine)
+    engine.begin(requests, training_sampling(config.rollout))
 
 
 def training_sampling(config: RolloutConfig) -> Sampling:

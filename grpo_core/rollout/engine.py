@@ -52,7 +52,8 @@ class Engine(Protocol):
         ...
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probability of each token but the first, given those before it, at temperature 1."""
+        """Log-probability of each token but the first, given those before it, at temperature 1. An engine that has
+        several copies of the weights says so for each copy, one after the other."""
         ...
 
     def sync_weights(self, model: nn.Module) -> None:
@@ -105,6 +106,10 @@ def make_engine(
         from grpo_core.rollout.transformers import TransformersEngine
 
         return TransformersEngine(model, tokenizer)
+    if name == "vllm-server":
+        from grpo_core.rollout.vllm_server import VLLMServerEngine
+
+        return VLLMServerEngine(config, model, max_length)
     from grpo_core.rollout.vllm import VLLMEngine
 
     return VLLMEngine(config, model_path, model, max_length)

@@ -84,6 +84,26 @@ VALUES: dict[str, Any] = {
         ({"promotion": {"guards": [{"metric": "rewards/tone/mean", "min": 0}]}}, "guards.0.metric='rewards/tone/mean'"),
         ({"promotion": {"guards": [{"metric": "kl"}]}}, "bounds nothing; give max_drop, max_rise, min or max"),
         ({"rewards": [{"function": "length", "args": {"target": None}}]}, "args.target is null"),
+        (
+            {"rollout": {"max_staleness": 1}},
+            "are for engine='vllm-server', which can sample while the policy is trained",
+        ),
+        ({"rollout": {"engine": "vllm-server", "max_staleness": 2}}, "rollout.max_staleness = 2: Input should be less"),
+        (
+            {"rollout": {"engine": "vllm-server", "vllm_server_base_urls": ["10.0.0.5:8000"]}},
+            "'10.0.0.5:8000' is no address such as http://127.0.0.1:8000",
+        ),
+        (
+            {"rollout": {"engine": "vllm-server", "vllm_server_base_urls": ["http://a", "http://a"]}},
+            "names a server twice",
+        ),
+        (
+            {
+                "rollout": {"engine": "vllm-server", "max_staleness": 1},
+                "algorithm": {"vllm_importance_sampling_correction": False},
+            },
+            "algorithm.vllm_importance_sampling_correction has to be true",
+        ),
         ({"name": "../up"}, "name = '../up'"),
     ],
 )

@@ -1,0 +1,97 @@
+"""Weights for a vLLM server on the same machine's CPU: a backend for vLLM's weight-transfer API, which has none there.
+
+The trainer writes the weights into memory that has a file descriptor but no name, and tells the server where to find
+it: however the trainer ends, the memory goes with it. Both sides import this module, which registers both ends.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.distributed.weight_transfer import (
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferEngineFactory,
+    WeightTransferTrainerFactory,
+)
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+BACKEND = "shared_memory"
+
+
+@dataclass
+class SharedMemoryTrainerInit(TrainerInitInfo):
+    """Nothing has to be agreed on."""
+
+    backend: ClassVar[str] = BACKEND
+
+
+@dataclass
+class SharedMemoryInit(WeightTransferInitInfo):
+    """Nothing has to be agreed on."""
+
+
+@dataclass
+class SharedMemoryUpdate(WeightTransferUpdateInfo):
+    """`path`: where the server finds the trainer's open file, written by torch.save: name → tensor."""
+
+    path: str
+
+
+class SharedMemoryTrainerEngine(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
+    """The trainer's end."""
+
+    init_info_cls = SharedMemoryTrainerInit
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: SharedMemoryTrainerInit, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> SharedMemoryTrainerEngine:
+        client.init_weight_transfer_engine({})
+        return cls(client=client, source=source)
+
+    def send_weights(self) -> None:
+        assert self.source is not None
+        with os.fdopen(os.memfd_create("grpo-weights"), "wb") as file:
+            torch.save(dict(self.source), file)
+            file.flush()
+            self.client.start_weight_update()
+            self.client.update_weights({"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"})
+            self.client.finish_weight_update()
+
+
+class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
+    """The server's end: loads as from a checkpoint, so that layers whose weights vLLM packs are packed anew."""
+
+    init_info_cls = SharedMemoryInit
+    update_info_cls = SharedMemoryUpdate
+
+    def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As in the base class, but that there is no accelerator to wait for."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
+        weights: dict[str, Any] = torch.load(update_info.path, mmap=True, weights_only=True)
+        self.model.load_weights(weights.items())
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        pass
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
+WeightTransferTrainerFactory.register_engine(BACKEND, SharedMemoryTrainerEngine)

@@ -1,0 +1,50 @@
+"""What a vLLM server has to know beside its own: whose it is, and the weight transfer for a CPU.
+
+`--worker-extension-cls grpo_core.rollout.vllm_worker.TrainerLease` puts it into the server's workers. It is called
+through vLLM's `/collective_rpc`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import grpo_core.rollout.shared_memory  # noqa: F401  registers itself
+
+
+class TrainerLease:
+    """One trainer at a time: who has the lease renews it, and loses it when it has not done so in time."""
+
+    def take_lease(self: Any, token: str, holder: str, seconds: float) -> dict[str, Any]:
+        """Whether the lease is now `token`'s for `seconds`; whose it is (`holder`, a name for people) and for how
+        long; and how this server was started.
+
+        What another trainer has left of a half-done weight update is ended: all of its weights come again.
+        """
+        now = time.monotonic()
+        own, _, until = getattr(self, "_lease", ("", "", now))
+        if own in ("", token) or until <= now:
+            if own != token and self._weight_update_active:
+                self.finish_weight_update()
+            self._lease = token, holder, now + seconds
+        own, name, until = self._lease
+        config = self.vllm_config
+        transfer = config.weight_transfer_config
+        return {
+            "granted": own == token,
+            "holder": name,
+            "seconds": until - now,
+            "server": {
+                "weight_transfer": transfer.backend if transfer else None,
+                "dtype": str(self.model_config.dtype).removeprefix("torch."),
+                "logprobs_mode": self.model_config.logprobs_mode,
+                "max_model_len": self.model_config.max_model_len,
+                "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+                "on_cpu": self.device.type == "cpu",
+            },
+        }
+
+    def release_lease(self: Any, token: str) -> None:
+        """Give the lease back, if it is `token`'s."""
+        if getattr(self, "_lease", ("",))[0] == token:
+            del self._lease

@@ -1,0 +1,137 @@
+"""The vLLM servers of a stage: on this machine, there for as long as the stage, started again when they die."""
+
+from __future__ import annotations
+
+import collections
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from logging import Logger, LoggerAdapter
+from pathlib import Path
+from typing import Any
+
+from grpo_core.config import RunConfig
+from grpo_core.rollout.vllm_serve import ADDRESSES
+from tasks.process import GRACE_SECONDS, TAIL_LINES
+from tasks.stage import Context, StageError
+from tasks.storage import held_locks
+
+POLL_SECONDS = 0.5
+PAUSE_SECONDS = 2.0  # before a server that died is started again
+
+
+@contextmanager
+def servers(context: Context, log: Logger | LoggerAdapter[Any]) -> Iterator[dict[str, str]]:
+    """The environment in which a stage's process finds the servers that its configuration has started for it; empty
+    where it asks for none. StageError when one does not come up."""
+    rollout = context.config.rollout
+    if rollout.engine != "vllm-server" or rollout.vllm_server_base_urls:
+        yield {}
+        return
+    devices = _devices(context.config)
+    with ExitStack() as running:
+        started = []
+        for number in range(rollout.vllm_num_servers):
+            output = context.partial / f"vllm-server-{number}.log"
+            server = _Server(context.run / "config.toml", output, devices[number], log)
+            running.callback(server.stop)
+            started.append(server)
+        for server in started:
+            server.wait_until_up(rollout.vllm_server_timeout)
+        yield {ADDRESSES: " ".join(server.url for server in started)}
+
+
+class _Server:
+    """One server under supervision, its output in a file; who stops it, stops all that it started."""
+
+    def __init__(self, config: Path, output: Path, environment: dict[str, str], log: Logger | LoggerAdapter[Any]):
+        port = _free_port()
+        self.url, self.output, self.log = f"http://127.0.0.1:{port}", output, log
+        self.command = ["-m", "grpo_core.rollout.vllm_serve", str(config), "--port", str(port)]
+        self.environment = {**os.environ, **environment}
+        self.stopping, self.changing = threading.Event(), threading.Lock()
+        self.process = self._start()
+        self.watch = threading.Thread(target=self._watch, daemon=True)
+
+    def wait_until_up(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self._is_up():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                with self.output.open(errors="replace") as lines:
+                    tail = "".join(collections.deque(lines, TAIL_LINES))
+                code = self.process.poll()
+                what = f"is not up after {seconds:g} s (rollout.vllm_server_timeout)"
+                what = what if code is None else f"ended with status {code} before it was up"
+                raise StageError(f"the vLLM server at {self.url} {what}; the end of {self.output}:\n{tail}")
+            time.sleep(POLL_SECONDS)
+        self.log.info("a vLLM server is up at %s; its log is %s", self.url, self.output.name)
+        self.watch.start()
+
+    def stop(self) -> None:
+        with self.changing:
+            self.stopping.set()
+            self.process.terminate()
+        self.process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self.output.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tasks.supervise", str(GRACE_SECONDS), sys.executable, *self.command],
+                stdin=subprocess.PIPE,  # its end says that this process has died
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=held_locks(),
+                env=self.environment,
+            )
+
+    def _watch(self) -> None:
+        """Start it again whenever it ends; the training waits for it as long as rollout.vllm_server_timeout says."""
+        while True:
+            code = self.process.wait()
+            self.stopping.wait(PAUSE_SECONDS)
+            with self.changing:
+                if self.stopping.is_set():
+                    return
+                self.log.warning("the vLLM server at %s ended with status %s and is started again", self.url, code)
+                self.process = self._start()
+
+    def _is_up(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+
+def _devices(config: RunConfig) -> list[dict[str, str]]:
+    """For each server the GPUs that it sees: those after the training's own; with ipc, the training's one."""
+    import torch
+
+    rollout = config.rollout
+    count = torch.cuda.device_count()
+    if count == 0:
+        return [{} for _ in range(rollout.vllm_num_servers)]
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = own.split(",") if own else [str(number) for number in range(count)]
+    each = rollout.vllm_tensor_parallel_size * rollout.vllm_data_parallel_size
+    first = 0 if rollout.vllm_weight_transfer == "ipc" else config.train.num_processes
+    if first + each * rollout.vllm_num_servers > len(visible):
+        raise StageError(
+            f"the training takes {first} GPUs and its {rollout.vllm_num_servers} vLLM servers {each} each "
+            "(rollout.vllm_num_servers, vllm_tensor_parallel_size, vllm_data_parallel_size), and there are "
+            f"{len(visible)}; lower one of them, or train.num_processes"
+        )
+    starts = range(first, first + each * rollout.vllm_num_servers, each)
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(visible[start : start + each])} for start in starts]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]

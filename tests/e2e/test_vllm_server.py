@@ -1,0 +1,196 @@
+"""What becomes of a training when its vLLM servers die, come back, hang, or serve another; on the CPU, for real."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from grpo_core.config import load_config
+from tasks.servers import servers
+from tasks.stage import Context
+from tests.conftest import config_values, make_model, make_run
+from tests.grpo_core.sampling import sampled
+from tests.grpo_core.test_vllm import PACKED, plain_logprobs
+from tests.serving import free_ports, policy_server, wait_for_one
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.e2e
+
+
+def live(folder: str) -> None:
+    """What an engine finds as its server is killed in the middle of an answer, started again, and stopped.
+
+    Written to FOLDER/found. Whoever runs this starts another server when the first has died; FOLDER/pid is its process.
+    """
+    import torch
+
+    from grpo_core.config import load_config
+    from grpo_core.data import load_tokenizer
+    from grpo_core.policy import load_model
+    from grpo_core.rollout import vllm_client
+    from grpo_core.rollout.engine import Request, Sampling, make_engine
+    from grpo_core.rollout.vllm_client import ServerError
+
+    vllm_client.LEASE_SECONDS = 8.0
+    config = load_config(Path(folder) / "run" / "config.toml")
+    model, tokenizer = load_model(config.model.name_or_path), load_tokenizer(config.model)
+    requests = [Request([3 + i, 4, 5], 4, seed=1000 * i) for i in range(8)]
+    sampling = Sampling(200, temperature=0.7)
+    found: dict[str, Any] = {}
+
+    def connect() -> Any:
+        return make_engine(config, config.model.name_or_path, model, tokenizer, 256)
+
+    def drift(engine: Any) -> float:
+        probes = [[3, 4, 5, 6, 7], [8, 9], [5] * 40]
+        rows = zip(engine.score(probes), (plain_logprobs(model, ids) for ids in probes), strict=True)
+        return max(abs(a - b) for row in rows for a, b in zip(*row, strict=True))
+
+    def refusal(work: Callable[[], Any]) -> str:
+        try:
+            work()
+        except ServerError as error:
+            return str(error)
+        return ""
+
+    def signal_server(number: int) -> None:
+        os.killpg(int((Path(folder) / "pid").read_text()), number)
+
+    engine = connect()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    engine.sync_weights(model)
+    found["drift"] = drift(engine)
+    found["undisturbed"] = [asdict(sample) for sample in sampled(engine.generate(requests, sampling))]
+
+    steps = engine.generate(requests, sampling)
+    next(steps)
+    signal_server(signal.SIGKILL)
+    found["disturbed"] = [asdict(sample) for sample in sampled(steps)]
+    found["drift after death"] = drift(engine)
+
+    found["second trainer"] = refusal(connect)
+    for keeper in engine.keepers:  # as if its process had been killed
+        keeper.cancel()
+    heir = connect()
+    found["drift of the heir"] = drift(heir)
+    found["the first, once more"] = refusal(lambda: engine.score([[3, 4]]))
+
+    heir.servers[0].seconds = 1.0
+    signal_server(signal.SIGSTOP)
+    found["hang"] = refusal(lambda: heir.score([[3, 4]]))
+    signal_server(signal.SIGCONT)
+    heir.servers[0].seconds = 600.0
+    found["drift after the hang"] = drift(heir)
+    heir.close()
+    (Path(folder) / "found").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("live")
+    model = make_model(
+        folder / "model", tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=512, **PACKED
+    )
+    (port,) = free_ports(1)
+    values = config_values(model, folder, engine="vllm-server", vllm_server_timeout=600.0)
+    values["rollout"]["vllm_server_base_urls"] = [f"http://127.0.0.1:{port}"]
+    config = make_run(folder / "run", values) / "config.toml"
+    code = f"from tests.e2e.test_vllm_server import live; live({str(folder)!r})"
+    log = folder / "log"
+    with log.open("w") as output:
+        child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=output, stderr=output)
+    try:
+        for _ in range(2):  # the second when the first was killed
+            with policy_server(config, port, folder / "server.log") as server:
+                (folder / "pid").write_text(str(server.pid))
+                wait_for_one([server, child])
+    finally:
+        child.kill()
+    assert child.wait() == 0, log.read_text() + (folder / "server.log").read_text()
+    return json.loads((folder / "found").read_text())
+
+
+def test_a_server_killed_in_the_middle_of_an_answer_is_waited_for_and_gives_the_same_answer(
+    found: dict[str, Any],
+) -> None:
+    assert found["drift"] < 1e-4
+    assert found["drift after death"] < 1e-4
+    assert len(found["undisturbed"]) == 32
+    for before, after in zip(found["undisturbed"], found["disturbed"], strict=True):
+        assert after["ids"] == before["ids"]
+        assert after["logprobs"] == pytest.approx(before["logprobs"], abs=1e-4)
+
+
+def test_a_second_trainer_is_refused_with_the_name_of_the_first_until_that_one_is_gone(found: dict[str, Any]) -> None:
+    assert "serves another trainer, run 'test' on" in found["second trainer"]
+    assert found["drift of the heir"] < 1e-4
+    assert "serves another trainer" in found["the first, once more"]
+
+
+def test_a_server_that_hangs_is_an_error_after_the_time_limit(found: dict[str, Any]) -> None:
+    assert "no answer within 1 s (rollout.vllm_request_timeout)" in found["hang"]
+    assert found["drift after the hang"] < 1e-4
+
+
+# At the third scoring one server dies.
+DEADLY = """
+import os, psutil
+calls = []
+def parity(completion_ids):
+    calls.append(1)
+    if len(calls) == 3:
+        port = os.environ["GRPO_VLLM_SERVERS"].split()[0].rsplit(":", 1)[1]
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if port in words and "tasks.supervise" not in words:
+                process.kill()
+    return [float(ids[0] % 2) for ids in completion_ids]
+"""
+
+
+def test_a_stage_starts_two_servers_samples_ahead_survives_the_death_of_one_and_leaves_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    model = make_model(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
+    values = config_values(model, tmp_path, engine="vllm-server", vllm_num_servers=2, max_staleness=1, max_steps=6)
+    values["rewards"] = [{"function": "deadly:parity"}]
+    values["rollout"] |= {"vllm_server_timeout": 600.0}
+    run = make_run(tmp_path / "run", values)
+    context = Context(load_config(run / "config.toml"), run, run)
+    caplog.set_level(logging.INFO)
+    with servers(context, logging.getLogger()) as addresses:
+        started = psutil.Process().children(recursive=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "grpo_core.train", str(run)],
+            cwd=ROOT,
+            env={**os.environ, **addresses, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+            capture_output=True,
+            text=True,
+            timeout=1800,
+        )
+        started += psutil.Process().children(recursive=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is started again" in caplog.text
+    assert not psutil.wait_procs(started, timeout=60)[1]
+    steps = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 6
+    assert all(step["sampling/sync_drift"] < 1e-5 for step in steps)
+    # Each generation batch but the first was sampled by the policy of one update before.
+    off = [step["sampling/sampling_logp_difference/max"] for step in steps]
+    assert off[0] < 1e-4
+    assert min(off[1:]) > 1e-3
