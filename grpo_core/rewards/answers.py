@@ -26,6 +26,7 @@ ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 STATED = re.compile(r"(?i)\b(?:answer|choice|option)\b[^.:=\n]{0,40}?(?:\bis\b|\bbe\b|[:=])")
+SENTENCE = 300  # characters that a stated choice may take with its reasons
 BEFORE_CHOICE = re.compile(r"(?i)(?:\W|\\?text\w*|mathrm|mathbf|\b(?:option|choice|letter|answer|is|the)\b)*")
 # A letter alone; "A dog", "I think" and "B cells" are words of a sentence, "A is right" is a choice.
 LETTER = re.compile(
@@ -125,7 +126,7 @@ def multiple_choice(completions: Sequence[Any], answer: Sequence[str]) -> list[f
 
 def _chosen(text: str) -> str | None:
     plain = re.sub(r"[*_`]+", "", text).strip()
-    stated = [plain[head.end() :].lstrip().partition("\n")[0] for head in STATED.finditer(plain)]
+    stated = [plain[head.end() : head.end() + SENTENCE].lstrip().partition("\n")[0] for head in STATED.finditer(plain)]
     for places in (BOXED.findall(plain), TAGGED.findall(plain), stated):
         for said in reversed(places):
             if LETTER.search(said) or LONE.fullmatch(said):

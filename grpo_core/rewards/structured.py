@@ -39,6 +39,8 @@ def _validator(schema: str) -> Any:
 
     try:
         parsed = json.loads(schema)
+        if not isinstance(parsed, (dict, bool)):
+            raise ValueError("it is neither an object nor true or false")
         kind = validator_for(parsed, default=Draft202012Validator)
         kind.check_schema(parsed)
     except (ValueError, SchemaError) as error:

@@ -196,10 +196,8 @@ def test_math_answer_knows_equal_answers(completion: str, answer: Any) -> None:
         (r"\boxed{42 = 41}", "42"),
         (r"\boxed{y < 3}", "x < 3"),
         ("4" * 5000, "42"),
-        ("(" * 500 + "42" + ")" * 400, "41"),
         ("\ud800", "42"),
         (r"\boxed{\text{west}}", "east"),
-        (r"$42 + \operatorname{exit}(0)$", "42"),
         ("__import__('os')._exit(0)", "42"),
     ],
 )
