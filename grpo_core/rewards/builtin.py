@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core.rewards import answers, classifier, form, judge
+from grpo_core.rewards import answers, classifier, code, form, judge, maths, quality, structured
 from grpo_core.rewards.basics import Rewards
 
 BUILTIN: Rewards = {
     **answers.REWARDS,
-    **classifier.REWARDS,
+    **maths.REWARDS,
+    **structured.REWARDS,
+    **code.REWARDS,
     **form.REWARDS,
+    **quality.REWARDS,
+    **classifier.REWARDS,
     **judge.REWARDS,
 }
 
