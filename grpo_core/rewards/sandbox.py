@@ -27,7 +27,7 @@ from grpo_core.rewards.seccomp import MACHINES, build_filter
 
 Sandbox = Literal["bubblewrap", "none"]
 NOBODY = 65534
-NEEDED = {"bwrap": "bubblewrap", "choom": "util-linux", "setpriv": "util-linux"}  # program → Debian's package
+NEEDED = {"bwrap": "bubblewrap", "mount": "mount"} | dict.fromkeys(("choom", "setpriv", "unshare"), "util-linux")
 LINE = 32  # bytes of an answer's line beside the answer
 PYTHON = Path(sys.executable).resolve()  # without the environment's packages
 PREFIX = Path(sys.base_prefix).resolve()
@@ -195,9 +195,9 @@ def _enclosed(filter_descriptor: int, scratch_mib: int) -> list[str]:
     if os.geteuid() == 0:
         # The limit of processes does not bind root; nobody may have no way to the interpreter, which /mnt gives.
         shown = Path("/mnt")
-        first += [tool["bwrap"], "--dev-bind", "/", "/", "--tmpfs", "/mnt", "--ro-bind", str(PREFIX), "/mnt"]
-        first += ["--die-with-parent", tool["setpriv"], "--pdeathsig", "KILL", "--clear-groups"]
-        first += ["--reuid", str(NOBODY), "--regid", str(NOBODY)]
+        mount = f'{tool["mount"]} --bind "$0" {shown} && exec "$@"'
+        first += [tool["unshare"], "--mount", "/bin/sh", "-c", mount, str(PREFIX), tool["setpriv"]]
+        first += ["--pdeathsig", "KILL", "--clear-groups", "--reuid", str(NOBODY), "--regid", str(NOBODY)]
     first += [tool["bwrap"], "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
     first += ["--die-with-parent", "--new-session", "--seccomp", str(filter_descriptor)]
     for folder in ("/usr/lib", "/usr/lib64", "/lib", "/lib64"):
