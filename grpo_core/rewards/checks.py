@@ -6,7 +6,8 @@ expression that only the program can evaluate:
     assert add(2, 3) == 5             assert abs(Circle(1).area() - 3.14159) < 1e-4             assert not is_prime(9)
 
 That expression goes into the sandbox. What is around it, the expected value above all, does not: it is evaluated here,
-on the value that came back as data. So nothing that a program does to its surroundings makes a test pass.
+on the value that came back as data. So nothing that a program does to its surroundings makes a test pass. For the same
+reason an expression that only has to be true or false takes literals: `assert is_prime(7)`, not `assert eq(f(3), 9)`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Check:
         if answer is ...:
             return False
         if isinstance(self.expected, str):
-            return _lines(answer) == _lines(self.expected)
+            return isinstance(answer, str) and _lines(answer) == _lines(self.expected)
         try:
             return bool(eval(self.expected, {"__builtins__": {}, **FUNCTIONS, ANSWER: answer}))
         except Exception:  # of an answer of another kind than the assertion takes
@@ -88,14 +89,19 @@ def _assertion(test: str) -> Check:
             f"the test {test!r} asks the program for {len(split.asked)} values; one is needed, to be held against "
             "values that the program does not make"
         )
-    return Check(Call(split.asked[0]), compile(ast.fix_missing_locations(around), "test", "eval"))
+    if not any(map(_is_value, ast.walk(around))) and not _takes_literals(split.asked[0]):
+        raise CheckError(
+            f"the test {test!r} leaves the comparison to the program, which may say what it likes; hold its value "
+            "against the right one"
+        )
+    return Check(Call(ast.unparse(split.asked[0])), compile(ast.fix_missing_locations(around), "test", "eval"))
 
 
 class _Split(ast.NodeTransformer):
     """Puts ANSWER in place of what only the program can evaluate, and keeps that in `asked`."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.asked: list[ast.expr] = []
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if _known(node.func) is None:
@@ -109,7 +115,7 @@ class _Split(ast.NodeTransformer):
     visit_Attribute = visit_Name
 
     def _ask(self, node: ast.expr) -> ast.AST:
-        self.asked.append(ast.unparse(node))
+        self.asked.append(node)
         return ast.Name(ANSWER, ast.Load())
 
 
@@ -117,6 +123,29 @@ def _known(node: ast.expr) -> str | None:
     """The one of FUNCTIONS that is named."""
     name = ast.unparse(node).removeprefix("math.")
     return name if name in FUNCTIONS else None
+
+
+def _is_value(node: ast.AST) -> bool:
+    """Whether it is something to be held against the answer that is more than true, false or none."""
+    return isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.Dict)) or (
+        isinstance(node, ast.Constant) and not isinstance(node.value, (bool, type(None)))
+    )
+
+
+def _takes_literals(asked: ast.expr) -> bool:
+    """Whether it is a name, `f(1)` or `Class().f(1)`, with nothing of the program's, nor a comparison, in a call."""
+    if not isinstance(asked, ast.Call):
+        return True
+    function = asked.func
+    if isinstance(function, ast.Attribute) and isinstance(made := function.value, ast.Call):
+        if made.args or made.keywords:
+            return False
+        function = made.func
+    given = [*asked.args, *asked.keywords]
+    return not (
+        any(isinstance(node, (ast.Call, ast.Compare, ast.Lambda)) for node in ast.walk(function))
+        or any(isinstance(node, (ast.Name, ast.Compare, ast.Lambda)) for part in given for node in ast.walk(part))
+    )
 
 
 def _lines(text: str) -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_core.rewards.checks import CheckError, read_check
@@ -17,6 +18,8 @@ from grpo_core.rewards.inside import encoded
 from grpo_core.rewards.sandbox import Call, Input, _rebuilt
 from grpo_core.rewards.scoring import Batch, score
 from grpo_core.sections import RewardConfig
+
+sandboxed = pytest.mark.skipif(not shutil.which("bwrap"), reason="Debian's package bubblewrap is not installed")
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 HASHABLE = st.recursive(SCALARS, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4)
@@ -37,11 +40,13 @@ def rewards(programs: list[str], tests: list[Any]) -> list[float | None]:
     return asyncio.run(unit_tests(completions, [tests] * len(programs), cpu_seconds=1, wall_seconds=300.0))
 
 
+@settings(max_examples=50, deadline=None)  # the machine may be busy
 @given(DATA)
 def test_data_leaves_the_sandbox_as_it_was(value: Any) -> None:
     assert _rebuilt(json.loads(encoded(value))) == value
 
 
+@settings(max_examples=50, deadline=None)
 @given(SCALARS | st.lists(SCALARS, max_size=3), SCALARS | st.lists(SCALARS, max_size=3))
 def test_an_assertion_holds_where_it_does_in_python(answer: Any, expected: Any) -> None:
     assert read_check(f"assert f(1) == {expected!r}").passes(answer) == (answer == expected)
@@ -58,8 +63,9 @@ def test_an_assertion_holds_where_it_does_in_python(answer: Any, expected: Any) 
         ("assert Solution().f([1, 2], k=3)[0] == 'a'", "Solution().f([1, 2], k=3)", [["a"], "a"], [[], {}, 7]),
         ("assert sorted(set(f(x=(1, 2)))) == [1, 2]", "f(x=(1, 2))", [[2, 1, 1], {1, 2}], [[1], 3]),
         ("assert not is_prime(9)", "is_prime(9)", [False, None, 0], [True]),
+        ("assert Solution().valid('()') is True", "Solution().valid('()')", [True], [1, False]),
         ("assert f() is None", "f()", [None], [False, 0]),
-        ("assert isinstance(f(g(1)), int) == True", "f(g(1))", [3], ["3"]),
+        ("assert decode(encode('a')) == 'a'", "decode(encode('a'))", ["a"], ["b"]),
         ("assert PI > 3 and True", "PI", [3.1], [3]),
         ("assert len(f(','.join(['a', 'b']))) == -1 + 4", "f(','.join(['a', 'b']))", ["abc"], ["ab", 3]),
     ],
@@ -85,7 +91,12 @@ def test_assertions_ask_for_one_expression_and_judge_the_rest(
         ("assert f(1) ==", "is not Python"),
         ("assert f(1) == 9**9**9", "a Pow around"),
         ("assert [x for x in f(1)] == [1]", "a ListComp around"),
-        ("assert (lambda x: True)(f(1))", "asks the program"),
+        ("assert eq(f(3), 9)", "leaves the comparison to the program"),
+        ("assert (lambda x: x == 2)(f(1))", "leaves the comparison to the program"),
+        ("assert np.allclose(f([1]), [2.0]) == True", "leaves the comparison to the program"),
+        ("assert np.isclose(result, 3)", "leaves the comparison to the program"),
+        ("assert f(1).__eq__(2)", "leaves the comparison to the program"),
+        ("assert f((lambda: 1) == 1) is True", "leaves the comparison to the program"),
         ("assert all(x == 1 for x in f(2))", "a GeneratorExp around"),
         ({"input": "1"}, "needs the texts"),
         ({"input": 1, "output": "1"}, "needs the texts"),
@@ -131,6 +142,7 @@ def test_the_last_whole_block_is_the_program(text: str, code: str | None) -> Non
     assert last_block(text) == code
 
 
+@sandboxed
 def test_the_reward_is_the_share_of_tests_that_pass() -> None:
     tests = ["assert f(2) == 4", "assert f(3) == 9", "assert f(-1) == 1", "assert f(0) == 0"]
     programs = [
@@ -147,6 +159,7 @@ def test_the_reward_is_the_share_of_tests_that_pass() -> None:
     assert rewards(programs, tests) == [1, 0.5, 0.25, 0.5, 0.75, 1, 0, 0, 0]
 
 
+@sandboxed
 def test_a_program_that_reads_and_prints_is_run_for_each_test() -> None:
     tests = [{"input": "2 3\n", "output": "5\n"}, {"input": "-1 1\n", "output": "0"}]
     programs = [
@@ -159,6 +172,7 @@ def test_a_program_that_reads_and_prints_is_run_for_each_test() -> None:
     assert rewards(programs, tests) == [1, 1, 0.5, 0, 0]
 
 
+@sandboxed
 def test_rows_without_tests_that_can_be_judged_have_no_reward() -> None:
     for tests in ([], ["assert f(1) == f(1)"], ["assert f(1) == 1", "print(f(1))"]):
         assert rewards(["def f(x): return x"], tests) == [None]
@@ -200,6 +214,7 @@ CHEATS = {
 }
 
 
+@sandboxed
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_a_program_that_fakes_a_pass_gets_nothing(cheat: str) -> None:
     tests = ["assert answer() == 424242", "assert abs(answer() - 424242) < 1e-3"]
@@ -208,12 +223,14 @@ def test_a_program_that_fakes_a_pass_gets_nothing(cheat: str) -> None:
     assert (reward, *rewards([CHEATS[cheat] + "\nanswer()"], printed)) == (0, 0)
 
 
+@sandboxed
 def test_two_guesses_for_one_test_are_one() -> None:
     both = "import os\nfor out in range(3, 20):\n    try: os.write(out, b'0 true\\n0 false\\n1 true\\n1 false\\n')\n"
     both += "    except OSError: pass\nos._exit(0)"
     assert rewards([both], ["assert even(2) == True", "assert even(3) == False"]) == [0.5]
 
 
+@sandboxed
 def test_conversations_are_scored_through_the_configuration() -> None:
     reward = resolve(RewardConfig(function="unit_tests", args={"cpu_seconds": 1, "wall_seconds": 300.0}))
     rows = [{"prompt": [{"role": "user", "content": "Square."}], "tests": ["assert f(3) == 9"]}] * 2

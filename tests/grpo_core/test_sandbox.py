@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,8 @@ import pytest
 from grpo_core.rewards import sandbox
 from grpo_core.rewards.sandbox import Call, Input, Limits, SandboxError, ask, require
 from grpo_core.rewards.seccomp import MACHINES, REFUSED, build_filter
+
+pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="Debian's package bubblewrap is not installed")
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=300.0)  # the machine may be busy: what ends in these tests ends by itself
 MIB = 1 << 20
