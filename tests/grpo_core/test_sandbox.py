@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -361,6 +362,25 @@ def test_what_one_test_spoils_the_next_does_not_see() -> None:
     program = "import builtins\nstate = []\n"
     program += "def spoil():\n    state.append(1)\n    builtins.len = lambda x: 7\n    return len(state)"
     assert ask(program, [Call("spoil()"), Call("spoil()"), Call("len(state)")], LIMITS, "bubblewrap") == [7, 7, 0]
+
+
+def test_who_is_not_root_has_the_same_sandbox() -> None:
+    python = "/usr/bin/python3"  # the interpreter of these tests may be root's alone
+    recent = subprocess.run([python, "-c", "import sys; assert sys.version_info >= (3, 11)"], capture_output=True)
+    if os.geteuid() != 0 or recent.returncode != 0:
+        pytest.skip("needs root, and a system Python of 3.11 or later")
+    questions = "[Call('forks(str())'), Call('[os.getuid(), os.getppid()]'), Call('write(\"/x\")')]"
+    script = "from grpo_core.rewards.sandbox import *\nrequire('bubblewrap')\n"
+    script += f"print(ask({ATTACKS!r}, {questions}, Limits(cpu_seconds=1, wall_seconds=300.0), 'bubblewrap'))"
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        shutil.copytree(Path(sandbox.__file__).parent, Path(folder) / "grpo_core" / "rewards")
+        environment = {"PYTHONPATH": folder, "PATH": os.environ["PATH"]}
+        command = [python, "-c", script]
+        done = subprocess.run(command, env=environment, user=1234, group=1234, extra_groups=[], capture_output=True)
+    assert done.stderr == b""
+    forks = (LIMITS.processes - 3, "Resource temporarily unavailable")
+    assert done.stdout.decode().strip() == str([forks, [1234, 2], "Read-only file system"])
 
 
 def test_where_there_is_no_sandbox_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
