@@ -25,7 +25,7 @@ def main():
         allowed = resource.getrlimit(kind)[1]
         value = value if allowed == resource.RLIM_INFINITY else min(value, allowed)
         resource.setrlimit(kind, (value, value))
-    builtins.exit = builtins.quit = sys.exit  # which the module `site` would have made
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as the module `site` does
     code = compile(job["program"], "program.py", "exec")
     if job["calls"]:
         names = run(code, "program")

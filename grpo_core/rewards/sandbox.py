@@ -31,6 +31,7 @@ NEEDED = {"bwrap": "bubblewrap", "mount": "mount"} | dict.fromkeys(("choom", "se
 LINE = 32  # bytes of an answer's line beside the answer
 PYTHON = Path(sys.executable).resolve()  # without the environment's packages
 PREFIX = Path(sys.base_prefix).resolve()
+KINDS: dict[str, Any] = {"list": list, "tuple": tuple, "set": frozenset, "dict": dict, "iterator": iter}
 INSIDE = Path(__file__).with_name("inside.py").read_text()
 
 
@@ -84,10 +85,10 @@ def ask(program: str, questions: Sequence[Call | Input], limits: Limits, sandbox
     output, _ = _run(job, limits, sandbox, len(questions) * (longest + LINE), subprocess.DEVNULL)
     answers: dict[int, Any] = {}
     for line in output.splitlines():
-        number, _, text = line.partition(b" ")
+        answered, _, text = line.partition(b" ")
         with suppress(ValueError, TypeError, KeyError, RecursionError):
             if len(text) <= longest:
-                answers.setdefault(int(number), _rebuilt(json.loads(text)))
+                answers.setdefault(int(answered), _rebuilt(json.loads(text)))
     return [answers.get(number, ...) for number in range(len(questions))]
 
 
@@ -97,7 +98,7 @@ def _rebuilt(value: Any) -> Any:
         return value
     kind, *items = value
     items = [_rebuilt(item) for item in items]
-    return {"list": list, "tuple": tuple, "set": frozenset, "dict": dict, "iterator": iter}[kind](items)
+    return KINDS[kind](items)
 
 
 @cache
