@@ -20,6 +20,7 @@ def main():
     answers = posix.dup(1)
     for stream in (0, 1, 2):
         redirect(stream, b"")
+    say(answers, "started", "")
     for name, value in job["limits"]:
         kind = getattr(resource, name)
         allowed = resource.getrlimit(kind)[1]

@@ -29,6 +29,11 @@ Sandbox = Literal["bubblewrap", "none"]
 NOBODY = 65534
 NEEDED = {"bwrap": "bubblewrap", "mount": "mount"} | dict.fromkeys(("choom", "setpriv", "unshare"), "util-linux")
 LINE = 32  # bytes of an answer's line beside the answer
+STARTED = b"started \n"
+ESCAPE = (
+    "; without a sandbox the completions' code may do all that you may: where that is right, as in a container of its "
+    'own without network, say args = { sandbox = "none" }'
+)
 PYTHON = Path(sys.executable).resolve()  # without the environment's packages
 PREFIX = Path(sys.base_prefix).resolve()
 KINDS: dict[str, Any] = {"list": list, "tuple": tuple, "set": frozenset, "dict": dict, "iterator": iter}
@@ -72,7 +77,8 @@ def ask(program: str, questions: Sequence[Call | Input], limits: Limits, sandbox
     """The program's answer to each question, `...` where it gives none: values for calls, text for inputs.
 
     Each is answered in a process of its own, in this order, until time is up. Values are what literals can be made of,
-    and other iterables as iterators; all are rebuilt from JSON, none runs code of the program's.
+    and other iterables as iterators; all are rebuilt from JSON, none runs code of the program's. SandboxError when the
+    program could not even be started: that is not its fault.
     """
     kinds: dict[str, list[tuple[int, str | bytes]]] = {"calls": [], "inputs": []}
     for number, question in enumerate(questions):
@@ -82,9 +88,12 @@ def ask(program: str, questions: Sequence[Call | Input], limits: Limits, sandbox
             kinds["inputs"].append((number, question.text.encode()))
     job = marshal.dumps({"program": program, "limits": _kernel_limits(limits, sandbox), **kinds})
     longest = limits.output_kib * 1024
-    output, _ = _run(job, limits, sandbox, len(questions) * (longest + LINE), subprocess.DEVNULL)
+    output, errors = _run(job, limits, sandbox, (1 + len(questions)) * (longest + LINE))
+    if not output.startswith(STARTED):
+        reason = errors.decode(errors="replace").strip() or f"it had not started after {limits.wall_seconds:g} s"
+        raise SandboxError(f"no sandbox: {reason}{'' if sandbox == 'none' else ESCAPE}")
     answers: dict[int, Any] = {}
-    for line in output.splitlines():
+    for line in output.removeprefix(STARTED).splitlines():
         answered, _, text = line.partition(b" ")
         with suppress(ValueError, TypeError, KeyError, RecursionError):
             if len(text) <= longest:
@@ -106,26 +115,19 @@ def require(sandbox: Sandbox) -> None:
     """SandboxError where programs cannot be run in this way; a program is run to see it."""
     if sandbox not in get_args(Sandbox):
         raise SandboxError(f"sandbox={sandbox!r} is none of {', '.join(get_args(Sandbox))}")
-    escape = (
-        "; without a sandbox the completions' code may do all that you may: where that is right, as in a container of "
-        'its own without network, say args = { sandbox = "none" }'
-    )
     if sandbox == "none":
         return
     missing = [f"{name} (of Debian's {package})" for name, package in NEEDED.items() if not shutil.which(name)]
     if missing:
-        raise SandboxError(f"no sandbox: {', '.join(missing)} not found; install it{escape}")
+        raise SandboxError(f"no sandbox: {', '.join(missing)} not found; install it{ESCAPE}")
     if os.uname().machine not in MACHINES:
-        raise SandboxError(f"no sandbox: no filter of system calls for {os.uname().machine}{escape}")
-    job = marshal.dumps({"program": "", "limits": _kernel_limits(Limits(), sandbox), "calls": [(0, "1")], "inputs": []})
-    output, errors = _run(job, Limits(), sandbox, LINE, subprocess.PIPE)
-    if output != b"0 1\n":
-        reason = errors.decode(errors="replace").strip() or "a program gave no answer"
-        raise SandboxError(f"no sandbox: {reason}{escape}")
+        raise SandboxError(f"no sandbox: no filter of system calls for {os.uname().machine}{ESCAPE}")
+    if ask("", [Call("1")], Limits(), sandbox) != [1]:
+        raise SandboxError(f"no sandbox: a program that says 1 did not{ESCAPE}")
 
 
-def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int, errors: int) -> tuple[bytes, bytes]:
-    """The first `most` bytes that come out, and what is said on standard error where that is a pipe."""
+def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int) -> tuple[bytes, bytes]:
+    """The first `most` bytes that come out, and what those say who start the program."""
     with ExitStack() as stack:
         python = [str(PYTHON), "-I", "-S", "-X", "utf8", "-c", INSIDE]
         if sandbox == "none":
@@ -138,7 +140,7 @@ def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int, errors: int) -
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=errors,
+                stderr=subprocess.PIPE,  # not the program's, which has none
                 env={},  # /proc shows it of every process, whatever that has unset
                 cwd=folder,
                 pass_fds=filters,
@@ -149,13 +151,14 @@ def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int, errors: int) -
         timer = threading.Timer(limits.wall_seconds, _kill, [process])
         stack.callback(timer.cancel)
         timer.start()
-        assert process.stdin and process.stdout
+        assert process.stdin and process.stdout and process.stderr
         with suppress(BrokenPipeError):
             process.stdin.write(job)
+        with suppress(BrokenPipeError):
             process.stdin.close()
         output = process.stdout.read(most)
         _kill(process)
-        return output, process.stderr.read() if process.stderr else b""
+        return output, process.stderr.read()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -393,6 +393,8 @@ def test_where_there_is_no_sandbox_nothing_runs(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(SandboxError, match=r"no sandbox: setting up uid map: Permission denied; .*sandbox = \"none\""):
         require("bubblewrap")
+    with pytest.raises(SandboxError, match="setting up uid map"):  # in mid-run: no answer of the program's, so no score
+        answer("1")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxError, match=r"bwrap \(of Debian's bubblewrap\).* not found"):
         require("bubblewrap")
