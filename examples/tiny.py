@@ -103,21 +103,20 @@ def make_base(folder: Path, demonstrations: Sequence[Demonstration], steps: int,
     print(f"base: {parameters:,} parameters, {steps} steps in {seconds:.0f} s", flush=True)
 
 
-def encode(
-    demonstrations: Sequence[Demonstration], tokenizer: Qwen2Tokenizer
-) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(demonstrations: Sequence[Demonstration], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded token ids, and the same with -100 wherever the loss must not look (prompt and padding)."""
     import torch
 
-    inputs, labels = [], []
-    for prompt, completion in demonstrations:
-        shown = prompt if isinstance(prompt, str) else tokenizer.apply_chat_template(
-            prompt, tokenize=False, add_generation_prompt=True
-        )
-        before = tokenizer.encode(shown)
-        after = [*tokenizer.encode(completion), tokenizer.eos_token_id]
-        inputs.append(before + after)
-        labels.append([-100] * len(before) + after)
+    prompts = [
+        prompt
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        for prompt, _ in demonstrations
+    ]
+    before = tokenizer(prompts)["input_ids"]
+    after = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([said for _, said in demonstrations])["input_ids"]]
+    inputs = [asked + said for asked, said in zip(before, after, strict=True)]
+    labels = [[-100] * len(asked) + said for asked, said in zip(before, after, strict=True)]
     width = max(map(len, inputs))
     padded = [ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids in inputs]
     masked = [ids + [-100] * (width - len(ids)) for ids in labels]

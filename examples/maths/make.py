@@ -12,11 +12,11 @@ from typing import Any
 
 from examples import tiny
 
-TRAIN_ROWS, EVAL_ROWS = 4000, 200
-STEPS = 400
+TRAIN_ROWS, EVAL_ROWS = 3000, 150
+STEPS = 250
 FORMED = 0.3  # share of the demonstrations in the form that is asked for
 SLIPS = 0.3  # share of the demonstrations whose last step comes out wrong
-SYSTEM = "Think in <think> tags, answer in <answer> tags."
+SYSTEM = "Use <think> and <answer> tags."
 NAMES = ("Ada", "Ben", "Eva", "Kai", "Mia", "Tom")
 THINGS = ("apples", "books", "coins", "eggs", "pens")
 MORE, LESS = ("buys", "finds", "gets"), ("loses", "gives away", "sells")
