@@ -5,10 +5,13 @@ Their modules import what is heavy inside the functions: a configuration that na
 
 from __future__ import annotations
 
-from grpo_core.rewards import answers, form
+from grpo_core.rewards import answers, form, maths, quality, structured
 from grpo_core.rewards.basics import Rewards
 
 BUILTIN: Rewards = {
     **answers.REWARDS,
+    **maths.REWARDS,
+    **structured.REWARDS,
     **form.REWARDS,
+    **quality.REWARDS,
 }

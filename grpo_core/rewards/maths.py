@@ -1,0 +1,54 @@
+"""The reward for mathematical answers: numbers and LaTeX, compared by math-verify.
+
+What a model writes may keep sympy busy for ever or take all memory (9^9^9^9), in C code that no signal interrupts, and
+math-verify's own time limits take the alarm that limits the reward. So answers are compared in a process of their own
+(`maths_worker`), which loses its life, not the training's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_core.rewards.basics import Rewards, text_of
+
+
+def math_answer(completions: Sequence[Any], answer: Sequence[str | int | float]) -> list[float | None]:
+    """1 when the completion's final answer is mathematically equal to the answer, else 0; None where the answer is missing
+    or cannot be read as mathematics.
+
+    Read is one answer: the text after "the final answer is", else the content of the last `\\boxed{}` (several side by side
+    are one set), else other LaTeX or the last number or expression. 1/2, 0.5 and `\\frac{1}{2}` are equal; decimals agree
+    to six digits. What takes longer than 5 s of CPU time or 2 GiB is wrong. The rules are math-verify's.
+    """
+    worker = _worker()
+    try:
+        return [
+            None if expected is None else _compared(worker, text_of(completion), str(expected))
+            for completion, expected in zip(completions, answer, strict=True)
+        ]
+    except BaseException:  # an answer may be under way, which is nobody's then
+        _worker.cache_clear()
+        worker.kill()
+        raise
+
+
+def _compared(worker: subprocess.Popen[str], text: str, answer: str) -> float | None:
+    assert worker.stdin and worker.stdout
+    worker.stdin.write(json.dumps([text, answer]) + "\n")
+    worker.stdin.flush()
+    return json.loads(worker.stdout.readline())
+
+
+@functools.cache
+def _worker() -> subprocess.Popen[str]:
+    """A process that ends when this one does: its input is closed then."""
+    command = [sys.executable, "-m", "grpo_core.rewards.maths_worker"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+REWARDS: Rewards = {"math_answer": (math_answer, (0.0, 1.0))}
