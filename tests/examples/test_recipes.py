@@ -16,6 +16,7 @@ import pytest
 
 from examples import tiny
 from examples.code import make as code
+from examples.code import mbpp
 from examples.maths import gsm8k
 from examples.maths import make as maths
 from examples.smallest import make as smallest
