@@ -84,6 +84,15 @@ def test_gsm8k_becomes_a_conversation_and_a_number() -> None:
     assert (row["prompt"][1]["content"], row["answer"]) == ("How many?", "1200")
 
 
+def test_an_mbpp_task_shows_a_test_that_does_not_count() -> None:
+    tests = ["assert double(1) == 2", "assert double(2) == 4", "assert double(0) == 0"]
+    row = mbpp.make_row({"text": "Double a number.", "test_list": tests})
+    (message,) = row["prompt"]
+    assert (message["role"], row["tests"]) == ("user", tests[1:])
+    assert "Double a number." in message["content"]
+    assert [test in message["content"] for test in tests] == [True, False, False]
+
+
 @pytest.mark.parametrize(
     "prompt", ["2+3=", [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+3="}]]
 )
