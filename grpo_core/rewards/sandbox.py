@@ -1,0 +1,217 @@
+"""Run a program that nobody has read: bubblewrap's namespaces, limits of the kernel, a filter of system calls.
+
+What holds against what is tried in tests/grpo_core/test_sandbox.py and told in docs/security.md. The program and the
+questions put to it go in, answers come out as data; whether they are right is decided elsewhere (checks.py).
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from grpo_core.rewards.seccomp import MACHINES, build_filter
+
+Sandbox = Literal["bubblewrap", "none"]
+NOBODY = 65534
+NEEDED = {"bwrap": "bubblewrap", "choom": "util-linux", "setpriv": "util-linux"}  # program → Debian's package
+LINE = 32  # bytes of an answer's line beside the answer
+PYTHON = Path(sys.executable).resolve()  # without the environment's packages
+PREFIX = Path(sys.base_prefix).resolve()
+INSIDE = Path(__file__).with_name("inside.py").read_text()
+
+
+class SandboxError(RuntimeError):
+    """There is no sandbox to run a program in; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use. `cpu_seconds` and `output_kib` are for each question, the others for all together.
+
+    `memory_mib` is the address space of each process, `processes` counts threads too, and the sandbox's own three.
+    """
+
+    cpu_seconds: int = 2
+    wall_seconds: float = 20.0
+    memory_mib: int = 256
+    processes: int = 8
+    output_kib: int = 64
+    scratch_mib: int = 16
+
+
+@dataclass(frozen=True)
+class Call:
+    """A question: the value of an expression among the program's own names."""
+
+    expression: str
+
+
+@dataclass(frozen=True)
+class Input:
+    """A question: what the program prints when this is its standard input."""
+
+    text: str
+
+
+def ask(program: str, questions: Sequence[Call | Input], limits: Limits, sandbox: Sandbox) -> list[Any]:
+    """The program's answer to each question, `...` where it gives none: values for calls, text for inputs.
+
+    Each is answered in a process of its own, in this order, until time is up. Values are what literals can be made of,
+    and other iterables as iterators; all are rebuilt from JSON, none runs code of the program's.
+    """
+    kinds: dict[str, list[tuple[int, str | bytes]]] = {"calls": [], "inputs": []}
+    for number, question in enumerate(questions):
+        if isinstance(question, Call):
+            kinds["calls"].append((number, question.expression))
+        else:
+            kinds["inputs"].append((number, question.text.encode()))
+    job = marshal.dumps({"program": program, "limits": _kernel_limits(limits, sandbox), **kinds})
+    longest = limits.output_kib * 1024
+    output, _ = _run(job, limits, sandbox, len(questions) * (longest + LINE), subprocess.DEVNULL)
+    answers: dict[int, Any] = {}
+    for line in output.splitlines():
+        number, _, text = line.partition(b" ")
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            if len(text) <= longest:
+                answers.setdefault(int(number), _rebuilt(json.loads(text)))
+    return [answers.get(number, ...) for number in range(len(questions))]
+
+
+def _rebuilt(value: Any) -> Any:
+    """The value that inside.py wrote as JSON."""
+    if not isinstance(value, list):
+        return value
+    kind, *items = value
+    items = [_rebuilt(item) for item in items]
+    return {"list": list, "tuple": tuple, "set": frozenset, "dict": dict, "iterator": iter}[kind](items)
+
+
+@cache
+def require(sandbox: Sandbox) -> None:
+    """SandboxError where programs cannot be run in this way; a program is run to see it."""
+    if sandbox not in get_args(Sandbox):
+        raise SandboxError(f"sandbox={sandbox!r} is none of {', '.join(get_args(Sandbox))}")
+    escape = (
+        "; without a sandbox the completions' code may do all that you may: where that is right, as in a container of "
+        'its own without network, say args = { sandbox = "none" }'
+    )
+    missing = [f"{name} (of Debian's {package})" for name, package in NEEDED.items() if not shutil.which(name)]
+    if sandbox == "none":
+        return
+    if missing:
+        raise SandboxError(f"no sandbox: {', '.join(missing)} not found; install it{escape}")
+    if os.uname().machine not in MACHINES:
+        raise SandboxError(f"no sandbox: no filter of system calls for {os.uname().machine}{escape}")
+    job = marshal.dumps({"program": "", "limits": _kernel_limits(Limits(), sandbox), "calls": [(0, "1")], "inputs": []})
+    output, errors = _run(job, Limits(), sandbox, LINE, subprocess.PIPE)
+    if output != b"0 1\n":
+        raise SandboxError(
+            f"no sandbox: {errors.decode(errors='replace').strip() or 'a program gave no answer'}{escape}"
+        )
+
+
+def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int, errors: int) -> tuple[bytes, bytes]:
+    """The first `most` bytes that come out, and what is said on standard error where that is a pipe."""
+    with ExitStack() as stack:
+        python = [str(PYTHON), "-I", "-S", "-X", "utf8", "-c", INSIDE]
+        if sandbox == "none":
+            command, filters, folder = python, [], stack.enter_context(tempfile.TemporaryDirectory())
+        else:
+            filters, folder = [stack.enter_context(_filter())], "/"
+            command = [*_enclosed(filters[0], limits.scratch_mib), *python]
+        process = stack.enter_context(
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={},  # /proc shows it of every process, whatever that has unset
+                cwd=folder,
+                pass_fds=filters,
+                start_new_session=True,
+            )
+        )
+        stack.callback(_kill, process)
+        timer = threading.Timer(limits.wall_seconds, _kill, [process])
+        stack.callback(timer.cancel)
+        timer.start()
+        assert process.stdin and process.stdout
+        with suppress(BrokenPipeError):
+            process.stdin.write(job)
+            process.stdin.close()
+        output = process.stdout.read(most)
+        _kill(process)
+        return output, process.stderr.read() if process.stderr else b""
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End bubblewrap, and with it all that is in its process namespace."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kernel_limits(limits: Limits, sandbox: Sandbox) -> list[tuple[str, int]]:
+    inside = [("RLIMIT_NPROC", limits.processes)]  # counts in a user namespace; without one, all that the user runs
+    return [
+        ("RLIMIT_CPU", limits.cpu_seconds),
+        ("RLIMIT_AS", limits.memory_mib << 20),
+        ("RLIMIT_FSIZE", limits.scratch_mib << 20),
+        ("RLIMIT_NOFILE", 64),
+        ("RLIMIT_CORE", 0),
+        *(inside if sandbox == "bubblewrap" else []),
+    ]
+
+
+@contextmanager
+def _filter() -> Iterator[int]:
+    """A descriptor to read the filter of system calls from."""
+    reading, writing = os.pipe()
+    try:
+        with os.fdopen(writing, "wb") as file:
+            file.write(build_filter())
+        yield reading
+    finally:
+        os.close(reading)
+
+
+def _enclosed(filter_descriptor: int, scratch_mib: int) -> list[str]:
+    """What a command is to begin with, to run in a sandbox that shows it the interpreter, read-only, and a scratch /tmp."""
+    tool = {name: shutil.which(name) or name for name in NEEDED}
+    first = [tool["choom"], "-n", "1000", "--"]  # where memory runs out, this is to go, not the training
+    shown = PREFIX
+    if os.geteuid() == 0:
+        # The limit of processes does not bind root. Who is nobody may not be able to reach the interpreter: /mnt shows it.
+        shown = Path("/mnt")
+        first += [tool["bwrap"], "--dev-bind", "/", "/", "--tmpfs", "/mnt", "--ro-bind", str(PREFIX), "/mnt"]
+        first += ["--die-with-parent", tool["setpriv"], "--pdeathsig", "KILL", "--clear-groups"]
+        first += ["--reuid", str(NOBODY), "--regid", str(NOBODY)]
+    first += [tool["bwrap"], "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
+    first += ["--die-with-parent", "--new-session", "--seccomp", str(filter_descriptor)]
+    for folder in ("/usr/lib", "/usr/lib64", "/lib", "/lib64"):
+        if Path(folder).is_symlink():
+            first += ["--symlink", os.readlink(folder), folder]
+        else:
+            first += ["--ro-bind-try", folder, folder]
+    first += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    for part in (PYTHON.relative_to(PREFIX), Path("lib")):
+        first += ["--ro-bind", str(shown / part), str(PREFIX / part)]
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(PREFIX)}))
+    if packages.is_relative_to(PREFIX / "lib") and packages.is_dir():
+        first += ["--tmpfs", str(packages), "--remount-ro", str(packages)]
+    first += ["--dev", "/dev", "--remount-ro", "/dev"]
+    first += ["--size", str(scratch_mib << 20), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/", "--"]
+    return first

@@ -1,0 +1,59 @@
+"""The sandbox's filter of system calls, as bubblewrap takes it: what a small program has no use for is refused.
+
+Refused is what reaches beyond the namespaces (vsock knows none), memory that no limit counts (memfd, System V), and
+parts of the kernel that have often been a way out of one.
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column below; AUDIT_ARCH_… of linux/audit.h
+REFUSED = {  # numbers of asm/unistd_64.h and asm-generic/unistd.h
+    "add_key": (248, 217),
+    "bpf": (321, 280),
+    "io_uring_setup": (425, 425),
+    "keyctl": (250, 219),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "mount": (165, 40),
+    "mq_open": (240, 180),
+    "msgget": (68, 186),
+    "perf_event_open": (298, 241),
+    "pidfd_getfd": (438, 438),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "ptrace": (101, 117),
+    "request_key": (249, 218),
+    "semget": (64, 190),
+    "setns": (308, 268),
+    "shmget": (29, 194),
+    "socket": (41, 198),
+    "unshare": (272, 97),
+    "userfaultfd": (323, 282),
+}
+X32 = 0x40000000  # bit of the numbers of x86_64's second table
+LOAD, JUMP_IF_EQUAL, JUMP_IF_ABOVE, RETURN = 0x20, 0x15, 0x35, 0x06  # of linux/bpf_common.h
+KILL, ALLOW, EPERM = 0x80000000, 0x7FFF0000, 0x00050001  # SECCOMP_RET_… of linux/seccomp.h
+
+
+def build_filter(machine: str = platform.machine()) -> bytes:
+    """A program for seccomp (an array of struct sock_filter): EPERM for REFUSED, death by another architecture's calls.
+
+    KeyError for a machine whose numbers are not known.
+    """
+    column, architecture = MACHINES[machine]
+    numbers = [call[column] for call in REFUSED.values()]
+    refusals = [(JUMP_IF_EQUAL, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
+    program = [
+        (LOAD, 0, 0, 4),  # seccomp_data.arch
+        (JUMP_IF_EQUAL, 1, 0, architecture),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, 0),  # seccomp_data.nr
+        (JUMP_IF_ABOVE, len(numbers) + 1, 0, X32),
+        *refusals,
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, EPERM),
+    ]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
