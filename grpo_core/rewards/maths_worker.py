@@ -17,10 +17,11 @@ import signal
 import sys
 from typing import Any
 
-SECONDS = 5.0  # of CPU time for an answer
+SECONDS = 2.0  # of CPU time for an answer
 MEMORY = 2 << 30  # bytes
-DELIMITERS = re.compile(r"\$|\\\(|\\\[|\\boxed\b|\\begin\b")
+DELIMITERS = re.compile(r"\$|\\\(|\\\[|\\boxed\b")
 MIXED = re.compile(r"(?<![\d.,/^{])(\d+) (\d+)/(\d+)(?![\d.,/])")
+PROSE = re.compile(r"(?<!\\)(?<![A-Za-z])[A-Za-z]{2,}")
 EXPONENT = re.compile(r"(?<![\w.])([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d+)\b")
 
 
@@ -71,19 +72,25 @@ def compare(text: str, answer: str) -> float | None:
 
 @functools.lru_cache(maxsize=1024)
 def _expected(answer: str) -> list[Any]:
-    return _read(answer if DELIMITERS.search(answer) else f"\\boxed{{{answer.strip()}}}") or _read(answer)
+    return ([] if DELIMITERS.search(answer) else _parsed(f"\\boxed{{{answer.strip()}}}")) or _read(answer)
 
 
 def _read(text: str) -> list[Any]:
-    """The one expression that math-verify finds, if any; a text without number or LaTeX is read as LaTeX as a whole."""
+    """The one expression that math-verify finds in the text, or that the whole text is when it is bare LaTeX."""
+    plain = EXPONENT.sub(r"\1*10^(\2)", MIXED.sub(r"(\1+\2/\3)", text.replace("\\$", "").strip()))
+    if DELIMITERS.search(plain):
+        return _parsed(plain)
+    readings = [plain, f"\\boxed{{{plain}}}"]
+    if "\\" in plain and not PROSE.search(plain):  # in 2\sqrt{3} there is no number 3 to be found
+        readings.reverse()
+    return _parsed(readings[0]) or _parsed(readings[1])
+
+
+def _parsed(text: str) -> list[Any]:
     from math_verify import parse
 
-    plain = EXPONENT.sub(r"\1*10^(\2)", MIXED.sub(r"(\1+\2/\3)", text))
-    # No fallback to text: it would be a second answer.
-    found = parse(plain, fallback_mode="no_fallback", parsing_timeout=None)
-    if not found and text.strip() and not DELIMITERS.search(text):
-        found = parse(f"\\boxed{{{text.strip()}}}", fallback_mode="no_fallback", parsing_timeout=None)
-    return found[:1]
+    # No fallback to text, and the first only: another one would be a second answer.
+    return parse(text, fallback_mode="no_fallback", parsing_timeout=None)[:1]
 
 
 def _is_near(expected: Any, found: Any) -> bool:

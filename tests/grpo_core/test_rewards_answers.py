@@ -1,0 +1,297 @@
+"""Rewards for the right answer, held against right answers in hard forms and against attempts to get the reward without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from grpo_core.rewards import maths
+from grpo_core.rewards.answers import multiple_choice, normalized_match
+from grpo_core.rewards.contract import RewardError, resolve
+from grpo_core.rewards.maths import math_answer
+from grpo_core.rewards.scoring import Batch, score
+from grpo_core.rewards.structured import json_schema
+from grpo_core.sections import RewardConfig
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("The Eiffel Tower!", "Eiffel tower"),
+        ("St. John’s", "st johns"),
+        ("**Paris**", "Paris"),
+        ("“Paris”.", "paris"),
+        (" New\u00a0 York\n", "new york"),
+        ("Ｐａｒｉｓ", "Paris"),
+        ("cafe\u0301", "café"),
+        ("pa\u00adr\u200bis", "Paris"),
+        ("Straße", "STRASSE"),
+        ("1,234,567.5", "1234567.5"),
+        ("−5", -5),
+        ("A", "a"),
+    ],
+)
+def test_normalized_match_sees_through_case_articles_punctuation_and_white_space(completion: str, answer: Any) -> None:
+    assert normalized_match([completion], [answer]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("Paris or London", "Paris"),
+        ("Paris Paris", "Paris"),
+        ("5", "-5"),
+        ("35", "3.5"),
+        ("5", ".5"),
+        ("12", "1/2"),
+        ("1030", "10:30"),
+        ("105", "10-5"),
+        ("102", "10²"),
+        ("11/2", "1½"),
+        ("12", "1,2"),
+        ("50", "50%"),
+        ("C", "C++"),
+        ("C", "C#"),
+        ("Рaris", "Paris"),  # the first letter is Cyrillic
+        ("", "The"),
+        ("an", "The"),
+        ("...", "?!"),
+        ("", "A"),
+    ],
+)
+def test_normalized_match_does_not_take_another_answer_for_the_right_one(completion: str, answer: str) -> None:
+    assert normalized_match([completion], [answer]) == [0]
+
+
+def test_normalized_match_does_not_apply_where_there_is_no_answer() -> None:
+    assert normalized_match(["", "x"], ["", None]) == [None, None]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "B",
+        "b",
+        " (B)\n",
+        "B.",
+        "**B**",
+        "B) Paris",
+        "B: Paris, a city",
+        "The answer is B.",
+        "the answer is (B)",
+        "**Answer:** B",
+        "answer: b",
+        r"\boxed{B}",
+        r"Final Answer: The final answer is $\boxed{\text{(B)}}$. I hope it is correct.",
+        "<think>A or C?</think><answer>B</answer>",
+        "<answer>\nB) Paris\n</answer>",
+        "Let me think.\nA is too big.\n\nTherefore, B",
+        "B is the answer.",
+        "Option B is correct.",
+        "The correct answer is option B because option A is wrong.",
+        "The answer is B, since A is wrong.",
+        "The answer is A. Wait, no: the answer is B.",
+        "Answer: B) Vitamin C",
+        "The best choice would be B.",
+        "I would go with (B): it is not toxic",
+    ],
+)
+def test_multiple_choice_finds_the_letter_in_hard_phrasings(completion: str) -> None:
+    assert multiple_choice([completion] * 2, ["B", "(b)"]) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "",
+        "A or B",
+        "The answer is A or B.",
+        "Answer: either A or B",
+        "Answer: A, B, C, D",
+        "Answer: A/B",
+        "Answer: A (or B)",
+        "Answer: A? B? C? D?",
+        "A B C D",
+        "(A) (B) (C) (D)",
+        "ABCD",
+        r"\boxed{A, B}",
+        r"\boxed{AB}",
+        "<answer>A and B</answer>",
+        "The answer is not A, and not B.",
+        "It isn't B",
+        "A is not correct, B is not correct",
+        "The answer is A dog.",
+        "The answer is B cells",
+        "A dog barks.",
+        "I think so",
+        "Neither A",
+        "Answer: В Answer: А",  # Cyrillic
+        "Answer: K",
+    ],
+)
+def test_multiple_choice_takes_no_hedge_negation_or_word_for_a_choice(completion: str) -> None:
+    letters = list("ABCDIK")
+    assert multiple_choice([completion] * len(letters), letters) == [0, 0, 0, 0, 0, None]
+
+
+def test_multiple_choice_grants_one_choice_to_a_completion_that_states_all() -> None:
+    for completion in (r"\boxed{A} \boxed{B} \boxed{C}", "Answer: A\nAnswer: B\nAnswer: C", "<answer>A</answer>" * 3):
+        assert sum(multiple_choice([completion] * 3, ["A", "B", "C"])) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("The answer is 42.", 42),
+        (r"\boxed{42}", "#### 42"),
+        (r"That costs \$42", "42"),
+        ("1,234", "1234"),
+        ("1e3", "1000"),
+        ("1 1/2", "1.5"),
+        ("0.5", r"\frac{1}{2}"),
+        (r"\frac{1}{2}", "0.5"),
+        (r"so $x = \frac{2}{4}$", r"\frac12"),
+        ("0.333333", "1/3"),
+        ("50%", "50"),
+        (r"2\sqrt{3}", r"\sqrt{12}"),
+        (r"\(x^2+2x+1\)", "(x+1)^2"),
+        (r"\boxed{2, 1}", r"\{1, 2\}"),
+        (r"\boxed{(1, 2]}", "(1,2]"),
+        (r"\boxed{\text{east}}", "east"),
+        (r"first \boxed{41}, but no: the final answer is $42$", "42"),
+    ],
+)
+def test_math_answer_knows_equal_answers(completion: str, answer: Any) -> None:
+    assert math_answer([completion], [answer]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("", "42"),
+        ("]}) \\frac{1 $ {", "42"),
+        ("4.2", "42"),
+        ("-42", "42"),
+        ("5e3", "5"),
+        ("1 1/2", "1"),
+        (r"\frac{1}{2}", "2"),
+        (r"\boxed{42", "42"),
+        ("0.33", "1/3"),
+        (r"\boxed{41} or \boxed{42}", "42"),  # every candidate in a box of its own
+        (r"\boxed{41 \text{ or } 42}", "42"),
+        (r"\boxed{41, 42}", "42"),
+        ("0", "0.0000001"),  # within the rounding to six decimals
+        ("0.0000001", "0"),
+        ("$10^{-30}$", "10^{-20}"),
+        (r"$\frac{0}{0}$", "42"),
+        (r"$\infty$", "42"),
+        (r"\boxed{x}", "42"),
+        (r"\boxed{42 = 41}", "42"),
+        (r"\boxed{y < 3}", "x < 3"),
+        ("4" * 5000, "42"),
+        ("(" * 500 + "42" + ")" * 400, "41"),
+        ("\ud800", "42"),
+        (r"\boxed{\text{west}}", "east"),
+        (r"$42 + \operatorname{exit}(0)$", "42"),
+        ("__import__('os')._exit(0)", "42"),
+    ],
+)
+def test_math_answer_is_not_fooled(completion: str, answer: str) -> None:
+    assert math_answer([completion], [answer]) == [0]
+
+
+def test_math_answer_does_not_apply_where_there_is_nothing_to_compare_with() -> None:
+    assert math_answer(["42"] * 3, [None, "", "  "]) == [None] * 3  # type: ignore[list-item]
+
+
+def test_an_endless_computation_is_a_wrong_answer_and_costs_the_others_nothing() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    completions = ["9^9^9^9", r"\boxed{42}", "41"]
+    assert math_answer(completions, ["42"] * 3) == [0, 1, 0]
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_the_time_limit_of_a_reward_holds_for_math_answer_and_the_next_call_gets_its_own_answers() -> None:
+    assert math_answer(["42"], ["42"]) == [1]
+    reward = resolve(RewardConfig(function="math_answer", timeout=0.05))
+    batch = Batch([{"prompt": "", "answer": "41"}], ["9^9^9^9"], [[1]])
+    with pytest.raises(RewardError, match="did not come back within 0.05 s"):
+        score([reward], batch)
+    assert math_answer(["42", "41"], ["42", "42"]) == [1, 0]
+
+
+def test_the_process_that_compares_ends_with_the_one_that_asks() -> None:
+    asks = "from grpo_core.rewards import maths; import os\n"
+    asks += "assert maths.math_answer(['1'], ['1']) == [1]; print(maths._worker().pid, flush=True); os.kill(os.getpid(), 9)"
+    out = subprocess.run([sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True).stdout
+    # The pipe is read to its end: nobody who could write to it is left, and the worker inherited it as its stderr's twin.
+    worker = int(out)
+    deadline = os.pidfd_open(worker) if os.path.exists(f"/proc/{worker}") else None
+    if deadline is not None:
+        import select
+
+        assert select.select([deadline], [], [], 60)[0]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "born": {"type": "string", "format": "date"}, "score": {"type": "number"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        '{"name": "Ada"}',
+        ' {"name": "Ada", "born": "1815-12-10", "score": 1.5e2}\n',
+        '```json\n{"name": "Ada"}\n```',
+        'Here it is:\n\n```\n{"name":\n "```Ada"}\n```\nAs you asked.',
+    ],
+)
+def test_json_schema_takes_bare_and_fenced_json(completion: str) -> None:
+    assert json_schema([completion], SCHEMA) == [1]
+    assert json_schema([completion], [json.dumps(SCHEMA)]) == [1]
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "",
+        "null",
+        "{}",
+        '{"name": 1}',
+        '{"name": "Ada", "more": 1}',
+        '{"name": "Ada", "born": "yesterday"}',
+        "{'name': 'Ada'}",
+        '{"name": "Ada",}',
+        '{"name": "Ada"} {"name": "Ada"}',
+        'The JSON: {"name": "Ada"}',
+        '{"name": 1, "name": "Ada"}',  # which of the two a reader takes is its own affair
+        '{"name": "Ada", "score": NaN}',
+        '{"name": "Ada", "score": Infinity}',
+        '```json\n{"name": 1}\n```\n```json\n{"name": "Ada"}\n```',
+        '```json\n{"name": "Ada"}',
+        "[" * 100_000,
+        '{"name": "Ada", "score": ' + "9" * 5000 + "}",
+    ],
+)
+def test_json_schema_takes_nothing_else(completion: str) -> None:
+    assert json_schema([completion], SCHEMA) == [0]
+
+
+def test_each_row_may_have_its_own_schema_or_none() -> None:
+    assert json_schema(["1", "1", "1"], ['{"type": "integer"}', '{"type": "string"}', None]) == [1, 0, None]
+
+
+@pytest.mark.parametrize("schema", ["{", '{"type": "text"}', "3"])
+def test_a_schema_that_is_none_is_named(schema: str) -> None:
+    with pytest.raises(ValueError, match="no JSON Schema: "):
+        json_schema(["1"], [schema])
