@@ -14,27 +14,34 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_core.rewards.answers import TAGGED
 from grpo_core.rewards.basics import Rewards, text_of
 
 
 def math_answer(completions: Sequence[Any], answer: Sequence[str | int | float]) -> list[float | None]:
-    """1 when the completion's final answer is mathematically equal to the answer, else 0; None where the answer is missing
-    or cannot be read as mathematics.
+    """1 when the completion's final answer is mathematically equal to the answer, else 0; None where the answer is
+    missing or cannot be read as mathematics.
 
-    Read is one answer: the text after "the final answer is", else the content of the last `\\boxed{}` (several side by side
-    are one set), else other LaTeX or the last number or expression. 1/2, 0.5 and `\\frac{1}{2}` are equal; decimals agree
-    to six digits. What takes more than 2 s of CPU time or 2 GiB is wrong. The rules are math-verify's.
+    Read is one answer, in the last `<answer>` where there is one: the text after "the final answer is", else the
+    content of the last `\\boxed{}` (several side by side are one set), else other LaTeX or the last number or expression.
+    1/2, 0.5 and `\\frac{1}{2}` are equal; decimals agree to six digits. What takes more than 2 s of CPU time or 2 GiB is
+    wrong. The rules are math-verify's.
     """
     worker = _worker()
     try:
         return [
-            None if expected is None else _compared(worker, text_of(completion), str(expected))
+            None if expected is None else _compared(worker, _answer_in(text_of(completion)), str(expected))
             for completion, expected in zip(completions, answer, strict=True)
         ]
     except BaseException:  # an answer may be under way, which is nobody's then
         _worker.cache_clear()
         worker.kill()
         raise
+
+
+def _answer_in(text: str) -> str:
+    """Without its surroundings, whose numbers math-verify may prefer to one between tags."""
+    return (TAGGED.findall(text) or [text])[-1]
 
 
 def _compared(worker: subprocess.Popen[str], text: str, answer: str) -> float | None:
