@@ -24,8 +24,8 @@ def math_answer(completions: Sequence[Any], answer: Sequence[str | int | float])
 
     Read is one answer, in the last `<answer>` where there is one: the text after "the final answer is", else the
     content of the last `\\boxed{}` (several side by side are one set), else other LaTeX or the last number or
-    expression. 1/2, 0.5 and `\\frac{1}{2}` are equal; decimals agree to six digits. What takes more than 2 s of CPU time
-    or 2 GiB is wrong. The rules are math-verify's.
+    expression. 1/2, 0.5 and `\\frac{1}{2}` are equal; decimals agree to six digits. What takes more than 2 s of CPU
+    time or 2 GiB is wrong. The rules are math-verify's.
     """
     worker = _worker()
     try:
