@@ -34,6 +34,12 @@ PHONE: ViewportSize = {"width": 390, "height": 844}
 FINAL = re.compile(r"^\s*(Completed|Failed|Crashed|Cancelled)\s*$")
 Picture = Callable[[str], None]
 
+# Without a GPU, 60 frames a second of Prefect's timeline take a core from the run that it shows.
+FEW_FRAMES = """
+window.requestAnimationFrame = draw => setTimeout(() => draw(performance.now()), 200);
+window.cancelAnimationFrame = clearTimeout;
+"""
+
 # MLflow greets a new browser with a dialog and an assistant.
 SEEN_BEFORE = """
 localStorage.setItem("_mlflow_model_registry_promo_modal_dismissed_v1", "true");
@@ -63,6 +69,7 @@ def page() -> Iterator[Page]:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         context = chromium.new_context(viewport=TALL)
         context.add_init_script(SEEN_BEFORE)
+        context.add_init_script(FEW_FRAMES)
         page = context.new_page()
         page.set_default_timeout(PATIENCE)
         expect.set_options(timeout=PATIENCE)
