@@ -34,6 +34,7 @@ def math_answer(completions: Sequence[Any], answer: Sequence[str | int | float])
     except BaseException:  # an answer may be under way, which is nobody's then
         _worker.cache_clear()
         worker.kill()
+        worker.wait()
         raise
 
 
@@ -41,7 +42,12 @@ def _compared(worker: subprocess.Popen[str], text: str, answer: str) -> float | 
     assert worker.stdin and worker.stdout
     worker.stdin.write(json.dumps([text, answer]) + "\n")
     worker.stdin.flush()
-    return json.loads(worker.stdout.readline())
+    verdict = worker.stdout.readline()
+    if not verdict:
+        raise RuntimeError(
+            f"the process that compares answers ended with exit code {worker.wait()}; its output says why"
+        )
+    return json.loads(verdict)
 
 
 @functools.cache

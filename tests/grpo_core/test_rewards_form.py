@@ -145,7 +145,14 @@ def test_distinct_n_counts_different_ngrams_and_does_not_reward_brevity() -> Non
 
 def test_self_repetition_compares_with_the_others_of_the_same_prompt() -> None:
     prompts = ["p", "q", "p", "q", "p", "alone"]
-    completions = ["one two three four", "red sky", "one two three five", "blue sea", "six seven eight", "one two three"]
+    completions = [
+        "one two three four",
+        "red sky",
+        "one two three five",
+        "blue sea",
+        "six seven eight",
+        "one two three",
+    ]
     # trigrams 123 234, 123 235 and 678: a half is shared with one of two others, nothing with the third
     assert self_repetition(prompts, completions, n=3) == [-0.25, -1, -0.25, -1, 0, None]
     assert self_repetition(prompts[1::2][:2], ["red sky", "blue sea"], n=2) == [0, 0]
