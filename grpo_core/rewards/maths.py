@@ -18,12 +18,13 @@ from grpo_core.rewards.basics import Rewards, text_of
 
 
 def math_answer(completions: Sequence[Any], answer: Sequence[str | int | float]) -> list[float | None]:
-    """1 when the completion's final answer is mathematically equal to the answer, else 0; None where the answer is missing
-    or cannot be read as mathematics.
+    """1 when the completion's final answer is mathematically equal to the answer, else 0; None where the answer is
+    missing or cannot be read as mathematics.
 
-    Read is one answer: the text after "the final answer is", else the content of the last `\\boxed{}` (several side by side
-    are one set), else other LaTeX or the last number or expression. 1/2, 0.5 and `\\frac{1}{2}` are equal; decimals agree
-    to six digits. What takes more than 2 s of CPU time or 2 GiB is wrong. The rules are math-verify's.
+    Read is one answer: the one after "the final answer is", else the content of the last `\\boxed{}` (several side by
+    side are one set), else other LaTeX, or the last number or expression, by the rules of math-verify. 1/2, 0.5 and
+    `\\frac{1}{2}` are equal; decimals agree to five digits and six decimals. What takes more than 2 s of CPU time or
+    2 GiB is wrong. RuntimeError when the process that compares cannot be started.
     """
     worker = _worker()
     try:

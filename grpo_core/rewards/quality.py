@@ -20,8 +20,9 @@ GRADES_OUTSIDE = 5  # where `readability` has fallen to 0
 def rouge(completions: Sequence[Any], reference: Sequence[str], kind: str = "rougeL") -> list[float | None]:
     """ROUGE F-measure, from 0 to 1, of the completion against the text in the column `reference`.
 
-    Lin 2004 (aclanthology.org/W04-1013), computed by rouge-score; `kind`: rouge1, rouge2 (n-grams), rougeL (longest common
-    subsequence) or rougeLsum (the same by lines). Words of any script, not stemmed. None where the reference has none.
+    Lin 2004 (aclanthology.org/W04-1013), computed by rouge-score; `kind`: rouge1, rouge2 (n-grams), rougeL (longest
+    common subsequence) or rougeLsum (the same by lines). Words of any script, not stemmed. None where the reference has
+    none.
     """
     if kind not in ROUGE:
         raise ValueError(f"kind={kind!r} is none of {', '.join(ROUGE)}")
@@ -74,9 +75,9 @@ def self_repetition(prompts: Sequence[Any], completions: Sequence[Any], n: int =
 def readability(completions: Sequence[Any], low: float, high: float) -> list[float | None]:
     """1 when the text's US school grade is from `low` to `high`, falling linearly to 0 five grades outside.
 
-    The grade is the Automated Readability Index, by textstat: 4.71 · characters / words + 0.5 · words / sentences - 21.43
-    (Senter & Smith 1967, AMRL-TR-66-220), made for English; unlike Flesch's it needs no dictionary of syllables. 0 below 20
-    words, which say nothing about a grade.
+    The grade is the Automated Readability Index, by textstat: 4.71 · characters / words + 0.5 · words / sentences -
+    21.43 (Senter & Smith 1967, AMRL-TR-66-220), made for English; unlike Flesch's it needs no dictionary of syllables.
+    0 below 20 words, which say nothing about a grade.
     """
     import textstat
 

@@ -1,4 +1,4 @@
-"""Rewards for the right answer, held against right answers in hard forms and against attempts to get the reward without one."""
+"""Rewards for the right answer: right ones in hard forms, and attempts to get the reward without one."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_the_time_limit_of_a_reward_holds_for_math_answer_and_the_next_call_gets
     assert math_answer(["42"], ["42"]) == [1]
     reward = resolve(RewardConfig(function="math_answer", timeout=0.05))
     batch = Batch([{"prompt": "", "answer": "41"}], ["9^9^9^9"], [[1]])
-    with pytest.raises(RewardError, match="did not come back within 0.05 s"):
+    with pytest.raises(RewardError, match=r"did not come back within 0\.05 s"):
         score([reward], batch)
     assert math_answer(["42", "41"], ["42", "42"]) == [1, 0]
 

@@ -19,8 +19,8 @@ from grpo_core.rewards.structured import json_schema
 ARTICLE_1 = {  # of the Universal Declaration of Human Rights
     "en": "All human beings are born free and equal in dignity and rights. They are endowed with reason and conscience "
     "and should act towards one another in a spirit of brotherhood.",
-    "de": "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft und Gewissen begabt und "
-    "sollen einander im Geiste der Brüderlichkeit begegnen.",
+    "de": "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft und Gewissen begabt "
+    "und sollen einander im Geiste der Brüderlichkeit begegnen.",
     "fr": "Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués de raison et de "
     "conscience et doivent agir les uns envers les autres dans un esprit de fraternité.",
     "zh": "人人生而自由，在尊严和权利上一律平等。他们赋有理性和良心，并应以兄弟关系的精神相对待。",
@@ -82,7 +82,7 @@ def test_language_is_not_fooled_by_a_beginning_in_it_or_by_no_language_at_all() 
     assert mixed is not None and 0.3 < mixed < 0.7
     nothing = language(["", "12 34 56.", "!!!", "42 " * 200, "\u200b" * 50], "en")
     assert nothing == [0] * len(nothing)
-    with pytest.raises(ValueError, match="language='english' is unknown to py3langid; it knows .*en"):
+    with pytest.raises(ValueError, match=r"language='english' is unknown to py3langid; it knows .*en"):
         language(["x"], "english")
 
 
