@@ -114,8 +114,8 @@ def _is_punctuation(character: str) -> bool:
 def multiple_choice(completions: Sequence[Any], answer: Sequence[str]) -> list[float | None]:
     """1 when the completion chooses the answer's letter (A to J), else 0; None where the answer is not such a letter.
 
-    Read is the last `\\boxed{}`, else the last `<answer>`, else the last sentence of the kind "the answer is (B)", else the
-    last line. A choice among several ("A or B"), a negated one ("not B") and a word ("A dog") choose nothing.
+    Read is the last `\\boxed{}`, else the last `<answer>`, else the last sentence of the kind "the answer is (B)", else
+    the last line. A choice among several ("A or B"), a negated one ("not B") and a word ("A dog") choose nothing.
     """
     return [
         float(_chosen(text_of(completion)) == letter[1].upper()) if (letter := LONE.fullmatch(str(expected))) else None

@@ -23,8 +23,8 @@ def format_regex(completions: Sequence[Any], pattern: str) -> list[float | None]
 def tags(completions: Sequence[Any], tags: Sequence[str] = ("think", "answer")) -> list[float | None]:
     """Share of `tags` that are in place, from 0 to 1; 1 for `<think>…</think><answer>…</answer>`.
 
-    A tag is in place when `<tag>` and `</tag>` occur exactly once each, in this order, with text between them, and after
-    the end of the tags before it. What stands outside of tags is free: `format_regex` asks for the whole.
+    A tag is in place when `<tag>` and `</tag>` occur exactly once each, in this order, with text between them, and
+    after the end of the tags before it. What stands outside of tags is free: `format_regex` asks for the whole.
     """
     if not tags or isinstance(tags, str) or len(set(tags)) < len(tags):
         raise ValueError(f"tags={tags!r} must be a list of different names")
@@ -52,9 +52,7 @@ def length_band(completion_ids: Sequence[Sequence[int]], low: int, high: int) ->
     """1 from `low` to `high` tokens (the end token counts), falling linearly to 0 at none and at twice `high`."""
     if not 0 <= low <= high or high == 0:
         raise ValueError(f"low={low}, high={high}: the band must not be empty, and begin at 0 or above")
-    return [
-        len(ids) / low if len(ids) < low else max(0.0, min(1.0, 2.0 - len(ids) / high)) for ids in completion_ids
-    ]
+    return [len(ids) / low if len(ids) < low else max(0.0, min(1.0, 2.0 - len(ids) / high)) for ids in completion_ids]
 
 
 def char_length(completions: Sequence[Any], target: int) -> list[float | None]:
@@ -108,8 +106,9 @@ def _language_identifier() -> Any:
 def repetition(completions: Sequence[Any], n: int = 4) -> list[float | None]:
     """-(share of the completion's n-grams of words that came before in it): 0 without any repetition, towards -1.
 
-    The n-gram repetition penalty (arXiv:2502.03373). Counted twice, with punctuation marks and emoji as words and without
-    them, and the worse of the two is given; case does not count, and in scripts without spaces a character is a word.
+    The n-gram repetition penalty (arXiv:2502.03373). Counted twice, with punctuation marks and emoji as words and
+    without them, and the worse of the two is given; case does not count, and in scripts without spaces a character is a
+    word.
     """
     return [
         min(_repeated(ngrams(words(text_of(completion), signs), n)) for signs in (False, True))

@@ -22,10 +22,11 @@ def math_answer(completions: Sequence[Any], answer: Sequence[str | int | float])
     """1 when the completion's final answer is mathematically equal to the answer, else 0; None where the answer is
     missing or cannot be read as mathematics.
 
-    Read is one answer, in the last `<answer>` where there is one: the text after "the final answer is", else the
-    content of the last `\\boxed{}` (several side by side are one set), else other LaTeX or the last number or
-    expression. 1/2, 0.5 and `\\frac{1}{2}` are equal; decimals agree to six digits. What takes more than 2 s of CPU
-    time or 2 GiB is wrong. The rules are math-verify's.
+    Read is one answer, in the last `<answer>` where there is one: the one after "the final answer is", else the content
+    of the last `\\boxed{}` (several side by side are one set), else other LaTeX, or the last number or expression, by
+    the rules of math-verify. 1/2, 0.5 and `\\frac{1}{2}` are equal; decimals agree to five digits and six decimals.
+    What takes more than 2 s of CPU time or 2 GiB is wrong. RuntimeError when the process that compares cannot be
+    started.
     """
     worker = _worker()
     try:
@@ -36,6 +37,7 @@ def math_answer(completions: Sequence[Any], answer: Sequence[str | int | float])
     except BaseException:  # an answer may be under way, which is nobody's then
         _worker.cache_clear()
         worker.kill()
+        worker.wait()
         raise
 
 
@@ -48,7 +50,12 @@ def _compared(worker: subprocess.Popen[str], text: str, answer: str) -> float | 
     assert worker.stdin and worker.stdout
     worker.stdin.write(json.dumps([text, answer]) + "\n")
     worker.stdin.flush()
-    return json.loads(worker.stdout.readline())
+    verdict = worker.stdout.readline()
+    if not verdict:
+        raise RuntimeError(
+            f"the process that compares answers ended with exit code {worker.wait()}; its output says why"
+        )
+    return json.loads(verdict)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from grpo_core.rewards.basics import Rewards, text_of
 from grpo_core.rewards.words import ngrams, words
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+SENTENCE = re.compile(r"[^.!?]+[.!?]*")
 READABLE_WORDS = 20  # fewer say nothing about a grade
 GRADES_OUTSIDE = 5  # where `readability` has fallen to 0
 
@@ -20,8 +22,9 @@ GRADES_OUTSIDE = 5  # where `readability` has fallen to 0
 def rouge(completions: Sequence[Any], reference: Sequence[str], kind: str = "rougeL") -> list[float | None]:
     """ROUGE F-measure, from 0 to 1, of the completion against the text in the column `reference`.
 
-    Lin 2004 (aclanthology.org/W04-1013), computed by rouge-score; `kind`: rouge1, rouge2 (n-grams), rougeL (longest common
-    subsequence) or rougeLsum (the same by lines). Words of any script, not stemmed. None where the reference has none.
+    Lin 2004 (aclanthology.org/W04-1013), computed by rouge-score; `kind`: rouge1, rouge2 (n-grams), rougeL (longest
+    common subsequence) or rougeLsum (the same by lines). Words of any script, not stemmed. None where the reference has
+    none.
     """
     if kind not in ROUGE:
         raise ValueError(f"kind={kind!r} is none of {', '.join(ROUGE)}")
@@ -74,9 +77,9 @@ def self_repetition(prompts: Sequence[Any], completions: Sequence[Any], n: int =
 def readability(completions: Sequence[Any], low: float, high: float) -> list[float | None]:
     """1 when the text's US school grade is from `low` to `high`, falling linearly to 0 five grades outside.
 
-    The grade is the Automated Readability Index, by textstat: 4.71 · characters / words + 0.5 · words / sentences - 21.43
-    (Senter & Smith 1967, AMRL-TR-66-220), made for English; unlike Flesch's it needs no dictionary of syllables. 0 below 20
-    words, which say nothing about a grade.
+    The grade is the Automated Readability Index, by textstat: 4.71 · characters / words + 0.5 · words / sentences -
+    21.43 (Senter & Smith 1967, AMRL-TR-66-220), made for English; unlike Flesch's it needs no dictionary of syllables.
+    Sentences of one or two words are left out; 0 below 20 words, which say nothing about a grade.
     """
     import textstat
 
@@ -84,7 +87,8 @@ def readability(completions: Sequence[Any], low: float, high: float) -> list[flo
         raise ValueError(f"low={low:g} is above high={high:g}: no grade lies between them")
     rewards: list[float | None] = []
     for completion in completions:
-        text = text_of(completion)
+        # textstat counts the words of sentences this short but not the sentences: "Go. Go. Go." would be a long one.
+        text = "".join(sentence for sentence in SENTENCE.findall(text_of(completion)) if len(words(sentence)) > 2)
         if len(words(text)) < READABLE_WORDS:
             rewards.append(0.0)
             continue

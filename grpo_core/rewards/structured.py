@@ -15,9 +15,10 @@ FENCED = re.compile(r"^[ \t]*```[ \t]*\w*[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOT
 def json_schema(completions: Sequence[Any], schema: Sequence[str | None] | Mapping[str, Any]) -> list[float | None]:
     """1 when the completion is JSON that is valid by the JSON Schema, `format` included, else 0; None without a schema.
 
-    The JSON is the whole completion, or the content of its only fenced block. `schema` is a column with each row's schema as
-    JSON text, or one schema for all as a table or JSON text in `args`. Names given twice, NaN and infinities are no JSON
-    (RFC 8259); a schema's references to other documents are not fetched. ValueError for a schema that is none.
+    The JSON is the whole completion, or the content of its only fenced block. `schema` is a column with each row's
+    schema as JSON text, or one schema for all as a table or JSON text in `args`. Names given twice, NaN and infinities
+    are no JSON (RFC 8259); a schema's references to other documents are not fetched. ValueError for a schema that is
+    none.
     """
     one = isinstance(schema, (str, Mapping))
     validators = {text: _validator(text) for text in ({_as_text(schema)} if one else {*schema} - {None})}

@@ -1,17 +1,18 @@
-"""Rewards for the right answer, held against right answers in hard forms and against attempts to get the reward without one."""
+"""Rewards for the right answer: right ones in hard forms, and attempts to get the reward without one."""
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from grpo_core.rewards import maths
 from grpo_core.rewards.answers import multiple_choice, normalized_match
 from grpo_core.rewards.contract import RewardError, resolve
 from grpo_core.rewards.maths import math_answer
@@ -224,27 +225,28 @@ def test_the_time_limit_of_a_reward_holds_for_math_answer_and_the_next_call_gets
     assert math_answer(["42"], ["42"]) == [1]
     reward = resolve(RewardConfig(function="math_answer", timeout=0.05))
     batch = Batch([{"prompt": "", "answer": "41"}], ["9^9^9^9"], [[1]])
-    with pytest.raises(RewardError, match="did not come back within 0.05 s"):
+    with pytest.raises(RewardError, match=r"did not come back within 0\.05 s"):
         score([reward], batch)
     assert math_answer(["42", "41"], ["42", "42"]) == [1, 0]
 
 
 def test_the_process_that_compares_ends_with_the_one_that_asks() -> None:
     asks = "from grpo_core.rewards import maths; import os\n"
-    asks += "assert maths.math_answer(['1'], ['1']) == [1]; print(maths._worker().pid, flush=True); os.kill(os.getpid(), 9)"
-    out = subprocess.run([sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True).stdout
-    # The pipe is read to its end: nobody who could write to it is left, and the worker inherited it as its stderr's twin.
-    worker = int(out)
-    deadline = os.pidfd_open(worker) if os.path.exists(f"/proc/{worker}") else None
-    if deadline is not None:
-        import select
-
-        assert select.select([deadline], [], [], 60)[0]
+    asks += (
+        "assert maths.math_answer(['1'], ['1']) == [1]; print(maths._worker().pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    worker = int(subprocess.run([sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True).stdout)
+    with suppress(ProcessLookupError):
+        assert select.select([os.pidfd_open(worker)], [], [], 60)[0]
 
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string"}, "born": {"type": "string", "format": "date"}, "score": {"type": "number"}},
+    "properties": {
+        "name": {"type": "string"},
+        "born": {"type": "string", "format": "date"},
+        "score": {"type": "number"},
+    },
     "required": ["name"],
     "additionalProperties": False,
 }

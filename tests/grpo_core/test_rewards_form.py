@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_core.rewards.answers import multiple_choice, normalized_match
@@ -19,8 +19,8 @@ from grpo_core.rewards.structured import json_schema
 ARTICLE_1 = {  # of the Universal Declaration of Human Rights
     "en": "All human beings are born free and equal in dignity and rights. They are endowed with reason and conscience "
     "and should act towards one another in a spirit of brotherhood.",
-    "de": "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft und Gewissen begabt und "
-    "sollen einander im Geiste der Brüderlichkeit begegnen.",
+    "de": "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft und Gewissen begabt "
+    "und sollen einander im Geiste der Brüderlichkeit begegnen.",
     "fr": "Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués de raison et de "
     "conscience et doivent agir les uns envers les autres dans un esprit de fraternité.",
     "zh": "人人生而自由，在尊严和权利上一律平等。他们赋有理性和良心，并应以兄弟关系的精神相对待。",
@@ -82,7 +82,7 @@ def test_language_is_not_fooled_by_a_beginning_in_it_or_by_no_language_at_all() 
     assert mixed is not None and 0.3 < mixed < 0.7
     nothing = language(["", "12 34 56.", "!!!", "42 " * 200, "\u200b" * 50], "en")
     assert nothing == [0] * len(nothing)
-    with pytest.raises(ValueError, match="language='english' is unknown to py3langid; it knows .*en"):
+    with pytest.raises(ValueError, match=r"language='english' is unknown to py3langid; it knows .*en"):
         language(["x"], "english")
 
 
@@ -95,7 +95,7 @@ def test_language_is_not_fooled_by_a_beginning_in_it_or_by_no_language_at_all() 
         ("a b a b a b", 2, 2 / 5 - 1),  # 5 bigrams, 2 different ones
         ("one two three four " * 10, 4, 4 / 37 - 1),
         ("The cat, THE CAT. the cat! The cat?", 2, 2 / 7 - 1),
-        ("春眠不觉晓，" * 4, 3, 5 / 18 - 1),
+        ("春眠不觉晓，" * 4, 3, 6 / 22 - 1),
     ],
 )
 def test_repetition_is_the_share_of_ngrams_that_came_before(completion: str, n: int, reward: float) -> None:
@@ -145,7 +145,14 @@ def test_distinct_n_counts_different_ngrams_and_does_not_reward_brevity() -> Non
 
 def test_self_repetition_compares_with_the_others_of_the_same_prompt() -> None:
     prompts = ["p", "q", "p", "q", "p", "alone"]
-    completions = ["one two three four", "red sky", "one two three five", "blue sea", "six seven eight", "one two three"]
+    completions = [
+        "one two three four",
+        "red sky",
+        "one two three five",
+        "blue sea",
+        "six seven eight",
+        "one two three",
+    ]
     # trigrams 123 234, 123 235 and 678: a half is shared with one of two others, nothing with the third
     assert self_repetition(prompts, completions, n=3) == [-0.25, -1, -0.25, -1, 0, None]
     assert self_repetition(prompts[1::2][:2], ["red sky", "blue sea"], n=2) == [0, 0]
@@ -168,7 +175,15 @@ def test_readability_is_the_automated_readability_index_in_a_band() -> None:
 
 
 def test_readability_is_not_had_for_nothing() -> None:
-    fools = ["", ". " * 200, "Yesterday everyone departed.", "word " * 200, "extraordinarily " * 30 + ".", "a. " * 40]
+    fools = [
+        "",
+        ". " * 200,
+        "Yesterday everyone departed.",
+        "word " * 200,
+        "extraordinarily " * 30 + ".",
+        "a. " * 40,
+        "Go now! " * 40,
+    ]
     assert readability(fools, low=5, high=9) == [0] * len(fools)
 
 
@@ -188,6 +203,7 @@ ANY: dict[str, Callable[[list[Any]], list[float | None]]] = {
 
 
 @pytest.mark.parametrize("name", ANY)
+@settings(max_examples=40, deadline=None)
 @given(text=st.text(st.characters(), max_size=300) | st.text("aB_.,<>/{}[]()`\\\n 1-", max_size=300))
 @example(text="\ud800")
 @example(text="<think>" * 2000)
