@@ -69,9 +69,9 @@ def in_child(work, *arguments):
         finally:
             posix._exit(0)
     posix.waitpid(child, 0)
-    try:
+    try:  # noqa: SIM105 (contextlib takes long to import)
         posix.killpg(child, SIGKILL)
-    except OSError:  # noqa: SIM105 -- there is nothing left; contextlib takes long to import
+    except OSError:  # there is nothing left
         pass
 
 
@@ -123,4 +123,5 @@ def read(stream):
     return b"".join(parts)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,7 @@ from grpo_core.rewards.seccomp import MACHINES, build_filter
 
 Sandbox = Literal["bubblewrap", "none"]
 NOBODY = 65534
-NEEDED = {"bwrap": "bubblewrap", "choom": "util-linux", "setpriv": "util-linux"}  # program → Debian's package
+NEEDED = {"bwrap": "bubblewrap", "mount": "mount"} | dict.fromkeys(("choom", "setpriv", "unshare"), "util-linux")
 LINE = 32  # bytes of an answer's line beside the answer
 PYTHON = Path(sys.executable).resolve()  # without the environment's packages
 PREFIX = Path(sys.base_prefix).resolve()
@@ -109,9 +109,9 @@ def require(sandbox: Sandbox) -> None:
         "; without a sandbox the completions' code may do all that you may: where that is right, as in a container of "
         'its own without network, say args = { sandbox = "none" }'
     )
-    missing = [f"{name} (of Debian's {package})" for name, package in NEEDED.items() if not shutil.which(name)]
     if sandbox == "none":
         return
+    missing = [f"{name} (of Debian's {package})" for name, package in NEEDED.items() if not shutil.which(name)]
     if missing:
         raise SandboxError(f"no sandbox: {', '.join(missing)} not found; install it{escape}")
     if os.uname().machine not in MACHINES:
@@ -119,9 +119,8 @@ def require(sandbox: Sandbox) -> None:
     job = marshal.dumps({"program": "", "limits": _kernel_limits(Limits(), sandbox), "calls": [(0, "1")], "inputs": []})
     output, errors = _run(job, Limits(), sandbox, LINE, subprocess.PIPE)
     if output != b"0 1\n":
-        raise SandboxError(
-            f"no sandbox: {errors.decode(errors='replace').strip() or 'a program gave no answer'}{escape}"
-        )
+        reason = errors.decode(errors="replace").strip() or "a program gave no answer"
+        raise SandboxError(f"no sandbox: {reason}{escape}")
 
 
 def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int, errors: int) -> tuple[bytes, bytes]:
@@ -189,21 +188,21 @@ def _filter() -> Iterator[int]:
 
 
 def _enclosed(filter_descriptor: int, scratch_mib: int) -> list[str]:
-    """What a command is to begin with, to run in a sandbox that shows it the interpreter, read-only, and a scratch /tmp."""
+    """What a command begins with that is to see the interpreter, read-only, and a scratch /tmp."""
     tool = {name: shutil.which(name) or name for name in NEEDED}
     first = [tool["choom"], "-n", "1000", "--"]  # where memory runs out, this is to go, not the training
     shown = PREFIX
     if os.geteuid() == 0:
-        # The limit of processes does not bind root. Who is nobody may not be able to reach the interpreter: /mnt shows it.
+        # The limit of processes does not bind root; nobody may have no way to the interpreter, which /mnt gives.
         shown = Path("/mnt")
-        first += [tool["bwrap"], "--dev-bind", "/", "/", "--tmpfs", "/mnt", "--ro-bind", str(PREFIX), "/mnt"]
-        first += ["--die-with-parent", tool["setpriv"], "--pdeathsig", "KILL", "--clear-groups"]
-        first += ["--reuid", str(NOBODY), "--regid", str(NOBODY)]
+        mount = f'{tool["mount"]} --bind "$0" {shown} && exec "$@"'
+        first += [tool["unshare"], "--mount", "/bin/sh", "-c", mount, str(PREFIX), tool["setpriv"]]
+        first += ["--pdeathsig", "KILL", "--clear-groups", "--reuid", str(NOBODY), "--regid", str(NOBODY)]
     first += [tool["bwrap"], "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
     first += ["--die-with-parent", "--new-session", "--seccomp", str(filter_descriptor)]
     for folder in ("/usr/lib", "/usr/lib64", "/lib", "/lib64"):
         if Path(folder).is_symlink():
-            first += ["--symlink", os.readlink(folder), folder]
+            first += ["--symlink", str(Path(folder).readlink()), folder]
         else:
             first += ["--ro-bind-try", folder, folder]
     first += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
