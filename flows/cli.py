@@ -1,5 +1,5 @@
-"""The command line: `grpo run`, `stage`, `status`, `compare`, `promote`, `rollback`, `plan`, `keys`, `rewards`, `up`,
-`serve`, `worker`.
+"""The command line: `grpo init`, `run`, `stage`, `status`, `compare`, `promote`, `rollback`, `plan`, `keys`, `rewards`,
+`up`, `serve`, `worker`.
 
 Heavy libraries are imported by the command that needs them.
 """
@@ -20,6 +20,7 @@ from flows import rewards
 from flows.compare import compare
 from flows.environment import TAG, configure
 from flows.planning import plan
+from flows.project import init
 from flows.server import prefect_api
 from flows.serving import serve, up, worker
 from flows.status import show_status, status
@@ -31,6 +32,7 @@ from tasks.stage import EVALUATE, REGISTER, TRAIN, StageError
 from tasks.storage import RunInUseError, UnknownRunError, find_run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command()(init)
 app.command()(plan)
 app.command()(up)
 app.command()(serve)

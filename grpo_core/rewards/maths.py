@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_core.rewards.answers import TAGGED
 from grpo_core.rewards.basics import Rewards, text_of
 
 
@@ -21,15 +22,16 @@ def math_answer(completions: Sequence[Any], answer: Sequence[str | int | float])
     """1 when the completion's final answer is mathematically equal to the answer, else 0; None where the answer is
     missing or cannot be read as mathematics.
 
-    Read is one answer: the one after "the final answer is", else the content of the last `\\boxed{}` (several side by
-    side are one set), else other LaTeX, or the last number or expression, by the rules of math-verify. 1/2, 0.5 and
-    `\\frac{1}{2}` are equal; decimals agree to five digits and six decimals. What takes more than 2 s of CPU time or
-    2 GiB is wrong. RuntimeError when the process that compares cannot be started.
+    Read is one answer, in the last `<answer>` where there is one: the one after "the final answer is", else the content
+    of the last `\\boxed{}` (several side by side are one set), else other LaTeX, or the last number or expression, by
+    the rules of math-verify. 1/2, 0.5 and `\\frac{1}{2}` are equal; decimals agree to five digits and six decimals.
+    What takes more than 2 s of CPU time or 2 GiB is wrong. RuntimeError when the process that compares cannot be
+    started.
     """
     worker = _worker()
     try:
         return [
-            None if expected is None else _compared(worker, text_of(completion), str(expected))
+            None if expected is None else _compared(worker, _answer_in(text_of(completion)), str(expected))
             for completion, expected in zip(completions, answer, strict=True)
         ]
     except BaseException:  # an answer may be under way, which is nobody's then
@@ -37,6 +39,11 @@ def math_answer(completions: Sequence[Any], answer: Sequence[str | int | float])
         worker.kill()
         worker.wait()
         raise
+
+
+def _answer_in(text: str) -> str:
+    """Without its surroundings, whose numbers math-verify may prefer to one between tags."""
+    return (TAGGED.findall(text) or [text])[-1]
 
 
 def _compared(worker: subprocess.Popen[str], text: str, answer: str) -> float | None:

@@ -166,6 +166,7 @@ def test_multiple_choice_grants_one_choice_to_a_completion_that_states_all() -> 
         (r"\boxed{(1, 2]}", "(1,2]"),
         (r"\boxed{\text{east}}", "east"),
         (r"first \boxed{41}, but no: the final answer is $42$", "42"),
+        ("<think>42-1=41</think><answer>42</answer>", "42"),
     ],
 )
 def test_math_answer_knows_equal_answers(completion: str, answer: Any) -> None:
@@ -176,6 +177,8 @@ def test_math_answer_knows_equal_answers(completion: str, answer: Any) -> None:
     ("completion", "answer"),
     [
         ("", "42"),
+        ("<think>41+1=42</think><answer>41</answer>", "42"),
+        ("42 <answer></answer>", "42"),
         ("]}) \\frac{1 $ {", "42"),
         ("4.2", "42"),
         ("-42", "42"),

@@ -1,0 +1,168 @@
+"""What the recipes' examples share: a language model of half a million parameters, taught a task by half, and a folder
+that appears whole.
+
+The base of a recipe's small form learns from demonstrations that are as mixed in quality as a run's reward is to sort
+out: what they do now and then, reinforcement learning can make a habit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+
+Prompt = str | list[dict[str, str]]  # text, or a conversation
+Demonstration = tuple[Prompt, str]  # and what the base learns to say to it
+
+SEED = 0
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # as Qwen2's
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BATCH, LEARNING_RATE, WARM_UP, SHOWN_EVERY = 32, 2e-3, 20, 50
+
+
+def make_tokenizer(demonstrations: Sequence[Demonstration], vocab_size: int = 512) -> Qwen2Tokenizer:
+    """Byte-level BPE learnt from the demonstrations; writes any text, and conversations in ChatML."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    special = [PAD, START, END]
+    empty = Qwen2Tokenizer(vocab={token: i for i, token in enumerate(special)}, additional_special_tokens=special)
+    roles = ("system", "user", "assistant")
+    texts = (text for prompt, completion in demonstrations for text in (*roles, *_texts(prompt), completion))
+    learnt = empty.train_new_from_iterator(
+        texts, vocab_size, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    learnt.pad_token, learnt.eos_token, learnt.padding_side = PAD, END, "left"
+    learnt.chat_template = CHAT_TEMPLATE
+    return learnt
+
+
+def make_model(tokenizer: Qwen2Tokenizer, context: int) -> Qwen2ForCausalLM:
+    """A random Qwen2 of some 0.6 million parameters that reads up to `context` tokens."""
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        tie_word_embeddings=False,  # an engine may keep a packed copy of a tied head; here there is none
+        dtype="float32",
+        **ids,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(do_sample=False, **ids)
+    return model
+
+
+def make_base(folder: Path, demonstrations: Sequence[Demonstration], steps: int, context: int = 128) -> None:
+    """Teach a new model the demonstrations in `steps` batches of BATCH and save it, with its tokenizer, in `folder`."""
+    import torch
+
+    torch.set_num_threads(1)  # the same base whatever the number of cores, and none wasted on a model this small
+    torch.manual_seed(SEED)
+    tokenizer = make_tokenizer(demonstrations)
+    model = make_model(tokenizer, context)
+    inputs, labels = encode(demonstrations, tokenizer)
+    if inputs.shape[1] > context:
+        raise ValueError(f"a demonstration takes {inputs.shape[1]} tokens, more than context={context}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+    started = time.perf_counter()
+    for step in range(1, steps + 1):
+        batch = torch.randint(len(inputs), (BATCH,))
+        used = int((inputs[batch] != tokenizer.pad_token_id).sum(1).max())
+        logits = model(input_ids=inputs[batch, :used], use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[batch, 1:used].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        warm_up.step()
+        if step % SHOWN_EVERY == 0 or step == steps:
+            print(f"step {step:3d}  loss {loss.item():.3f}", flush=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    parameters, seconds = model.num_parameters(), time.perf_counter() - started
+    print(f"base: {parameters:,} parameters, {steps} steps in {seconds:.0f} s", flush=True)
+
+
+def encode(demonstrations: Sequence[Demonstration], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded token ids, and the same with -100 wherever the loss must not look (prompt and padding)."""
+    import torch
+
+    prompts = [
+        prompt
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        for prompt, _ in demonstrations
+    ]
+    before = tokenizer(prompts)["input_ids"]
+    after = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([said for _, said in demonstrations])["input_ids"]]
+    inputs = [asked + said for asked, said in zip(before, after, strict=True)]
+    labels = [[-100] * len(asked) + said for asked, said in zip(before, after, strict=True)]
+    width = max(map(len, inputs))
+    padded = [ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids in inputs]
+    masked = [ids + [-100] * (width - len(ids)) for ids in labels]
+    return torch.tensor(padded), torch.tensor(masked)
+
+
+def write_rows(folder: Path, train: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> None:
+    """`folder`/train.parquet and eval.parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for name, rows in (("train", train), ("eval", held)):
+        pq.write_table(pa.Table.from_pylist(list(rows)), folder / f"{name}.parquet")
+
+
+def run(script: str, make: Callable[[Path], None]) -> None:
+    """The command line of an example: `make` fills an empty folder, which takes the place of --out once it is whole.
+
+    Nothing is done where what this script (or this module) makes is there already. Refused where --out holds something
+    else.
+    """
+    parser = argparse.ArgumentParser(description="Make a recipe's data and base model.")
+    parser.add_argument("--out", type=Path, default=Path("storage", "examples", Path(script).resolve().parent.name))
+    out: Path = parser.parse_args().out
+    source = hashlib.sha256(Path(script).read_bytes() + Path(__file__).read_bytes()).hexdigest()
+    info = out / "info.json"
+    made_by = json.loads(info.read_text()).get("source") if info.is_file() else None
+    if made_by == source:
+        print(f"{out} is up to date")
+        return
+    if made_by is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SystemExit(f"{out} holds something this script did not make; choose another --out")
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        new = Path(scratch, "new")
+        new.mkdir()
+        make(new)
+        (new / "info.json").write_text(json.dumps({"source": source}) + "\n")
+        if out.exists():
+            out.rename(Path(scratch, "old"))
+        new.rename(out)
+    print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+
+
+def _texts(prompt: Prompt) -> list[str]:
+    return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]

@@ -1,0 +1,65 @@
+"""`grpo init`: a folder to start from, with a recipe's configuration, the scripts that make its data, and its page."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from grpo_core.config import ConfigError, parse_config, read_values
+
+# Links to configs/, examples/ and docs/recipes/; an installed package holds copies.
+FILES = Path(__file__).parent / "recipes"
+RECIPES = sorted(page.stem for page in (FILES / "docs").glob("*.md") if page.stem != "README")
+LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+
+
+def init(
+    name: Annotated[str, typer.Argument(help="name of the new folder, and of the run in it")],
+    recipe: Annotated[str, typer.Option(help=f"one of {', '.join(RECIPES)}")],
+) -> None:
+    """Write a project folder to start from: a recipe's configuration, data scripts and page."""
+    try:
+        folder = write_project(name, recipe, Path())
+    except ConfigError as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
+        raise typer.Exit(2) from None
+    Console().print(
+        f"cd {folder}\npython -m examples.{recipe}.make   # data and base model\ngrpo run configs/{recipe}.toml\n"
+        "README.md says how that goes, and what to replace for the real thing.",
+        markup=False,
+        highlight=False,
+    )
+
+
+def write_project(name: str, recipe: str, parent: Path) -> Path:
+    """Make `parent`/`name`, in which the commands of the recipe's page work as they stand; its run is called `name`.
+
+    ConfigError when there is no such recipe, when no run can be called so, or when something of that name is there.
+    """
+    if recipe not in RECIPES:
+        near = difflib.get_close_matches(recipe, RECIPES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"recipes: {', '.join(RECIPES)}"
+        raise ConfigError(f"recipe = {recipe!r}: there is none; {hint}")
+    config = FILES / "configs" / f"{recipe}.toml"
+    parse_config({**read_values(config), "name": name})
+    folder = parent / name
+    if folder.exists():
+        raise ConfigError(f"{folder} is there already; choose another name, or remove it")
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=parent) as scratch:
+        new = Path(scratch, name)
+        shutil.copytree(FILES / "examples" / recipe, new / "examples" / recipe, ignore=shutil.ignore_patterns("__*"))
+        shutil.copy(FILES / "examples" / "tiny.py", new / "examples")
+        (new / "configs").mkdir()
+        renamed = config.read_text().replace(f'name = "{recipe}"', f'name = "{name}"', 1)
+        (new / "configs" / f"{recipe}.toml").write_text(renamed)
+        page = (FILES / "docs" / f"{recipe}.md").read_text()
+        (new / "README.md").write_text(LINK.sub(r"\1", page))  # the pages that it links to are not here
+        new.rename(folder)
+    return folder

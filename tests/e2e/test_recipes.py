@@ -1,0 +1,47 @@
+"""Each recipe's small form as a user runs it: `grpo init`, its data and base model, `grpo run`. The reward rises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from flows.project import RECIPES, write_project
+
+SECONDS = 1200
+ENDS = 5  # updates at the start and at the end of a training that are compared
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_small_form_of_a_recipe_learns(recipe: str, tmp_path: Path) -> None:
+    project = write_project("small", recipe, tmp_path)
+    _python(project, f"examples.{recipe}.make")
+    _python(project, "flows.cli", "run", f"configs/{recipe}.toml")
+    run = project / "storage" / "runs" / "small"
+    lines = (run / "training" / "metrics.jsonl").read_text().splitlines()
+    rewards = [json.loads(line)["reward"] for line in lines]
+    assert mean(rewards[-ENDS:]) > mean(rewards[:ENDS])
+    report = json.loads((run / "evaluation" / "report.json").read_text())
+    gain = report["sets"]["held-out"]["differences"]["base"]["reward"]
+    assert gain["low"] > 0, f"on held-out prompts: {gain}"
+
+
+def _python(project: Path, *module: str) -> None:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", *module],
+        cwd=project,
+        env={**inherited, "GRPO_STORAGE": str(project / "storage")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout

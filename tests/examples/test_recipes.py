@@ -1,0 +1,120 @@
+"""The recipes' examples: right answers, held-out tasks that are new, and a script that says what the config says.
+
+Their training is exercised by tests/e2e/test_recipes.py."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import random
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import tiny
+from examples.code import make as code
+from examples.code import mbpp
+from examples.maths import gsm8k
+from examples.maths import make as maths
+from examples.smallest import make as smallest
+
+ROOT = Path(__file__).parents[2]
+GAINS = {"buys": 1, "finds": 1, "gets": 1, "loses": -1, "gives": -1, "sells": -1}
+
+
+def test_a_word_problems_answer_is_what_its_words_come_to() -> None:
+    for numbers in maths.make_problems()[0][:300]:
+        row = maths.make_row(numbers)
+        question = row["prompt"][-1]["content"]
+        total = int(re.search(r"has (\d+)", question)[1])
+        for verb, n in re.findall(r"(\w+)(?: away)? (\d+)(?= and|\.)", question.partition("then")[2]):
+            total += GAINS[verb] * int(n)
+        assert row["answer"] == str(total)
+
+
+def test_a_right_program_passes_the_tests_of_its_task_and_the_tests_know_tasks_apart() -> None:
+    sign = {"add": operator.add, "subtract": operator.sub, "multiply by": operator.mul}
+    train, held = code.make_tasks()
+    for task in train + held:
+        row = code.make_row(task)
+
+        def f(x: int, said: str = row["prompt"][-1]["content"]) -> int:
+            for word, n in re.findall(r"(add|subtract|multiply by) (\d)", said):
+                x = sign[word](x, int(n))
+            return x
+
+        for test in row["tests"]:
+            exec(test, {"f": f})
+
+
+@pytest.mark.parametrize("slips", [False, True])
+def test_demonstrated_programs_are_right_but_for_their_slips(slips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "SLIPS", float(slips))
+    rng = random.Random(0)
+    passed = []
+    for task in code.make_tasks()[0]:
+        said = code.demonstrate(task, rng)
+        block = re.fullmatch(r"```python\n(.*)\n```", said, re.DOTALL)
+        names: dict[str, Any] = {}
+        try:
+            exec(block[1] if block else "", names)
+            for test in code.make_row(task)["tests"]:
+                exec(test, names)
+        except (SyntaxError, NameError, AssertionError):
+            passed.append(False)
+        else:
+            passed.append(True)
+    assert all(passed) != slips
+    assert not slips or 0 < sum(passed) / len(passed) < 0.5  # a slip may come to the same
+
+
+@pytest.mark.parametrize("example", [maths.make_problems, code.make_tasks, smallest.make_posts])
+def test_no_held_out_task_is_a_training_task_and_the_seed_says_which(example: Any) -> None:
+    train, held = example()
+    assert len(set(train) | set(held)) == len(train) + len(held)
+    assert (train, held) == example(tiny.SEED) != example(tiny.SEED + 1)
+
+
+def test_gsm8k_becomes_a_conversation_and_a_number() -> None:
+    row = gsm8k.make_row({"question": "How many?", "answer": "600*2=<<600*2=1200>>1200 #1\n#### 1,200"})
+    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+    assert (row["prompt"][1]["content"], row["answer"]) == ("How many?", "1200")
+
+
+def test_an_mbpp_task_shows_a_test_that_does_not_count() -> None:
+    tests = ["assert double(1) == 2", "assert double(2) == 4", "assert double(0) == 0"]
+    row = mbpp.make_row({"text": "Double a number.", "test_list": tests})
+    (message,) = row["prompt"]
+    assert (message["role"], row["tests"]) == ("user", tests[1:])
+    assert "Double a number." in message["content"]
+    assert [test in message["content"] for test in tests] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["2+3=", [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+3="}]]
+)
+def test_the_base_learns_the_completion_and_its_end_and_reads_prompts_as_a_training_does(prompt: Any) -> None:
+    from grpo_core.data import encode_prompts
+
+    tokenizer = tiny.make_tokenizer([(prompt, "5é")])
+    inputs, labels = tiny.encode([(prompt, "5é"), (prompt, "5é5é5é")], tokenizer)
+    assert [tokenizer.decode(row[row != -100]) for row in labels] == ["5é<|im_end|>", "5é5é5é<|im_end|>"]
+    shown = inputs[1][labels[1] == -100].tolist()
+    assert encode_prompts([prompt], tokenizer) == [shown]
+
+
+def test_the_trl_script_says_what_the_configuration_says() -> None:
+    script = ast.parse((ROOT / "examples" / "smallest" / "train_trl.py").read_text())
+    (call,) = (
+        node for node in ast.walk(script) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "GRPOConfig"
+    )
+    theirs = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+    config = tomllib.loads((ROOT / "configs" / "smallest.toml").read_text())
+    ours = {"seed": config["seed"], **config["rollout"], **config["train"]}
+    only_ours, only_theirs = {"engine"}, {"output_dir", "bf16", "use_cpu", "logging_steps", "report_to"}
+    assert {key: theirs[key] for key in theirs.keys() - only_theirs} == {
+        key: ours[key] for key in ours.keys() - only_ours
+    }

@@ -1,0 +1,80 @@
+"""`grpo init`: a folder that a recipe runs in as it stands, from a checkout and from an installed package."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from flows.project import RECIPES, write_project
+from grpo_core.config import ConfigError, load_config
+
+ROOT = Path(__file__).parents[2]
+COMMAND = re.compile(r"^    (?:python -m (examples\.\w+\.\w+)|grpo run (configs/\w+\.toml))", re.MULTILINE)
+
+
+def test_every_recipe_has_a_configuration_a_script_and_a_page() -> None:
+    made = {path.parent.name for path in ROOT.glob("examples/*/make.py")} - {"arithmetic"}
+    configured = {path.stem for path in ROOT.glob("configs/*.toml")} - {"quickstart"}
+    assert set(RECIPES) == made == configured
+    listed = (ROOT / "docs" / "recipes" / "README.md").read_text()
+    assert [recipe for recipe in RECIPES if f"]({recipe}.md)" not in listed] == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_project_holds_what_its_page_names_and_the_configuration_of_the_recipe(recipe: str, tmp_path: Path) -> None:
+    project = write_project("mine", recipe, tmp_path)
+    page = (project / "README.md").read_text()
+    named = COMMAND.findall(page)
+    assert (f"examples.{recipe}.make", "") in named and ("", f"configs/{recipe}.toml") in named
+    for module, config in named:
+        assert (project / (config or module.replace(".", "/") + ".py")).is_file()
+    assert "](" not in page
+    ours = load_config(ROOT / "configs" / f"{recipe}.toml")
+    assert load_config(project / "configs" / f"{recipe}.toml") == ours.model_copy(update={"name": "mine"})
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "message"),
+    [
+        ("mine", "math", "did you mean 'maths'?"),
+        ("mine", "x", "recipes: "),
+        ("../mine", "maths", "name = '../mine'"),
+        ("taken", "maths", "taken is there already"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_and_nothing_is_left(
+    name: str, recipe: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        write_project(name, recipe, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_an_installed_package_has_the_recipes_with_it(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    archive = ["tar", "--null", "--files-from=-", "--create", "--file=-"]
+    packed = subprocess.run(archive, cwd=ROOT, input=tracked, capture_output=True, check=True).stdout
+    subprocess.run(["tar", "--extract", "--file=-"], cwd=source, input=packed, check=True)
+    build = "from setuptools.build_meta import build_wheel; build_wheel('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    work = tmp_path / "work"
+    work.mkdir()
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from flows.cli import app; app()"
+    command = [sys.executable, "-I", "-c", code, str(tmp_path / "site"), "init", "mine", "--recipe", "maths"]
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "python -m examples.maths.make" in done.stdout
+    config = tomllib.loads((work / "mine" / "configs" / "maths.toml").read_text())
+    assert config["name"] == "mine"
+    assert (work / "mine" / "examples" / "tiny.py").is_file()
