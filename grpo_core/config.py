@@ -16,6 +16,7 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from grpo_core.evaluation_sections import GUARDED, HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
+from grpo_core.rewards.builtin import OPERATIONAL
 from grpo_core.sections import (
     AlgorithmConfig,
     DataConfig,
@@ -90,6 +91,9 @@ class RunConfig(Section):
             "train": {"save_steps", "save_total_limit", "gradient_checkpointing"},
         }
         values = self.model_dump(mode="json", exclude=others)
+        for reward in values["rewards"]:
+            left_out = OPERATIONAL.get(reward["function"], ())
+            reward["args"] = {name: value for name, value in reward["args"].items() if name not in left_out}
         reported = {"confidence", "bootstrap_resamples", "sets", "category_column", "num_samples", "answer_pattern"}
         sampled = {key: value for key, value in values["evaluation"].items() if key not in reported}
         return {**values, "held_out": sampled if self.train.eval_steps else None}

@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import polars as pl
 
 from grpo_core.config import RunConfig, load_config
 from grpo_core.environment import quiet_libraries
-from grpo_core.rewards.contract import Reward, source_of
+from grpo_core.rewards.contract import Reward, RewardError, source_of
 
 if TYPE_CHECKING:
     from grpo_core.rollout.collect import Sample
@@ -34,7 +35,10 @@ def main() -> None:
     output = arguments.output or arguments.run / "evaluation"
     output.mkdir(parents=True, exist_ok=True)
     quiet_libraries()
-    report = evaluate(arguments.run, output, arguments.champion)
+    try:
+        report = evaluate(arguments.run, output, arguments.champion)
+    except RewardError as error:
+        sys.exit(str(error))
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     for name, figures in report["sets"].items():
         rates = [f"{policy} {figures['policies'][policy]['accuracy']['mean']:.1%}" for policy in report["policies"]]
@@ -123,7 +127,7 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
     """Hash of all that outcomes follow from beside the policy: two policies' recorded outcomes may be paired where it
     is the same. `files`: the prompts of each set."""
     sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
-    rewards = [reward.model_dump(mode="json", include={"function", "args", "weight"}) for reward in config.rewards]
+    rewards = config.determining()["rewards"]
     parts = [sampling, config.evaluation_length, rewards, config.accuracy_reward, config.seed]
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for reward in config.rewards:

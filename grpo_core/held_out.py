@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
 
 from grpo_core.checkpoint import Checkpoints
@@ -13,7 +12,7 @@ from grpo_core.config import RunConfig
 from grpo_core.data import derive_seed
 from grpo_core.policy import load_trainable_state, trainable_state
 from grpo_core.progress import Progress
-from grpo_core.rollout.collect import sample_and_score, share
+from grpo_core.rollout.collect import sample_and_score, share, share_samples
 from grpo_core.rollout.engine import Request, Sampling
 from grpo_core.session import Session
 from grpo_core.sync import sync
@@ -38,10 +37,9 @@ def evaluate_policy(session: Session, progress: Progress) -> dict[str, float]:
     rows = share(len(held_out.ids), accelerator)
     requests = [evaluation_request(session.config, row, held_out.ids[row]) for row in rows]
     sampling = evaluation_sampling(session.config)
-    samples, _ = sample_and_score(
-        session.engine, requests, rows, sampling, held_out, session.tokenizer, session.rewards
+    samples, _ = share_samples(
+        lambda: sample_and_score(session.engine, requests, rows, sampling, held_out, session.tokenizer, session.rewards)
     )
-    samples = gather_object(samples)
     matrix = np.array([sample.rewards for sample in samples])  # (N, K)
     weights = np.array([reward.weight for reward in session.rewards])
     scored = ~np.isnan(matrix).all(axis=1)

@@ -90,13 +90,13 @@ class Records:
             self.file.close()
             self._open(step)
 
-    def stop(self, progress: Progress) -> None:
-        """Say where the training was told to stop; who told it may be gone, and with it who reads this."""
+    def stop(self, progress: Progress, why: str) -> None:
+        """Say why and where the training stops; who told it to may be gone, and with it who reads this."""
         if self.accelerator.is_main_process:
             self.file.close()
             with contextlib.suppress(OSError):
                 saved = f"the checkpoint of step {progress.updates} is written" if progress.updates else "no step done"
-                print(f"training: told to stop, {saved}", flush=True)
+                print(f"training: {why}, {saved}", flush=True)
 
     def finish(self, progress: Progress) -> dict[str, Any]:
         """Write result.json, last of all: its presence says that the training is complete."""

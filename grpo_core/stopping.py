@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from grpo_core.random_state import random_state, set_random_state
+from grpo_core.rewards.basics import RewardError
 
 EXIT_STATUS = 128 + signal.SIGTERM  # of a training that ended because it was told to
 
@@ -53,7 +54,8 @@ def listening() -> Iterator[None]:
 
 @contextmanager
 def interruptible(accelerator: Accelerator) -> Iterator[None]:
-    """A stop ends the block with Stopped, up to its `commit`; the random states are then again as it found them.
+    """A stop ends the block with Stopped, up to its `commit`; the random states are then again as it found them, as
+    they are after a RewardError.
 
     Several processes have to stop at the same place: they do where the block begins and at each `check`.
     """
@@ -66,10 +68,10 @@ def interruptible(accelerator: Accelerator) -> Iterator[None]:
         finally:
             _told.may_raise = False
     except BaseException as error:
-        if not _told.raised:
+        if not (_told.raised or isinstance(error, RewardError)):
             raise
         set_random_state(before)
-        if isinstance(error, Stopped):
+        if isinstance(error, Stopped) or not _told.raised:
             raise
         raise Stopped from error  # what broke because it was left half way
 

@@ -1,6 +1,7 @@
 """Entry point of the training process: `accelerate launch -m grpo_core.train RUN_DIR`.
 
-Exit status 143: told to stop by SIGTERM, it wrote a checkpoint of the last complete update and ended.
+Exit status 143: told to stop by SIGTERM, it wrote a checkpoint of the last complete update and ended. So it does when a
+reward fails, a server gone for instance: with status 1 and what is wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def main() -> None:
     if (output / "result.json").exists():
         sys.exit(f"{output} holds a finished training (result.json); move it away to train again")
     quiet_libraries()
+    from grpo_core.rewards.basics import RewardError
     from grpo_core.stopping import EXIT_STATUS, Stopped
     from grpo_core.trainer import train
 
@@ -32,6 +34,8 @@ def main() -> None:
     except Stopped:
         # All is saved. What takes engines down at exit takes time.
         os._exit(EXIT_STATUS)
+    except RewardError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from grpo_core.losses import top_entropy_mask
 from grpo_core.policy import save_model, without_adapter
 from grpo_core.progress import Progress
 from grpo_core.records import Records
+from grpo_core.rewards.basics import RewardError
 from grpo_core.rollout.collect import NotFiniteError, Sample, collect
 from grpo_core.rollout.engine import Rollout
 from grpo_core.session import Session, TrainingError, fingerprint, set_up
@@ -38,7 +39,8 @@ def train(run: Path, output: Path) -> dict[str, Any]:
 
     Reads config.toml, plan.json and dataset/ under `run`; writes checkpoints/, metrics.jsonl, health.jsonl,
     completions/, model/ (with LoRA adapter/ too) and result.json under `output`, continuing from the newest whole
-    checkpoint there. Stopped on SIGTERM or SIGINT, with a checkpoint of the last update.
+    checkpoint there. Stopped on SIGTERM or SIGINT, RewardError when a reward fails, both with a checkpoint of the last
+    update.
     """
     session = set_up(run)
     config, plan = session.config, session.plan
@@ -82,10 +84,10 @@ def train(run: Path, output: Path) -> dict[str, Any]:
                     checkpoints.confirm(step - 1)  # this step's figures are of the weights that it began with
                 if step % config.train.save_steps == 0 and step < plan.max_steps:
                     checkpoints.save(progress, config.train.save_total_limit)
-        except Stopped:
+        except (Stopped, RewardError) as stop:
             if progress.updates:
                 checkpoints.save(progress, config.train.save_total_limit)
-            records.stop(progress)
+            records.stop(progress, "told to stop" if isinstance(stop, Stopped) else "a reward fails")
             raise
         return _finish(session, progress, records, output)
 

@@ -22,6 +22,8 @@ def lineage_keys(config: RunConfig) -> dict[str, str]:
     part = config.determining()
     model = content_hash(config.model.name_or_path)
     rewards = [hashlib.blake2b(source_of(reward)).hexdigest() for reward in config.rewards]
+    classifiers = [reward for reward in config.rewards if reward.function == "classifier"]
+    scorers = [content_hash(reward.args.get("model", "")) for reward in classifiers]
     completion_length = config.rollout.max_completion_length
     data = key_of(
         grpo_core.__version__,
@@ -30,6 +32,7 @@ def lineage_keys(config: RunConfig) -> dict[str, str]:
         content_hash(config.data.eval),
         part["rewards"],
         rewards,
+        scorers,
         config.model.name_or_path,
         config.model.revision,
         model,

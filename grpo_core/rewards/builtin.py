@@ -5,7 +5,9 @@ Their modules import what is heavy inside the functions: a configuration that na
 
 from __future__ import annotations
 
-from grpo_core.rewards import answers, code, form, maths, quality, structured
+from collections.abc import Mapping
+
+from grpo_core.rewards import answers, classifier, code, form, judge, maths, quality, structured
 from grpo_core.rewards.basics import Rewards
 
 BUILTIN: Rewards = {
@@ -15,4 +17,12 @@ BUILTIN: Rewards = {
     **code.REWARDS,
     **form.REWARDS,
     **quality.REWARDS,
+    **classifier.REWARDS,
+    **judge.REWARDS,
+}
+
+# Arguments that no reward follows from: they may change without a training's results being another's.
+OPERATIONAL: Mapping[str, frozenset[str]] = {
+    "classifier": classifier.OPERATIONAL,
+    "judge": judge.OPERATIONAL,
 }

@@ -22,15 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_core.rewards.basics import Range, RewardFunction
+from grpo_core.rewards.basics import Range, RewardError, RewardFunction
 from grpo_core.rewards.builtin import BUILTIN
 from grpo_core.sections import RewardConfig
 
 ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
-
-
-class RewardError(RuntimeError):
-    """A reward function that cannot be used, or that broke its contract; the message names it."""
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,14 @@ from typing import Any
 from grpo_core.config import RunConfig, load_config
 from grpo_core.environment import quiet_libraries
 from grpo_core.plan import plan_inputs
+from grpo_core.rewards.classifier import classifier
 from grpo_core.rewards.contract import Reward, RewardError, resolve
+from grpo_core.rewards.judge import judge
 from grpo_core.rewards.scoring import Batch, score
 
 ROWS = 8
 SECONDS = 20.0  # for one reward on 3·ROWS completions
+ASKS_A_MODEL = (classifier, judge)  # and has its whole timeout for that
 # Unbalanced brackets, a number beyond any float, a format directive, a lost character: what breaks a careless parser.
 GARBAGE = "]}) \\frac{1 <answer> 1e999 %s ,,\n-\ufffd </think> NaN '\""
 
@@ -63,14 +66,17 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
         for row, text in zip(batch, texts, strict=True)
     ]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    whole = Batch(batch, completions, ids)
     rewards: dict[str, Any] = {}
     warnings: list[str] = []
     errors: list[str] = []
     for reward in map(resolve, config.rewards):
-        start = time.perf_counter()
         try:
-            limited = replace(reward, timeout=min(reward.timeout, SECONDS))
-            (values,) = score([limited], Batch(batch, completions, ids))
+            if reward.function is classifier:
+                score([reward], whole.only(0))  # loads the model, which is not its pace
+            start = time.perf_counter()
+            limit = reward.timeout if reward.function in ASKS_A_MODEL else min(reward.timeout, SECONDS)
+            (values,) = score([replace(reward, timeout=limit)], whole)
         except RewardError as error:
             errors.append(str(error))
             continue

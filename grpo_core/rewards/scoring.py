@@ -226,7 +226,12 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _explained(reward: Reward, batch: Batch, error: BaseException) -> RewardError:
-    """What failed, with the completion that makes it fail by itself where there is one."""
+    """What failed, with the completion that makes it fail by itself where there is one.
+
+    A RewardError says itself what is wrong, and no completion is to blame.
+    """
+    if isinstance(error, RewardError):
+        return RewardError(f"reward {reward.name!r}: {error}")
     timed_out = isinstance(error, _TimeIsUpError)
     share = reward.timeout / len(batch.rows) if timed_out else reward.timeout
     culprit = _culprit(reward, batch, type(error), share)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from grpo_core.advantages import Advantages, group_advantages, sample_std
 from grpo_core.config import RunConfig
 from grpo_core.data import Prompts, decode_completions, derive_seed, fresh_prompts, rollout_prompts
 from grpo_core.plan import Plan
-from grpo_core.rewards.contract import Reward
+from grpo_core.rewards.contract import Reward, RewardError
 from grpo_core.rewards.scoring import Batch, score_arriving
 from grpo_core.rollout.engine import Completion, Engine, Finished, Request, Rollout, Sampling, pad
 from grpo_core.sections import AlgorithmConfig, RolloutConfig
@@ -62,8 +62,9 @@ def collect(
         start = time.perf_counter()
         mine = share(len(rows) * g, accelerator)
         requests, request_rows = _requests(rows, prompts, g, (config.seed, index, attempt), mine)
-        samples, generated = sample_and_score(engine, requests, request_rows, sampling, prompts, tokenizer, rewards)
-        gathered = gather_object(samples)
+        gathered, generated = share_samples(
+            lambda: sample_and_score(engine, requests, request_rows, sampling, prompts, tokenizer, rewards)
+        )
         seconds["time/generate"] += generated
         seconds["time/score"] += time.perf_counter() - start - generated
         return gathered
@@ -164,6 +165,19 @@ def sample_and_score(
         for number, completions in finished
     }
     return [sample for number in range(len(requests)) for sample in samples[number]], ended - start
+
+
+def share_samples(draw: Callable[[], tuple[list[Sample], float]]) -> tuple[list[Sample], float]:
+    """What all processes draw, and the seconds of this one; RewardError in each of them when one meets it."""
+    samples, seconds, problem = [], 0.0, None
+    try:
+        samples, seconds = draw()
+    except RewardError as error:
+        problem = error
+    problems = [found for found in gather_object([problem]) if found is not None]
+    if problems:
+        raise problems[0]
+    return gather_object(samples), seconds
 
 
 def _text(completion: Any) -> str:
