@@ -61,7 +61,7 @@ def make_rows(seed: int = tiny.SEED) -> tuple[list[dict[str, Any]], list[dict[st
 
 def helpful(row: dict[str, Any]) -> str:
     """What helps: the steps, said to the person who asked."""
-    return f"Sure, {row['name']}! {HELP[row['topic']]}"
+    return f"Sure, {row['name']}! {HELP[row['category']]}"
 
 
 def unhelpful(row: dict[str, Any], rng: random.Random) -> str:
