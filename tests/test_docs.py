@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState
 
-from grpo_core.config import describe_keys
+from grpo_core.config import describe_keys, load_config
 from grpo_core.trainer import train
 from tests.conftest import config_values, make_run, with_keys
 
@@ -31,6 +32,17 @@ def test_every_key_of_the_algorithm_and_of_health_is_documented() -> None:
     documented = {name for section, _, name in keys if section in ("algorithm", "health")}
     assert len(documented) > 40
     assert {name for name in documented if not re.search(rf"`{name}\b", text)} == set()
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "recipes").glob("*.md")), ids=lambda page: page.stem)
+def test_every_run_of_a_recipes_page_is_one_that_its_configuration_takes(page: Path) -> None:
+    text = page.read_text().replace("\\\n", " ")
+    runs = re.findall(r"^    grpo run (configs/\w+\.toml)(.*?)(?:#.*)?$", text, re.MULTILINE)
+    assert runs
+    for config, options in runs:
+        overrides = shlex.split(options)
+        assert set(overrides[::2]) <= {"--set"}
+        load_config(ROOT / config, overrides[1::2])
 
 
 @pytest.fixture

@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
 from flows.project import RECIPES, write_project
+from tests.serving import free_ports, vllm_serve
 
 SECONDS = 1200
 ENDS = 5  # updates at the start and at the end of a training that are compared
@@ -23,7 +26,8 @@ pytestmark = pytest.mark.e2e
 def test_the_small_form_of_a_recipe_learns(recipe: str, tmp_path: Path) -> None:
     project = write_project("small", recipe, tmp_path)
     _python(project, f"examples.{recipe}.make")
-    _python(project, "flows.cli", "run", f"configs/{recipe}.toml")
+    with _judge(project) if recipe == "writing" else nullcontext([]) as changes:
+        _python(project, "flows.cli", "run", f"configs/{recipe}.toml", *changes)
     run = project / "storage" / "runs" / "small"
     lines = (run / "training" / "metrics.jsonl").read_text().splitlines()
     rewards = [json.loads(line)["reward"] for line in lines]
@@ -31,6 +35,14 @@ def test_the_small_form_of_a_recipe_learns(recipe: str, tmp_path: Path) -> None:
     report = json.loads((run / "evaluation" / "report.json").read_text())
     gain = report["sets"]["held-out"]["differences"]["base"]["reward"]
     assert gain["low"] > 0, f"on held-out prompts: {gain}"
+
+
+@contextmanager
+def _judge(project: Path) -> Iterator[list[str]]:
+    """The recipe's judge, served as its page says; gives the options that say where it is and what it is called."""
+    folder, (port,) = project / "storage" / "examples" / "writing" / "judge", free_ports(1)
+    with vllm_serve(folder, port, project / "judge.log", max_model_len=512) as url:
+        yield ["--set", f"rewards.0.args.base_url={url}/v1", "--set", "rewards.0.args.model=sums"]
 
 
 def _python(project: Path, *module: str) -> None:
