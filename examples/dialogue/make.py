@@ -80,7 +80,7 @@ def teach_reward_model(folder: Path, rows: Sequence[dict[str, Any]], held: Seque
     torch.manual_seed(tiny.SEED)
     rng = random.Random(tiny.SEED)
     tokenizer = tiny.make_tokenizer([(row["prompt"], text) for row in rows for text in _pair(row, rng)])
-    config = tiny.make_model(tokenizer, context=128).config
+    config = tiny.make_model(tokenizer, context=192).config
     config.num_labels = 1
     model = Qwen2ForSequenceClassification(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=tiny.LEARNING_RATE, weight_decay=0.0)
@@ -116,7 +116,9 @@ def make(folder: Path) -> None:
     tiny.write_rows(folder, train, held)
     rng = random.Random(tiny.SEED)
     said = [helpful(row) if rng.random() < HELPFUL else unhelpful(row, rng) for row in train]
-    tiny.make_base(folder / "base", [(row["prompt"], text) for row, text in zip(train, said, strict=True)], STEPS)
+    tiny.make_base(
+        folder / "base", [(row["prompt"], text) for row, text in zip(train, said, strict=True)], STEPS, context=192
+    )
     teach_reward_model(folder / "reward-model", train, held)
 
 

@@ -73,7 +73,7 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[An
 
     try:
         # The training's random state must not depend on when this is called first.
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
             loaded, found = AutoModelForSequenceClassification.from_pretrained(
                 model, revision=revision, dtype=dtype, trust_remote_code=False, output_loading_info=True
             )
@@ -129,7 +129,7 @@ def _conversation(prompt: Sequence[dict[str, Any]], reply: str, tokenizer: Any, 
 
 
 def _without_special_tokens(text: str, tokenizer: Any) -> str:
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.sub("|".join(map(re.escape, special)), " ", text) if special else text
 
 

@@ -97,7 +97,7 @@ def test_the_other_rewards_tell_the_favourite_story_and_empty_talk_from_stories_
     same_prompt = [row["prompt"]] * 4
     assert set(self_repetition(same_prompt, [favourite] * 4)) == {-1}
     assert mean(self_repetition(same_prompt, list(dict.fromkeys(told))[:4])) > -0.5
-    assert min(distinct_n(own)) > 0.9
+    assert min(distinct_n(own)) > 0.85
     assert max(distinct_n([f"{event} {event} {event}" for event in writing.EVENTS])) < 0.5
 
 

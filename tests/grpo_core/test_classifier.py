@@ -84,7 +84,7 @@ def test_a_reward_models_score_is_its_output_at_the_last_token_of_the_conversati
     for prompt, completion, value in zip(prompts, completions, values, strict=True):
         ids = tokenizer(f"{prompt}<eos>{completion}<eos>", return_tensors="pt")["input_ids"]
         with torch.no_grad():
-            assert value == pytest.approx(model.score(model.model(ids).last_hidden_state[0, -1]).item(), abs=1e-5)
+            assert value == pytest.approx(model.score(model.model(ids).last_hidden_state[0, -1]).item(), abs=1e-4)
     assert len(set(values)) > 1
 
 
@@ -97,7 +97,7 @@ def test_a_score_does_not_depend_on_the_batch_it_is_computed_in(
         alone = [
             classifier([prompt], [text], model, **keys)[0] for prompt, text in zip(prompts, completions, strict=True)
         ]
-        assert classifier(prompts, completions, model, batch_size=size, **keys) == pytest.approx(alone, abs=1e-5)
+        assert classifier(prompts, completions, model, batch_size=size, **keys) == pytest.approx(alone, abs=1e-4)
 
 
 def test_the_logit_is_what_the_probability_is_made_of(moods: str, texts: Any) -> None:
