@@ -188,7 +188,8 @@ def sample_and_score(
 
 def share_samples(draw: Callable[[], tuple[list[Sample], float]]) -> tuple[list[Sample], float]:
     """What all processes draw, and the seconds of this one; RewardError in each of them when one meets it."""
-    samples, seconds, problem = [], 0.0, None
+    samples: list[Sample] = []
+    seconds, problem = 0.0, None
     try:
         samples, seconds = draw()
     except RewardError as error:

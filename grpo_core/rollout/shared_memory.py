@@ -84,7 +84,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
 
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
         weights: dict[str, Any] = torch.load(update_info.path, mmap=True, weights_only=True)
-        self.model.load_weights(weights.items())
+        self.model.load_weights(weights.items())  # type: ignore[operator]  # as every model of vLLM has it
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -42,10 +42,11 @@ def server_command(config: RunConfig) -> list[str]:
     rollout, transfer = config.rollout, config.rollout.vllm_weight_transfer
     if transfer == "auto":
         transfer = "shared_memory" if on_cpu else "nccl"
-    revision = ["--revision", config.model.revision, "--tokenizer-revision", config.model.revision]
+    revision = config.model.revision
+    pinned = ["--revision", revision, "--tokenizer-revision", revision] if revision else []
     return [
         *("-m", "vllm.entrypoints.openai.api_server", "--model", config.model.name_or_path),
-        *(revision if config.model.revision else []),
+        *pinned,
         *("--dtype", "bfloat16" if config.train.mixed_precision == "bf16" else "float32"),
         "--enable-scale-out",  # without it vLLM answers no tokens with tokens
         *("--max-model-len", "auto", "--uvicorn-log-level", "warning"),
