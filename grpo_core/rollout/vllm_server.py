@@ -64,7 +64,11 @@ class VLLMServerEngine:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.keepers = [self._start(server.keep()) for server in self.servers]
-        self.sync_weights(model)
+        try:
+            self.sync_weights(model)
+        except BaseException:  # who has been refused must not go on asking for the lease
+            self._stop_keeping()
+            raise
 
     def sync_weights(self, model: nn.Module) -> None:
         """What was begun is sampled to its end before, by the weights that it began with."""
@@ -99,11 +103,14 @@ class VLLMServerEngine:
         return self._run(_all(questions))
 
     def close(self) -> None:
-        for keeper in self.keepers:
-            keeper.cancel()
+        self._stop_keeping()
         if self.sends:
             self._run(_all(server.release() for server in self.servers))
         self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def _stop_keeping(self) -> None:
+        for keeper in self.keepers:
+            keeper.cancel()
 
     def _submit(self, request: Request, sampling: Sampling) -> Future[list[Completion]]:
         server = self.servers[next(self.turns) % len(self.servers)]

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_server_samples_from_the_trainers_policy_after_every_update(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
     (port,) = free_ports(1)
-    values = config_values(model, tmp_path, engine="vllm-server", max_steps=3)
+    values = config_values(model, tmp_path, engine="vllm-server", max_steps=3, vllm_server_timeout=600.0)
     values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
     values["rollout"]["vllm_server_base_urls"] = [f"http://127.0.0.1:{port}"]
     run = make_run(tmp_path / "run", values)
