@@ -24,7 +24,6 @@ from grpo_core.rewards.scoring import Batch, score
 from grpo_core.sections import RewardConfig
 
 app = typer.Typer(no_args_is_help=True, help="The built-in rewards, and what a configuration's rewards give.")
-console = Console()
 
 
 @app.command("list")
@@ -34,7 +33,7 @@ def list_rewards() -> None:
     for name, (function, (low, high)) in sorted(BUILTIN.items()):
         columns, arguments = _parameters(name)
         table.add_row(name, f"{low:g} to {high:g}", *map(escape, (columns, arguments, _first_sentence(function))))
-    console.print(table)
+    Console().print(table)
 
 
 @app.command("try")
@@ -67,6 +66,7 @@ def try_rewards(
         given = np.array(score(rewards, batch)).T  # (N, K)
     except RewardError as error:
         _refuse(str(error), 1)
+    console = Console()
     console.print(f"row {row}", *_shown(batch.rows[0], rewards), sep="\n", markup=False, highlight=False)
     for text, values, counts, total in zip(
         completions, given, counted(given, run.rewards), weighted_sum(given, run.rewards), strict=True

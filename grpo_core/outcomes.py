@@ -70,7 +70,7 @@ def _of_samples(
 ) -> pl.Series:
     """The metric of each sample; null where it was not scored."""
     if metric == "accuracy":
-        return (samples[f"{policy}/rewards/{accuracy_reward}"] == 1).cast(pl.Float64)
+        return (samples[f"{policy}/rewards/{accuracy_reward}"].cast(pl.Float64) == 1).cast(pl.Float64)
     if metric == "reward":
         given = samples.select(pl.col(f"{policy}/rewards/{reward.name}").cast(pl.Float64) for reward in rewards)
         return pl.Series(weighted_sum(given.to_numpy(), rewards), nan_to_null=True)

@@ -102,6 +102,12 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Rewar
     return RewardConfig(function=f"{name}:f")
 
 
+def _beside(config: RewardConfig, function: str, **changes: Any) -> RewardConfig:
+    """Another function of the same module."""
+    values = config.model_dump(exclude={"name"}) | {"function": config.function.replace(":f", f":{function}")}
+    return RewardConfig(**{**values, **changes})
+
+
 def test_a_function_gets_the_rollout_the_columns_and_its_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +165,7 @@ def test_a_broken_contract_is_reported_with_the_functions_name(
 @pytest.mark.parametrize(
     ("function", "args", "message"),
     [
-        ("exact_mach", {}, "there are exact_match, numeric_match"),
+        ("exact_mach", {}, "there are exact_match, "),
         ("no_such_package.module:f", {}, "cannot be imported"),
         ("math:no_such_function", {}, "cannot be imported"),
         ("math:pi", {}, "is a float, not a function"),
@@ -205,7 +211,7 @@ def test_a_coroutine_that_awaits_for_ever_is_ended_and_cancels_the_others(
     body += "async def g(completions):\n    try: await asyncio.Event().wait()\n    finally: ended.append(1)\n"
     config = _module(tmp_path, monkeypatch, body)
     short = config.model_copy(update={"timeout": 0.2})
-    other = config.model_copy(update={"function": config.function.replace(":f", ":g")})
+    other = _beside(config, "g")
     with pytest.raises(RewardError, match="reward 'f' did not come back"):
         score([resolve(other), resolve(short)], Batch(ROWS, ["a", "b"], [[1], [2]]))
     assert importlib.import_module(config.function.partition(":")[0]).ended == [1]
@@ -229,7 +235,7 @@ def test_a_coroutine_that_clings_to_its_time_is_ended_by_force_and_named(
         f"import asyncio\nasync def g(completions): return [1.0] * len(completions)\nasync def f(completions):\n{body}"
     )
     config = _module(tmp_path, monkeypatch, body).model_copy(update={"timeout": 0.2})
-    other = config.model_copy(update={"function": config.function.replace(":f", ":g")})
+    other = _beside(config, "g")
     rewards = [resolve(config)] if alone else [resolve(other), resolve(config)]
     start = time.monotonic()
     with pytest.raises(RewardError, match=r"reward 'f' did not come back within 0\.2 s"):
@@ -245,7 +251,7 @@ def test_a_function_that_says_it_was_cancelled_is_named(
     body = f"import asyncio\n{keyword} f(completions): raise asyncio.CancelledError('the client gave up')\n"
     body += "async def g(completions): return [1.0] * len(completions)\n"
     config = _module(tmp_path, monkeypatch, body)
-    other = config.model_copy(update={"function": config.function.replace(":f", ":g")})
+    other = _beside(config, "g")
     with pytest.raises(RewardError, match="reward 'f' raised CancelledError: the client gave up for prompt '1"):
         score([resolve(other), resolve(config)], Batch(ROWS, ["a", "b"], [[1], [2]]))
 
@@ -257,9 +263,7 @@ def test_asynchronous_functions_run_at_once(tmp_path: Path, monkeypatch: pytest.
     body += "async def g(completions, bonus):\n    await met.wait()\n    return [bonus, 2.0]\n"
     body += "def h(completions):\n    return [3.0, 4.0]\n"
     config = _module(tmp_path, monkeypatch, body).model_copy(update={"timeout": 20.0})
-    names = [config.function.replace(":f", f":{name}") for name in "ghf"]
-    args = [{"bonus": 5.0}, {}, {}]
-    rewards = [resolve(config.model_copy(update={"function": n, "args": a})) for n, a in zip(names, args, strict=True)]
+    rewards = [resolve(_beside(config, "g", args={"bonus": 5.0})), resolve(_beside(config, "h")), resolve(config)]
     values = score(rewards, Batch(ROWS, ["a", "b"], [[1], [2]]))
     assert values[:2] == [[5.0, 2.0], [3.0, 4.0]]
     assert values[2][0] == 1.0
@@ -295,7 +299,7 @@ def g(completions):
     return [1.0] * len(completions)
 """
     config = _module(tmp_path, monkeypatch, body)
-    other = config.model_copy(update={"function": config.function.replace(":f", ":g")})
+    other = _beside(config, "g")
     module = importlib.import_module(config.function.partition(":")[0])
 
     def arriving() -> Iterator[list[str]]:
@@ -348,7 +352,7 @@ def test_time_in_which_a_function_runs_is_not_a_coroutines(tmp_path: Path, monke
     body += "def g(completions):\n    asyncio.run(asyncio.sleep(1))\n    return [2.0]\n"
     config = _module(tmp_path, monkeypatch, body)
     short = config.model_copy(update={"timeout": 0.5})
-    other = config.model_copy(update={"function": config.function.replace(":f", ":g")})
+    other = _beside(config, "g")
     assert score([resolve(short), resolve(other)], _batch_of(["a"])) == [[1.0], [2.0]]
 
 
@@ -371,7 +375,7 @@ def test_tensors_and_arrays_are_values_too(tmp_path: Path, monkeypatch: pytest.M
     body = "import numpy, torch\ndef f(completions): return torch.tensor([1.0, 2.0])\n"
     body += "def g(completions): return numpy.array([3, 4])\n"
     config = _module(tmp_path, monkeypatch, body)
-    rewards = [resolve(config), resolve(config.model_copy(update={"function": config.function.replace(":f", ":g")}))]
+    rewards = [resolve(config), resolve(_beside(config, "g"))]
     assert score(rewards, Batch(ROWS, ["a", "b"], [[1], [2]])) == [[1, 2], [3, 4]]
 
 
