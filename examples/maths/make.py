@@ -13,7 +13,7 @@ from typing import Any
 from examples import tiny
 
 TRAIN_ROWS, EVAL_ROWS = 3000, 150
-STEPS = 250
+STEPS = 700
 FORMED = 0.3  # share of the demonstrations in the form that is asked for
 SLIPS = 0.3  # share of the demonstrations whose last step comes out wrong
 SYSTEM = "Use <think> and <answer> tags."
