@@ -14,8 +14,6 @@ from grpo_core.rewards.basics import Rewards, text_of
 NUMBER = re.compile(
     r"(?:(?<![\w)\]])[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)"
 )
-
-
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 DASHES = re.compile("[\u2010-\u2015\u2212]")
 # What tells answers apart, and the rest of the signs: -5, 3.5, 10-5, .5, 50 %, C#.

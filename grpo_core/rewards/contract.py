@@ -72,10 +72,13 @@ def resolve(config: RewardConfig) -> Reward:
 
 
 def source_of(config: RewardConfig) -> bytes:
-    """Bytes that change when the reward does: the files of the module that names it and of the function itself."""
+    """Bytes that change when the reward does: the files of the module that names it and of the function itself; of a
+    built-in one this package's, since some take their work to other modules and processes."""
     function = find(config.function)
-    named = config.function.partition(":")[0] if ":" in config.function else function.__module__
-    files = {sys.modules[named].__file__, inspect.getsourcefile(_code_of(function)) if _is_python(function) else None}
+    module, separator, _ = config.function.partition(":")
+    if not separator:
+        return b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+    files = {sys.modules[module].__file__, inspect.getsourcefile(_code_of(function)) if _is_python(function) else None}
     return b"".join(Path(file).read_bytes() for file in sorted(filter(None, files)))
 
 

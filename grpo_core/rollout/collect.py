@@ -19,6 +19,7 @@ from grpo_core.advantages import Advantages, group_advantages, sample_std
 from grpo_core.config import RunConfig
 from grpo_core.data import Prompts, decode_completions, derive_seed, fresh_prompts, rollout_prompts
 from grpo_core.plan import Plan
+from grpo_core.rewards.basics import text_of
 from grpo_core.rewards.composition import counted
 from grpo_core.rewards.contract import Reward, RewardError
 from grpo_core.rewards.scoring import Batch, score_arriving
@@ -178,7 +179,7 @@ def sample_and_score(
     scored = zip(batch.completions, zip(*columns, strict=True), strict=True)
     samples = {
         number: [
-            Sample(rows[number], completion, _text(written), list(values))
+            Sample(rows[number], completion, text_of(written), list(values))
             for completion, (written, values) in zip(completions, scored, strict=False)
         ]
         for number, completions in finished
@@ -198,10 +199,6 @@ def share_samples(draw: Callable[[], tuple[list[Sample], float]]) -> tuple[list[
     if problems:
         raise problems[0]
     return gather_object(samples), seconds
-
-
-def _text(completion: Any) -> str:
-    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def _requests(
