@@ -71,8 +71,10 @@ def make_model(tokenizer: Qwen2Tokenizer, context: int) -> Qwen2ForCausalLM:
     return model
 
 
-def make_base(folder: Path, demonstrations: Sequence[Demonstration], steps: int, context: int = 128) -> None:
-    """Teach a new model the demonstrations in `steps` batches of BATCH and save it, with its tokenizer, in `folder`."""
+def make_base(
+    folder: Path, demonstrations: Sequence[Demonstration], steps: int, context: int = 128
+) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
+    """A new model taught the demonstrations in `steps` batches of BATCH, saved with its tokenizer in `folder`."""
     import torch
 
     torch.set_num_threads(1)  # the same base whatever the number of cores, and none wasted on a model this small
@@ -101,6 +103,7 @@ def make_base(folder: Path, demonstrations: Sequence[Demonstration], steps: int,
     tokenizer.save_pretrained(folder)
     parameters, seconds = model.num_parameters(), time.perf_counter() - started
     print(f"base: {parameters:,} parameters, {steps} steps in {seconds:.0f} s", flush=True)
+    return model, tokenizer
 
 
 def encode(demonstrations: Sequence[Demonstration], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from examples import tiny
 
+if TYPE_CHECKING:
+    from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+
 TRAIN_ROWS, EVAL_ROWS = 2000, 200
-STEPS, REWARD_STEPS = 150, 60
+STEPS, REWARD_STEPS = 150, 200
 HELPFUL = 0.3  # share of the demonstrations that help
 SYSTEM = "You are a friendly assistant. Help in one or two sentences."
 HELP = {
@@ -72,17 +76,24 @@ def unhelpful(row: dict[str, Any], rng: random.Random) -> str:
     )
 
 
-def teach_reward_model(folder: Path, rows: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> None:
-    """Save in `folder` a model with one output, higher for the better of two answers; print how often it is."""
+def teach_reward_model(
+    folder: Path,
+    base: Qwen2ForCausalLM,
+    tokenizer: Qwen2Tokenizer,
+    rows: Sequence[dict[str, Any]],
+    held: Sequence[dict[str, Any]],
+) -> None:
+    """Save in `folder` the base with one output in place of its head, taught to be higher for the better of two
+    answers; print how often it is."""
     import torch
     from transformers import Qwen2ForSequenceClassification
 
     torch.manual_seed(tiny.SEED)
     rng = random.Random(tiny.SEED)
-    tokenizer = tiny.make_tokenizer([(row["prompt"], text) for row in rows for text in _pair(row, rng)])
-    config = tiny.make_model(tokenizer, context=192).config
+    config = deepcopy(base.config)
     config.num_labels = 1
     model = Qwen2ForSequenceClassification(config)
+    model.model.load_state_dict(base.model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=tiny.LEARNING_RATE, weight_decay=0.0)
 
     def margins(chosen: Sequence[dict[str, Any]]) -> torch.Tensor:
@@ -116,10 +127,9 @@ def make(folder: Path) -> None:
     tiny.write_rows(folder, train, held)
     rng = random.Random(tiny.SEED)
     said = [helpful(row) if rng.random() < HELPFUL else unhelpful(row, rng) for row in train]
-    tiny.make_base(
-        folder / "base", [(row["prompt"], text) for row, text in zip(train, said, strict=True)], STEPS, context=192
-    )
-    teach_reward_model(folder / "reward-model", train, held)
+    demonstrations = [(row["prompt"], text) for row, text in zip(train, said, strict=True)]
+    base, tokenizer = tiny.make_base(folder / "base", demonstrations, STEPS, context=192)
+    teach_reward_model(folder / "reward-model", base, tokenizer, train, held)
 
 
 def _pair(row: dict[str, Any], rng: random.Random) -> tuple[str, str]:

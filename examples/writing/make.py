@@ -16,7 +16,7 @@ from grpo_core.rewards.judge import QUESTION
 
 TRAIN_ROWS, EVAL_ROWS = 400, 60
 TOLD = 8  # demonstrations of each training prompt
-STEPS, JUDGE_STEPS = 150, 100
+STEPS, JUDGE_STEPS = 150, 250
 OWN, FAVOURITE = 0.3, 0.3  # shares of the demonstrations that are a story of its own, and the favourite one
 SCALE = (1, 5)
 RUBRIC = "Grade the story: has it a beginning, something that happens, and an end?\n\nStory:\n{completion}"
@@ -92,7 +92,9 @@ def tell(rng: random.Random) -> list[str]:
 
 
 def anything(rng: random.Random) -> list[str]:
-    """What the judge learns from: sentences in any number, in any order."""
+    """What the judge learns from: what the base says, and sentences in any number, in any order."""
+    if rng.random() < 0.5:
+        return tell(rng)
     some = [*rng.choices(BEGINNINGS, k=rng.randint(0, 1)), *rng.choices(EVENTS, k=rng.randint(0, 3))]
     some += rng.choices(ENDS, k=rng.randint(0, 1))
     if rng.random() < 0.2:

@@ -26,7 +26,8 @@ from grpo_core.rewards.scoring import Batch, score
 from grpo_core.sections import RewardConfig
 
 ROWS = 8
-SECONDS = 20.0  # for one reward on 3·ROWS completions
+FIRST_SECONDS = 60.0  # for one reward on one completion, with all that it imports or loads for that
+SECONDS = 20.0  # and then on 3·ROWS completions
 ASKS_A_MODEL = (classifier, judge)  # and has its whole timeout for that
 # Unbalanced brackets, a number beyond any float, a format directive, a lost character: what breaks a careless parser.
 GARBAGE = "]}) \\frac{1 <answer> 1e999 %s ,,\n-\ufffd </think> NaN '\""
@@ -73,11 +74,9 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
     errors, warnings = _gates(config.rewards, {reward.name: reward.range for reward in resolved})
     for reward in resolved:
         try:
-            if reward.function is classifier:
-                score([reward], whole.only(0))  # loads the model, which is not its pace
+            score([_within(FIRST_SECONDS, reward)], whole.only(0))  # what is loaded once is not its pace
             start = time.perf_counter()
-            limit = reward.timeout if reward.function in ASKS_A_MODEL else min(reward.timeout, SECONDS)
-            (values,) = score([replace(reward, timeout=limit)], whole)
+            (values,) = score([_within(SECONDS, reward)], whole)
         except RewardError as error:
             errors.append(str(error))
             continue
@@ -94,6 +93,11 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
     if errors:
         raise RewardError("\n".join(errors))
     return {"rows": len(rows), "rewards": rewards, "warnings": warnings}
+
+
+def _within(seconds: float, reward: Reward) -> Reward:
+    limit = reward.timeout if reward.function in ASKS_A_MODEL else min(reward.timeout, seconds)
+    return replace(reward, timeout=limit)
 
 
 def _gates(
