@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,22 +11,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from grpo_core.config import ConfigError
+from grpo_core.config import ConfigError, load_config
 from grpo_core.evaluation_sections import HELD_OUT
 from grpo_core.rewards.contract import RewardError
+from tasks import figures
 from tasks.stage import STAGES, conditions
 from tasks.storage import UnknownRunError, find_run
 
 COLOURS = {"up to date": "green", "stale": "yellow", "missing": "dim"}
-KEY_FIGURES: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "validate": lambda it: f"{it['num_prompts']['train']:,} + {it['num_prompts']['eval']:,} prompts",
-    "plan": lambda it: f"{it['plan']['max_steps']:,} updates planned",
-    "train": lambda it: f"{it['counted']['updates']:,} updates",
-    "evaluate": lambda it: "accuracy {mean:+.1%} [{low:+.1%}, {high:+.1%}]".format(
-        **it["sets"][HELD_OUT]["differences"]["base"]["accuracy"]
-    ),
-    "register": lambda it: f"{it['model_name']} version {it['version']}, {it['alias']}",
-}
 
 
 def status(run: Annotated[str, typer.Argument(help="name of a run")]) -> None:
@@ -42,14 +34,30 @@ def status(run: Annotated[str, typer.Argument(help="name of a run")]) -> None:
 
 def show_status(folder: Path) -> bool:
     """Print the table; whether every stage is up to date."""
-    now = conditions(folder)
+    now, metric = conditions(folder), load_config(folder / "config.toml").promotion.metric
     table = Table("stage", "condition", "because", "made", "figure", title=f"run {folder.name}")
     for stage in STAGES:
         condition, receipt = now[stage.name], stage.read_receipt(folder)
         made = figure = ""
         if receipt:
             made = f"{datetime.fromtimestamp(stage.receipt_path(folder).stat().st_mtime):%Y-%m-%d %H:%M}"
-            figure = KEY_FIGURES[stage.name](receipt)
+            figure = _key_figure(stage.name, receipt, metric)
         table.add_row(stage.name, condition.state, condition.reason, made, figure, style=COLOURS[condition.state])
     Console().print(table)
     return all(condition.is_up_to_date for condition in now.values())
+
+
+def _key_figure(stage: str, receipt: Mapping[str, Any], metric: str) -> str:
+    match stage:
+        case "validate":
+            counts = receipt["num_prompts"]
+            return f"{counts['train']:,} + {counts['eval']:,} prompts"
+        case "plan":
+            return f"{receipt['plan']['max_steps']:,} updates planned"
+        case "train":
+            return f"{receipt['counted']['updates']:,} updates"
+        case "evaluate":
+            found = receipt["sets"][HELD_OUT]["differences"]["base"][metric]
+            return f"{metric} {figures.gain(metric, found)} {figures.interval(metric, found)}"
+        case _:
+            return f"{receipt['model_name']} version {receipt['version']}, {receipt['alias']}"

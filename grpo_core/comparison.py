@@ -11,7 +11,7 @@ import polars as pl
 
 from grpo_core.config import RunConfig
 from grpo_core.outcomes import majority, outcomes
-from grpo_core.statistics import POWER, estimate, paired_difference
+from grpo_core.statistics import estimate, paired_difference
 
 Outcomes = Mapping[str, Mapping[str, np.ndarray]]  # policy → metric → one value a prompt
 
@@ -19,21 +19,6 @@ Outcomes = Mapping[str, Mapping[str, np.ndarray]]  # policy → metric → one v
 def compare_policies(samples: pl.DataFrame, config: RunConfig, policies: Sequence[str]) -> dict[str, Any]:
     """For each evaluation set its prompts, every policy's figures, and the last policy minus each of the others."""
     return {name: _compare_on(name, samples, config, policies) for name in config.evaluation_files}
-
-
-def verdict(difference: Mapping[str, Any], other: str) -> str:
-    """What a paired difference of accuracies (a `Difference` as in report.json) says, in a sentence."""
-    n, points = difference["num_prompts"], 100 * difference["mean"]
-    if not n:
-        return f"no comparison with the {other}: no prompt was scored for both"
-    if difference["p_value"] <= 1 - difference["confidence"]:
-        return f"better than the {other} by {points:.1f} points (p = {difference['p_value']:.2g})"
-    if difference["high"] < 0:
-        return f"worse than the {other} by {-points:.1f} points"
-    return (
-        f"no difference from the {other} could be shown: a gain of {100 * difference['minimum_detectable']:.1f} points "
-        f"or more would show on these {n:,} prompts, {POWER:.0%} of the time"
-    )
 
 
 def _compare_on(name: str, samples: pl.DataFrame, config: RunConfig, policies: Sequence[str]) -> dict[str, Any]:

@@ -40,9 +40,6 @@ def main() -> None:
     except RewardError as error:
         sys.exit(str(error))
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    for name, figures in report["sets"].items():
-        rates = [f"{policy} {figures['policies'][policy]['accuracy']['mean']:.1%}" for policy in report["policies"]]
-        print(f"accuracy on {name}: {', '.join(rates)}")
 
 
 def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str, Any]:
@@ -111,6 +108,12 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     scores = [f"{policy}/rewards/{reward.name}" for policy in policies for reward in rewards]
     table = pl.concat([samples_table(values, scores) for values in columns.values()], how="diagonal")
     table.write_parquet(output / "samples.parquet")
+    found = compare_policies(table, config, policies)
+    metric = config.promotion.metric
+    unit = ".1%" if metric == "accuracy" else ".3f"
+    for name, of_set in found.items():
+        means = [f"{policy} {of_set['policies'][policy][metric]['mean']:{unit}}" for policy in policies]
+        print(f"{metric} on {name}: {', '.join(means)}", flush=True)
     return {
         "key": outcomes_key(config, files),
         "policies": policies,
@@ -119,7 +122,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
         "temperature": config.evaluation.temperature,
         "num_samples": n,
         "confidence": config.evaluation.confidence,
-        "sets": compare_policies(table, config, policies),
+        "sets": found,
     }
 
 

@@ -110,7 +110,7 @@ class PromotionConfig(Section):
     set: str = HELD_OUT
     """Evaluation set on which a version has to be better."""
     metric: Literal["accuracy", "reward"] = "accuracy"
-    """What it has to be better in: share of right answers, or mean weighted reward."""
+    """What it has to be better in, and what reports put first: share of right answers, or mean weighted reward."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
     """1 - the most likely share of promotions of a version that is no better than the champion."""
     min_gain: float = Field(0.0, ge=0)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_core.comparison import verdict
 from grpo_core.config import flatten
 from grpo_core.evaluation_sections import HELD_OUT
 from grpo_core.outcomes import outcomes
@@ -163,7 +162,7 @@ def _evaluation(records: Records, name: str) -> Section:
     return Section(
         f"Evaluation on {name}, {' or '.join(counts)} prompts",
         tables=[
-            Table(["", *records], [*_figures(sets)]),
+            Table(["", *records], [*_figures(sets, _metric(records))]),
             *([Table(head, rows, f"Prompt by prompt against {first}")] if rows else []),
         ],
         notes=[f"{label} cannot be paired with {first}: {it.obstacle}" for label, it in paired.items() if it.obstacle],
@@ -175,12 +174,12 @@ def _certainty(metric: str, found: Mapping[str, Any]) -> tuple[Cell, Cell]:
     return (better, f"p = {figures.p_value(found['p_value'])}"), figures.detectable(metric, found)
 
 
-def _figures(sets: Sequence[Mapping[str, Any] | None]) -> Iterator[list[Cell]]:
-    """A row a metric, a column a run."""
-    for policy, metric in (("base", "accuracy"), *(("trained", metric) for metric in METRICS)):
+def _figures(sets: Sequence[Mapping[str, Any] | None], first: str) -> Iterator[list[Cell]]:
+    """A row a metric, a column a run; above them the base's, by the metric that comes `first`."""
+    for policy, metric in (("base", first), *(("trained", metric) for metric in METRICS)):
         found = [of_run["policies"][policy].get(metric) if of_run else None for of_run in sets]
         if any(found):
-            title = "accuracy of the base" if policy == "base" else figures.name_of(metric)
+            title = figures.name_of(metric) + (" of the base" if policy == "base" else "")
             yield [
                 title,
                 *((figures.amount(metric, it["mean"]), figures.interval(metric, it)) if it else "" for it in found),
@@ -206,19 +205,24 @@ def comparison_page(records: Records) -> str:
 
 
 def _verdicts(records: Records) -> Iterator[Verdict]:
-    """On each other run against the first, by accuracy on the held-out prompts."""
-    first, *_ = records
+    """On each other run against the first, on the held-out prompts."""
+    first, metric = next(iter(records)), _metric(records)
     for label, paired in paired_with_first(records, HELD_OUT).items():
         if paired.obstacle:
             yield Verdict("open", f"{label} cannot be compared with {first}", paired.obstacle)
             continue
-        it = paired.differences["accuracy"]
+        it = paired.differences[metric]
         yield Verdict(
             figures.tone(it),
-            f"{label}: {verdict(it, f'run {first}')}",
-            f"{figures.gain('accuracy', it)} {figures.interval('accuracy', it)} on the same {it['num_prompts']:,} "
+            f"{label}: {figures.verdict(metric, it, f'run {first}')}",
+            f"{figures.gain(metric, it)} {figures.interval(metric, it)} on the same {it['num_prompts']:,} "
             f"prompts, probability of being better {figures.probability(it['probability_better'])}.",
         )
+
+
+def _metric(records: Records) -> str:
+    """What the first run, which the others are held against, is to be better in."""
+    return next(iter(records.values())).config.promotion.metric
 
 
 def _overlaid(records: Records, colours: Mapping[str, str]) -> Iterator[Chart]:

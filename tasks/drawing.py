@@ -188,9 +188,13 @@ def histogram(axes: Any, values: Mapping[str, Sequence[int]], colours: Sequence[
 
 
 def forest(
-    axes: Any, rows: Sequence[tuple[str, Mapping[str, tuple[float, float, float]]]], colours: Mapping[str, str]
+    axes: Any,
+    rows: Sequence[tuple[str, Mapping[str, tuple[float, float, float]]]],
+    colours: Mapping[str, str],
+    shares: bool,
 ) -> None:
-    """For each labelled row and policy a point and its interval, (mean, low, high); the first row at the top."""
+    """For each labelled row and policy a point and its interval, (mean, low, high); the first row at the top. `shares`:
+    whether they are read in per cent."""
     from matplotlib.ticker import PercentFormatter
 
     policies = [policy for policy in colours if any(policy in found for _, found in rows)]
@@ -213,7 +217,8 @@ def forest(
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(left=False)
     axes.grid(False, axis="y")
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    if shares:
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     legend_above(axes, len(policies))
 
 

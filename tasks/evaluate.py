@@ -16,7 +16,6 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.schemas.objects import State
 
-from grpo_core.comparison import verdict
 from grpo_core.evaluation_sections import HELD_OUT
 from tasks import figures as as_text
 from tasks.champion import CHAMPION, present_champion
@@ -55,7 +54,10 @@ def _work(context: Context) -> dict[str, Any]:
     if CHAMPION in report["policies"]:
         report["champion"] = {"model_name": champion.name, "version": str(champion.version)}
     _log_metrics(client, training_run_id(TRAIN.path(context.run)), report)
-    create_markdown_artifact(key="evaluation", markdown=_markdown(report), description="; ".join(verdicts(report)))
+    metric = config.promotion.metric
+    create_markdown_artifact(
+        key="evaluation", markdown=_markdown(report, metric), description="; ".join(verdicts(report, metric))
+    )
     samples = pl.read_parquet(context.partial / "samples.parquet")
     first = samples.filter((pl.col("set") == HELD_OUT) & (pl.col("sample") == 0)).head(SAMPLES_SHOWN)
     create_table_artifact(
@@ -71,10 +73,10 @@ def _work(context: Context) -> dict[str, Any]:
     return report
 
 
-def verdicts(report: Mapping[str, Any]) -> list[str]:
-    """A sentence on the accuracy on each set, against each policy that the trained one is compared with."""
+def verdicts(report: Mapping[str, Any], metric: str) -> list[str]:
+    """A sentence on the metric on each set, against each policy that the trained one is compared with."""
     return [
-        f"{name}: {verdict(differences['accuracy'], other)}"
+        f"{name}: {as_text.verdict(metric, differences[metric], other)}"
         for name, figures in report["sets"].items()
         for other, differences in figures["differences"].items()
     ]
@@ -123,13 +125,13 @@ def _side_by_side(samples: pl.DataFrame, policies: list[str]) -> pl.DataFrame:
     return samples.select(pl.exclude(pairs, "set", "sample"), *(pair for pair in pairs if pair in samples.columns))
 
 
-def _markdown(report: Mapping[str, Any]) -> str:
-    parts = ["# Evaluation", *(f"**{sentence}.**" for sentence in verdicts(report))]
+def _markdown(report: Mapping[str, Any], metric: str) -> str:
+    parts = ["# Evaluation", *(f"**{sentence}.**" for sentence in verdicts(report, metric))]
     for name, figures in report["sets"].items():
         parts += [f"## {name}: {figures['num_prompts']:,} prompts", _table(rows_of(figures))]
         parts.append(_table(_tests(figures)))
         if categories := figures.get("categories"):
-            parts.append(_table(_by_category(categories)))
+            parts.append(_table(_by_category(categories, metric)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -142,12 +144,13 @@ def _tests(figures: Mapping[str, Any]) -> Iterator[list[str]]:
             yield [other, metric, *chance, as_text.detectable(metric, found)]
 
 
-def _by_category(categories: Mapping[str, Any]) -> Iterator[list[str]]:
+def _by_category(categories: Mapping[str, Any], metric: str) -> Iterator[list[str]]:
     for number, (category, figures) in enumerate(categories.items()):
-        head, accuracy, *_ = rows_of(figures)
+        head, *rows = rows_of(figures)
         if number == 0:
-            yield ["category", "prompts", *(f"accuracy, {column}" for column in head[1:])]
-        yield [category.replace("|", "\\|"), f"{figures['num_prompts']:,}", *accuracy[1:]]
+            yield ["category", "prompts", *(f"{metric}, {column}" for column in head[1:])]
+        [values] = (values for name, *values in rows if name == metric)
+        yield [category.replace("|", "\\|"), f"{figures['num_prompts']:,}", *values]
 
 
 def _table(rows: Iterator[list[str]]) -> str:

@@ -82,6 +82,24 @@ def size(metric: str, difference: float) -> str:
     )
 
 
+def verdict(metric: str, found: Mapping[str, Any], other: str) -> str:
+    """What a paired difference (a `Difference` as in report.json) says, in a sentence."""
+    from grpo_core.statistics import POWER  # and with it scipy, which `grpo status` has no time for
+
+    n, by = found["num_prompts"], size(metric, abs(found["mean"]))
+    measure = "" if is_share(metric) else f" in {name_of(metric)}"
+    if not n:
+        return f"no comparison with the {other}: no prompt was scored for both"
+    if tone(found) == "better":
+        return f"better than the {other} by {by}{measure} (p = {p_value(found['p_value'])})"
+    if tone(found) == "worse":
+        return f"worse than the {other} by {by}{measure}"
+    return (
+        f"no difference from the {other}{measure} could be shown: a gain of {detectable(metric, found)} or more would "
+        f"show on these {n:,} prompts, {POWER:.0%} of the time"
+    )
+
+
 def tone(found: Mapping[str, Any]) -> str:
     """better, worse or open: what a paired difference says."""
     if found["p_value"] <= 1 - found["confidence"]:

@@ -13,6 +13,7 @@ from prefect.client.schemas.objects import State
 from grpo_core.config import RunConfig
 from grpo_core.data import load_tokenizer, without_gaps
 from grpo_core.evaluation_sections import HELD_OUT
+from tasks import figures
 from tasks.lineage import lineage_keys
 from tasks.live import CURVES
 from tasks.model_version import Example, log_version
@@ -48,11 +49,12 @@ def _work(context: Context) -> dict[str, Any]:
     client.set_registered_model_alias(name, config.registry.alias, number)
     client.set_terminated(run_id)
     log.info("registered %s version %s, alias %s", name, number, config.registry.alias)
-    accuracy = {policy: found["accuracy"]["mean"] for policy, found in report["sets"][HELD_OUT]["policies"].items()}
+    metric, policies = config.promotion.metric, report["sets"][HELD_OUT]["policies"]
+    base, trained = (figures.amount(metric, policies[policy][metric]["mean"]) for policy in ("base", "trained"))
     create_markdown_artifact(
         key="registration",
-        markdown=f"# {name} version {number}\n\nAlias `{config.registry.alias}`. Held-out accuracy "
-        f"{accuracy['trained']:.1%}, of the base model {accuracy['base']:.1%}.\n\nMLflow run: {run_page(training)}\n",
+        markdown=f"# {name} version {number}\n\nAlias `{config.registry.alias}`. Held-out {metric} "
+        f"{trained}, of the base model {base}.\n\nMLflow run: {run_page(training)}\n",
         description=f"{name} version {number}, alias {config.registry.alias}",
     )
     return {
@@ -80,13 +82,13 @@ def _example(config: RunConfig, run: Path) -> Example:
 
 def _tags(config: RunConfig, run: Path, report: dict[str, Any]) -> dict[str, Any]:
     """Of the model version: where it comes from, and how it did."""
-    plan = PLAN.read_receipt(run)["plan"]
+    plan, metric = PLAN.read_receipt(run)["plan"], config.promotion.metric
     return {
         "run": config.name,
         **{
-            f"evaluation.{name}.{policy}.accuracy": f"{figures['accuracy']['mean']:.4f}"
+            f"evaluation.{name}.{policy}.{metric}": f"{of_policy[metric]['mean']:.4f}"
             for name, found in report["sets"].items()
-            for policy, figures in found["policies"].items()
+            for policy, of_policy in found["policies"].items()
         },
         **{f"plan.{key}": plan[key] for key in PLAN_TAGS},
         **{f"data.{name}": digest for name, digest in dataset_digests(run).items()},

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from grpo_core.comparison import verdict
 from grpo_core.evaluation_sections import HELD_OUT
 from grpo_core.outcomes import outcomes
 from grpo_core.statistics import POWER
@@ -23,7 +22,7 @@ from tasks.storage import write_text
 
 PAGE = "report.html"
 POLICY_COLOURS = {"base": GREY, "champion": ORANGE, "trained": BLUE}
-SHOWN = {"better": 4, "worse": 3, "still wrong": 2, "still right": 1}  # prompts of each kind
+SHOWN = {"better": 4, "worse": 3, "unchanged": 2, "still wrong": 2, "still right": 1}  # prompts of each kind
 LONGEST_TEXT = 3000  # characters of a prompt or completion
 
 
@@ -55,28 +54,32 @@ def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_
     return render(
         record.config.name,
         f"{record.config.model.name_or_path} · {made}",
-        [headline(record.evaluation)],
+        [headline(record.evaluation, record.config.promotion.metric)],
         sections,
-        _tiles(record.evaluation),
+        _tiles(record.evaluation, record.config.promotion.metric),
         {"MLflow run": mlflow_run},
     )
 
 
-def headline(evaluation: Mapping[str, Any]) -> Verdict:
+def headline(evaluation: Mapping[str, Any], metric: str) -> Verdict:
     """Whether the trained policy is better than the champion, or where there is none than the base: with its figures,
-    by accuracy on the held-out prompts."""
+    on the held-out prompts."""
     found, rival = evaluation["sets"][HELD_OUT], _rival(evaluation)
-    gain = found["differences"][rival]["accuracy"]
-    sentence = verdict(gain, _title(evaluation, rival))
-    right = (found["policies"][policy]["accuracy"]["mean"] for policy in evaluation["policies"])
-    steps = (f"{figures.percent(mean)} ({policy})" for policy, mean in zip(evaluation["policies"], right, strict=True))
+    gain = found["differences"][rival][metric]
+    sentence = figures.verdict(metric, gain, _title(evaluation, rival))
+    sentence = f"{sentence[0].upper()}{sentence[1:]}"
+    if not gain["num_prompts"]:
+        return Verdict(figures.tone(gain), sentence)
+    means = {policy: found["policies"][policy][metric]["mean"] for policy in evaluation["policies"]}
+    steps = (f"{figures.amount(metric, mean)} ({policy})" for policy, mean in means.items())
+    measure = "right" if metric == "accuracy" else f"mean {metric}"
     return Verdict(
         figures.tone(gain),
-        f"{sentence[0].upper()}{sentence[1:]}",
-        f"{' → '.join(steps)} right on {gain['num_prompts']:,} held-out prompts. {figures.gain('accuracy', gain)} over "
-        f"the {rival}, {gain['confidence']:.0%} interval {100 * gain['low']:+.1f} to {100 * gain['high']:+.1f}, "
+        sentence,
+        f"{' → '.join(steps)} {measure} on {gain['num_prompts']:,} held-out prompts. {figures.gain(metric, gain)} over "
+        f"the {rival}, {gain['confidence']:.0%} interval {figures.interval(metric, gain)}, "
         f"probability of being better {figures.probability(gain['probability_better'])}. On so many prompts, "
-        f"{figures.detectable('accuracy', gain)} is the smallest true gain that shows {POWER:.0%} of the time.",
+        f"{figures.detectable(metric, gain)} is the smallest true gain that shows {POWER:.0%} of the time.",
     )
 
 
@@ -88,28 +91,28 @@ def _title(evaluation: Mapping[str, Any], policy: str) -> str:
     return f"champion (version {evaluation['champion']['version']})" if policy == "champion" else policy
 
 
-def _tiles(evaluation: Mapping[str, Any]) -> list[Tile]:
+def _tiles(evaluation: Mapping[str, Any], metric: str) -> list[Tile]:
     found, rival = evaluation["sets"][HELD_OUT], _rival(evaluation)
-    accuracy = {policy: found["policies"][policy]["accuracy"] for policy in evaluation["policies"]}
-    gain = found["differences"][rival]["accuracy"]
+    estimates = {policy: found["policies"][policy][metric] for policy in evaluation["policies"]}
+    gain = found["differences"][rival][metric]
     return [
         *(
-            Tile(_title(evaluation, policy), figures.percent(it["mean"]), figures.interval("accuracy", it), policy)
-            for policy, it in accuracy.items()
+            Tile(_title(evaluation, policy), figures.amount(metric, it["mean"]), figures.interval(metric, it), policy)
+            for policy, it in estimates.items()
         ),
-        Tile(f"gain over the {rival}", figures.gain("accuracy", gain), figures.interval("accuracy", gain)),
+        Tile(f"gain over the {rival}", figures.gain(metric, gain), figures.interval(metric, gain)),
     ]
 
 
 def _evaluation(record: Record) -> Section:
-    evaluation = record.evaluation
+    evaluation, metric = record.evaluation, record.config.promotion.metric
     drawn = f"temperature {evaluation['temperature']:g}" if evaluation["temperature"] else "greedily"
     each = (
         f"{evaluation['num_samples']} completions of each prompt"
         if evaluation["num_samples"] > 1
         else "each prompt once"
     )
-    charts = [*_accuracies(evaluation)]
+    charts = [*_forest(evaluation, metric)]
     if evaluation["num_samples"] > 1:
         charts.append(Chart("pass@k, %", _pass_at(evaluation), "held-out prompts of which one of k samples is right"))
     return Section(
@@ -117,11 +120,11 @@ def _evaluation(record: Record) -> Section:
         f"Sampled {drawn}, {each}; right is what {evaluation['accuracy_reward']} gives 1. Policies are compared on the "
         "same prompts, pair by pair; intervals resample the prompts.",
         charts=[*charts, _lengths(record)],
-        tables=[table for name in evaluation["sets"] for table in _set_tables(evaluation, name)],
+        tables=[table for name in evaluation["sets"] for table in _set_tables(evaluation, name, metric)],
     )
 
 
-def _set_tables(evaluation: Mapping[str, Any], name: str) -> Iterator[Table]:
+def _set_tables(evaluation: Mapping[str, Any], name: str, headlined: str) -> Iterator[Table]:
     found, policies = evaluation["sets"][name], evaluation["policies"]
     rivals = list(found["differences"])
     head = ["", *policies, *(f"trained − {rival}" for rival in rivals)]
@@ -146,18 +149,18 @@ def _set_tables(evaluation: Mapping[str, Any], name: str) -> Iterator[Table]:
         rows = [
             [
                 (category, f"{of_one['num_prompts']:,} prompts"),
-                *cells("accuracy", of_one["policies"], of_one["differences"]),
+                *cells(headlined, of_one["policies"], of_one["differences"]),
             ]
             for category, of_one in categories.items()
         ]
-        yield Table(["category", *head[1:]], rows, f"{name}, accuracy by category")
+        yield Table(["category", *head[1:]], rows, f"{name}, {headlined} by category")
 
 
-def _accuracies(evaluation: Mapping[str, Any]) -> Iterator[Chart]:
-    """Of the policies on each set and category that has a scored prompt."""
+def _forest(evaluation: Mapping[str, Any], metric: str) -> Iterator[Chart]:
+    """The metric of the policies on each set and category that has a scored prompt."""
 
     def points(found: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
-        figures_of = {policy: of_one["accuracy"] for policy, of_one in found["policies"].items()}
+        figures_of = {policy: of_one[metric] for policy, of_one in found["policies"].items()}
         return {policy: (it["mean"], it["low"], it["high"]) for policy, it in figures_of.items() if it["num_prompts"]}
 
     rows = []
@@ -167,8 +170,10 @@ def _accuracies(evaluation: Mapping[str, Any]) -> Iterator[Chart]:
     rows = [(label, of_row) for label, of_row in rows if of_row]
     if rows:
         height = max(drawing.PANEL[1], 0.75 + len(rows) * (0.16 + 0.13 * len(evaluation["policies"])))
-        picture = drawing.svg(lambda axes: drawing.forest(axes, rows, POLICY_COLOURS), (drawing.PANEL[0], height))
-        yield Chart("Accuracy", picture, f"with {evaluation['confidence']:.0%} intervals")
+        shares = figures.is_share(metric)
+        size = (drawing.PANEL[0], height)
+        picture = drawing.svg(lambda axes: drawing.forest(axes, rows, POLICY_COLOURS, shares), size)
+        yield Chart(figures.name_of(metric).capitalize(), picture, f"with {evaluation['confidence']:.0%} intervals")
 
 
 def _pass_at(evaluation: Mapping[str, Any]) -> str:
@@ -201,15 +206,15 @@ def _before_and_after(record: Record) -> Section:
 
 def _kinds(record: Record, name: str) -> dict[str, dict[str, Any]]:
     """The prompts by what became of them from base to trained: how many, and a few of each, spread over the set."""
-    of_set = record.samples.filter(pl.col("set") == name)
-    keys = (record.config.rewards, record.evaluation["accuracy_reward"])
-    before, after = (outcomes(of_set, name, policy, "accuracy", *keys) for policy in ("base", "trained"))
-    rows = {
-        "better": np.flatnonzero(after > before),
-        "worse": np.flatnonzero(after < before),
-        "still wrong": np.flatnonzero((after == before) & (after < 1)),
-        "still right": np.flatnonzero((after == before) & (after == 1)),
-    }
+    of_set, metric = record.samples.filter(pl.col("set") == name), record.config.promotion.metric
+    before, after = (_outcomes(record, of_set, policy) for policy in ("base", "trained"))
+    same = after == before
+    kinds = {"better": after > before, "worse": after < before}
+    if metric == "accuracy":
+        kinds |= {"still wrong": same & (after < 1), "still right": same & (after == 1)}
+    else:
+        kinds["unchanged"] = same
+    rows = {kind: np.flatnonzero(of_kind) for kind, of_kind in kinds.items()}
     return {
         kind: {
             "count": len(found),
@@ -224,19 +229,26 @@ def _spread(rows: np.ndarray, count: int) -> np.ndarray:
     return rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int))]
 
 
+def _outcomes(record: Record, of_set: pl.DataFrame, policy: str) -> np.ndarray:
+    """What the policy did on each prompt of a set's samples, by the run's metric. (N,)"""
+    keys = (record.config.promotion.metric, record.config.rewards, record.evaluation["accuracy_reward"])
+    return outcomes(of_set, of_set["set"][0], policy, *keys)
+
+
 def _sample(record: Record, of_prompt: pl.DataFrame) -> dict[str, Any]:
-    """A prompt with the first completion of each policy; of several, how many are right."""
-    first, n = of_prompt.sort("sample").row(0, named=True), of_prompt.height
+    """A prompt with the first completion of each policy; of several, how many are right, or their mean reward."""
+    of_prompt = of_prompt.sort("sample")
+    first = of_prompt.row(0, named=True)
     policies = []
     for policy in record.evaluation["policies"]:
-        rewards = of_prompt[f"{policy}/rewards/{record.evaluation['accuracy_reward']}"]
-        scored = first[rewards.name] is not None
+        mark, tone = _mark(record, of_prompt.head(1), policy)
         policies.append(
             {
                 "name": policy,
                 "completion": _cut(first[f"{policy}/completion"]),
-                "right": first[rewards.name] == 1 if scored else None,
-                "of_all": f"{(rewards == 1).sum()} of {n} right, the first" if n > 1 else "",
+                "mark": mark,
+                "tone": tone,
+                "of_all": _of_all(record, of_prompt, policy) if of_prompt.height > 1 else "",
                 "tokens": first[f"{policy}/completion_tokens"],
                 "truncated": first[f"{policy}/truncated"],
             }
@@ -248,6 +260,24 @@ def _sample(record: Record, of_prompt: pl.DataFrame) -> dict[str, Any]:
         "category": first.get("category"),
         "policies": policies,
     }
+
+
+def _mark(record: Record, sample: pl.DataFrame, policy: str) -> tuple[str, str]:
+    """What one completion got, and its tone: right, wrong, or "" where it is neither."""
+    [outcome] = _outcomes(record, sample, policy)
+    if np.isnan(outcome):
+        return "not scored", ""
+    if record.config.promotion.metric == "reward":
+        return f"reward {figures.number(outcome)}", ""
+    return ("✓ right", "right") if outcome == 1 else ("✗ wrong", "wrong")
+
+
+def _of_all(record: Record, of_prompt: pl.DataFrame, policy: str) -> str:
+    if record.config.promotion.metric == "reward":
+        [mean] = _outcomes(record, of_prompt, policy)
+        return f"mean of {of_prompt.height}: {figures.number(mean)}, the first:"
+    right = (of_prompt[f"{policy}/rewards/{record.evaluation['accuracy_reward']}"] == 1).sum()
+    return f"{right} of {of_prompt.height} right, the first"
 
 
 def _messages(prompt: Any) -> list[tuple[str, str]]:

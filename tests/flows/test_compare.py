@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from flows.cli import app
+from grpo_core.config import parse_config
 from grpo_core.statistics import paired_difference
 from tasks.compare import comparison_page, paired_with_first, parameters_that_differ
 from tasks.record import Record, load_record, read_record
@@ -106,6 +107,18 @@ def test_the_terminal_has_it_in_80_columns_and_the_page_the_same_figures(storage
         assert figure in page.text
     assert page.references == set()
     assert "script" not in {tag for tag, _ in page.tags}
+
+
+def test_runs_are_judged_by_what_the_first_is_to_gain_in() -> None:
+    records = _records("first", "slower")
+    in_points = Page(comparison_page(records)).text
+    config = parse_config(values_of("first", promotion={"metric": "reward"}))
+    in_reward = Page(comparison_page({**records, "first": replace(records["first"], config=config)})).text
+    mean = paired_with_first(records, "held-out")["slower"].differences["reward"]["mean"]
+    assert f"slower: better than the run first by {100 * mean:.1f} points (p = " in in_points
+    assert f"slower: better than the run first by {mean:.3f} in reward (p = " in in_reward
+    assert "accuracy of the base" in in_points
+    assert "reward of the base" in in_reward
 
 
 def test_a_curve_is_drawn_for_what_any_of_the_runs_has() -> None:

@@ -50,7 +50,7 @@ def test_evaluation_counts_each_held_out_prompt_once_at_its_steps_and_at_the_end
 
 
 def test_the_reward_is_composed_alike_in_training_in_its_evaluations_and_after_it(
-    values: dict[str, Any], tmp_path: Path
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Records keep what the functions gave; every figure called reward is made of that by the configuration."""
     values["rewards"] = [
@@ -59,6 +59,7 @@ def test_the_reward_is_composed_alike_in_training_in_its_evaluations_and_after_i
         {"function": "tests.grpo_core.test_evaluation:recorded", "clip": [-4, 0], "normalize": True},
     ]
     values["rewards"][1] |= {"gate": "near", "gate_threshold": 0.5}
+    values["promotion"] = {"metric": "reward"}
     run = trained_run(tmp_path / "run", values, eval_steps=4)
 
     def reward(row: dict[str, Any]) -> float:
@@ -74,6 +75,9 @@ def test_the_reward_is_composed_alike_in_training_in_its_evaluations_and_after_i
         assert metrics[rollout]["rewards/far/counted"] == pytest.approx(sum(open_ones) / len(rows))
         assert metrics[rollout]["rewards/far/mean"] == pytest.approx(pl.DataFrame(rows)["rewards/far"].mean())
     report = evaluate(run, run / "training")["sets"]["held-out"]["policies"]["trained"]
+    assert (
+        f", trained {report['reward']['mean']:.3f}" in capsys.readouterr().out.partition("reward on held-out: base ")[2]
+    )
     samples = pl.read_parquet(run / "training" / "samples.parquet")
     rows = samples.select(f"trained/rewards/{name}" for name in ("near", "far", "recorded")).to_dicts()
     assert report["reward"]["mean"] == pytest.approx(sum(map(reward, rows)) / len(rows))

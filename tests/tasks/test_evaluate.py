@@ -46,8 +46,8 @@ def _report(names: list[str], categories: list[str] = ()) -> dict[str, Any]:
     def estimate(mean: float) -> dict[str, float]:
         return vars(Estimate(mean, mean - 0.1, mean + 0.1, 40))
 
-    def difference(p: float) -> dict[str, float]:
-        return vars(Difference(0.25, 0.125, 0.375, p, 0.99, 0.09, 0.95, 40))
+    def difference(p: float, mean: float = 0.25) -> dict[str, float]:
+        return vars(Difference(mean, 0.125, 0.375, p, 0.99, 0.09, 0.95, 40))
 
     metrics = ("accuracy", "reward", "pass@4")
     figures = {
@@ -62,6 +62,8 @@ def _report(names: list[str], categories: list[str] = ()) -> dict[str, Any]:
             "champion": {name: difference(0.3) for name in (*metrics, "kl")},
         },
     }
+    figures["policies"]["base"]["reward"] = estimate(-2.5)
+    figures["differences"]["base"]["reward"] = difference(0.002, 3.25)
     of_category = {category: {**figures, "num_prompts": 7} for category in categories}
     return {"sets": {name: {**figures, "categories": of_category} for name in names}}
 
@@ -79,7 +81,7 @@ def test_every_figure_is_a_metric_of_the_run_however_many_there_are(client: mlfl
 
 def test_people_are_told_figures_and_verdict_in_one_table_a_set() -> None:
     report = _report(["held-out", "hard"], ["odd|even"])
-    assert verdicts(report)[:2] == [
+    assert verdicts(report, "accuracy")[:2] == [
         "held-out: better than the base by 25.0 points (p = 0.001)",
         "held-out: no difference from the champion could be shown: a gain of 9.0 points or more would show on these "
         "40 prompts, 80% of the time",
@@ -88,9 +90,20 @@ def test_people_are_told_figures_and_verdict_in_one_table_a_set() -> None:
     assert head == ["", "base", "champion", "trained", "trained − base [95%]", "trained − champion [95%]"]
     assert accuracy[:5] == ["accuracy", "50.0%", "60.0%", "75.0%", "+25.0 points [12.5, 37.5]"]
     assert kl[:3] == ["kl", "", "0.250"]
-    page = _markdown(report)
+    page = _markdown(report, "accuracy")
     assert page.count("## ") == 2
     assert "| odd\\|even | 7 | 50.0% |" in page
     for line in page.splitlines():
         if line.startswith("|"):
             assert line.replace("\\|", "").count("|") in (6, 7, 8)
+
+
+def test_of_a_run_that_is_to_gain_in_reward_people_are_told_the_reward() -> None:
+    report = _report(["held-out"], ["even"])
+    better, open_ = verdicts(report, "reward")
+    assert better == "held-out: better than the base by 3.250 in reward (p = 0.002)"
+    assert "no difference from the champion in reward could be shown: a gain of 0.090 or more" in open_
+    page = _markdown(report, "reward")
+    assert f"# Evaluation\n\n**{better}.**" in page
+    assert "| category | prompts | reward, base |" in page
+    assert "| even | 7 | -2.500 |" in page

@@ -133,6 +133,34 @@ def test_of_several_completions_the_page_shows_pass_at_k_and_how_many_are_right(
         assert shown in page.text
 
 
+def test_a_run_that_is_to_gain_in_reward_is_headlined_by_it(tmp_path: Path) -> None:
+    base, gain = outcomes_of(0, 0.5) - 4, 2.5 * outcomes_of(1, 0.6) - 0.5 * outcomes_of(2, 0.5)
+    drawn = [
+        samples_of({"base": base - sample, "trained": base + gain - sample}, categories=("short", "long")).with_columns(
+            sample=sample
+        )
+        for sample in (0, 1)
+    ]
+    keys = {"num_samples": 2, "temperature": 0.7, "bootstrap_resamples": 500}
+    values = values_of("graded", evaluation=keys, promotion={"metric": "reward"})
+    html = _html(read_record(made_up_run(tmp_path, values, pl.concat(drawn), metrics_of())))
+    text = Page(html).text
+    for shown in (
+        f"Better than the base by {gain.mean():.3f} in reward (p = ",
+        f"{base.mean() - 0.5:.3f} (base) → {(base + gain).mean() - 0.5:.3f} (trained) mean reward on 60 held-out",
+        "held-out, reward by category",
+        f"{(gain > 0).sum()} better",
+        f"{(gain < 0).sum()} worse",
+        f"{(gain == 0).sum()} unchanged",
+        f"mean of 2: {base[0] - 0.5:.3f}, the first: reward {base[0]:.3f}",
+    ):
+        assert shown in text
+    assert "points" not in text.partition("Sampled temperature")[0]
+    assert not [hidden for hidden in ("still wrong", "✗ wrong", "✓ right", "accuracy by category") if hidden in text]
+    forest = html[html.index("<figcaption>Reward<small>with 95% intervals") :].partition("</figure>")[0]
+    assert "%</text>" not in forest
+
+
 def test_a_set_that_no_reward_scored_is_said_and_not_drawn(tmp_path: Path) -> None:
     nothing = np.full(60, np.nan)
     samples = samples_of({"base": nothing, "trained": nothing}).fill_nan(None)

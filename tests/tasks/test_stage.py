@@ -88,8 +88,8 @@ def _train(context: Context) -> Values:
 
 
 def _evaluate(context: Context) -> Values:
-    accuracy = {"mean": 0.25, "low": 0.125, "high": 0.375}
-    return {"sets": {"held-out": {"differences": {"base": {"accuracy": accuracy}}}}}
+    difference = {"mean": 0.25, "low": 0.125, "high": 0.375}
+    return {"sets": {"held-out": {"differences": {"base": dict.fromkeys(("accuracy", "reward"), difference)}}}}
 
 
 def _register(context: Context) -> Values:
@@ -137,6 +137,7 @@ CHANGED = "configuration or inputs changed"
         ("evaluation", "confidence", 0.9, ["evaluate", "register"]),
         ("evaluation", "max_completion_length", 9, ["validate", "evaluate", "register"]),
         ("registry", "alias", "challenger", ["register"]),
+        ("promotion", "metric", "reward", ["register"]),
         ("health", "max_kl", 3.0, []),
     ],
 )
@@ -292,8 +293,15 @@ def test_status_shows_each_stage_and_its_exit_status_says_whether_anything_is_to
     runner = CliRunner(env={"COLUMNS": "200"})
     done = runner.invoke(app, ["status", "test"])
     assert done.exit_code == 0, done.output
-    for figure in ("24 + 16 prompts", "4 updates planned", "+25.0% [+12.5%, +37.5%]", "sums version 7, candidate"):
+    for figure in (
+        "24 + 16 prompts",
+        "4 updates planned",
+        "accuracy +25.0 points [12.5, 37.5]",
+        "sums version 7, candidate",
+    ):
         assert figure in done.output
+    _configure(run, {**values, "promotion": {"metric": "reward"}})
+    assert "reward +0.250 [0.125, 0.375]" in runner.invoke(app, ["status", "test"]).output
     _configure(run, {**values, "seed": 1})
     EVALUATE.path(run).rename(run / "elsewhere")
     stale = runner.invoke(app, ["status", "test"])
