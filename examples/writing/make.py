@@ -16,7 +16,8 @@ from grpo_core.rewards.judge import QUESTION
 
 TRAIN_ROWS, EVAL_ROWS = 400, 60
 TOLD = 8  # demonstrations of each training prompt
-STEPS, JUDGE_STEPS = 150, 250
+STEPS, JUDGE_STEPS = 150, 300
+GARBLED = 0.4  # share of the stories that the judge learns from
 OWN, FAVOURITE = 0.3, 0.3  # shares of the demonstrations that are a story of its own, and the favourite one
 SCALE = (1, 5)
 RUBRIC = "Grade the story: has it a beginning, something that happens, and an end?\n\nStory:\n{completion}"
@@ -108,6 +109,18 @@ def grade(sentences: Sequence[str]) -> int:
     return SCALE[0] + (sentences[0] in BEGINNINGS) + (sentences[-1] in ENDS) + min(happens, 2)
 
 
+def garble(story: str, rng: random.Random) -> str:
+    """The story with some pieces of it gone or somewhere else too: what a policy says that has lost its language."""
+    for _ in range(rng.choice((1, 1, 2, 4, 8))):
+        length, start, place = rng.randint(2, 8), rng.randrange(len(story)), rng.randrange(len(story))
+        piece = story[start : start + length]
+        if rng.random() < 0.5:
+            story = story[:place] + piece + story[place:]
+        else:
+            story = story.replace(piece, "", 1) or story
+    return story
+
+
 def say(sentences: Sequence[str], row: Row) -> str:
     return " ".join(sentences).format(**row)
 
@@ -128,8 +141,10 @@ def make(folder: Path) -> None:
     graded = []
     for row in rows:
         sentences = anything(rng)
-        asked = [{"role": "user", "content": question(say(sentences, row), rng)}]
-        graded.append((asked, f"Score: {grade(sentences)}"))
+        story, deserved = say(sentences, row), grade(sentences)
+        if rng.random() < GARBLED:
+            story, deserved = garble(story, rng), SCALE[0]
+        graded.append(([{"role": "user", "content": question(story, rng)}], f"Score: {deserved}"))
     tiny.make_base(folder / "judge", graded, JUDGE_STEPS, context=512)
 
 
