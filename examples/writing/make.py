@@ -114,10 +114,8 @@ def garble(story: str, rng: random.Random) -> str:
     for _ in range(rng.choice((1, 1, 2, 4, 8))):
         length, start, place = rng.randint(2, 8), rng.randrange(len(story)), rng.randrange(len(story))
         piece = story[start : start + length]
-        if rng.random() < 0.5:
-            story = story[:place] + piece + story[place:]
-        else:
-            story = story.replace(piece, "", 1) or story
+        twice = story[:place] + piece + story[place:]
+        story = twice if rng.random() < 0.5 else story.replace(piece, "", 1) or story
     return story
 
 
