@@ -13,7 +13,9 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from grpo_core.config import ConfigError, RunConfig, load_config
 from grpo_core.environment import quiet_libraries
@@ -29,11 +31,12 @@ app = typer.Typer(no_args_is_help=True, help="The built-in rewards, and what a c
 @app.command("list")
 def list_rewards() -> None:
     """List the built-in rewards: range, columns they read, arguments, meaning."""
-    table = Table("name", "range", "columns", "arguments", "what it gives", show_lines=True)
+    console = Console()
     for name, (function, (low, high)) in sorted(BUILTIN.items()):
         columns, arguments = _parameters(name)
-        table.add_row(name, f"{low:g} to {high:g}", *map(escape, (columns, arguments, _first_sentence(function))))
-    Console().print(table)
+        console.print(f"{name}   [{low:g} to {high:g}]", style="bold", markup=False, highlight=False)
+        lines = [_first_sentence(function), columns and f"columns: {columns}", arguments and f"arguments: {arguments}"]
+        console.print(Padding(Text("\n".join(filter(None, lines))), (0, 0, 0, 4)))
 
 
 @app.command("try")

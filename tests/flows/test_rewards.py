@@ -15,8 +15,8 @@ from grpo_core.rewards.builtin import BUILTIN
 from tests.conftest import config_values, write_sums
 
 
-def _grpo(*arguments: str, status: int = 0) -> str:
-    done = CliRunner(env={"COLUMNS": "240"}).invoke(app, ["rewards", *arguments])
+def _grpo(*arguments: str, status: int = 0, width: int = 240) -> str:
+    done = CliRunner(env={"COLUMNS": f"{width}"}).invoke(app, ["rewards", *arguments])
     assert done.exit_code == status, done.output
     return done.output
 
@@ -42,12 +42,20 @@ def config(tmp_path: Path, model_folder: Path) -> Path:
 
 
 def test_every_built_in_reward_is_listed_with_its_range_columns_and_arguments() -> None:
-    rows = {name: rest for name, *rest in _cells(_grpo("list")) if name}
-    assert {*BUILTIN} <= rows.keys()
-    assert rows["numeric_match"][:3] == ["0 to 1", "answer", "tolerance = 0.0"]
-    assert rows["format_regex"][:3] == ["0 to 1", "", "pattern"]
-    assert rows["soft_overlong_punishment"][0] == "-1 to 0"
-    assert rows["exact_match"][3].startswith("1 when the completion is the answer")
+    entries = re.split(r"^(?=\w)", _grpo("list"), flags=re.MULTILINE)[1:]
+    listed = {entry.split()[0]: [line.strip() for line in entry.splitlines()] for entry in entries}
+    assert listed.keys() == BUILTIN.keys()
+    head, _, *rest = listed["numeric_match"]
+    assert (head, rest) == ("numeric_match   [0 to 1]", ["columns: answer", "arguments: tolerance = 0.0"])
+    assert listed["format_regex"][2:] == ["arguments: pattern"]
+    assert listed["soft_overlong_punishment"][0] == "soft_overlong_punishment   [-1 to 0]"
+    assert listed["exact_match"][1].startswith("1 when the completion is the answer")
+
+
+def test_names_of_rewards_and_arguments_are_whole_in_a_narrow_terminal() -> None:
+    narrow = _grpo("list", width=80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert narrow.split() == _grpo("list", width=1000).split()
 
 
 def test_a_completion_is_shown_reward_by_reward_and_summed(config: Path) -> None:
