@@ -17,6 +17,7 @@ from grpo_core.config import ConfigError, parse_config, read_values
 # Links to configs/, examples/ and docs/recipes/; an installed package holds copies.
 FILES = Path(__file__).parent / "recipes"
 RECIPES = sorted(page.stem for page in (FILES / "docs").glob("*.md") if page.stem != "README")
+BEFORE = {"writing": "start the judge, as README.md says, and leave it running"}
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
@@ -30,8 +31,11 @@ def init(
     except ConfigError as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(2) from None
+    before = BEFORE.get(recipe)
     Console().print(
-        f"cd {folder}\npython -m examples.{recipe}.make   # data and base model\ngrpo run configs/{recipe}.toml\n"
+        f"cd {folder}\npython -m examples.{recipe}.make   # data and base model\n"
+        + (f"# {before}\n" if before else "")
+        + f"grpo run configs/{recipe}.toml\n"
         "README.md says how that goes, and what to replace for the real thing.",
         markup=False,
         highlight=False,

@@ -10,7 +10,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli import app
 from flows.project import RECIPES, write_project
 from grpo_core.config import ConfigError, load_config
 
@@ -37,6 +39,16 @@ def test_a_project_holds_what_its_page_names_and_the_configuration_of_the_recipe
     assert "](" not in page
     ours = load_config(ROOT / "configs" / f"{recipe}.toml")
     assert load_config(project / "configs" / f"{recipe}.toml") == ours.model_copy(update={"name": "mine"})
+
+
+def test_what_has_to_run_beside_a_run_is_said_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = {recipe: CliRunner().invoke(app, ["init", recipe, "--recipe", recipe]).output for recipe in RECIPES}
+    _, make, judge, run, *_ = said.pop("writing").splitlines()
+    assert make.startswith("python -m examples.writing.make") and run == "grpo run configs/writing.toml"
+    assert judge == "# start the judge, as README.md says, and leave it running"
+    assert "vllm.entrypoints" in Path("writing", "README.md").read_text()
+    assert [recipe for recipe, text in said.items() if "judge" in text] == []
 
 
 @pytest.mark.parametrize(
