@@ -107,6 +107,7 @@ def promote(
 ) -> None:
     """Make a version the champion if it is better than the present one. Exit status 1: refused, 2: cannot be tried."""
     configure()
+    _check_registered(model, version)
     with prefect_api():
         from prefect import tags
 
@@ -128,6 +129,7 @@ def promote(
 def rollback(model: RegisteredModel) -> None:
     """Make the previous champion of a registered model champion again. Exit status 2: there is none."""
     configure()
+    _check_registered(model)
     with prefect_api():
         from prefect import tags
 
@@ -157,8 +159,18 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
         _fail(f"{path}: not a valid configuration\n{error}", code=2)
 
 
+def _check_registered(model: str, version: str | None = None) -> None:
+    """Before Prefect, which logs a flow run that fails with all its tracebacks."""
+    from tasks.champion import PromotionError, check
+
+    try:
+        check(model, version)
+    except PromotionError as error:
+        _fail(str(error), code=2)
+
+
 def _fail(message: str, code: int) -> None:
-    Console(stderr=True).print(message, style="red", markup=False, highlight=False)
+    Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(code)
 
 

@@ -98,6 +98,14 @@ def promote(
         return outcome
 
 
+def check(name: str, version: str | None = None) -> None:
+    """PromotionError when MLflow has no such registered model, or that has no such version."""
+    client = connect()
+    model = _model(client, name)
+    if version is not None:
+        _version(client, model, version)
+
+
 def rollback(name: str) -> tuple[str | None, str]:
     """Make the champion before the present one champion again; (version left, None if the alias was gone, version
     returned to). PromotionError when there was none before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from multiprocessing.synchronize import Barrier
@@ -11,7 +12,9 @@ from typing import Any
 
 import polars as pl
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli import app
 from grpo_core.config import ConfigError
 from tasks.champion import PromotionError, is_decided, promote, rollback
 from tasks.tracking import connect
@@ -28,6 +31,7 @@ def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with mlflow_server(folder, port), pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_STORAGE", str(folder))
         patch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        patch.setattr("flows.cli.configure", lambda: None)  # it sets the environment of all tests that come after
         yield
 
 
@@ -153,6 +157,14 @@ def test_what_cannot_be_tried_says_what_there_is(model: str) -> None:
         promote(model)
     with pytest.raises(PromotionError, match="has no version 3"):
         promote(model, "3")
+
+
+@pytest.mark.parametrize("command", ["promote", "rollback"])
+def test_a_command_for_a_model_that_is_not_there_answers_in_a_sentence(command: str) -> None:
+    """Prefect would say it with tracebacks."""
+    done = CliRunner().invoke(app, [command, "nobody"])
+    assert done.exit_code == 2
+    assert re.fullmatch("no registered model 'nobody' in MLflow; .*\n", done.output)
 
 
 def test_rollbacks_lead_back_through_the_champions(model: str) -> None:
