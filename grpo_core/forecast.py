@@ -23,6 +23,7 @@ FLOAT, HALF = 4, 2  # bytes
 ASSUMED_FLOPS = 790e12
 ASSUMED_UTILISATION = 0.11
 FLOPS_PER_PARAMETER = 8  # a token is sampled (2) and trained on, forward and backward (6)
+FLOPS_RECOMPUTED = 2  # forward once more, for gradient_checkpointing
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -123,8 +124,7 @@ def forecast(
     except ForecastError as error:
         found["memory"] = {"error": str(error)}
     try:
-        parameters = shape.parameters if shape else None
-        found["time"] = wall_time(plan, lengths, config.rollout.max_completion_length, known, parameters)
+        found["time"] = wall_time(config, plan, lengths, known, shape.parameters if shape else None)
     except ForecastError as error:
         found["time"] = {"error": str(error)}
     if pass_rates:
@@ -181,13 +181,15 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
 
 
 def wall_time(
-    plan: Plan, lengths: PromptLengths, max_completion_length: int, known: Throughput | None, parameters: int | None
+    config: RunConfig, plan: Plan, lengths: PromptLengths, known: Throughput | None, parameters: int | None
 ) -> dict[str, Any]:
     """Hours of the whole training and GPU hours, at the pace of earlier runs, or at an assumed one."""
+    max_completion_length = config.rollout.max_completion_length
     if known:
         length, pace, how = min(known.completion_tokens, max_completion_length), known.tokens_per_second, known.how
     elif parameters:
-        length, pace = max_completion_length, ASSUMED_FLOPS * ASSUMED_UTILISATION / (FLOPS_PER_PARAMETER * parameters)
+        flops = parameters * (FLOPS_PER_PARAMETER + FLOPS_RECOMPUTED * config.train.gradient_checkpointing)
+        length, pace = max_completion_length, ASSUMED_FLOPS * ASSUMED_UTILISATION / flops
         how = (
             f"no earlier run is known: assumed are {ASSUMED_UTILISATION:.0%} of {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s a "
             f"GPU and completions of full length ({max_completion_length} tokens)"

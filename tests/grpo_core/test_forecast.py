@@ -143,19 +143,21 @@ def test_what_is_held_follows_from_the_configuration() -> None:
 
 
 def test_time_at_the_pace_of_earlier_runs() -> None:
-    config = _config(max_steps=10, num_processes=2)
+    config = _config(max_steps=10, num_processes=2, max_completion_length=100)
     known = Throughput(1000.0, 4.0, "measured")
-    found = wall_time(_plan(config), PromptLengths(6.0, 9, "given"), 100, known, None)
+    found = wall_time(config, _plan(config), PromptLengths(6.0, 9, "given"), known, None)
     assert found["wall_time_hours"] == pytest.approx(10 * 32 * (6 + 4) / 2000 / 3600)
     assert found["gpu_hours"] == pytest.approx(2 * found["wall_time_hours"])
     assert "measured" in found["how"]
 
 
-def test_time_without_earlier_runs_states_its_assumption() -> None:
-    found = wall_time(_plan(_config(max_steps=10)), PromptLengths(6.0, 9, "given"), 100, None, 10**9)
+@pytest.mark.parametrize(("recomputed", "operations"), [(False, 8), (True, 10)])
+def test_time_without_earlier_runs_states_its_assumption(recomputed: bool, operations: int) -> None:
+    config = _config(max_steps=10, max_completion_length=100, gradient_checkpointing=recomputed)
+    found = wall_time(config, _plan(config), PromptLengths(6.0, 9, "given"), None, 10**9)
     assert "assumed are 11% of 790 TFLOP/s" in found["how"]
-    # 16 completions of 106 tokens an update, 8 floating-point operations a parameter and token.
-    assert found["gpu_hours"] == pytest.approx(10 * 16 * 106 * 8e9 / (0.11 * 790e12) / 3600)
+    # 16 completions of 106 tokens an update, so many floating-point operations a parameter and token.
+    assert found["gpu_hours"] == pytest.approx(10 * 16 * 106 * operations * 1e9 / (0.11 * 790e12) / 3600)
 
 
 @pytest.mark.parametrize("g", [2, 3, 5])
