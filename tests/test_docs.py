@@ -12,11 +12,18 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState
 
+from flows.project import RECIPES
 from grpo_core.config import describe_keys, load_config
+from grpo_core.forecast import ModelShape, PromptLengths, peak_memory
+from grpo_core.plan import make_plan, plan_inputs
 from grpo_core.trainer import train
 from tests.conftest import config_values, make_run, with_keys
 
 ROOT = Path(__file__).parents[1]
+SHAPES = {  # of Qwen2 and Qwen2.5, from their config.json
+    "0.5B": ModelShape(24, 896, 896, 128, 4864, 151_936, 494_032_768),
+    "1.5B": ModelShape(28, 1536, 1536, 256, 8960, 151_936, 1_543_714_304),
+}
 
 
 def test_every_test_that_parity_names_exists() -> None:
@@ -36,13 +43,38 @@ def test_every_key_of_the_algorithm_and_of_health_is_documented() -> None:
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "recipes").glob("*.md")), ids=lambda page: page.stem)
 def test_every_run_of_a_recipes_page_is_one_that_its_configuration_takes(page: Path) -> None:
+    runs = _runs(page)
+    assert runs
+    for config, overrides in runs:
+        load_config(ROOT / config, overrides)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recipe: str) -> None:
+    """Of 80 GB, by the forecast, with what vLLM takes of it and with room."""
+    (path, overrides), *others = [run for run in _runs(ROOT / "docs" / "recipes" / f"{recipe}.md") if run[1]]
+    assert not others
+    text = (ROOT / path).read_text()
+    found = {key.rpartition(".")[2]: value for key, value in (override.split("=", 1) for override in overrides)}
+    marked: dict[str, float] = {}
+    for key, said in re.findall(r"^(?:(\w+) = .*)?# (?:.*; )?GPU: (.*)$", text, re.MULTILINE):
+        numbers = re.findall(r"(?:^|(\w+) = )(\d[\d.e-]*)\b", said)
+        marked |= {name or key: float(number) for name, number in numbers}
+    assert {"max_completion_length", "per_device_train_batch_size", "gradient_accumulation_steps"} <= marked.keys()
+    assert {name: float(found[name]) for name in marked} == marked
+    assert "# GPU: mixed_precision" in text and found["mixed_precision"] == "bf16"
+    config = load_config(ROOT / path, ["rollout.engine=vllm", *(it for it in overrides if "rollout.engine" not in it)])
+    shape = SHAPES["1.5B" if "1.5B" in config.model.name_or_path else "0.5B"]
+    needed = peak_memory(config, make_plan(plan_inputs(config, 5000)), shape, PromptLengths(256, 256, "assumed"))
+    assert needed["peak_memory_gib"] < 60
+
+
+def _runs(page: Path) -> list[tuple[str, list[str]]]:
+    """What a page runs: the configuration and the keys that it sets."""
     text = page.read_text().replace("\\\n", " ")
     runs = re.findall(r"^    grpo run (configs/\w+\.toml)(.*?)(?:#.*)?$", text, re.MULTILINE)
-    assert runs
-    for config, options in runs:
-        overrides = shlex.split(options)
-        assert set(overrides[::2]) <= {"--set"}
-        load_config(ROOT / config, overrides[1::2])
+    assert all(set(shlex.split(options)[::2]) <= {"--set"} for _, options in runs)
+    return [(config, shlex.split(options)[1::2]) for config, options in runs]
 
 
 @pytest.fixture
