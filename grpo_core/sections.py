@@ -381,7 +381,7 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
+    """Compute activations again in the backward pass instead of keeping them: less memory, updates a third longer."""
     save_steps: int = Field(100, ge=1)
     """A checkpoint every this many updates."""
     save_total_limit: int = Field(2, ge=1)
