@@ -6,7 +6,6 @@ secrets are for those who have the worker's machine: its presets, its environmen
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from flows.form import CONFIGS, PRESETS, resolve
 from grpo_core.config import ConfigError, RunConfig, read_values
 from grpo_core.rewards.builtin import BUILTIN
-from grpo_core.rewards.contract import RewardError, find
+from grpo_core.rewards.contract import RewardError, code_of, find
 from grpo_core.sections import RewardConfig
 
 MODULES = "GRPO_REWARD_MODULES"  # comma-separated; a deployment's parameters may name any reward defined in them
@@ -61,8 +60,9 @@ def _why_not(reward: RewardConfig, listed: set[str]) -> str:
         function = find(reward.function)
     except RewardError as error:
         return str(error)
-    if inspect.isroutine(function) and function.__module__ not in listed:
-        return f"it is of the module {function.__module__!r}, which the worker's {MODULES} does not list"
+    defined_in = getattr(code_of(function), "__module__", None)
+    if defined_in not in listed:
+        return f"it is of the module {defined_in!r}, which the worker's {MODULES} does not list"
     return ""
 
 

@@ -61,12 +61,12 @@ def numeric_match(
 
 def _numbers_agree(text: str, expected: Any, tolerance: float) -> float | None:
     try:
-        wanted = Decimal(str(expected).strip().replace(",", ""))
+        wanted = Decimal(DASHES.sub("-", str(expected)).strip().replace(",", ""))
     except InvalidOperation:
         return None
     if not wanted.is_finite():
         return None
-    found = NUMBER.findall(text)
+    found = NUMBER.findall(DASHES.sub("-", text))
     if not found:
         return 0.0
     try:

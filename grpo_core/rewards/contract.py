@@ -78,20 +78,20 @@ def source_of(config: RewardConfig) -> bytes:
     module, separator, _ = config.function.partition(":")
     if not separator:
         return b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
-    files = {sys.modules[module].__file__, inspect.getsourcefile(_code_of(function)) if _is_python(function) else None}
+    files = {sys.modules[module].__file__, inspect.getsourcefile(code_of(function)) if _is_python(function) else None}
     return b"".join(Path(file).read_bytes() for file in sorted(filter(None, files)))
 
 
-def _code_of(function: Any) -> Any:
+def code_of(function: Any) -> Any:
     """The function under decorators and `functools.partial`, or the `__call__` of an object."""
     function = inspect.unwrap(function)
     if isinstance(function, functools.partial):
-        return _code_of(function.func)
-    return function if inspect.isroutine(function) else _code_of(type(function).__call__)
+        return code_of(function.func)
+    return function if inspect.isroutine(function) else code_of(type(function).__call__)
 
 
 def _is_python(function: Any) -> bool:
-    return hasattr(_code_of(function), "__code__")
+    return hasattr(code_of(function), "__code__")
 
 
 def _value_type(parameter: inspect.Parameter, function: RewardFunction) -> Any:
@@ -99,7 +99,7 @@ def _value_type(parameter: inspect.Parameter, function: RewardFunction) -> Any:
     annotation = parameter.annotation
     if isinstance(annotation, str):
         try:
-            annotation = eval(annotation, getattr(_code_of(function), "__globals__", {}))
+            annotation = eval(annotation, getattr(code_of(function), "__globals__", {}))
         except Exception:  # an annotation may name what only a type checker imports
             return Any
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

@@ -38,8 +38,11 @@ Think it over in a few sentences if you like. Then end with one line of exactly 
 from {low} (worst) to {high} (best). Write no other such line, and nothing after it.
 Score: N"""
 
-GRADE = re.compile(r"Score: (-?[0-9]+)")
+GRADE = re.compile(r"Score: (-?[0-9]{1,9})")
 LIKE_A_GRADE = re.compile(r"\W*score\W*\d", re.IGNORECASE)
+# What ends a turn in the chat templates of today's models; a server reads it as such wherever it stands.
+TURNS = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|</?s>|\[/?INST\]|<(?:start|end)_of_turn>")
+SENT = {"accept", "accept-encoding", "authorization", "connection", "content-length", "content-type", "host"}
 ATTEMPTS = 3  # to get one grade in the form asked for
 UNREADABLE = 20  # completions in a row that got none: this is no judge
 KEY_NAME = re.compile(r"[A-Z0-9_]+_API_KEY")
@@ -208,6 +211,8 @@ async def _ask(
         tokens = response.usage and response.usage.total_tokens
     except (AttributeError, TypeError, ValueError):
         text = tokens = None
+    if not isinstance(tokens, int) or tokens < 0:
+        tokens = None
     if tokens is None and budget["tokens"] is not None:
         raise RewardError(f"{who} does not say how many tokens it used: budget_tokens cannot be kept; remove it")
     with shared.cache.transact(retry=True):
@@ -240,7 +245,7 @@ def _question(rubric: str, low: int, high: int, prompt: Any, completion: str, an
     if answer is None and "{answer}" in rubric:
         return None
     request = prompt if isinstance(prompt, str) else "\n\n".join(f"{m['role']}: {m['content']}" for m in prompt)
-    material = {"prompt": request, "completion": completion, "answer": str(answer)}
+    material = {"prompt": request, "completion": TURNS.sub(" ", completion), "answer": str(answer)}
     # A digest of the whole: no text can be written that contains its own.
     mark = f"[[{hashlib.blake2b(json.dumps(material).encode(), digest_size=8).hexdigest()}]]"
 
@@ -281,10 +286,20 @@ def _client(base_url: str, key: str | None, max_retries: int, seconds: float) ->
     import openai
 
     # A redirect would take the question, and the client's default key the secret of another server, to who knows whom.
-    http = openai.DefaultAsyncHttpxClient(verify=_certificates(), follow_redirects=False)
-    return openai.AsyncOpenAI(
-        base_url=base_url, api_key=key or "none", max_retries=max_retries, timeout=seconds, http_client=http
+    key = key or "none"
+    http = openai.DefaultAsyncHttpxClient(
+        verify=_certificates(), follow_redirects=False, event_hooks={"request": [functools.partial(_strip, key)]}
     )
+    return openai.AsyncOpenAI(
+        base_url=base_url, api_key=key, max_retries=max_retries, timeout=seconds, http_client=http
+    )
+
+
+async def _strip(key: str, request: Any) -> None:
+    """Leave no header that the client takes from the environment (OPENAI_CUSTOM_HEADERS, OPENAI_ORG_ID)."""
+    for name in {*request.headers} - SENT:
+        del request.headers[name]
+    request.headers["Authorization"] = f"Bearer {key}"
 
 
 @functools.cache

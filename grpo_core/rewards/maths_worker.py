@@ -22,6 +22,7 @@ MEMORY = 2 << 30  # bytes
 DELIMITERS = re.compile(r"\$|\\\(|\\\[|\\boxed\b")
 MIXED = re.compile(r"(?<![\d.,/^{])(\d+) (\d+)/(\d+)(?![\d.,/])")
 PROSE = re.compile(r"(?<!\\)(?<![A-Za-z])[A-Za-z]{2,}")
+WORD = re.compile(r"(?!(?i:infinity)$)[A-Za-z]{3,}")  # read as a product of variables, which any anagram equals
 EXPONENT = re.compile(r"(?<![\w.])([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d+)\b")
 
 
@@ -72,6 +73,8 @@ def compare(text: str, answer: str) -> float | None:
 
 @functools.lru_cache(maxsize=1024)
 def _expected(answer: str) -> list[Any]:
+    if WORD.fullmatch(answer.strip()):
+        return _parsed(f"\\boxed{{\\text{{{answer.strip()}}}}}")
     return ([] if DELIMITERS.search(answer) else _parsed(f"\\boxed{{{answer.strip()}}}")) or _read(answer)
 
 

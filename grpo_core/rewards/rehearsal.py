@@ -72,6 +72,12 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
     resolved = [resolve(reward) for reward in config.rewards]
     rewards: dict[str, Any] = {}
     errors, warnings = _gates(config.rewards, {reward.name: reward.range for reward in resolved})
+    warnings += [
+        f"reward {reward.name!r} has weight {reward.weight:g}: what gets no grade counts as 0, which is the best then; "
+        "write the rubric so that the best get the highest grade, and give a weight above 0"
+        for reward in config.rewards
+        if reward.function == "judge" and reward.weight < 0
+    ]
     for reward in resolved:
         try:
             score([_within(FIRST_SECONDS, reward)], whole.only(0))  # what is loaded once is not its pace

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import marshal
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -135,6 +137,7 @@ def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int) -> tuple[bytes
         else:
             filters, folder = [stack.enter_context(_filter())], "/"
             command = [*_enclosed(filters[0], limits.scratch_mib), *python]
+        deadline = time.monotonic() + limits.wall_seconds
         process = stack.enter_context(
             subprocess.Popen(
                 command,
@@ -156,9 +159,20 @@ def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int) -> tuple[bytes
             process.stdin.write(job)
         with suppress(BrokenPipeError):
             process.stdin.close()
-        output = process.stdout.read(most)
+        output = _read(process.stdout.fileno(), most, deadline)
         _kill(process)
         return output, process.stderr.read()
+
+
+def _read(descriptor: int, most: int, deadline: float) -> bytes:
+    """What comes until the end, but no longer: without a sandbox a daemon may live on and hold the pipe open."""
+    output = bytearray()
+    while len(output) < most and select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        part = os.read(descriptor, most - len(output))
+        if not part:
+            break
+        output += part
+    return bytes(output)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,11 +44,31 @@ def _validator(schema: str) -> Any:
             raise ValueError("it is neither an object nor true or false")
         kind = validator_for(parsed, default=Draft202012Validator)
         kind.check_schema(parsed)
+        if '"$id"' not in schema:  # references are relative to it
+            _follow_references(parsed, kind.META_SCHEMA["$schema"])
     except (ValueError, SchemaError) as error:
         (message, *_) = str(error).splitlines()
         raise ValueError(f"no JSON Schema: {schema[:200]!r}: {message}") from error
     # An own registry: the default one would fetch what a reference names.
     return kind(parsed, registry=Registry(), format_checker=FormatChecker())
+
+
+def _follow_references(schema: Any, dialect: str) -> None:
+    """ValueError where a reference within the schema leads nowhere: else only a completion that meets it would tell."""
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import specification_with
+
+    resolver = Registry().with_resource("", specification_with(dialect).create_resource(schema)).resolver()
+    inside = [schema]
+    while inside:
+        part = inside.pop()
+        inside += part.values() if isinstance(part, dict) else part if isinstance(part, list) else []
+        if isinstance(part, dict) and isinstance(reference := part.get("$ref"), str):
+            try:
+                resolver.lookup(reference)
+            except Unresolvable:
+                raise ValueError(f"its reference {reference!r} leads nowhere") from None
 
 
 def _is_valid(text: str, validator: Any) -> float:
@@ -56,10 +77,14 @@ def _is_valid(text: str, validator: Any) -> float:
         return 0.0
     try:
         document = json.loads(
-            blocks[0] if blocks else text, object_pairs_hook=_different_names, parse_constant=_refuse_constant
+            blocks[0] if blocks else text,
+            object_pairs_hook=_different_names,
+            parse_float=_finite,
+            parse_constant=_finite,
         )
         return float(validator.is_valid(document))
-    except (ValueError, RecursionError):  # RecursionError: a thousand opening brackets
+    # RecursionError: a thousand opening brackets; ArithmeticError: 400 digits, of which a multiple is asked
+    except (ValueError, ArithmeticError, RecursionError):
         return 0.0
 
 
@@ -70,8 +95,10 @@ def _different_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number} is no JSON")
+    return value
 
 
 REWARDS: Rewards = {"json_schema": (json_schema, (0.0, 1.0))}

@@ -28,6 +28,7 @@ Path(__file__).with_name("imported").touch()
 def graded(completions, path="x"): return [0.0 for _ in completions]
 def _twice(completions, factor): return [factor for _ in completions]
 doubled = partial(_twice, factor=2.0)
+shell = partial(system)
 """
 REACHING = sorted(name for name, (function, _) in BUILTIN.items() if function.__module__ not in HARMLESS)
 
@@ -72,6 +73,8 @@ def test_a_listed_module_s_own_rewards_and_nothing_that_it_imports(
     assert names == ["graded", "doubled"]
     with pytest.raises(ConfigError, match=r"house:system': it is of the module 'posix', which the worker's"):
         resolve_allowed("team", _rewards("house:system"))
+    with pytest.raises(ConfigError, match=r"house:shell': it is of the module 'posix'"):
+        resolve_allowed("team", _rewards("house:shell"))
     with pytest.raises(ConfigError, match=r"house\.sub:graded': a deployment's parameters"):
         resolve_allowed("team", _rewards("house.sub:graded"))
 

@@ -21,7 +21,7 @@ class Judge:
     url: str
     say: Callable[[str, int], str | tuple[int, Any]]
     questions: list[str] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)  # by their names in lower case
     bodies: list[dict[str, Any]] = field(default_factory=list)
     at_once: int = 0
     most_at_once: int = 0
@@ -55,7 +55,7 @@ def judging(say: Callable[[str, int], str | tuple[int, Any]], port: int = 0) -> 
                 question = body["messages"][0]["content"]
                 judge.questions.append(question)
                 judge.bodies.append(body)
-                judge.keys.append(self.headers["Authorization"])
+                judge.headers.append({name.lower(): value for name, value in self.headers.items()})
                 number = len(judge.questions)
                 judge.at_once += 1
                 judge.most_at_once = max(judge.most_at_once, judge.at_once)

@@ -11,6 +11,7 @@ from grpo_core.config import parse_config
 from grpo_core.rewards.contract import RewardError
 from grpo_core.rewards.rehearsal import rehearse
 from tests.conftest import config_values, make_tokenizer
+from tests.grpo_core.judging import judging
 
 REWARDS = """
 import time
@@ -50,6 +51,14 @@ def test_a_right_answer_an_empty_and_a_garbage_completion_are_scored(rehearsed: 
     assert length["right"] == pytest.approx(2 / 3)  # two digits
     assert length["empty"] == 0.0
     assert (report["rows"], report["warnings"]) == (8, [])
+
+
+def test_a_judge_whose_silence_would_pay_is_warned_of(rehearsed: Any, tmp_path: Path) -> None:
+    with judging(lambda *_: "Score: 5") as server:
+        arguments = {"model": "m", "base_url": server.url, "cache": str(tmp_path / "cache")}
+        for weight, warned in ((-1.0, True), (1.0, False)):
+            warnings = rehearsed({"function": "judge", "weight": weight, "args": arguments})["warnings"]
+            assert any("'judge' has weight -1: what gets no grade counts as 0" in it for it in warnings) is warned
 
 
 def test_without_answers_only_the_others_are_scored(rehearsed: Any) -> None:

@@ -201,6 +201,7 @@ def test_math_answer_knows_equal_answers(completion: str, answer: Any) -> None:
         ("4" * 5000, "42"),
         ("\ud800", "42"),
         (r"\boxed{\text{west}}", "east"),
+        ("seat", "east"),  # the same product of variables
         ("__import__('os')._exit(0)", "42"),
     ],
 )
@@ -214,8 +215,8 @@ def test_math_answer_does_not_apply_where_there_is_nothing_to_compare_with() -> 
 
 def test_an_endless_computation_is_a_wrong_answer_and_costs_the_others_nothing() -> None:
     before = signal.getsignal(signal.SIGALRM)
-    completions = ["9^9^9^9", r"\boxed{42}", "41"]
-    assert math_answer(completions, ["42"] * 3) == [0, 1, 0]
+    completions = [r"\boxed{42}", "41", *["9^9^9^9"] * 100]  # said again and again it takes its time once
+    assert math_answer(completions, ["42"] * 102) == [1, 0, *[0] * 100]
     assert signal.getsignal(signal.SIGALRM) is before
 
 
@@ -280,6 +281,7 @@ def test_json_schema_takes_bare_and_fenced_json(completion: str) -> None:
         '{"name": 1, "name": "Ada"}',  # which of the two a reader takes is its own affair
         '{"name": "Ada", "score": NaN}',
         '{"name": "Ada", "score": Infinity}',
+        '{"name": "Ada", "score": 1e400}',
         '```json\n{"name": 1}\n```\n```json\n{"name": "Ada"}\n```',
         '```json\n{"name": "Ada"}',
         "[" * 100_000,
@@ -294,7 +296,17 @@ def test_each_row_may_have_its_own_schema_or_none() -> None:
     assert json_schema(["1", "1", "1"], ['{"type": "integer"}', '{"type": "string"}', None]) == [1, 0, None]
 
 
-@pytest.mark.parametrize("schema", ["{", '{"type": "text"}', "3"])
+@pytest.mark.parametrize("schema", [{"multipleOf": 0.01}, {"format": "regex"}])
+@pytest.mark.parametrize("completion", ["9" * 400, '"a{99999999999}"'])
+def test_json_schema_survives_values_that_its_library_does_not(completion: str, schema: dict[str, Any]) -> None:
+    assert json_schema([completion], {"type": "null", **schema}) == [0]
+    assert json_schema([completion], schema) in ([0], [1])
+
+
+@pytest.mark.parametrize(
+    "schema",
+    ["{", '{"type": "text"}', "3", '{"properties": {"a": {"$ref": "#/$defs/b"}}}', '{"$ref": "https://a.example/b"}'],
+)
 def test_a_schema_that_is_none_is_named(schema: str) -> None:
     with pytest.raises(ValueError, match="no JSON Schema: "):
         json_schema(["1"], [schema])

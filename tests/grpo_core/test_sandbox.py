@@ -270,6 +270,13 @@ def test_a_daemon_ends_with_the_sandbox(marker: str) -> None:
     assert answer(f"daemon({marker!r})") == "left"
 
 
+def test_without_a_sandbox_a_daemon_that_holds_the_answers_open_does_not_hold_up_the_reader(marker: str) -> None:
+    program = f"{ATTACKS}\ndaemon({marker!r})"
+    assert answer("1", program, Limits(wall_seconds=3.0), "none") == 1
+    [left] = named(marker)
+    left.kill()
+
+
 def test_the_sandbox_ends_when_the_training_is_killed(marker: str) -> None:
     call = f"mark({marker!r}) or __import__('time').sleep(1000)"
     script = "from grpo_core.rewards.sandbox import *\n"
