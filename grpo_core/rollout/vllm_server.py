@@ -1,7 +1,7 @@
 """vLLM in processes of its own: one server or several, on other GPUs or another machine.
 
 They are asked over HTTP from an event loop in a thread, so that they can sample while the trainer trains. Every answer
-says which weights each of its tokens was sampled by (vLLM 0.32 and later).
+says which weights each of its tokens was sampled by.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_core.config import RunConfig
 from grpo_core.policy import plain_weights
 from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
 from grpo_core.rollout.vllm_client import Server, ServerError, Weights
-from grpo_core.rollout.vllm_serve import ADDRESSES
+from grpo_core.rollout.vllm_serve import ADDRESSES, wrong_vllm
 
 TURN_SECONDS = 0.05  # after which who waits for completions may do something else
 NOT_A_NUMBER = -9999.0  # vLLM's answers have it for a log-probability of NaN or -inf
@@ -40,6 +40,8 @@ class VLLMServerEngine:
     """
 
     def __init__(self, config: RunConfig, model: nn.Module, max_length: int):
+        if wrong := wrong_vllm():
+            raise ServerError(wrong)
         from grpo_core.rollout.vllm_transfer import send
 
         urls = config.rollout.vllm_server_base_urls or os.environ.get(ADDRESSES, "").split()

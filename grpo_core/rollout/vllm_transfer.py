@@ -2,7 +2,8 @@
 
 NCCL between GPUs, CUDA IPC on one, shared memory on a CPU.
 
-Only the last has been run by this project; the other two are written against the source of vLLM 0.32.
+Only the last has been run by this project; the other two are written against the source of vLLM 0.32, whose API it is:
+each release changes it.
 """
 
 from __future__ import annotations
