@@ -75,6 +75,7 @@ class VLLMServerEngine:
     def sync_weights(self, model: nn.Module) -> None:
         """What was begun is sampled to its end before, by the weights that it began with."""
         wait(self.begun.values())
+        PartialState().wait_for_everyone()  # who pauses the servers would abort the answers that others still wait for
         version = f"{self.token}-{next(self.versions)}"
         weights = Weights(version, plain_weights(model) if self.sends else None)
         for server in self.servers:

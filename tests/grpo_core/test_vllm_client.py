@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from accelerate import PartialState
 
-from grpo_core.rollout import vllm_serve
+from grpo_core.config import parse_config
+from grpo_core.rollout import vllm_serve, vllm_server
+from grpo_core.rollout.engine import Request, Sampling
+from grpo_core.rollout.vllm_client import NO_WEIGHTS
+from grpo_core.rollout.vllm_server import VLLMServerEngine
+from tests.conftest import config_values
+from tests.grpo_core.launching import TWO_PROCESSES
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,3 +40,54 @@ def test_another_vllm_is_refused_with_the_one_that_is_needed(monkeypatch: pytest
     assert vllm_serve.wrong_vllm() == ""
     monkeypatch.setattr(vllm_serve, "VLLM", "0.1")
     assert re.search(r"needs vLLM 0\.1, installed is 0\.32", vllm_serve.wrong_vllm())
+
+
+class _Server:
+    """Stands for a server: slow to answer the second process, and it writes down what happens when."""
+
+    def __init__(self, *_: Any):
+        self.wanted = NO_WEIGHTS
+        self.at: dict[str, float] = {}
+
+    async def keep(self) -> None:
+        pass
+
+    async def restore(self) -> None:
+        self.at["restored"] = time.time()
+
+    async def ask(self, body: Any) -> dict[str, Any]:
+        await asyncio.sleep(2.0 * PartialState().process_index)
+        self.at["answered"] = time.time()
+        return {"choices": []}
+
+
+def _engine(folder: Path, model: Any) -> VLLMServerEngine:
+    values = config_values(folder, folder, engine="vllm-server", vllm_server_base_urls=["http://127.0.0.1:1"])
+    no_vllm = {"grpo_core.rollout.vllm_transfer": mock.Mock()}  # which takes long to import
+    with mock.patch.object(vllm_server, "Server", _Server), mock.patch.dict(sys.modules, no_vllm):
+        return VLLMServerEngine(parse_config(values), model, 16)
+
+
+def begin_and_sync(folder: str) -> None:
+    """One of two processes; it writes FOLDER/PROCESS.json."""
+    PartialState(cpu=True)
+    engine = _engine(Path(folder), torch.nn.Linear(1, 1))
+    engine.begin([Request([3], 1, 0)], Sampling(4, 1.0))
+    engine.sync_weights(torch.nn.Linear(1, 1))
+    (Path(folder) / f"{PartialState().process_index}.json").write_text(json.dumps(engine.servers[0].at))
+
+
+@pytest.mark.slow
+def test_no_process_gets_new_weights_to_a_server_that_still_answers_another_process(tmp_path: Path) -> None:
+    code = f"from tests.grpo_core.test_vllm_client import begin_and_sync; begin_and_sync({str(tmp_path)!r})"
+    (tmp_path / "child.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, *TWO_PROCESSES, str(tmp_path / "child.py")],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"{number}.json").read_text()) for number in (0, 1))
+    assert first["restored"] > second["answered"]
