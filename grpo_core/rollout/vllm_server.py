@@ -24,7 +24,7 @@ from torch import nn
 from grpo_core.config import RunConfig
 from grpo_core.policy import plain_weights
 from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
-from grpo_core.rollout.vllm_client import Server, ServerError, Weights
+from grpo_core.rollout.vllm_client import NO_WEIGHTS, Server, ServerError, Weights
 from grpo_core.rollout.vllm_serve import ADDRESSES, wrong_vllm
 
 TURN_SECONDS = 0.05  # after which who waits for completions may do something else
@@ -76,6 +76,8 @@ class VLLMServerEngine:
         """What was begun is sampled to its end before, by the weights that it began with."""
         wait(self.begun.values())
         PartialState().wait_for_everyone()  # who pauses the servers would abort the answers that others still wait for
+        for server in self.servers:
+            server.wanted = NO_WEIGHTS  # which frees the last copy before there is another
         version = f"{self.token}-{next(self.versions)}"
         weights = Weights(version, plain_weights(model) if self.sends else None)
         for server in self.servers:

@@ -53,6 +53,7 @@ def send(server: Server, weights: Mapping[str, Tensor]) -> None:
                 server.transfer = _connect(server)
             server.transfer.source.snapshot = weights
             server.transfer.send_weights()
+            server.transfer.source.snapshot = {}  # the server's `wanted` alone keeps the copy, until the next is made
     except requests.RequestException as error:
         server.transfer = None
         raise Unavailable(f"weights cannot be sent: {error}") from error

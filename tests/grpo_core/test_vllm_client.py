@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -75,6 +76,22 @@ def begin_and_sync(folder: str) -> None:
     engine.begin([Request([3], 1, 0)], Sampling(4, 1.0))
     engine.sync_weights(torch.nn.Linear(1, 1))
     (Path(folder) / f"{PartialState().process_index}.json").write_text(json.dumps(engine.servers[0].at))
+
+
+def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def plain_weights(model: Any) -> dict[str, torch.Tensor]:
+        assert not [copy for copy in made if copy() is not None]
+        tensor = torch.zeros(1)
+        made.append(weakref.ref(tensor))
+        return {"weight": tensor}
+
+    monkeypatch.setattr(vllm_server, "plain_weights", plain_weights)
+    engine = _engine(tmp_path, torch.nn.Linear(1, 1))
+    engine.sync_weights(torch.nn.Linear(1, 1))
+    assert len(made) == 2
+    assert engine.servers[0].wanted.snapshot == {"weight": made[1]()}
 
 
 @pytest.mark.slow
