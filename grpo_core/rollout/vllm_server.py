@@ -90,6 +90,12 @@ class VLLMServerEngine:
             if (key := _key(request, sampling)) not in self.begun:
                 self.begun[key] = self._submit(request, sampling)
 
+    def drop_begun(self) -> None:
+        """End what was begun and that nobody will ask for."""
+        for future in self.begun.values():
+            future.cancel()  # which closes the connection, and that ends the request
+        self.begun.clear()
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
         numbers: dict[Future[list[Completion]], int] = {}  # of the requests that are not finished
         try:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -92,6 +93,26 @@ def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     engine.sync_weights(torch.nn.Linear(1, 1))
     assert len(made) == 2
     assert engine.servers[0].wanted.snapshot == {"weight": made[1]()}
+
+
+def test_what_was_begun_before_a_roll_back_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _engine(tmp_path, torch.nn.Linear(1, 1))
+    asked, ended = threading.Event(), threading.Event()
+
+    async def ask(body: Any) -> None:
+        asked.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(engine.servers[0], "ask", ask)
+    engine.begin([Request([3], 1, 0)], Sampling(4, 1.0))
+    assert asked.wait(60)
+    engine.drop_begun()
+    assert engine.begun == {}
+    assert ended.wait(60)
+    engine.sync_weights(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.slow
