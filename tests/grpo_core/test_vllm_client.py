@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -16,14 +17,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import requests
 import torch
 from accelerate import PartialState
 
 from grpo_core.config import parse_config
-from grpo_core.rollout import vllm_serve, vllm_server
+from grpo_core.rollout import vllm_client, vllm_serve, vllm_server
 from grpo_core.rollout.engine import Request, Sampling
-from grpo_core.rollout.vllm_client import NO_WEIGHTS
+from grpo_core.rollout.vllm_client import NO_WEIGHTS, Server, Unavailable
 from grpo_core.rollout.vllm_server import VLLMServerEngine
+from grpo_core.sections import RolloutConfig
 from tests.conftest import config_values
 from tests.grpo_core.launching import TWO_PROCESSES
 
@@ -93,6 +96,39 @@ def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     engine.sync_weights(torch.nn.Linear(1, 1))
     assert len(made) == 2
     assert engine.servers[0].wanted.snapshot == {"weight": made[1]()}
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConnectionRefusedError("nobody there"), "ConnectionRefusedError: nobody there"),
+        (RuntimeError("NCCL error: unhandled system error"), "RuntimeError: NCCL error"),
+        (requests.HTTPError("500 Server Error", response=mock.Mock(text="no such layer")), "Error: no such layer"),
+    ],
+)
+def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    with mock.patch.dict(sys.modules, {"vllm.distributed.weight_transfer": mock.Mock(WeightSource=object)}):
+        transfer = importlib.import_module("grpo_core.rollout.vllm_transfer")
+    server = mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": error}))
+    with pytest.raises(Unavailable, match=rf"{message}.*see the server's log") as raised:
+        transfer.send(server, {"weight": torch.zeros(1)})
+    assert raised.value.__cause__ is error
+    assert server.transfer is None
+    monkeypatch.setattr(transfer, "_connect", mock.Mock(side_effect=error))
+    with pytest.raises(Unavailable, match=message):
+        transfer.send(server, {"weight": torch.zeros(1)})
+
+
+def test_a_lease_is_renewed_whatever_went_wrong_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_client, "LEASE_SECONDS", 0.01)
+    server = Server("http://127.0.0.1:1", RolloutConfig(), "token", "holder", lambda started: "", mock.Mock())
+    renewed = mock.AsyncMock(side_effect=[KeyError("results"), Unavailable("down"), asyncio.CancelledError()])
+    monkeypatch.setattr(server, "take_lease", renewed)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(server.keep())
+    assert renewed.await_count == 3
 
 
 def test_what_was_begun_before_a_roll_back_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
