@@ -42,6 +42,7 @@ class VLLMServerEngine:
     def __init__(self, config: RunConfig, model: nn.Module, max_length: int):
         if wrong := wrong_vllm():
             raise ServerError(wrong)
+        from grpo_core.rollout.shared_memory import whereabouts
         from grpo_core.rollout.vllm_transfer import send
 
         urls = config.rollout.vllm_server_base_urls or os.environ.get(ADDRESSES, "").split()
@@ -57,7 +58,7 @@ class VLLMServerEngine:
         on_cpu = next(model.parameters()).device.type == "cpu"
 
         def objection(started: Mapping[str, Any]) -> str:
-            return _objection(started, config, max_length, on_cpu)
+            return _objection(started, config, max_length, on_cpu, whereabouts())
 
         self.servers = [Server(url, config.rollout, self.token, holder, objection, send) for url in urls]
         self.turns = itertools.count(process.process_index)
@@ -180,12 +181,14 @@ def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:
     return (tuple(request.prompt_ids), request.num_completions, request.seed, sampling)
 
 
-def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool) -> str:
+def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool, here: str) -> str:
     """What speaks against a server that was started so; "" when nothing does."""
     dtype = "bfloat16" if config.train.mixed_precision == "bf16" else "float32"
     transfers = ["shared_memory"] if on_cpu else ["nccl", "ipc"]
     if started["weight_transfer"] not in transfers:
         return f"takes weights by {started['weight_transfer']}, and here they can be sent by {' or '.join(transfers)}"
+    if started["weight_transfer"] == "shared_memory" and started["whereabouts"] != here:
+        return "takes weights by shared memory, which another machine or container does not see; run it beside this one"
     if started["weight_transfer"] == "ipc" and config.train.num_processes > 1:
         return (
             f"takes weights by ipc, which is for one training process; train.num_processes={config.train.num_processes}"

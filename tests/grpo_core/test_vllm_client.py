@@ -68,7 +68,8 @@ class _Server:
 
 def _engine(folder: Path, model: Any) -> VLLMServerEngine:
     values = config_values(folder, folder, engine="vllm-server", vllm_server_base_urls=["http://127.0.0.1:1"])
-    no_vllm = {"grpo_core.rollout.vllm_transfer": mock.Mock()}  # which takes long to import
+    names = ("shared_memory", "vllm_transfer")
+    no_vllm = {f"grpo_core.rollout.{name}": mock.Mock() for name in names}  # which takes long to import
     with mock.patch.object(vllm_server, "Server", _Server), mock.patch.dict(sys.modules, no_vllm):
         return VLLMServerEngine(parse_config(values), model, 16)
 
@@ -119,6 +120,22 @@ def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_ane
     monkeypatch.setattr(transfer, "_connect", mock.Mock(side_effect=error))
     with pytest.raises(Unavailable, match=message):
         transfer.send(server, {"weight": torch.zeros(1)})
+
+
+def test_a_server_that_cannot_see_the_trainers_memory_is_refused(tmp_path: Path) -> None:
+    config = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server"))
+    started = {
+        "weight_transfer": "shared_memory",
+        "dtype": "float32",
+        "logprobs_mode": "processed_logprobs",
+        "max_model_len": 16,
+        "chunked_prefill": False,
+        "whereabouts": "there",
+    }
+    assert vllm_server._objection(started, config, 16, True, "there") == ""
+    assert "which another machine or container does not see" in vllm_server._objection(
+        started, config, 16, True, "here"
+    )
 
 
 def test_a_lease_is_renewed_whatever_went_wrong_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
