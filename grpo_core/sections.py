@@ -170,6 +170,13 @@ class RolloutConfig(Section):
                 raise ValueError(f"vllm_server_base_urls: {wrong[0]!r} is no address such as http://127.0.0.1:8000")
             if len(set(self.vllm_server_base_urls)) < len(self.vllm_server_base_urls):
                 raise ValueError(f"vllm_server_base_urls={self.vllm_server_base_urls} names a server twice")
+            each = self.vllm_tensor_parallel_size, self.vllm_data_parallel_size
+            if self.vllm_weight_transfer == "ipc" and (self.vllm_num_servers, *each) != (1, 1, 1):
+                raise ValueError(
+                    "vllm_weight_transfer='ipc' is for one server on one GPU, the training's own; "
+                    f"vllm_num_servers={self.vllm_num_servers}, vllm_tensor_parallel_size={each[0]} and "
+                    f"vllm_data_parallel_size={each[1]} have to be 1, or the transfer 'nccl'"
+                )
         elif self.vllm_server_base_urls or self.max_staleness:
             raise ValueError(
                 f"vllm_server_base_urls={self.vllm_server_base_urls} and max_staleness={self.max_staleness} are for "

@@ -78,6 +78,8 @@ def train(run: Path, output: Path) -> dict[str, Any]:
                     findings = [health.not_finite(config.health, step, error)]
                 if _must_roll_back(session, records, findings, progress):
                     progress = roll_back(checkpoints, progress, config.train.save_total_limit)
+                    if isinstance(session.engine, VLLMServerEngine):
+                        session.engine.drop_begun()  # other samples are drawn from here on
                     records.rewind(progress.updates)
                     continue
                 records.step(step, metrics)

@@ -153,7 +153,7 @@ class Server:
         """Renew the lease, for ever; and should the server have been started again, bring it up to date."""
         while True:
             await asyncio.sleep(LEASE_SECONDS / RENEWALS)
-            with suppress(Unavailable, ServerError):  # who asks next waits for it, or says what is wrong
+            with suppress(Exception):  # who asks next waits for it, or says what is wrong; the lease must not lapse
                 await self.take_lease()
                 if not self.restoring.locked():
                     async with self.restoring:

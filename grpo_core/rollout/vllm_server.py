@@ -1,7 +1,7 @@
 """vLLM in processes of its own: one server or several, on other GPUs or another machine.
 
 They are asked over HTTP from an event loop in a thread, so that they can sample while the trainer trains. Every answer
-says which weights each of its tokens was sampled by (vLLM 0.32 and later).
+says which weights each of its tokens was sampled by.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import nn
 from grpo_core.config import RunConfig
 from grpo_core.policy import plain_weights
 from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
-from grpo_core.rollout.vllm_client import Server, ServerError, Weights
-from grpo_core.rollout.vllm_serve import ADDRESSES
+from grpo_core.rollout.vllm_client import NO_WEIGHTS, Server, ServerError, Weights
+from grpo_core.rollout.vllm_serve import ADDRESSES, wrong_vllm
 
 TURN_SECONDS = 0.05  # after which who waits for completions may do something else
 NOT_A_NUMBER = -9999.0  # vLLM's answers have it for a log-probability of NaN or -inf
@@ -40,6 +40,9 @@ class VLLMServerEngine:
     """
 
     def __init__(self, config: RunConfig, model: nn.Module, max_length: int):
+        if wrong := wrong_vllm():
+            raise ServerError(wrong)
+        from grpo_core.rollout.shared_memory import whereabouts
         from grpo_core.rollout.vllm_transfer import send
 
         urls = config.rollout.vllm_server_base_urls or os.environ.get(ADDRESSES, "").split()
@@ -55,7 +58,7 @@ class VLLMServerEngine:
         on_cpu = next(model.parameters()).device.type == "cpu"
 
         def objection(started: Mapping[str, Any]) -> str:
-            return _objection(started, config, max_length, on_cpu)
+            return _objection(started, config, max_length, on_cpu, whereabouts())
 
         self.servers = [Server(url, config.rollout, self.token, holder, objection, send) for url in urls]
         self.turns = itertools.count(process.process_index)
@@ -73,6 +76,9 @@ class VLLMServerEngine:
     def sync_weights(self, model: nn.Module) -> None:
         """What was begun is sampled to its end before, by the weights that it began with."""
         wait(self.begun.values())
+        PartialState().wait_for_everyone()  # who pauses the servers would abort the answers that others still wait for
+        for server in self.servers:
+            server.wanted = NO_WEIGHTS  # which frees the last copy before there is another
         version = f"{self.token}-{next(self.versions)}"
         weights = Weights(version, plain_weights(model) if self.sends else None)
         for server in self.servers:
@@ -84,6 +90,12 @@ class VLLMServerEngine:
         for request in requests:
             if (key := _key(request, sampling)) not in self.begun:
                 self.begun[key] = self._submit(request, sampling)
+
+    def drop_begun(self) -> None:
+        """End what was begun and that nobody will ask for."""
+        for future in self.begun.values():
+            future.cancel()  # which closes the connection, and that ends the request
+        self.begun.clear()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
         numbers: dict[Future[list[Completion]], int] = {}  # of the requests that are not finished
@@ -169,12 +181,14 @@ def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:
     return (tuple(request.prompt_ids), request.num_completions, request.seed, sampling)
 
 
-def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool) -> str:
+def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool, here: str) -> str:
     """What speaks against a server that was started so; "" when nothing does."""
     dtype = "bfloat16" if config.train.mixed_precision == "bf16" else "float32"
     transfers = ["shared_memory"] if on_cpu else ["nccl", "ipc"]
     if started["weight_transfer"] not in transfers:
         return f"takes weights by {started['weight_transfer']}, and here they can be sent by {' or '.join(transfers)}"
+    if started["weight_transfer"] == "shared_memory" and started["whereabouts"] != here:
+        return "takes weights by shared memory, which another machine or container does not see; run it beside this one"
     if started["weight_transfer"] == "ipc" and config.train.num_processes > 1:
         return (
             f"takes weights by ipc, which is for one training process; train.num_processes={config.train.num_processes}"

@@ -2,7 +2,8 @@
 
 NCCL between GPUs, CUDA IPC on one, shared memory on a CPU.
 
-Only the last has been run by this project; the other two are written against the source of vLLM 0.32.
+Only the last has been run by this project; the other two are written against the source of vLLM 0.32, whose API it is:
+each release changes it.
 """
 
 from __future__ import annotations
@@ -42,19 +43,25 @@ class Source(WeightSource):
 
 
 def send(server: Server, weights: Mapping[str, Tensor]) -> None:
-    """Bring the weights into the server; Unavailable when it is not there."""
+    """Bring the weights into the server; Unavailable when it is not there, or whatever else comes between."""
     device = next(iter(weights.values())).device
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # each thread has its own current one
     try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has its own current one
+            torch.cuda.synchronize(device)  # the copies are made; vLLM reads them on streams that wait for no other
         with _one_at_a_time:
             if server.transfer is None:
                 server.transfer = _connect(server)
             server.transfer.source.snapshot = weights
             server.transfer.send_weights()
-    except requests.RequestException as error:
+            server.transfer.source.snapshot = {}  # the server's `wanted` alone keeps the copy, until the next is made
+    except Exception as error:  # of HTTP, sockets, the rendezvous, NCCL: none says whether the server is to blame
         server.transfer = None
-        raise Unavailable(f"weights cannot be sent: {error}") from error
+        answer = getattr(error, "response", None)
+        body = "" if answer is None else f": {answer.text[:500]}"
+        raise Unavailable(
+            f"weights cannot be sent: {type(error).__name__}: {error}{body} (see the server's log)"
+        ) from error
 
 
 def _connect(server: Server) -> Any:
@@ -64,7 +71,9 @@ def _connect(server: Server) -> Any:
     if server.backend == "nccl":
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        workers = requests.get(f"{server.url}/get_world_size", timeout=server.seconds).json()["world_size"]
+        answer = requests.get(f"{server.url}/get_world_size", timeout=server.seconds)
+        answer.raise_for_status()
+        workers = answer.json()["world_size"]
         address, port = _meeting_point(server.url)
         info = NCCLTrainerInitInfo(address, port, 1 + workers, rank=0)
     elif server.backend == "ipc":

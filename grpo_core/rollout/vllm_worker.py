@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import grpo_core.rollout.shared_memory  # noqa: F401  registers itself
+from grpo_core.rollout.shared_memory import whereabouts  # and the transfer registers itself
 
 
 class TrainerLease:
@@ -41,6 +41,7 @@ class TrainerLease:
                 "max_model_len": self.model_config.max_model_len,
                 "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
                 "on_cpu": self.device.type == "cpu",
+                "whereabouts": whereabouts(),
             },
         }
 

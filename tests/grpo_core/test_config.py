@@ -98,6 +98,10 @@ VALUES: dict[str, Any] = {
             "names a server twice",
         ),
         (
+            {"rollout": {"engine": "vllm-server", "vllm_weight_transfer": "ipc", "vllm_tensor_parallel_size": 2}},
+            "'ipc' is for one server on one GPU, the training's own; vllm_num_servers=1, vllm_tensor_parallel_size=2",
+        ),
+        (
             {
                 "rollout": {"engine": "vllm-server", "max_staleness": 1},
                 "algorithm": {"vllm_importance_sampling_correction": False},
