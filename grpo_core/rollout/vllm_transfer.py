@@ -66,6 +66,8 @@ def send(server: Server, weights: Mapping[str, Tensor]) -> None:
 
 def _connect(server: Server) -> Any:
     """vLLM's trainer-side engine for the server's weight transfer."""
+    answer = requests.post(f"{server.url}/collective_rpc", json={"method": "end_weight_update"}, timeout=server.seconds)
+    answer.raise_for_status()
     client = HTTPVLLMWeightSyncClient(server.url, timeout=server.seconds)
     info: Any
     if server.backend == "nccl":

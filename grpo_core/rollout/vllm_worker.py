@@ -17,15 +17,10 @@ class TrainerLease:
 
     def take_lease(self: Any, token: str, holder: str, seconds: float) -> dict[str, Any]:
         """Whether the lease is now `token`'s for `seconds`; whose it is (`holder`, a name for people) and for how
-        long; and how this server was started.
-
-        What another trainer has left of a half-done weight update is ended: all of its weights come again.
-        """
+        long; and how this server was started."""
         now = time.monotonic()
         own, _, until = getattr(self, "_lease", ("", "", now))
         if own in ("", token) or until <= now:
-            if own != token and self._weight_update_active:
-                self.finish_weight_update()
             self._lease = token, holder, now + seconds
         own, name, until = self._lease
         config = self.vllm_config
@@ -44,6 +39,11 @@ class TrainerLease:
                 "whereabouts": whereabouts(),
             },
         }
+
+    def end_weight_update(self: Any) -> None:
+        """End what was left half-done, by this trainer or another: all of the weights come again."""
+        if self._weight_update_active:
+            self.finish_weight_update()
 
     def release_lease(self: Any, token: str) -> None:
         """Give the lease back, if it is `token`'s."""

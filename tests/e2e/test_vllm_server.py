@@ -89,6 +89,14 @@ def live(folder: str) -> None:
     found["drift of the heir"] = drift(heir)
     found["the first, once more"] = refusal(lambda: engine.score([[3, 4]]))
 
+    heir.servers[0].transfer.client.start_weight_update()  # and then the connection broke
+    heir.servers[0].transfer = None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    heir.sync_weights(model)
+    found["drift after half a send"] = drift(heir)
+
     heir.servers[0].seconds = 1.0
     signal_server(signal.SIGSTOP)
     found["hang"] = refusal(lambda: heir.score([[3, 4]]))
@@ -139,6 +147,10 @@ def test_a_second_trainer_is_refused_with_the_name_of_the_first_until_that_one_i
     assert "serves another trainer, run 'test' on" in found["second trainer"]
     assert found["drift of the heir"] < 1e-4
     assert "serves another trainer" in found["the first, once more"]
+
+
+def test_weights_that_were_half_sent_are_sent_again(found: dict[str, Any]) -> None:
+    assert found["drift after half a send"] < 1e-4
 
 
 def test_a_server_that_hangs_is_an_error_after_the_time_limit(found: dict[str, Any]) -> None:
