@@ -60,10 +60,14 @@ def _figures(found: Outcomes, metrics: Sequence[str], prompts: np.ndarray, confi
     keys = config.evaluation
     options = (keys.confidence, keys.bootstrap_resamples, config.seed)
     *others, last = found
+    # Judged by all policies: of one alone, a penalty that is always 0 would pass for a share of 0 right answers.
+    binary = {metric: all(_is_binary(values[metric]) for values in found.values()) for metric in metrics}
     return {
         "num_prompts": int(prompts.sum()),
         "policies": {
-            policy: {metric: asdict(estimate(values[metric][prompts], *options)) for metric in metrics}
+            policy: {
+                metric: asdict(estimate(values[metric][prompts], *options, binary=binary[metric])) for metric in metrics
+            }
             for policy, values in found.items()
         },
         "differences": {
@@ -74,6 +78,10 @@ def _figures(found: Outcomes, metrics: Sequence[str], prompts: np.ndarray, confi
             for other in others
         },
     }
+
+
+def _is_binary(values: np.ndarray) -> bool:
+    return bool(np.isin(values[~np.isnan(values)], (0.0, 1.0)).all())
 
 
 def _categories(samples: pl.DataFrame, name: str) -> np.ndarray | None:

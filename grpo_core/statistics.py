@@ -46,14 +46,14 @@ class Difference:
     num_prompts: int
 
 
-def estimate(values: Values, confidence: float, resamples: int, seed: int) -> Estimate:
-    """Of outcomes that are 0 or 1, the Wilson score interval (Wilson 1927); else the percentile bootstrap over prompts
-    (Efron & Tibshirani 1993)."""
+def estimate(values: Values, confidence: float, resamples: int, seed: int, binary: bool) -> Estimate:
+    """Of `binary` outcomes, which can be 0 or 1 only, the Wilson score interval (Wilson 1927); else the percentile
+    bootstrap over prompts (Efron & Tibshirani 1993)."""
     values = _scored(values)
     if not len(values):
         return Estimate(math.nan, math.nan, math.nan, 0)
     mean = float(values.mean())
-    if np.isin(values, (0.0, 1.0)).all():
+    if binary:
         interval = stats.binomtest(int(values.sum()), len(values)).proportion_ci(confidence, method="wilson")
         return Estimate(mean, float(interval.low), float(interval.high), len(values))
     low, high = _percentiles(_resampled_means(values, resamples, seed), confidence)

@@ -170,6 +170,14 @@ def test_the_report_has_each_policy_s_figures_and_what_the_last_gains_on_each_ot
     assert difference["kl"]["mean"] == policies["trained"]["kl"]["mean"]
 
 
+def test_a_penalty_that_is_always_0_is_no_share_of_right_answers() -> None:
+    fined = pl.when(pl.col("row") % 2 == 0).then(-0.5).otherwise(0.0)
+    samples = _samples().with_columns(fined.alias("base/rewards/style"), pl.lit(0.0).alias("trained/rewards/style"))
+    policies = compare_policies(samples, _config(), ["base", "trained"])["hard"]["policies"]
+    penalty = policies["trained"]["rewards/style/mean"]
+    assert (penalty["low"], penalty["high"]) == (0.0, 0.0), "nothing is above 0"
+
+
 def test_a_category_s_figures_are_those_of_its_prompts() -> None:
     samples = _samples()
     categories = compare_policies(samples, _config(), ["base", "trained"])["hard"]["categories"]

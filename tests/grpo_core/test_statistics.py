@@ -21,7 +21,7 @@ LEVEL = 0.05
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
 def test_the_interval_of_a_rate_is_wilson_s(right: int, of: int, low: float, high: float) -> None:
-    found = estimate([1.0] * right + [0.0] * (of - right) + [math.nan] * 3, 0.95, 1000, 0)
+    found = estimate([1.0] * right + [0.0] * (of - right) + [math.nan] * 3, 0.95, 1000, 0, binary=True)
     assert (found.mean, found.num_prompts) == (pytest.approx(right / of), of)
     assert (found.low, found.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 
@@ -39,7 +39,7 @@ def test_the_interval_of_graded_outcomes_is_the_bootstrap_s(values: tuple[float,
             means[round(mean, 9)] = means.get(round(mean, 9), 0.0) + float(chance)
     support = sorted(means)
     reached = np.cumsum([means[mean] for mean in support])
-    found = estimate(values, 0.8, 100_000, 0)
+    found = estimate(values, 0.8, 100_000, 0, binary=False)
     for bound, level in ((found.low, 0.1), (found.high, 0.9)):
         at = float(reached[np.searchsorted(support, bound - 1e-9)])
         before = at - means[support[int(np.searchsorted(support, bound - 1e-9))]]
@@ -47,7 +47,7 @@ def test_the_interval_of_graded_outcomes_is_the_bootstrap_s(values: tuple[float,
 
 
 def test_without_a_scored_prompt_nothing_is_claimed() -> None:
-    found = estimate([math.nan] * 3, 0.95, 1000, 0)
+    found = estimate([math.nan] * 3, 0.95, 1000, 0, binary=True)
     assert math.isnan(found.mean)
     assert isinstance(found, Estimate)
     assert found.num_prompts == 0
