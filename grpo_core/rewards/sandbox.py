@@ -166,8 +166,9 @@ def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int) -> tuple[bytes
 
 def _read(descriptor: int, most: int, deadline: float) -> bytes:
     """What comes until the end, but no longer: without a sandbox a daemon may live on and hold the pipe open."""
-    output = bytearray()
-    while len(output) < most and select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+    output, waiting = bytearray(), select.poll()  # select.select takes no descriptor above 1023
+    waiting.register(descriptor, select.POLLIN)
+    while len(output) < most and waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
         part = os.read(descriptor, most - len(output))
         if not part:
             break
