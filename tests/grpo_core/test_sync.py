@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +18,8 @@ from grpo_core.rollout.transformers import TransformersEngine
 from grpo_core.session import TrainingError
 from grpo_core.sync import probe_sequences
 from grpo_core.trainer import train
+from tests import forked
 from tests.conftest import make_run, with_keys
-
-ROOT = Path(__file__).parents[2]
 
 
 class CopyingEngine(TransformersEngine):
@@ -71,30 +66,24 @@ def test_without_a_lost_sync_nothing_stops(
 @pytest.mark.slow
 def test_a_sync_skipped_in_vllm_stops_the_training(values: dict[str, Any], tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", with_keys(values, engine="vllm"))
-    (tmp_path / "skip.py").write_text(
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from grpo_core.rollout import vllm\n"
-        "from grpo_core.rollout.vllm import VLLMEngine\n"
-        "from grpo_core.trainer import train\n"
-        "vllm.share = lambda copies, model: False\n"
-        "original, calls = VLLMEngine.sync_weights, []\n"
-        "def skipping(self, model):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) != 3:\n"
-        "        original(self, model)\n"
-        "VLLMEngine.sync_weights = skipping\n"
-        "train(Path(sys.argv[1]), Path(sys.argv[1]) / 'training')\n"
-    )
-    command = [sys.executable, str(tmp_path / "skip.py"), str(run)]
-    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=600)
-    assert done.returncode != 0
-    assert re.search(r"TrainingError: after step 2: .* away from the trainer's", done.stderr), done.stderr
+    with pytest.raises(TrainingError, match=r"after step 2: .* away from the trainer's"):
+        forked.call(train_with_a_lost_sync, run)
     assert len((run / "training" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+def train_with_a_lost_sync(run: Path) -> None:
+    """Train with an engine that has weights of its own and loses the third hand-over."""
+    from grpo_core.rollout import vllm
+
+    original, calls = vllm.VLLMEngine.sync_weights, []
+
+    def skipping(self: Any, model: nn.Module) -> None:
+        calls.append(1)
+        if len(calls) != 3:
+            original(self, model)
+
+    vllm.share, vllm.VLLMEngine.sync_weights = lambda copies, model: False, skipping
+    train(run, run / "training")
 
 
 def test_the_probe_is_fixed_short_and_has_a_score_for_a_prompt_of_one_token() -> None:
@@ -115,10 +104,7 @@ def test_prompts_and_completions_of_one_token_are_probed_too(
     values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
     run = make_run(tmp_path / "run", with_keys(values, engine=engine, max_completion_length=1, max_steps=2))
     pq.write_table(pa.table({"prompt": [str(i % 10) for i in range(24)]}), run / "dataset" / "train.parquet")
-    command = [sys.executable, "-m", "grpo_core.train", str(run)]
-    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+    steps = forked.train(run)
     assert [step["sampling/sync_drift"] < 1e-4 for step in steps] == [True] * 2
 
 
@@ -130,9 +116,6 @@ def test_vllm_follows_an_adapter_in_a_training_whose_completions_are_one_token_l
     values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
     keys = {"engine": "vllm", "max_completion_length": 1, "use_peft": True, "max_steps": 3}
     run = make_run(tmp_path / "run", with_keys(values, **keys))
-    command = [sys.executable, "-m", "grpo_core.train", str(run)]
-    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+    steps = forked.train(run)
     assert [step["sampling/sync_drift"] < 1e-4 for step in steps] == [True] * 3
     assert all(step["grad_norm"] > 0 for step in steps)

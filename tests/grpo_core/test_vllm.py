@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_core.rollout.engine import Completion, Request, Sampling
+from grpo_core.rollout.engine import Request, Sampling
+from tests import forked
 from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.sampling import sampled
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
 
 # A size at which vLLM packs its linear layers, so that the packed copy of a tied head goes stale on a reload.
 PACKED = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-
-
-def _python(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_engine_follows_a_tied_head_through_every_update(tmp_path: Path) -> None:
@@ -35,8 +26,7 @@ def test_the_engine_follows_a_tied_head_through_every_update(tmp_path: Path) -> 
     values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
     values["rollout"]["engine"] = "vllm"
     run = make_run(tmp_path / "run", values)
-    _python("-m", "grpo_core.train", str(run))
-    steps = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+    steps = forked.train(run)
     assert len(steps) == 5
     assert [step["sampling/sampling_logp_difference/max"] < 1e-4 for step in steps] == [True] * 5
     assert all(step["grad_norm"] > 0 for step in steps)
@@ -75,7 +65,7 @@ def plain_logprobs(model: Any, ids: list[int], temperature: float = 1.0, top_k: 
     return logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
 
 
-def start(run: str) -> tuple[Any, Any, Any]:
+def start(run: Path) -> tuple[Any, Any, Any]:
     """The engine of a run directory's configuration, the model it was made for, the tokenizer."""
     import torch
 
@@ -84,26 +74,13 @@ def start(run: str) -> tuple[Any, Any, Any]:
     from grpo_core.policy import load_model, with_adapter
     from grpo_core.rollout.engine import make_engine
 
-    config = load_config(Path(run) / "config.toml")
+    config = load_config(run / "config.toml")
     torch.manual_seed(0)
     model, tokenizer = with_adapter(load_model(config.model.name_or_path), config.model), load_tokenizer(config.model)
     return make_engine(config, config.model.name_or_path, model, tokenizer, MAX_LENGTH), model, tokenizer
 
 
-def in_process(function: str, *arguments: Path) -> Any:
-    """What `function` of this module, called in a process of its own, has written into the last of its arguments."""
-    listed = ", ".join(repr(str(argument)) for argument in arguments)
-    _python("-c", f"from tests.grpo_core.test_vllm import {function}; {function}({listed})")
-    return json.loads(arguments[-1].read_text())
-
-
-def save(drawn: dict[str, Any], result: str) -> None:
-    Path(result).write_text(
-        json.dumps({k: [asdict(c) if isinstance(c, Completion) else c for c in v] for k, v in drawn.items()})
-    )
-
-
-def sample(run: str, other: str, result: str) -> None:
+def sample(run: Path, other: Path) -> dict[str, list[Any]]:
     """What one engine says to several calls, before and after it takes other weights."""
     from grpo_core.policy import load_model
 
@@ -133,10 +110,10 @@ def sample(run: str, other: str, result: str) -> None:
     drawn["synced"] = sampled(engine.generate(requests, free))
     drawn["long synced"] = sampled(engine.generate(long_requests(), free))
     engine.close()
-    save(drawn | scores, result)
+    return drawn | scores
 
 
-def resume(run: str, other: str, result: str) -> None:
+def resume(run: Path, other: Path) -> dict[str, list[Any]]:
     """The end of `sample`, in a process that has done nothing before it."""
     from grpo_core.policy import load_model
 
@@ -149,12 +126,12 @@ def resume(run: str, other: str, result: str) -> None:
         "long synced": sampled(engine.generate(long_requests(), free)),
     }
     engine.close()
-    save(drawn, result)
+    return drawn
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What `sample` has written, and the folders of the model before and after."""
+    """What `sample` returned, and the folders of the model before and after."""
 
     run: Path
     folder: Path
@@ -168,14 +145,14 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     folder = make_model(tmp_path / "model", initializer_range=0.2, max_position_embeddings=512)
     other = make_model(tmp_path / "other", initializer_range=0.3, max_position_embeddings=512)
     run = make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm"))
-    return Drawn(run, folder, other, in_process("sample", run, other, tmp_path / "drawn.json"))
+    return Drawn(run, folder, other, forked.call(sample, run, other))
 
 
 def test_samples_depend_on_the_seed_alone_and_carry_the_models_log_probabilities(drawn: Drawn) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     names = ["first", "again", "singles", "reseeded", "truncated", "greedy", "long", "synced", "long synced"]
-    ids = {name: [completion["ids"] for completion in drawn.values[name]] for name in names}
+    ids = {name: [completion.ids for completion in drawn.values[name]] for name in names}
     assert ids["again"] == ids["singles"] == ids["first"]
     assert ids["reseeded"] != ids["first"] != ids["synced"]
     assert len({tuple(completion) for completion in ids["first"][:6]}) > 1
@@ -189,16 +166,16 @@ def test_samples_depend_on_the_seed_alone_and_carry_the_models_log_probabilities
         model = models[drawn.other if "synced" in name else drawn.folder]
         prompts = long if "long" in name else short
         for prompt, completion in zip(prompts, drawn.values[name], strict=True):
-            tokens = completion["ids"]
-            assert completion["truncated"] == (tokens[-1] != tokenizer.eos_token_id)
-            assert len(tokens) == 6 or not completion["truncated"]
+            tokens = completion.ids
+            assert completion.truncated == (tokens[-1] != tokenizer.eos_token_id)
+            assert len(tokens) == 6 or not completion.truncated
             # Greedy samples are those of top-k with k = 1; their log-probabilities are not processed.
             options = {"temperature": 0.7, "top_k": {"truncated": 3, "greedy": 1}.get(name, 0)}
             expected = plain_logprobs(model, prompt + tokens, **options)[len(prompt) - 1 :]
             if name == "greedy":
                 assert expected == [0.0] * len(tokens)
             else:
-                assert completion["logprobs"] == pytest.approx(expected, abs=1e-4)
+                assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_scores_are_those_of_the_weights_last_synced(drawn: Drawn) -> None:
@@ -210,14 +187,15 @@ def test_scores_are_those_of_the_weights_last_synced(drawn: Drawn) -> None:
             assert scores == pytest.approx(plain_logprobs(model, ids), abs=1e-4)
 
 
-def test_a_new_process_draws_the_same_bits_as_one_that_has_served_before(drawn: Drawn, tmp_path: Path) -> None:
-    resumed = in_process("resume", drawn.run, drawn.other, tmp_path / "resumed.json")
+def test_a_new_process_draws_the_same_bits_as_one_that_has_served_before(drawn: Drawn) -> None:
+    resumed = forked.call(resume, drawn.run, drawn.other)
     assert len(resumed["long synced"]) == 48
     assert resumed == {name: drawn.values[name] for name in resumed}
 
 
-def follow(run: str, result: str) -> None:
-    """Distances of an engine's scores from the model's, before and after it takes each of several updates."""
+def follow(run: Path) -> tuple[list[float], bool]:
+    """Distances of an engine's scores from the model's, before and after it takes each of several updates, and whether
+    the weights got there by copies."""
     import copy
 
     import torch
@@ -244,7 +222,7 @@ def follow(run: str, result: str) -> None:
         for other, weights in others:
             assert all(torch.equal(p, kept) for p, kept in zip(other.parameters(), weights, strict=True))
     engine.close()
-    Path(result).write_text(json.dumps({"distances": distances, "by copies": engine.copies is not None}))
+    return distances, engine.copies is not None
 
 
 @pytest.mark.parametrize(
@@ -265,9 +243,8 @@ def test_an_update_is_there_as_it_is_made_and_another_models_by_copies(
     options = {"tie_word_embeddings": tied, "max_position_embeddings": 512, **PACKED}
     folder = make_model(tmp_path / "model", architecture=architecture, initializer_range=0.1, **options)
     run = make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm"))
-    found = in_process("follow", run, tmp_path / "found.json")
-    assert found["by copies"]
-    first, *others = found["distances"]
+    (first, *others), by_copies = forked.call(follow, run)
+    assert by_copies
     assert first < 1e-4
     assert [before > 0.1 for before in others[::2]] == [False, False, True, True]  # the third is of another model
     assert all(before < 1e-4 for before in others[:4:2])
@@ -278,13 +255,12 @@ def test_a_packed_bf16_engine_is_reloaded(tmp_path: Path) -> None:
     options = {"tie_word_embeddings": True, "max_position_embeddings": 512, **PACKED}
     folder = make_model(tmp_path / "model", initializer_range=0.1, **options)
     run = make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm", mixed_precision="bf16"))
-    found = in_process("follow", run, tmp_path / "found.json")
-    assert not found["by copies"]
-    _, *others = found["distances"]
+    (_, *others), by_copies = forked.call(follow, run)
+    assert not by_copies
     assert all(after < before / 3 for before, after in zip(others[::2], others[1::2], strict=True))
 
 
-def adapt(run: str, result: str) -> None:
+def adapt(run: Path) -> list[dict[str, Any]]:
     """What an engine says of adapters that it was and was not handed, and what the model itself says."""
     import torch
 
@@ -320,7 +296,7 @@ def adapt(run: str, result: str) -> None:
         engine.sync_weights(model)
         step(f"synced {i}")
     engine.close()
-    Path(result).write_text(json.dumps(steps))
+    return steps
 
 
 def test_the_engine_follows_an_adapter_over_a_base_that_stays(tmp_path: Path) -> None:
@@ -328,7 +304,7 @@ def test_the_engine_follows_an_adapter_over_a_base_that_stays(tmp_path: Path) ->
         tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=512, **PACKED
     )
     values = config_values(folder, tmp_path, engine="vllm", use_peft=True, lora_r=5, lora_alpha=15)
-    steps = in_process("adapt", make_run(tmp_path / "run", values), tmp_path / "steps.json")
+    steps = forked.call(adapt, make_run(tmp_path / "run", values))
     names = ["base", "fresh adapter", "changed 0", "synced 0", "changed 1", "synced 1", "changed 2", "synced 2"]
     assert [step["name"] for step in steps] == names
     assert [step["loaded"] for step in steps] == [0] + [1] * 7
