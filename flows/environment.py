@@ -9,6 +9,7 @@ from grpo_core.environment import quiet_libraries
 from tasks.storage import storage_root
 
 HEARTBEAT_SECONDS = 30  # of a flow run, the least that Prefect allows; `set_up` has the server watch for it
+POLL_SECONDS = 2  # between a runner's looks for triggered runs; Prefect's own 10 keep a person waiting
 TAG = "grpo"  # of every flow run, by which the server's watch knows ours
 FILE_LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 
@@ -22,5 +23,6 @@ def configure() -> None:
     # In memory, as by default, they are lost with the server, and the slots of who held one are never free again.
     os.environ.setdefault("PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE", FILE_LEASES)
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
+    os.environ.setdefault("PREFECT_RUNNER_POLL_FREQUENCY", str(POLL_SECONDS))
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # seven processes for features not used here
