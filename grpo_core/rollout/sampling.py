@@ -65,6 +65,6 @@ def _truncate(p: Tensor, sampling: Sampling) -> None:
 
 
 def uniforms(requests: Sequence[Request], length: int) -> Tensor:
-    """One stream of uniforms a completion, from its own seed. (B, length) float32 on the CPU"""
+    """One stream of uniforms per completion, from the lower 32 bits of its own seed. (B, length) float32 on the CPU"""
     seeds = [request.seed + i for request in requests for i in range(request.num_completions)]
     return torch.stack([torch.rand(length, generator=torch.Generator().manual_seed(seed)) for seed in seeds])

@@ -41,7 +41,7 @@ def ignore_truncation(model_runner: Any) -> str:
     if type(sampler) is SamplerV2:
         if problem := _differs(sampler._sample_random, V2_PARAMETERS):
             return problem
-        sampler._sample_random = _with_whole_logits(sampler._sample_random)
+        sampler._sample_random = _with_whole_logits(sampler._sample_random)  # type: ignore[method-assign]
         return ""
     return f"its sampler is {type(sampler).__module__}.{type(sampler).__qualname__}, which is not known here"
 
