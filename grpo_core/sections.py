@@ -170,9 +170,9 @@ class RolloutConfig(Section):
     def _temperature_can_be_sampled(self) -> RolloutConfig:
         if self.temperature < VLLM_MIN_TEMPERATURE and self.engine != "transformers":
             raise ValueError(
-                f"temperature={self.temperature:g} with engine={self.engine!r}: vLLM samples at {VLLM_MIN_TEMPERATURE:g} "
-                f"where less is asked for; set temperature to {VLLM_MIN_TEMPERATURE:g} or more, or engine to "
-                "'transformers'"
+                f"temperature={self.temperature:g} with engine={self.engine!r}: vLLM samples at "
+                f"{VLLM_MIN_TEMPERATURE:g} where less is asked for; set temperature to {VLLM_MIN_TEMPERATURE:g} or "
+                "more, or engine to 'transformers'"
             )
         return self
 
