@@ -91,6 +91,9 @@ def training_order(plan: Plan, seed: int, rollout: int) -> np.ndarray:
 
 
 def derive_seed(*parts: int) -> int:
-    """A 48-bit seed from integers; equal parts give equal seeds on every machine and in every process."""
+    """A 48-bit seed from integers; equal parts give equal seeds on every machine and in every process.
+
+    torch's generator on a GPU reads all of its bits, the one on a CPU only the lower 32.
+    """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=6)
     return int.from_bytes(digest.digest(), "big")

@@ -116,6 +116,14 @@ def _rules(config: HealthConfig) -> list[_Rule]:
             "rollout.max_completion_length, add soft_overlong_punishment to the rewards, or check that the model and "
             "its chat template end their answers",
         ),
+        _Rule(
+            "importance_sampling_ratio", "sampling/importance_sampling_ratio/mean", -1,
+            c.min_importance_sampling_ratio, c.patience, c.importance_sampling_ratio_action,
+            "the sampling correction, about 1 where engine and trainer agree, multiplies most of the gradient by "
+            "almost nothing. In the sequence modes small differences add up over a long completion: set "
+            "algorithm.vllm_importance_sampling_mode = 'token_truncate', use the same precision on both sides, or "
+            "lower rollout.max_staleness or train.learning_rate",
+        ),
     ]  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+VLLM_MIN_TEMPERATURE = 0.01  # vLLM raises a lower one to this
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
@@ -127,11 +129,13 @@ class RolloutConfig(Section):
     max_completion_length: int = Field(256, ge=1)
     """Tokens after which a completion is cut off."""
     temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; log-probabilities in training are scaled by it too."""
+    """Sampling temperature; log-probabilities in training are scaled by it too. At least 0.01 unless engine is
+    `transformers`."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling: the smallest set of tokens with at least this probability; 1 keeps all."""
+    """Nucleus sampling: the smallest set of tokens with at least this probability; 1 keeps all. The loss and the
+    sampling correction compare probabilities over the whole vocabulary all the same."""
     top_k: int = Field(0, ge=0)
-    """Sample among this many most likely tokens; 0 keeps all."""
+    """Sample among this many most likely tokens; 0 keeps all. For the loss, see top_p."""
     dynamic_sample: bool = False
     """Replace groups whose rewards are all equal by groups of fresh prompts (DAPO's dynamic sampling)."""
     max_resample_times: int = Field(3, ge=1)
@@ -161,6 +165,16 @@ class RolloutConfig(Section):
     max_staleness: int = Field(0, ge=0, le=1)
     """vllm-server: 1 samples the next generation batch while this one is trained on, from the policy as it was before;
     the sampling correction accounts for the difference."""
+
+    @model_validator(mode="after")
+    def _temperature_can_be_sampled(self) -> RolloutConfig:
+        if self.temperature < VLLM_MIN_TEMPERATURE and self.engine != "transformers":
+            raise ValueError(
+                f"temperature={self.temperature:g} with engine={self.engine!r}: vLLM samples at "
+                f"{VLLM_MIN_TEMPERATURE:g} where less is asked for; set temperature to {VLLM_MIN_TEMPERATURE:g} or "
+                "more, or engine to 'transformers'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _servers_are_asked(self) -> RolloutConfig:
@@ -235,7 +249,8 @@ class AlgorithmConfig(Section):
     """Leave out completions with a negative advantage from which the policy has moved away by more than this mean
     log-ratio (DeepSeek-V3.2); default: none."""
     vllm_importance_sampling_correction: bool = True
-    """Correct for the difference between the sampling engine's (any engine's) log-probabilities and the trainer's."""
+    """Correct for the difference between the sampling engine's (any engine's) log-probabilities and the trainer's, both
+    at the sampling temperature and before top_p and top_k."""
     vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
         "sequence_mask"
     )
@@ -348,6 +363,10 @@ class HealthConfig(Section):
     """Limit: share of completions that hit max_completion_length."""
     clipped_length_action: HealthAction = "warn"
     """What then."""
+    min_importance_sampling_ratio: float = Field(0.5, ge=0)
+    """Limit: mean sampling correction of a token; below, the correction removes most of the gradient."""
+    importance_sampling_ratio_action: HealthAction = "warn"
+    """What to do when this limit is broken: warn, stop the training, or roll back."""
     not_finite_action: Literal["stop", "roll_back"] = "stop"
     """What is done at once when a loss, gradient or log-probability is NaN or infinite."""
 

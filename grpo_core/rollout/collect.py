@@ -23,9 +23,9 @@ from grpo_core.rewards.basics import text_of
 from grpo_core.rewards.composition import counted
 from grpo_core.rewards.contract import Reward, RewardError
 from grpo_core.rewards.scoring import Batch, score_arriving
-from grpo_core.rollout.engine import Completion, Engine, Finished, Request, Rollout, Sampling, pad
+from grpo_core.rollout.engine import Completion, Engine, Finished, Request, Rollout, Sampling, pad, training_sampling
 from grpo_core.rollout.vllm_server import VLLMServerEngine
-from grpo_core.sections import AlgorithmConfig, RewardConfig, RolloutConfig
+from grpo_core.sections import AlgorithmConfig, RewardConfig
 
 
 class NotFiniteError(RuntimeError):
@@ -121,11 +121,6 @@ def begin(
     mine = share(len(rows) * g, accelerator)
     requests, _ = _requests(rows, prompts, g, (config.seed, index, attempt), mine)
     engine.begin(requests, training_sampling(config.rollout))
-
-
-def training_sampling(config: RolloutConfig) -> Sampling:
-    """How training completions are drawn."""
-    return Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
 
 
 def share(count: int, accelerator: Accelerator) -> range:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_core.config import RunConfig
+from grpo_core.sections import RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,16 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.top_p < 1 or self.top_k > 0
+
+
+def training_sampling(config: RolloutConfig) -> Sampling:
+    """How training completions are drawn."""
+    return Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """Sampled tokens (the end token included), each token's log-probability, and whether the length limit cut it."""
+    """Sampled tokens (the end token included), each token's log-probability, and whether the length limit cut it.
+
+    A log-probability is at the sampling temperature (at 1 where sampling is greedy) and over the whole vocabulary,
+    whatever top-k and top-p have left out.
+    """
 
     ids: list[int]
     logprobs: list[float]

@@ -13,7 +13,10 @@ BLOCK = 128  # tokens
 
 
 def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """One token a row, and its log-probability under the distribution it was drawn from. (B, V), (B,) → (B,), (B,)
+    """One token per row, and its log-probability at the sampling temperature. (B, V), (B,) → (B,), (B,)
+
+    Top-k and top-p decide which tokens can be drawn. The log-probability is over the whole vocabulary all the same, as
+    the trainer's is: otherwise their difference would hold what truncation left out, on-policy too.
 
     The token is the one at which the running sum of the probabilities passes the uniform. First the block is found,
     then the token in it: summing a whole vocabulary in float64, so that the sum does not reach a uniform below 1 too
@@ -22,8 +25,6 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     rows, vocabulary = logits.shape
     if sampling.temperature not in (0, 1):
         logits = logits / sampling.temperature
-    if sampling.temperature > 0:
-        logits = _truncate(logits, sampling)
     highest, token = logits.max(-1, keepdim=True)
     p = logits.new_zeros(rows, -(-vocabulary // BLOCK) * BLOCK)  # not normalised: the sums are known below
     torch.sub(logits, highest, out=p[:, :vocabulary]).exp_()
@@ -31,7 +32,10 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     sums = blocks.sum(-1).double().cumsum(-1)
     total = sums[:, -1:]
     if sampling.temperature > 0:
-        token = _search(blocks, sums, uniform[:, None].double() * total).clamp(max=vocabulary - 1)
+        if sampling.is_truncated:
+            _truncate(p[:, :vocabulary], sampling)
+            sums = blocks.sum(-1).double().cumsum(-1)
+        token = _search(blocks, sums, uniform[:, None].double() * sums[:, -1:]).clamp(max=vocabulary - 1)
     logprob = (logits.gather(1, token) - highest).double() - total.log()
     return token.squeeze(1), logprob.squeeze(1).float()
 
@@ -47,20 +51,20 @@ def _search(blocks: Tensor, sums: Tensor, target: Tensor) -> Tensor:
     return block * BLOCK + torch.searchsorted(inner, rest, right=True)
 
 
-def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
-    """-inf for the tokens that top-k and then top-p leave out."""
-    if sampling.top_k == 0 and sampling.top_p == 1:
-        return logits
-    ordered, order = logits.sort(descending=True)
+def _truncate(p: Tensor, sampling: Sampling) -> None:
+    """Set the probabilities that top-k and then top-p leave out to 0, in place. (B, V), not normalised"""
+    ordered, order = p.sort(descending=True)
     drop = torch.zeros_like(ordered, dtype=torch.bool)
     if sampling.top_k:
         drop[:, sampling.top_k :] = True
-    kept = ordered.masked_fill(drop, -torch.inf).softmax(-1)
-    drop |= (kept.cumsum(-1) - kept) >= sampling.top_p
-    return logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)
+        ordered[:, sampling.top_k :] = 0
+    if sampling.top_p < 1:
+        before = ordered.cumsum(-1) - ordered
+        drop |= before >= sampling.top_p * ordered.sum(-1, keepdim=True)
+    p.masked_fill_(torch.zeros_like(drop).scatter(1, order, drop), 0)
 
 
 def uniforms(requests: Sequence[Request], length: int) -> Tensor:
-    """One stream of uniforms a completion, from its own seed. (B, length) float32 on the CPU"""
+    """One stream of uniforms per completion, from the lower 32 bits of its own seed. (B, length) float32 on the CPU"""
     seeds = [request.seed + i for request in requests for i in range(request.num_completions)]
     return torch.stack([torch.rand(length, generator=torch.Generator().manual_seed(seed)) for seed in seeds])

@@ -18,7 +18,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from grpo_core.config import RunConfig
-from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
+from grpo_core.rollout.engine import Completion, Finished, Request, Sampling, training_sampling
+from grpo_core.rollout.vllm_logprobs import LOGPROBS_MODE, ignore_truncation
 from grpo_core.rollout.vllm_weights import Copies, are_done, do, find_copies, part, share, unpacked_linear_layers
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
@@ -62,11 +63,17 @@ class VLLMEngine:
                 dtype="bfloat16" if config.train.mixed_precision == "bf16" else "float32",
                 max_model_len=max_length,
                 enforce_eager=on_cpu,
-                # Log-probabilities of the distribution that tokens are drawn from: after temperature, top-k and top-p.
-                logprobs_mode="processed_logprobs",
+                logprobs_mode=LOGPROBS_MODE,
                 **options,
             )
         torch.set_num_threads(threads)
+        (problem,) = self.llm.collective_rpc(lambda worker: ignore_truncation(worker.model_runner))
+        if problem and training_sampling(config.rollout).is_truncated:
+            raise ValueError(
+                f"rollout.top_p={config.rollout.top_p:g} and rollout.top_k={config.rollout.top_k}: with them this vLLM "
+                f"cannot give the log-probabilities that training compares, since {problem}; set top_p to 1 and top_k "
+                "to 0, or rollout.engine to 'transformers'"
+            )
         self.copies: Copies | None = None  # how weights get there; None: vLLM's own loader has to bring them
         self.copied_from: list[int] = []
         self.shares_with: nn.Module | None = None  # its weights are the engine's own

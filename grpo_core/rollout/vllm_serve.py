@@ -15,6 +15,7 @@ from pathlib import Path
 
 from grpo_core.config import RunConfig, load_config
 from grpo_core.environment import quiet_libraries
+from grpo_core.rollout.vllm_logprobs import LOGPROBS_MODE
 
 ADDRESSES = "GRPO_VLLM_SERVERS"  # environment variable of a training: the addresses of servers that were started for it
 
@@ -66,8 +67,7 @@ def server_command(config: RunConfig) -> list[str]:
         *("--dtype", "bfloat16" if config.train.mixed_precision == "bf16" else "float32"),
         "--enable-scale-out",  # without it vLLM answers no tokens with tokens
         *("--max-model-len", "auto", "--uvicorn-log-level", "warning"),
-        # Log-probabilities of the distribution that tokens are drawn from: after temperature, top-k and top-p.
-        *("--logprobs-mode", "processed_logprobs"),
+        *("--logprobs-mode", LOGPROBS_MODE),
         *("--weight-transfer-config", json.dumps({"backend": transfer})),
         *("--worker-extension-cls", "grpo_core.rollout.vllm_worker.TrainerLease"),
         *("--tensor-parallel-size", str(rollout.vllm_tensor_parallel_size)),

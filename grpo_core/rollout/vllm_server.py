@@ -23,8 +23,9 @@ from torch import nn
 
 from grpo_core.config import RunConfig
 from grpo_core.policy import plain_weights
-from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
+from grpo_core.rollout.engine import Completion, Finished, Request, Sampling, training_sampling
 from grpo_core.rollout.vllm_client import NO_WEIGHTS, Server, ServerError, Weights
+from grpo_core.rollout.vllm_logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm_serve import ADDRESSES, wrong_vllm
 
 TURN_SECONDS = 0.05  # after which who waits for completions may do something else
@@ -195,9 +196,13 @@ def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, o
         )
     if started["dtype"] != dtype:
         return f"computes in {started['dtype']}, the policy in {dtype} (train.mixed_precision)"
-    if started["logprobs_mode"] != "processed_logprobs":
-        # Those of the distribution that tokens are drawn from: after temperature, top-k and top-p.
-        return f"answers with {started['logprobs_mode']}, needed are processed_logprobs"
+    if started["logprobs_mode"] != LOGPROBS_MODE:
+        return f"answers with {started['logprobs_mode']}, needed are {LOGPROBS_MODE}"
+    if started["truncation_problem"] and training_sampling(config.rollout).is_truncated:
+        return (
+            f"cannot give the log-probabilities that training compares with rollout.top_p={config.rollout.top_p:g} and "
+            f"rollout.top_k={config.rollout.top_k} (1 and 0 need nothing), since {started['truncation_problem']}"
+        )
     if started["max_model_len"] < max_length:
         return f"takes sequences of {started['max_model_len']} tokens, the longest here has {max_length}"
     if on_cpu and started["chunked_prefill"]:

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from grpo_core.rollout.shared_memory import whereabouts  # and the transfer registers itself
+from grpo_core.rollout.vllm_logprobs import ignore_truncation
 
 
 class TrainerLease:
@@ -23,6 +24,8 @@ class TrainerLease:
         if own in ("", token) or until <= now:
             self._lease = token, holder, now + seconds
         own, name, until = self._lease
+        if not hasattr(self, "_truncation_problem"):
+            self._truncation_problem = ignore_truncation(self.model_runner)
         config = self.vllm_config
         transfer = config.weight_transfer_config
         return {
@@ -33,6 +36,7 @@ class TrainerLease:
                 "weight_transfer": transfer.backend if transfer else None,
                 "dtype": str(self.model_config.dtype).removeprefix("torch."),
                 "logprobs_mode": self.model_config.logprobs_mode,
+                "truncation_problem": self._truncation_problem,
                 "max_model_len": self.model_config.max_model_len,
                 "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
                 "on_cpu": self.device.type == "cpu",

@@ -47,7 +47,7 @@ def live(folder: str) -> None:
     config = load_config(Path(folder) / "run" / "config.toml")
     model, tokenizer = load_model(config.model.name_or_path), load_tokenizer(config.model)
     requests = [Request([3 + i, 4, 5], 4, seed=1000 * i) for i in range(8)]
-    sampling = Sampling(200, temperature=0.7)
+    sampling = Sampling(200, temperature=0.7, top_p=0.9, top_k=1000)
     found: dict[str, Any] = {}
 
     def connect() -> Any:
@@ -74,7 +74,13 @@ def live(folder: str) -> None:
             parameter.add_(0.05 * torch.randn_like(parameter))
     engine.sync_weights(model)
     found["drift"] = drift(engine)
-    found["undisturbed"] = [asdict(sample) for sample in sampled(engine.generate(requests, sampling))]
+    undisturbed = sampled(engine.generate(requests, sampling))
+    found["undisturbed"] = [asdict(sample) for sample in undisturbed]
+    prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
+    found["plain"] = [
+        plain_logprobs(model, prompt + sample.ids, sampling.temperature)[len(prompt) - 1 :]
+        for prompt, sample in zip(prompts, undisturbed, strict=True)
+    ]
 
     steps = engine.generate(requests, sampling)
     next(steps)
@@ -141,6 +147,14 @@ def test_a_server_killed_in_the_middle_of_an_answer_is_waited_for_and_gives_the_
     for before, after in zip(found["undisturbed"], found["disturbed"], strict=True):
         assert after["ids"] == before["ids"]
         assert after["logprobs"] == pytest.approx(before["logprobs"], abs=1e-4)
+
+
+def test_a_servers_log_probabilities_are_over_the_whole_vocabulary_at_the_sampling_temperature(
+    found: dict[str, Any],
+) -> None:
+    assert len(found["plain"]) == 32
+    for sample, plain in zip(found["undisturbed"], found["plain"], strict=True):
+        assert sample["logprobs"] == pytest.approx(plain, abs=1e-5)
 
 
 def test_a_second_trainer_is_refused_with_the_name_of_the_first_until_that_one_is_gone(found: dict[str, Any]) -> None:

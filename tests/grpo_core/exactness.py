@@ -54,11 +54,16 @@ def move(session: Session) -> None:
 
 def updating_gradient(session: Session, batch: MicroBatch) -> list[Tensor]:
     """The gradient that the optimizer steps with."""
+    return gradient_and_metrics(session, batch)[0]
+
+
+def gradient_and_metrics(session: Session, batch: MicroBatch) -> tuple[list[Tensor], dict[str, float]]:
+    """The gradient that the optimizer steps with, and the update's metrics; the weights stay as they are."""
     found: list[Tensor] = []
     session.optimizer.step = lambda: found.extend(_gradients(session))  # type: ignore[method-assign]
-    update(session, batch, Progress(rows_per_pass=8))
+    metrics = update(session, batch, Progress(rows_per_pass=8))
     assert found
-    return found
+    return found, metrics
 
 
 def plain_logprobs(session: Session, batch: MicroBatch) -> Tensor:

@@ -84,6 +84,13 @@ VALUES: dict[str, Any] = {
         ({"promotion": {"guards": [{"metric": "rewards/tone/mean", "min": 0}]}}, "guards.0.metric='rewards/tone/mean'"),
         ({"promotion": {"guards": [{"metric": "kl"}]}}, "bounds nothing; give max_drop, max_rise, min or max"),
         ({"rewards": [{"function": "length", "args": {"target": None}}]}, "args.target is null"),
+        *(
+            (
+                {"rollout": {"engine": engine, "temperature": 0.009}},
+                f"temperature=0.009 with engine='{engine}': vLLM samples at 0.01 where less is asked for",
+            )
+            for engine in ("vllm", "vllm-server", "auto")
+        ),
         (
             {"rollout": {"max_staleness": 1}},
             "are for engine='vllm-server', which can sample while the policy is trained",
@@ -115,6 +122,11 @@ def test_a_mistake_is_named_with_its_key_and_a_way_out(change: dict[str, Any], m
     with pytest.raises(ConfigError) as error:
         parse_config({**VALUES, **change})
     assert message in str(error.value)
+
+
+def test_the_transformers_engine_takes_a_temperature_that_vllm_would_raise() -> None:
+    config = parse_config({**VALUES, "rollout": {"engine": "transformers", "temperature": 0.009}})
+    assert config.rollout.temperature == 0.009
 
 
 def test_all_mistakes_are_reported_at_once() -> None:

@@ -26,6 +26,7 @@ HEALTHY = {
     "clip_ratio/region_mean": 0.05,
     "log_ratio/max": 0.2,
     "completions/clipped_ratio": 0.1,
+    "sampling/importance_sampling_ratio/mean": 0.99,
 }
 BROKEN = [
     ("zero_advantages", "frac_reward_zero_std", 1.0, "nothing to learn from"),
@@ -34,6 +35,7 @@ BROKEN = [
     ("clip_ratio", "clip_ratio/region_mean", 0.6, "no gradient"),
     ("log_ratio", "log_ratio/max", 7.0, "Engine and trainer differ"),
     ("clipped_length", "completions/clipped_ratio", 0.95, "cut off before they end"),
+    ("importance_sampling_ratio", "sampling/importance_sampling_ratio/mean", 0.012, "most of the gradient"),
 ]
 
 

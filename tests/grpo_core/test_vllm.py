@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,16 +26,22 @@ def test_the_engine_follows_a_tied_head_through_every_update(tmp_path: Path) -> 
     model = make_model(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
     values = config_values(model, tmp_path, max_steps=5)
     values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
-    values["rollout"]["engine"] = "vllm"
+    values["rollout"] |= {"engine": "vllm", "temperature": 0.8, "top_p": 0.9, "top_k": 500}
     run = make_run(tmp_path / "run", values)
     steps = forked.train(run)
     assert len(steps) == 5
     assert [step["sampling/sampling_logp_difference/max"] < 1e-4 for step in steps] == [True] * 5
+    assert [step["sampling/importance_sampling_ratio/min"] > 0.999 for step in steps] == [True] * 5
     assert all(step["grad_norm"] > 0 for step in steps)
 
 
 PROMPTS = ["1+1=", "12+34=", "7"]
 MAX_LENGTH = 300
+TRUNCATED = {
+    "top_k": Sampling(6, temperature=0.7, top_k=3),
+    "top_p": Sampling(6, temperature=1.3, top_p=0.6),
+    "both": Sampling(6, temperature=0.7, top_k=5, top_p=0.8),
+}
 
 
 def long_requests() -> list[Request]:
@@ -54,15 +62,28 @@ def sequences() -> list[list[int]]:
     return [longest, longest[:150], longest[40:57], longest[7:9], longest[:1]]
 
 
-def plain_logprobs(model: Any, ids: list[int], temperature: float = 1.0, top_k: int = 0) -> list[float]:
+def plain_logprobs(model: Any, ids: list[int], temperature: float = 1.0) -> list[float]:
     """Log-probability of each token but the first, from one forward pass without anything around it."""
+    return _plain_distributions(model, ids, temperature)[range(len(ids) - 1), ids[1:]].tolist()
+
+
+def _plain_distributions(model: Any, ids: list[int], temperature: float) -> Any:
+    """Log-probabilities of what comes after each token but the last. (T - 1, V)"""
     import torch
 
     with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0, :-1] / temperature
-    if top_k:
-        logits[logits < logits.topk(top_k).values[:, -1:]] = -torch.inf
-    return logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
+        return (model(torch.tensor([ids])).logits[0, :-1] / temperature).log_softmax(-1)
+
+
+def can_be_drawn(model: Any, ids: list[int], sampling: Sampling) -> list[bool]:
+    """Whether top-k and top-p leave each token but the first, given those before it."""
+    found = []
+    for token, logprobs in zip(ids[1:], _plain_distributions(model, ids, sampling.temperature).tolist(), strict=True):
+        ordered = sorted(range(len(logprobs)), key=lambda i: -logprobs[i])[: sampling.top_k or None]
+        p = [math.exp(logprobs[i]) for i in ordered]
+        needed = next(n for n in range(1, len(p) + 1) if n == len(p) or sum(p[:n]) >= sampling.top_p * sum(p))
+        found.append(token in ordered[:needed])
+    return found
 
 
 def start(run: Path) -> tuple[Any, Any, Any]:
@@ -98,7 +119,7 @@ def sample(run: Path, other: Path) -> dict[str, list[Any]]:
         "again": sampled(engine.generate(requests, free)),
         "singles": sampled(engine.generate(singles, free)),
         "reseeded": sampled(engine.generate(reseeded, free)),
-        "truncated": sampled(engine.generate(requests, Sampling(6, temperature=0.7, top_k=3))),
+        **{name: sampled(engine.generate(requests, sampling)) for name, sampling in TRUNCATED.items()},
         "greedy": sampled(engine.generate(singles, Sampling(6))),
         "none": sampled(engine.generate([], free)),
         "long": sampled(engine.generate(long_requests(), free)),
@@ -110,7 +131,44 @@ def sample(run: Path, other: Path) -> dict[str, list[Any]]:
     drawn["synced"] = sampled(engine.generate(requests, free))
     drawn["long synced"] = sampled(engine.generate(long_requests(), free))
     engine.close()
-    return drawn | scores
+    return drawn | scores | {"second runner": second_runner(), "refusal": refusal(run, model)}
+
+
+def second_runner() -> list[Any]:
+    """What the sampler of vLLM's model runner V2, which needs a GPU, is given to truncate, draws from, and reports."""
+    import torch
+    from vllm.v1.worker.gpu.sample import sampler as module
+
+    from grpo_core.rollout.vllm_logprobs import ignore_truncation
+
+    sampler: Any = module.Sampler.__new__(module.Sampler)
+    sampler.use_fp64_gumbel, sampler.sampling_states = False, mock.Mock()
+    assert ignore_truncation(mock.Mock(sampler=sampler)) == ""
+    found = []
+    for top_k in (None, torch.tensor([2, 3])):
+        logits = torch.arange(10.0).reshape(2, 5)
+        with mock.patch.object(module, "gumbel_sample", side_effect=lambda truncated, *_, **__: truncated) as draw:
+            _, reported = sampler._sample_random(logits, None, None, None, top_k, None, False)
+        found.append([draw.call_args.args[0].isfinite().sum(1).tolist(), reported.tolist()])
+    return found
+
+
+def refusal(run: Path, model: Any) -> list[str]:
+    """What an engine with a sampler that is not known says to a configuration without truncation, and to one with."""
+    from grpo_core.config import load_config
+    from grpo_core.rollout.vllm import VLLMEngine
+
+    said = []
+    for overrides in ([], ["rollout.top_p=0.9"]):
+        with mock.patch("vllm.LLM") as llm:
+            llm.return_value.collective_rpc = lambda function: [function(mock.Mock(model_runner=mock.Mock(sampler=3)))]
+            llm.return_value.apply_model.return_value = [None]
+            try:
+                VLLMEngine(load_config(run / "config.toml", overrides), run, model, MAX_LENGTH)
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
+    return said
 
 
 def resume(run: Path, other: Path) -> dict[str, list[Any]]:
@@ -151,7 +209,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
 def test_samples_depend_on_the_seed_alone_and_carry_the_models_log_probabilities(drawn: Drawn) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    names = ["first", "again", "singles", "reseeded", "truncated", "greedy", "long", "synced", "long synced"]
+    names = ["first", "again", "singles", "reseeded", *TRUNCATED, "greedy", "long", "synced", "long synced"]
     ids = {name: [completion.ids for completion in drawn.values[name]] for name in names}
     assert ids["again"] == ids["singles"] == ids["first"]
     assert ids["reseeded"] != ids["first"] != ids["synced"]
@@ -169,13 +227,23 @@ def test_samples_depend_on_the_seed_alone_and_carry_the_models_log_probabilities
             tokens = completion.ids
             assert completion.truncated == (tokens[-1] != tokenizer.eos_token_id)
             assert len(tokens) == 6 or not completion.truncated
-            # Greedy samples are those of top-k with k = 1; their log-probabilities are not processed.
-            options = {"temperature": 0.7, "top_k": {"truncated": 3, "greedy": 1}.get(name, 0)}
-            expected = plain_logprobs(model, prompt + tokens, **options)[len(prompt) - 1 :]
-            if name == "greedy":
-                assert expected == [0.0] * len(tokens)
-            else:
-                assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+            greedy = Sampling(6, temperature=1.0, top_k=1)
+            sampling = {**TRUNCATED, "greedy": greedy}.get(name, Sampling(6, temperature=0.7))
+            expected = plain_logprobs(model, prompt + tokens, sampling.temperature)[len(prompt) - 1 :]
+            assert completion.logprobs == pytest.approx(expected, abs=1e-5 if name in TRUNCATED else 1e-4)
+            assert all(can_be_drawn(model, prompt + tokens, sampling)[len(prompt) - 1 :])
+
+
+def test_vllms_second_model_runner_draws_from_truncated_logits_and_reports_the_whole_ones(drawn: Drawn) -> None:
+    whole = [[0.0, 1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0, 9.0]]
+    assert drawn.values["second runner"] == [[[5, 5], whole], [[2, 3], whole]]
+
+
+def test_truncated_sampling_is_refused_with_a_sampler_that_is_not_known(drawn: Drawn) -> None:
+    whole, truncated = drawn.values["refusal"]
+    assert whole == ""
+    assert "rollout.top_p=0.9 and rollout.top_k=0: with them this vLLM cannot give" in truncated
+    assert "its sampler is builtins.int, which is not known here; set top_p to 1 and top_k to 0" in truncated
 
 
 def test_scores_are_those_of_the_weights_last_synced(drawn: Drawn) -> None:

@@ -122,20 +122,45 @@ def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_ane
         transfer.send(server, {"weight": torch.zeros(1)})
 
 
+STARTED = {
+    "weight_transfer": "shared_memory",
+    "dtype": "float32",
+    "logprobs_mode": "processed_logprobs",
+    "truncation_problem": "",
+    "max_model_len": 16,
+    "chunked_prefill": False,
+    "whereabouts": "there",
+}
+
+
 def test_a_server_that_cannot_see_the_trainers_memory_is_refused(tmp_path: Path) -> None:
     config = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server"))
-    started = {
-        "weight_transfer": "shared_memory",
-        "dtype": "float32",
-        "logprobs_mode": "processed_logprobs",
-        "max_model_len": 16,
-        "chunked_prefill": False,
-        "whereabouts": "there",
-    }
-    assert vllm_server._objection(started, config, 16, True, "there") == ""
+    assert vllm_server._objection(STARTED, config, 16, True, "there") == ""
     assert "which another machine or container does not see" in vllm_server._objection(
-        started, config, 16, True, "here"
+        STARTED, config, 16, True, "here"
     )
+
+
+@pytest.mark.parametrize("keys", [{"top_p": 0.9}, {"top_k": 5}])
+def test_a_server_whose_log_probabilities_are_not_those_that_training_compares_is_refused(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    whole = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server"))
+    truncated = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server", **keys))
+    unknown = {**STARTED, "truncation_problem": "its sampler is odd"}
+    for started, config, said in (
+        (
+            {**STARTED, "logprobs_mode": "raw_logprobs"},
+            whole,
+            "answers with raw_logprobs, needed are processed_logprobs",
+        ),
+        (STARTED, truncated, ""),
+        (unknown, whole, ""),
+        (unknown, truncated, "since its sampler is odd"),
+    ):
+        objection = vllm_server._objection(started, config, 16, True, "there")
+        assert said in objection
+        assert bool(objection) == bool(said)
 
 
 def test_a_lease_is_renewed_whatever_went_wrong_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:

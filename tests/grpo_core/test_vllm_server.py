@@ -24,6 +24,7 @@ def test_a_server_samples_from_the_trainers_policy_after_every_update(tmp_path: 
     model = make_model(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
     (port,) = free_ports(1)
     values = config_values(model, tmp_path, engine="vllm-server", max_steps=3, vllm_server_timeout=600.0)
+    values["rollout"] |= {"temperature": 0.8, "top_p": 0.9, "top_k": 500}
     values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
     values["rollout"]["vllm_server_base_urls"] = [f"http://127.0.0.1:{port}"]
     run = make_run(tmp_path / "run", values)
@@ -35,6 +36,7 @@ def test_a_server_samples_from_the_trainers_policy_after_every_update(tmp_path: 
     assert len(steps) == 3
     assert all(step["sampling/sync_drift"] < 1e-5 for step in steps)
     assert all(step["sampling/sampling_logp_difference/max"] < 1e-4 for step in steps)
+    assert all(step["sampling/importance_sampling_ratio/min"] > 0.999 for step in steps)
     assert all(step["grad_norm"] > 0 for step in steps)
 
 

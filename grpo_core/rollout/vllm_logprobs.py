@@ -1,0 +1,75 @@
+"""vLLM's log-probabilities of what it samples, over the whole vocabulary where top-k and top-p truncate it.
+
+vLLM 0.32 offers those before the temperature ("raw_logprobs") and those after truncation ("processed_logprobs"). The
+trainer's are at the temperature and over the whole vocabulary, so the sampler is wrapped where it truncates.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+LOGPROBS_MODE = "processed_logprobs"  # as an engine has to be started
+
+V1_PARAMETERS = ["logits", "generators", "k", "p"]
+V2_PARAMETERS = [
+    *("processed_logits", "expanded_idx_mapping", "idx_mapping_np", "pos"),
+    *("top_k", "top_p", "use_fused_sampler"),
+]
+
+
+def ignore_truncation(model_runner: Any) -> str:
+    """Make this model runner's sampler give log-probabilities over the whole vocabulary at the sampling temperature.
+
+    Returns "" when that is done, else the reason why this vLLM's sampler cannot be wrapped. Without truncation the
+    log-probabilities stay as they are, to the bit. To be called once per model runner, in the process that has it.
+    """
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2  # of vLLM's model runner V2
+
+    sampler = model_runner.sampler
+    if type(sampler) is Sampler:
+        draws = sampler.topk_topp_sampler
+        if problem := _differs(draws.forward, V1_PARAMETERS):
+            return problem
+        draws.logprobs_mode = "raw_logprobs"  # what it would compute after truncation is not read
+        draws.forward = _with_whole_logprobs(draws.forward, sampler.compute_logprobs)
+        return ""
+    if type(sampler) is SamplerV2:
+        if problem := _differs(sampler._sample_random, V2_PARAMETERS):
+            return problem
+        sampler._sample_random = _with_whole_logits(sampler._sample_random)  # type: ignore[method-assign]
+        return ""
+    return f"its sampler is {type(sampler).__module__}.{type(sampler).__qualname__}, which is not known here"
+
+
+def _with_whole_logprobs(draw: Callable[..., Any], log_softmax: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """`draw` truncates, draws and gives the tokens and their distribution's log-probabilities. (B, V) → (B,), (B, V)"""
+
+    def draw_and_report(
+        logits: Tensor, generators: dict[int, Any], k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = log_softmax(logits)  # first: `draw` may truncate in place
+        return draw(logits, generators, k, p)[0], logprobs
+
+    return draw_and_report
+
+
+def _with_whole_logits(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """`draw` truncates, draws and gives the tokens and the logits that log-probabilities follow from."""
+
+    def draw_and_report(
+        logits: Tensor, rows: Tensor, rows_np: Any, pos: Tensor, top_k: Tensor | None, top_p: Tensor | None, fused: bool
+    ) -> tuple[Tensor, Tensor]:
+        whole = logits if top_k is None and top_p is None else logits.clone()  # `draw` may truncate in place
+        return draw(logits, rows, rows_np, pos, top_k, top_p, fused)[0], whole
+
+    return draw_and_report
+
+
+def _differs(function: Callable[..., Any], parameters: list[str]) -> str:
+    found = list(inspect.signature(function).parameters)
+    return "" if found == parameters else f"its {function.__qualname__} takes {found}, expected are {parameters}"
