@@ -5,14 +5,17 @@ Where an attack would do no harm, it is tried without the sandbox too, and works
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -276,6 +279,24 @@ def test_without_a_sandbox_a_daemon_that_holds_the_answers_open_does_not_hold_up
     assert answer("1", program, Limits(wall_seconds=3.0), "none") == 1
     [left] = named(marker)
     left.kill()
+
+
+def test_answers_are_read_from_a_descriptor_above_1023() -> None:
+    """As in a training that holds many files open: select(2) takes no such descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip(f"the hard limit of open files is {hard}")
+    low, writing = os.pipe()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    try:
+        high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1024)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with os.fdopen(low), os.fdopen(high), os.fdopen(writing, "w") as program:
+        print("an answer", end="", file=program, flush=True)
+        assert sandbox._read(high, 6, time.monotonic() + 60) == b"an ans", "no more than was asked for"
+        program.close()
+        assert sandbox._read(high, 100, time.monotonic() + 60) == b"wer", "to the end"
 
 
 def test_the_sandbox_ends_when_the_training_is_killed(marker: str) -> None:
