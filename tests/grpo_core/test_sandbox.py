@@ -284,10 +284,10 @@ def test_without_a_sandbox_a_daemon_that_holds_the_answers_open_does_not_hold_up
 def test_answers_are_read_from_a_descriptor_above_1023() -> None:
     """As in a training that holds many files open: select(2) takes no such descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 4096:
+    if 0 <= hard < 4096:  # below 0: no limit
         pytest.skip(f"the hard limit of open files is {hard}")
     low, writing = os.pipe()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
     try:
         high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1024)
     finally:
