@@ -53,14 +53,13 @@ def classifier(
     context = getattr(loaded.config.get_text_config(), "max_position_embeddings", UNBOUNDED)
     longest = min(tokenizer.model_max_length, context)
     encoded = tokenizer(texts, add_special_tokens=not templated, truncation=True, max_length=longest)["input_ids"]
-    encoded = [ids or [tokenizer.pad_token_id] for ids in encoded]  # of no token there is no score
+    encoded = [ids or [tokenizer.eos_token_id or 0] for ids in encoded]  # of no token there is no score
     order = sorted(range(len(encoded)), key=lambda row: len(encoded[row]))  # like lengths together: little padding
     scores = torch.empty(len(encoded))
     with torch.inference_mode():
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            batch = tokenizer.pad({"input_ids": [encoded[row] for row in rows]}, return_tensors="pt")
-            logits = loaded(**batch.to(loaded.device)).logits.float()  # (rows, labels)
+            logits = _logits(loaded, [encoded[row] for row in rows])
             scores[rows] = _scores(logits, column, loaded.config, logit).cpu()
     return scores.tolist()
 
@@ -85,11 +84,29 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[An
             f"model {model!r} lacks weights of {', '.join(sorted(found['missing_keys']))}: its scores would be random. "
             "Give one that was trained to classify, or as a reward model"
         )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    loaded.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # decoders score the last token before it
-    tokenizer.padding_side, tokenizer.truncation_side = "right", "left"
+    tokenizer.truncation_side = "left"
     return loaded.eval().to(device), tokenizer
+
+
+def _logits(model: Any, rows: Sequence[list[int]]) -> Any:
+    """The model's outputs for texts of n_i tokens each, as for each alone. (rows, labels)
+
+    A decoder's output is read at the last token that is not its configuration's pad token, so that token alone pads.
+    Without one it is read at the very last token. Then the rows are padded with a token that none of them ends in.
+    """
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    config = model.config.get_text_config()
+    own = config.pad_token_id
+    pad = min({*range(len(rows) + 1)} - {row[-1] for row in rows}) if own is None else own
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=pad)  # (rows, max n_i)
+    mask = torch.arange(ids.shape[1]) < torch.tensor([[len(row)] for row in rows])
+    config.pad_token_id = pad
+    try:
+        return model(input_ids=ids.to(model.device), attention_mask=mask.long().to(model.device)).logits.float()
+    finally:
+        config.pad_token_id = own
 
 
 def _column(config: Any, label: str | int | None, model: str) -> int | None:

@@ -6,7 +6,8 @@ default is a column of the data or one of the config's `args`. The annotation of
 hold: `Sequence[str]` takes text, `list[float]` numbers, `Sequence[str | None]` text with gaps.
 
 A function is called once for what its process samples of a generation batch. One that is `async def` is called with
-each group as soon as that is complete (or several at once), while others are still being sampled.
+each group as soon as that is complete (or several at once), while others are still being sampled. So a decorator around
+an asynchronous function should be `async def` itself: one that is not, and returns the coroutine, is called at the end.
 """
 
 from __future__ import annotations

@@ -6,12 +6,13 @@ Asynchronous ones do not wait for the last completion: they are under way while 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -77,10 +78,10 @@ def score_arriving(
     """Score what `arriving` gives: all items, as one batch, and for each reward its values.
 
     Functions that are `async def` are called with what has just arrived, and go on whenever `arriving` gives something,
-    be it nothing. The others run one after the other when all is there, in this thread, with all of it. RewardError,
-    with the function's name, a prompt and the completion, when one raises, returns something else than a finite number
-    in its range or None for each completion, or does not come back within its timeout; nothing more is then asked of
-    `arriving`.
+    be it nothing. The others run one after the other when all is there, in this thread, with all of it; if one returns
+    a coroutine, that runs to its end. Raises RewardError, with the function's name, a prompt and the completion, when a
+    function raises, returns something else than a finite number in its range or None for each completion, or does not
+    come back within its timeout; nothing more is then asked of `arriving`.
     """
     items: list[Item] = []
     parts: list[tuple[Batch, dict[str, Any]]] = []  # with the values that asynchronous functions gave
@@ -179,7 +180,12 @@ def _call(reward: Reward, batch: Batch, seconds: float) -> Any:
         with _time_limit(seconds + GRACE):
             return asyncio.run(_awaited(reward, batch, seconds, set()))
     with _time_limit(seconds):
-        return reward.function(**batch.arguments(reward))
+        answer = reward.function(**batch.arguments(reward))
+        return asyncio.run(_result_of(answer)) if inspect.isawaitable(answer) else answer
+
+
+async def _result_of(answer: Awaitable[Any]) -> Any:
+    return await answer
 
 
 async def _awaited(reward: Reward, batch: Batch, seconds: float, scopes: set[asyncio.Timeout]) -> Any:
@@ -285,7 +291,10 @@ def _checked(reward: Reward, values: Any, batch: Batch) -> list[float]:
 
 
 def _is_async(reward: Reward) -> bool:
-    function = inspect.unwrap(reward.function)
+    """Whether a call gives a coroutine for certain: what a decorator wraps (`__wrapped__`) says nothing about that."""
+    function: Any = reward.function
+    while isinstance(function, functools.partial):
+        function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 

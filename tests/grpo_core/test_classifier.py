@@ -29,7 +29,7 @@ def make_scorer(folder: Path, architecture: str, tokenizer: Any, **keys: Any) ->
     torch.manual_seed(0)
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     sizes = {**SIZE, "vocab_size": len(tokenizer), "max_position_embeddings": 48, "initializer_range": 0.5, **ids}
-    config = getattr(transformers, f"{architecture}Config")(**sizes, **keys)
+    config = getattr(transformers, f"{architecture}Config")(**{**sizes, **keys})
     getattr(transformers, f"{architecture}ForSequenceClassification")(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -86,6 +86,33 @@ def test_a_reward_models_score_is_its_output_at_the_last_token_of_the_conversati
         with torch.no_grad():
             assert value == pytest.approx(model.score(model.model(ids).last_hidden_state[0, -1]).item(), abs=1e-4)
     assert len(set(values)) > 1
+
+
+@pytest.mark.parametrize(
+    ("tokenizers", "models"),
+    [(None, None), ("<eos>", None), ("<eos>", "<eos>"), ("<pad>", "<eos>"), ("<eos>", "<pad>"), (None, "<eos>")],
+)
+def test_a_score_is_that_of_the_text_alone_whatever_the_pad_tokens_are(
+    tmp_path: Path, texts: Any, tokenizers: str | None, models: str | None
+) -> None:
+    """Beside transformers' own pipeline and the few lines of a model card; the template ends in the end token."""
+    tokenizer = make_tokenizer()
+    keys = {"num_labels": 1, "pad_token_id": models and tokenizer.convert_tokens_to_ids(models)}
+    tokenizer.pad_token, tokenizer.chat_template = tokenizers, TEMPLATE
+    folder = make_scorer(tmp_path, "Llama", tokenizer, **keys)
+    prompts, completions = texts
+    talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    replies = [[{"role": "assistant", "content": text}] for text in completions]
+    values = classifier(talks, replies, folder, batch_size=5)
+    pipeline = transformers.pipeline("text-classification", model=folder, function_to_apply="none")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    for talk, reply, value in zip(talks, replies, values, strict=True):
+        inputs = tokenizer.apply_chat_template([*talk, *reply], return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            assert value == pytest.approx(model(**inputs).logits[0][0].item(), abs=1e-4)
+        assert value == pytest.approx(pipeline(tokenizer.decode(inputs["input_ids"][0]))[0]["score"], abs=1e-4)
+    assert len({round(value, 3) for value in values}) > 1
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])

@@ -272,6 +272,55 @@ def test_asynchronous_functions_run_at_once(tmp_path: Path, monkeypatch: pytest.
     assert math.isnan(values[2][1])
 
 
+WRAPPED = """
+import asyncio, functools, inspect, time
+
+async def slow(completions):
+    await asyncio.sleep(0)
+    return [float(ord(completion)) for completion in completions]
+
+def plain(completions):
+    return [float(ord(completion)) for completion in completions]
+
+@functools.wraps(slow)
+def runs_it_to_its_end(completions): return asyncio.run(slow(completions))
+
+@functools.wraps(plain)
+async def in_a_thread(completions): return await asyncio.to_thread(plain, completions)
+
+@functools.wraps(slow)
+def hands_its_coroutine_on(completions): return slow(completions)
+
+given = functools.partial(in_a_thread)
+
+class Object:
+    async def __call__(self, completions): return await slow(completions)
+
+an_object = Object()
+of_an_object = functools.partial(an_object)
+"""
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["runs_it_to_its_end", "in_a_thread", "hands_its_coroutine_on", "given", "an_object", "of_an_object"],
+)
+def test_a_wrapped_function_is_called_as_what_it_is_not_as_what_it_wraps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    reward = resolve(_beside(_module(tmp_path, monkeypatch, WRAPPED), function))
+    assert score([reward], Batch(ROWS, ["a", "b"], [[1], [2]])) == [[97, 98]]
+
+
+def test_a_coroutine_that_a_plain_function_returns_has_its_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "import asyncio\nasync def hang(): await asyncio.Event().wait()\ndef f(completions): return hang()\n"
+    config = _module(tmp_path, monkeypatch, body).model_copy(update={"timeout": 0.2})
+    with pytest.raises(RewardError, match=r"reward 'f' did not come back within 0\.2 s"):
+        score([resolve(config)], Batch(ROWS, ["a", "b"], [[1], [2]]))
+
+
 def _batch_of(texts: list[str]) -> Batch:
     return Batch([{"prompt": "1+1="}] * len(texts), texts, [[1]] * len(texts))
 
