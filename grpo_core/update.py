@@ -28,14 +28,15 @@ def update(session: Session, batch: MicroBatch, progress: Progress) -> dict[str,
     """Accumulate the gradient of this process's rows, average it over the processes, step; global metrics.
 
     Figures of tokens are means over those that are trained: without KL and entropy bonus, of completions with an
-    advantage. NotFiniteError when loss or gradient is not a number, before the step is taken, or a weight after it.
+    advantage. An adaptive entropy bonus measures the entropy of all completions, also while it rests. NotFiniteError
+    when loss or gradient is not a number, before the step is taken, or a weight after it.
     """
     config, accelerator, optimizer = session.config, session.accelerator, session.optimizer
     entropy_coef = applied_entropy_coef(config.algorithm, progress)
     session.policy.refresh()
 
     longest = int(batch.sequences.lengths.max())
-    if batch.ref_logprobs is None and entropy_coef == 0:
+    if batch.ref_logprobs is None and not config.algorithm.has_entropy_bonus:
         batch = trained(batch)
 
     def accumulate(rows: int) -> _Tally:
