@@ -1,7 +1,8 @@
 """Everything needed to continue exactly: weights, optimizer, reference policy, random states, and where the run stands.
 
-A checkpoint is written beside its final name and renamed, with a checksum of each file: a killed run leaves whole
-checkpoints or none, and one that was damaged later is recognised and the one before it used.
+A checkpoint is written beside its final name and renamed once it is on the disk, with a checksum of each file: a killed
+run or a power cut leaves whole checkpoints or none, and one that was damaged later is recognised and the one before it
+used.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import secrets
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -17,9 +19,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
+from grpo_core.files import publish
 from grpo_core.policy import Policy, load_trainable_state, trainable_state
 from grpo_core.progress import Progress
 from grpo_core.random_state import random_state, set_random_state
@@ -30,7 +33,27 @@ HEALTHY = "healthy"  # an empty file: the step from this checkpoint on went well
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that does not belong to this run."""
+    """Checkpoints that cannot be continued from, or written; the message says why and what to do."""
+
+
+def require_shared(folder: Path, accelerator: Accelerator) -> None:
+    """Raises CheckpointError on every process unless all of them see the same `folder`, where their checkpoints go."""
+    if accelerator.num_processes == 1:
+        return
+    probe, token = folder / ".shared", secrets.token_hex(8)
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_text(token)
+    (token,) = broadcast_object_list([token])
+    sees = gather_object([probe.exists() and probe.read_text() == token])
+    if accelerator.is_main_process:
+        probe.unlink()
+    if not all(sees):
+        others = ", ".join(str(process) for process, there in enumerate(sees) if not there)
+        raise CheckpointError(
+            f"{folder} of process 0 is not what process {others} finds under that path: checkpoints are written and "
+            "read by all processes, so that all machines need the run directory on one shared disk"
+        )
 
 
 @dataclass(frozen=True)
@@ -82,8 +105,8 @@ class Checkpoints:
     def restore(self, *, healthy: bool = False) -> Progress | None:
         """Load the newest whole checkpoint (the newest `healthy` one) and drop those after it; None if there is none.
 
-        A damaged one is set aside as `step-NNNNNN.damaged` with a warning. CheckpointError when one was written under
-        another configuration, or with other data or reward functions.
+        A damaged one is set aside as `step-NNNNNN.damaged` with a warning. Raises CheckpointError if a damaged one is
+        all that is left, or if one was written under another configuration, or with other data or reward functions.
         """
         found: list[Path | None] = [self._newest(healthy) if self.accelerator.is_main_process else None]
         (folder,) = broadcast_object_list(found)
@@ -135,6 +158,12 @@ class Checkpoints:
                     _remove(later)
                 return folder
             unhealthy.append(folder)
+        damaged = sorted(path.name for path in self.directory.glob("*.damaged"))
+        if damaged and not unhealthy:
+            raise CheckpointError(
+                f"no whole checkpoint is left in {self.directory}, only {', '.join(damaged)}. Put a whole copy of one "
+                "back, without .damaged in its name; or, to train from the beginning, remove them"
+            )
         return None
 
     def _prune(self, keep: int) -> None:
@@ -150,25 +179,24 @@ class Checkpoints:
         return sorted(path for path in self.directory.glob("step-*") if not path.suffix)
 
     def _readable(self) -> list[Path]:
-        return [folder for folder in self._all() if _has_manifest(folder)]
+        return [folder for folder in self._all() if _manifest(folder)]
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / MANIFEST).read_text())
-
-
-def _has_manifest(folder: Path) -> bool:
+    """Content of the manifest; empty if it cannot be read."""
     try:
-        return "checksums" in _manifest(folder)
+        manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
-        return False
+        return {}
+    return manifest if isinstance(manifest, dict) and isinstance(manifest.get("checksums"), dict) else {}
 
 
 def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files, in words; None when they are as they were written."""
-    if not _has_manifest(folder):
+    manifest = _manifest(folder)
+    if not manifest:
         return f"{MANIFEST} cannot be read"
-    for name, checksum in _manifest(folder)["checksums"].items():
+    for name, checksum in manifest["checksums"].items():
         if not (folder / name).exists():
             return f"{name} is missing"
         if _checksum(folder / name) != checksum:
@@ -196,7 +224,7 @@ def _replace(temporary: Path, final: Path) -> None:
     """Rename over a folder that may exist."""
     if final.exists():
         final.rename(final.with_suffix(".old"))
-    temporary.rename(final)
+    publish(temporary, final)
     shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from grpo_core.checkpoint import Checkpoints
 from grpo_core.config import RunConfig
 from grpo_core.data import derive_seed
+from grpo_core.files import publish
 from grpo_core.policy import load_trainable_state, trainable_state
 from grpo_core.progress import Progress
 from grpo_core.rewards.composition import weighted_sum
@@ -65,7 +66,7 @@ def keep_best(session: Session, progress: Progress, folder: Path, checkpoints: C
     temporary = final.with_suffix(".tmp")
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in trainable_state(session.model).items()}, temporary)
-    temporary.rename(final)
+    publish(temporary, final)
     needed = {final, *(_best(folder, step) for step in checkpoints.best_steps())}
     for old in set(folder.iterdir()) - needed:
         old.unlink()

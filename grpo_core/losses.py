@@ -24,6 +24,8 @@ VESPO_MAX_LOG_RATIO = 20.0  # of a token and of a sequence
 VESPO_MIN_LOG_RATIO = math.log(1e-8)  # of a sequence and of a token's sampling correction
 VESPO_MIN_LAMBDA = 1e-4
 
+ENTROPY_ROUNDING = 1e-5  # nats by which entropies of the same distribution may differ in float32
+
 
 @dataclass(frozen=True)
 class TokenLosses:
@@ -193,14 +195,15 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     """1 on the valid tokens whose entropy is at least the (1 − share) quantile of all valid tokens', (B, T).
 
     Beyond the 80/20 Rule (arXiv:2506.01939): the tokens at which a completion forks carry the learning. The quantile
-    is interpolated linearly; ties with it are kept.
+    is interpolated linearly; ties with it are kept. Entropies that are equal except for rounding count as ties:
+    completions of a group begin with the same distribution, but a pass of another size rounds it differently.
     """
     valid = mask > 0
     if not valid.any():
         return torch.zeros_like(mask)
     # torch.quantile refuses more than 2^24 values; ranks of that many need float64.
     threshold = np.quantile(entropy[valid].double().cpu().numpy(), 1 - share)
-    return (valid & (entropy >= torch.tensor(threshold, dtype=entropy.dtype))).to(mask.dtype)
+    return (valid & (entropy >= threshold - ENTROPY_ROUNDING)).to(mask.dtype)
 
 
 def token_weights(

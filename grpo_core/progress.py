@@ -38,7 +38,13 @@ class Progress:
     stopped_early: bool = False
 
     def with_rollout(self, rollout: Rollout, plan: Plan) -> Progress:
-        """A generation batch was sampled."""
+        """A generation batch was sampled.
+
+        One that is sampled again, after a roll-back to a place between its updates, is counted once: its later updates
+        train on other samples of the same prompts.
+        """
+        if rollout.index < self.rollouts and self.rollout is None:
+            return replace(self, rollout=rollout)
         new = set(rollout.scheduled_rows) - self.seen_in_epoch
         seen = self.seen_in_epoch | new
         epoch_ends = (rollout.index + 1) % plan.rollouts_per_epoch == 0
@@ -73,6 +79,11 @@ class Progress:
             unevaluated=None,
             stopped_early=patience is not None and waited >= patience,
         )
+
+    @property
+    def recorded(self) -> int:
+        """Updates whose metrics are complete: all, except the last while its evaluation is still to be made."""
+        return self.updates - (self.unevaluated is not None)
 
     @property
     def counts(self) -> dict[str, int]:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grpo_core import health
+from grpo_core.files import publish
 from grpo_core.health import Finding
 from grpo_core.progress import Progress
 from grpo_core.rollout.collect import Sample
@@ -31,37 +35,43 @@ LINE_KEYS = ("step", "timestamp")  # of metrics.jsonl, beside the figures
 class Records:
     """Open for the length of a training; only the main process writes."""
 
-    def __init__(self, session: Session, output: Path, resumed_at: int):
+    def __init__(self, session: Session, output: Path, progress: Progress):
         self.session = session
         self.accelerator = session.accelerator
         self.output = output
         self.plan = session.plan
-        self.resumed_at = resumed_at
+        self.resumed_at = progress.updates
         self.last: dict[str, float] = {}
+        self.lost: list[int] = []  # steps whose lines of metrics.jsonl cannot be read
         self.printed = 0.0
         self.newest = 0.0  # timestamp
         if not self.accelerator.is_main_process:
             return
         (output / "completions").mkdir(parents=True, exist_ok=True)
-        self._open(resumed_at)
-        where = f"continuing after step {resumed_at}" if resumed_at else "starting"
+        self._open(progress)
+        where = f"continuing after step {self.resumed_at}" if self.resumed_at else "starting"
         size = self.plan.effective_batch_size
         print(f"training: {where}, {self.plan.max_steps} updates of {size} completions", flush=True)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of update `step` (from 1)."""
+        """Record the metrics of update `step` (from 1). They are on the disk before a checkpoint of it is written."""
         self.last = metrics
         if not self.accelerator.is_main_process:
             return
         self.newest = round(max(time.time(), self.newest + 0.001), 3)
         self.file.write(json.dumps({"step": step, **metrics, "timestamp": self.newest}) + "\n")
         self.file.flush()
+        os.fsync(self.file.fileno())
         if step == self.plan.max_steps or time.monotonic() - self.printed > SECONDS_BETWEEN_LINES:
             self.printed = time.monotonic()
             print(_line(step, self.plan.max_steps, metrics), flush=True)
 
     def completions(self, step: int, rollout: Rollout, samples: Sequence[Sample]) -> None:
-        """Record the generation batch that was sampled for update `step`, a row a completion."""
+        """Record the generation batch that was sampled for update `step`, one row per completion.
+
+        Sampled again after a roll-back to a place between its updates, it has the rows of both times: `step` says for
+        which updates.
+        """
         if not self.accelerator.is_main_process:
             return
         columns: dict[str, Any] = {
@@ -76,19 +86,25 @@ class Records:
         for position, reward in enumerate(self.session.rewards):
             values = [sample.rewards[position] for sample in samples]
             columns[f"rewards/{reward.name}"] = pa.array(values, pa.float64(), from_pandas=True)  # NaN → null: None
-        pq.write_table(pa.table(columns), self.output / "completions" / f"rollout-{rollout.index:06d}.parquet")
+        table, path = pa.table(columns), self._completions(rollout.index)
+        if path.exists():
+            earlier = pq.read_table(path)
+            table = pa.concat_tables([earlier.filter(pc.field("step") < step), table])
+        temporary = path.with_suffix(".tmp")
+        pq.write_table(table, temporary)
+        publish(temporary, path)
 
     def finding(self, finding: Finding) -> None:
         """Record what the health policy found."""
         if self.accelerator.is_main_process:
             health.record(self.output / "health.jsonl", finding)
 
-    def rewind(self, step: int) -> None:
-        """Forget the metrics after `step`: the updates after it are done again."""
+    def rewind(self, progress: Progress) -> None:
+        """Forget what is after `progress`: its updates are done again."""
         if self.accelerator.is_main_process:
-            print(f"training: back to step {step}", flush=True)
+            print(f"training: back to step {progress.updates}", flush=True)
             self.file.close()
-            self._open(step)
+            self._open(progress)
 
     def stop(self, progress: Progress, why: str) -> None:
         """Say why and where the training stops; who told it to may be gone, and with it who reads this."""
@@ -119,6 +135,7 @@ class Records:
             "ran_out_of_memory": rows < plan.per_device_train_batch_size
             or (recomputed > 0 and not self.session.config.train.gradient_checkpointing),
             "metrics": self.last,
+            "steps_without_metrics": self.lost,
         }
         if self.accelerator.is_main_process:
             if progress.stopped_early:
@@ -126,20 +143,32 @@ class Records:
             self.file.close()
             temporary = self.output / "result.json.tmp"
             temporary.write_text(json.dumps(result, indent=2) + "\n")
-            temporary.rename(self.output / "result.json")
+            publish(temporary, self.output / "result.json")
         return result
 
-    def _open(self, step: int) -> None:
-        """Drop the lines after `step`, to write on from there."""
-        path = self.output / "metrics.jsonl"
-        rows = _complete_rows(path)
+    def _open(self, progress: Progress) -> None:
+        """Drop the lines and the generation batches of updates after `progress`, to write on from there."""
+        path, step = self.output / "metrics.jsonl", progress.recorded
+        rows = _readable_rows(path)
         kept = [row for row in rows if row["step"] <= step]
+        self.lost = sorted({*range(1, step + 1)} - {int(row["step"]) for row in kept})
+        if self.lost:
+            warnings.warn(
+                f"{path} has lost the lines of steps {self.lost}: training goes on, their figures are gone",
+                stacklevel=2,
+            )
         self.newest = max([self.newest, *(row["timestamp"] for row in rows)])
         self.last = {name: value for name, value in kept[-1].items() if name not in LINE_KEYS} if kept else {}
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        temporary.rename(path)
+        publish(temporary, path)
         self.file = path.open("a")
+        trained = {self._completions(index) for index in range(self.plan.counts(progress.updates)["rollouts"])}
+        for abandoned in {*(self.output / "completions").iterdir()} - trained:
+            abandoned.unlink()
+
+    def _completions(self, index: int) -> Path:
+        return self.output / "completions" / f"rollout-{index:06d}.parquet"
 
 
 def _line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
@@ -151,8 +180,16 @@ def _line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     )
 
 
-def _complete_rows(path: Path) -> list[dict[str, float]]:
-    """The lines there are, but for one that a kill cut off."""
+def _readable_rows(path: Path) -> list[dict[str, float]]:
+    """The whole lines there are. A kill may cut the last one off, and a power cut leave zeros in the place of some."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    rows = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            row = json.loads(line.strip(b"\0"))
+        except ValueError:
+            continue
+        if isinstance(row, dict) and row.keys() >= {*LINE_KEYS}:
+            rows.append(row)
+    return rows

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
 
 from grpo_core.config import RunConfig, load_config
 from grpo_core.data import Prompts, load_prompts, load_tokenizer
@@ -23,6 +24,8 @@ from grpo_core.rollout.engine import Engine, make_engine
 from grpo_core.sections import TrainConfig
 
 SHORTEST_PROBE = 2  # tokens: the first of a sequence has no log-probability
+# In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
+BIASES_AND_NORMS = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 Result = TypeVar("Result")
 
@@ -154,10 +157,13 @@ def _reference(config: RunConfig, accelerator: Accelerator) -> Policy | None:
 
 
 def _optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim >= 2]
-    vectors = [p for p in trained if p.ndim < 2]  # biases and norms: no weight decay
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    """AdamW with weight decay on matrices, except those that transformers' Trainer takes for biases or norms, such as
+    the biases of fused experts and the norms of single heads."""
+    weights = {*get_parameter_names(model, [torch.nn.LayerNorm], BIASES_AND_NORMS)}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = [p for name, p in trained.items() if name in weights and p.ndim >= 2]
+    others = [p for name, p in trained.items() if not (name in weights and p.ndim >= 2)]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     betas = (config.adam_beta1, config.adam_beta2)
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)

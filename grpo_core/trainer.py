@@ -17,8 +17,9 @@ import torch
 
 from grpo_core import health
 from grpo_core.batching import MicroBatch, concatenate, micro_batch, with_gradient
-from grpo_core.checkpoint import Checkpoints
+from grpo_core.checkpoint import Checkpoints, require_shared
 from grpo_core.data import training_order
+from grpo_core.files import sync_to_disk
 from grpo_core.health import Finding
 from grpo_core.held_out import evaluate_policy, keep_best, load_best
 from grpo_core.losses import top_entropy_mask
@@ -54,12 +55,12 @@ def train(run: Path, output: Path) -> dict[str, Any]:
         session.reference if config.algorithm.sync_ref_model else None,
     )
     progress = _begin(session, checkpoints)
-    records = Records(session, output, resumed_at=progress.updates)
+    records = Records(session, output, progress)
 
     with listening():
         try:
             while progress.unevaluated or (progress.updates < plan.max_steps and not progress.stopped_early):
-                step = progress.updates + (0 if progress.unevaluated else 1)
+                step = progress.recorded + 1
                 try:
                     if progress.unevaluated:  # stopped in its evaluation
                         metrics = progress.unevaluated
@@ -80,7 +81,7 @@ def train(run: Path, output: Path) -> dict[str, Any]:
                     progress = roll_back(checkpoints, progress, config.train.save_total_limit)
                     if isinstance(session.engine, VLLMServerEngine):
                         session.engine.drop_begun()  # other samples are drawn from here on
-                    records.rewind(progress.updates)
+                    records.rewind(progress)
                     continue
                 records.step(step, metrics)
                 if health.is_healthy(config.health, progress.streaks):
@@ -180,15 +181,16 @@ def evaluate(session: Session, progress: Progress) -> tuple[Progress, dict[str, 
 def roll_back(checkpoints: Checkpoints, progress: Progress, keep: int) -> Progress:
     """Back to the last healthy checkpoint; from there with other samples and half the learning rate.
 
-    The checkpoint is written again with the count, so that a run killed later does not forget it.
+    A generation batch of which updates are left is sampled again for them. The checkpoint is written again with the
+    number of roll-backs, so that a run killed later does not forget it.
     """
     restored = checkpoints.restore(healthy=True)
     if restored is None:
         raise TrainingError(
             f"no healthy, undamaged checkpoint is left under {checkpoints.directory} to roll back to; start the "
-            "training anew, or set the health action to 'warn' or 'stop'"
+            "training from the beginning, or set the health action to 'warn' or 'stop'"
         )
-    restored = replace(restored, roll_backs=progress.roll_backs + 1, streaks={})
+    restored = replace(restored, rollout=None, roll_backs=progress.roll_backs + 1, streaks={})
     checkpoints.save(restored, keep, healthy=True)
     return restored
 
@@ -196,6 +198,7 @@ def roll_back(checkpoints: Checkpoints, progress: Progress, keep: int) -> Progre
 def _begin(session: Session, checkpoints: Checkpoints) -> Progress:
     """Where to go on: the newest checkpoint, or the start."""
     config = session.config
+    require_shared(checkpoints.directory.parent, session.accelerator)
     progress = checkpoints.restore()
     if progress is None:
         progress = Progress(rows_per_pass=session.memory.rows, entropy_coef=config.algorithm.entropy_coef)
@@ -231,6 +234,7 @@ def _finish(session: Session, progress: Progress, records: Records, output: Path
         load_best(session, progress.best_step, output / "best")
     if session.accelerator.is_main_process:
         save_model(session.model, session.tokenizer, output / "model")
+        sync_to_disk(output)  # before result.json says that all is there
     result = records.finish(progress)
     # While this thread waits, gloo's can let go of the last tensors, for which it needs the GIL; destroying the process
     # group joins it with the GIL held.

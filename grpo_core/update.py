@@ -28,14 +28,15 @@ def update(session: Session, batch: MicroBatch, progress: Progress) -> dict[str,
     """Accumulate the gradient of this process's rows, average it over the processes, step; global metrics.
 
     Figures of tokens are means over those that are trained: without KL and entropy bonus, of completions with an
-    advantage. NotFiniteError when loss or gradient is not a number, before the step is taken, or a weight after it.
+    advantage. An adaptive entropy bonus measures the entropy of all completions, also while it rests. NotFiniteError
+    when loss or gradient is not a number, before the step is taken, or a weight after it.
     """
     config, accelerator, optimizer = session.config, session.accelerator, session.optimizer
     entropy_coef = applied_entropy_coef(config.algorithm, progress)
     session.policy.refresh()
 
     longest = int(batch.sequences.lengths.max())
-    if batch.ref_logprobs is None and entropy_coef == 0:
+    if batch.ref_logprobs is None and not config.algorithm.has_entropy_bonus:
         batch = trained(batch)
 
     def accumulate(rows: int) -> _Tally:
@@ -186,10 +187,16 @@ def _forward_backward(session: Session, batch: MicroBatch, entropy_coef: float, 
 
 @torch.no_grad()
 def _average_gradients(parameters: Sequence[Tensor], num_processes: int) -> None:
-    """Mean of each gradient over the processes, in few large messages."""
+    """Mean of each gradient over the processes, in few large messages.
+
+    A parameter that has no gradient on any process gets none, as with one process: the optimizer leaves it alone.
+    """
     if num_processes == 1:
         return
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    used = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+    torch.distributed.all_reduce(used)
+    trained = [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
     bucket: list[Tensor] = []
     for position, gradient in enumerate(gradients):
         bucket.append(gradient)
@@ -199,5 +206,5 @@ def _average_gradients(parameters: Sequence[Tensor], num_processes: int) -> None
             for g, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 g.copy_(mean.view_as(g))
             bucket = []
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    for parameter, gradient in zip(trained, gradients, strict=True):
         parameter.grad = gradient

@@ -103,6 +103,7 @@ def made_up_run(
         "train_seconds": 50.0,
         "roll_backs": 0,
         "ran_out_of_memory": False,
+        "steps_without_metrics": [],
         "seconds": 63.0,
     }
     evaluation = {

@@ -24,6 +24,8 @@ from grpo_core.rollout.engine import Rollout
 from grpo_core.session import Session, set_up
 from grpo_core.update import update
 
+START = Progress(rows_per_pass=8)
+
 
 def rollout_with(session: Session, advantages: Tensor) -> Rollout:
     """The first rollout as the loop makes it, but for these advantages."""
@@ -33,7 +35,7 @@ def rollout_with(session: Session, advantages: Tensor) -> Rollout:
         return replace(rollout, advantages=advantages), samples
 
     with mock.patch.object(trainer, "collect", collected):
-        return trainer.roll_out(session, 0, Progress(rows_per_pass=8))[0]
+        return trainer.roll_out(session, 0, START)[0]
 
 
 def first_update(session: Session, rollout: Rollout) -> MicroBatch:
@@ -57,26 +59,41 @@ def updating_gradient(session: Session, batch: MicroBatch) -> list[Tensor]:
     return gradient_and_metrics(session, batch)[0]
 
 
-def gradient_and_metrics(session: Session, batch: MicroBatch) -> tuple[list[Tensor], dict[str, float]]:
+def gradient_and_metrics(
+    session: Session, batch: MicroBatch, progress: Progress = START
+) -> tuple[list[Tensor], dict[str, float]]:
     """The gradient that the optimizer steps with, and the update's metrics; the weights stay as they are."""
     found: list[Tensor] = []
     session.optimizer.step = lambda: found.extend(_gradients(session))  # type: ignore[method-assign]
-    metrics = update(session, batch, Progress(rows_per_pass=8))
+    metrics = update(session, batch, progress)
     assert found
     return found, metrics
 
 
 def plain_logprobs(session: Session, batch: MicroBatch) -> Tensor:
-    """All rows at once, padded to the longest, all logits."""
+    """Log-probabilities of the completions' tokens: all rows at once, padded to the longest, all logits. (B, T)"""
+    return _plain_pass(session, batch)[0]
+
+
+def plain_entropy(session: Session, batch: MicroBatch) -> Tensor:
+    """Mean entropy of the tokens in the policy term."""
+    kept = batch.mask if batch.keep is None else batch.mask * batch.keep
+    return (_plain_pass(session, batch)[1] * kept).sum() / kept.sum()
+
+
+def _plain_pass(session: Session, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the completions' tokens and entropies there, 2 × (B, T)."""
     sequences = batch.sequences
     logits = session.model(input_ids=sequences.input_ids).logits / session.config.rollout.temperature
-    logprobs = logits[:, :-1].log_softmax(-1).gather(2, sequences.input_ids[:, 1:, None]).squeeze(2)
+    distribution = torch.distributions.Categorical(logits=logits[:, :-1])
+    logprobs = distribution.log_prob(sequences.input_ids[:, 1:])
     columns = sequences.prompt_lengths[:, None] - 1 + torch.arange(batch.mask.shape[1])
-    return logprobs.gather(1, columns.clamp(max=logprobs.shape[1] - 1))
+    columns = columns.clamp(max=logprobs.shape[1] - 1)
+    return logprobs.gather(1, columns), distribution.entropy().gather(1, columns)
 
 
-def plain_gradient(session: Session, batch: MicroBatch) -> list[Tensor]:
-    """That of all rows' loss, in one pass."""
+def plain_gradient(session: Session, batch: MicroBatch, entropy_coef: float = 0.0) -> list[Tensor]:
+    """Gradient of all rows' loss in one pass, with an entropy bonus where its weight is given."""
     logprobs = plain_logprobs(session, batch)
     losses = token_losses(
         logprobs,
@@ -86,9 +103,13 @@ def plain_gradient(session: Session, batch: MicroBatch) -> list[Tensor]:
         session.config.algorithm,
         sampling_logprobs=batch.sampling_logprobs,
         ref_logprobs=batch.ref_logprobs,
+        keep=batch.keep,
     )
     session.optimizer.zero_grad()
-    (batch.weights * losses.loss).sum().backward()
+    loss = (batch.weights * losses.loss).sum()
+    if entropy_coef:
+        loss = loss - entropy_coef * plain_entropy(session, batch)
+    loss.backward()
     gradients = _gradients(session)
     session.optimizer.zero_grad()
     return gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,9 @@ from tests.conftest import config_values, make_run
 from tests.grpo_core.exactness import (
     distance,
     first_update,
+    gradient_and_metrics,
     move,
+    plain_entropy,
     plain_gradient,
     plain_logprobs,
     rollout_with,
@@ -83,6 +86,43 @@ ALL_WAYS = pytest.mark.parametrize("way", WAYS, indirect=True)
 def test_an_update_s_gradient_is_the_plain_one(session: Session, silent: str, way: None) -> None:
     batch = _batch(session, silent)
     assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
+
+
+@pytest.mark.parametrize("silent", ["none", "half", "all"])
+@pytest.mark.parametrize(
+    "session",
+    [{"entropy_coef": 0.3}, {"entropy_coef": 0.3, "top_entropy_quantile": 0.5, "temperature": 0.7}],
+    ids=["all tokens", "of high entropy"],
+    indirect=True,
+)
+def test_an_entropy_bonus_adds_its_weight_times_the_gradient_of_the_mean_entropy(session: Session, silent: str) -> None:
+    session.memory.rows = 3
+    batch = _batch(session, silent)
+    assert distance(updating_gradient(session, batch), plain_gradient(session, batch, entropy_coef=0.3)) < BOUND
+
+
+ADAPTIVE = {"use_adaptive_entropy": True, "entropy_target": 1.0}
+
+
+@pytest.mark.parametrize("silent", ["none", "half", "all"])
+@pytest.mark.parametrize(
+    "session",
+    [ADAPTIVE, {**ADAPTIVE, "num_iterations": 2}, {**ADAPTIVE, "top_entropy_quantile": 0.5}],
+    ids=["on-policy", "off-policy", "of high entropy"],
+    indirect=True,
+)
+def test_an_adaptive_bonus_measures_the_entropy_of_all_completions_at_work_and_at_rest(
+    session: Session, silent: str
+) -> None:
+    batch = _batch(session, silent)
+    entropy = plain_entropy(session, batch).item()
+    for last_entropy, coef in ((math.inf, 0.0), (0.5, 0.2)):
+        progress = Progress(rows_per_pass=8, entropy_coef=0.2, last_entropy=last_entropy)
+        gradient, metrics = gradient_and_metrics(session, batch, progress)
+        assert metrics["entropy_coef"] == coef
+        assert metrics["kept_entropy"] == pytest.approx(entropy, rel=1e-5)
+        if silent != "all":
+            assert distance(gradient, plain_gradient(session, batch, entropy_coef=coef)) < BOUND
 
 
 OFF_POLICY: dict[str, dict[str, Any]] = {

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -271,13 +272,39 @@ def test_a_roll_back_reaches_the_checkpoint_from_before_the_limit_was_first_brok
 def test_samples_after_a_roll_back_are_others(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import pyarrow.parquet as pq
-
     keys = {"not_finite_action": "roll_back", "max_steps": 2, "save_steps": 1}
     plain, broken = (make_run(tmp_path / name, with_keys(values, **keys)) for name in ("plain", "broken"))
     _train(plain)
     _break_once(monkeypatch, {1})
     _train(broken)
-    first = [pq.read_table(run / "training/completions/rollout-000000.parquet").to_pydict() for run in (plain, broken)]
+    first = [_completions(run, 0) for run in (plain, broken)]
     assert first[0]["prompt"] == first[1]["prompt"]
     assert first[0]["completion"] != first[1]["completion"]
+
+
+def _completions(run: Path, index: int) -> dict[str, list[Any]]:
+    return pq.read_table(run / f"training/completions/rollout-{index:06d}.parquet").to_pydict()
+
+
+def test_a_roll_back_between_the_updates_of_a_generation_batch_samples_it_again_for_those_left(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four updates per batch, the fourth is broken: the third and fourth are made again, on other completions."""
+    values["rewards"] = [{"function": "tests.grpo_core.test_health:constant"}]
+    _break_once(monkeypatch, {4})
+    keys = {"not_finite_action": "roll_back", "max_steps": 8, "save_steps": 2, "zero_advantages_steps": 3}
+    batches = {"steps_per_generation": 4, "gradient_accumulation_steps": 1}
+    run = make_run(tmp_path / "run", with_keys(values, **keys, **batches))
+    result = _train(run)
+    assert result["roll_backs"] == 1
+    assert result["counted"] == result["planned"]
+    assert result["counted"]["rollouts"] == 2
+    drawn = _completions(run, 0)
+    half = len(drawn["step"]) // 2
+    assert drawn["step"] == [1] * half + [3] * half
+    assert drawn["prompt"][:half] == drawn["prompt"][half:]
+    assert drawn["completion"][:half] != drawn["completion"][half:]
+    assert set(_completions(run, 1)["step"]) == {5}
+    found = [(f["step"], f["rule"]) for f in _lines(run / "training" / "health.jsonl")]
+    expected = [(3, "zero_advantages"), (4, "not_finite"), (5, "zero_advantages"), (8, "zero_advantages")]
+    assert found == expected, "updates in a row are counted from the roll-back on"

@@ -16,17 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_core import trainer, update
+from grpo_core import checkpoint, held_out, records, trainer, update
 from grpo_core.checkpoint import CheckpointError
 from grpo_core.config import dump_config, load_config
 from grpo_core.plan import load_plan
+from grpo_core.rollout.collect import NotFiniteError
 from grpo_core.stopping import Stopped
 from grpo_core.trainer import train
+from tasks.train import check_result
 from tests.conftest import make_run, with_keys, write_sums
+from tests.grpo_core.disk import Disk
 from tests.grpo_core.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
 
 ROOT = Path(__file__).parents[2]
@@ -98,25 +102,144 @@ def _interrupted(values: dict[str, Any], tmp_path: Path) -> tuple[Path, Path]:
     return run, whole
 
 
-@pytest.mark.parametrize("damage", ["cut off", "one bit", "gone", "manifest"])
+@pytest.mark.parametrize("damage", ["cut off", "one bit", "gone", "manifest", "manifest is a text"])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
     values: dict[str, Any], tmp_path: Path, damage: str
 ) -> None:
     run, whole = _interrupted(values, tmp_path)
     checkpoints = run / "training" / "checkpoints"
     assert [folder.name for folder in sorted(checkpoints.iterdir())] == ["step-000002", "step-000004"]
-    file = checkpoints / "step-000004" / ("manifest.json" if damage == "manifest" else "state.pt")
+    file = checkpoints / "step-000004" / ("manifest.json" if "manifest" in damage else "state.pt")
     content = bytearray(file.read_bytes())
     if damage == "one bit":
         content[len(content) // 2] ^= 1
     file.write_bytes(content if damage == "one bit" else content[: len(content) // 2])
     if damage == "gone":
         file.unlink()
+    if damage == "manifest is a text":
+        file.write_text('"checksums"')
     with pytest.warns(UserWarning, match=r"step-000004 is damaged .* the one before it is used"):
         train(run, run / "training")
     assert (checkpoints / "step-000004.damaged").is_dir()
     assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 2
     _assert_same(run, whole)
+
+
+def test_a_training_of_which_only_damaged_checkpoints_are_left_starts_from_the_beginning_once_they_are_removed(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    run, whole = _interrupted(values, tmp_path)
+    checkpoints = run / "training" / "checkpoints"
+    for folder in checkpoints.iterdir():
+        (folder / "state.pt").write_bytes(b"cut off")
+    message = "no whole checkpoint is left in .*, only step-000002.damaged, step-000004.damaged"
+    with pytest.warns(UserWarning, match="is damaged"), pytest.raises(CheckpointError, match=message):
+        train(run, run / "training")
+    with pytest.raises(CheckpointError, match=message):
+        train(run, run / "training")
+    assert len(_metrics(run)) == 6, "what there is of the training stays"
+    shutil.rmtree(checkpoints)
+    train(run, run / "training")
+    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] is None
+    _assert_same(run, whole)
+
+
+def _zero_lines(path: Path, steps: list[int]) -> None:
+    """The lines of these steps, line breaks included, as a power cut may leave them."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(bytes(len(line)) if n in steps else line for n, line in enumerate(lines, 1)))
+
+
+def test_zeros_in_the_place_of_metrics_after_the_checkpoint_are_written_over(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    run, whole = _interrupted(values, tmp_path)
+    _zero_lines(run / "training" / "metrics.jsonl", [5, 6])
+    train(run, run / "training")
+    _assert_same(run, whole)
+
+
+def test_metrics_lost_before_the_checkpoint_are_named_and_the_training_goes_on(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    run, whole = _interrupted(values, tmp_path)
+    _zero_lines(run / "training" / "metrics.jsonl", [2, 3])
+    with pytest.warns(UserWarning, match=r"has lost the lines of steps \[2, 3\]"):
+        result = train(run, run / "training")
+    assert result["steps_without_metrics"] == [2, 3]
+    assert _metrics(run) == [row for row in _metrics(whole) if row["step"] not in (2, 3)]
+    check_result(result, run / "training" / "metrics.jsonl", load_plan(run / "plan.json"))
+
+
+def test_completions_of_updates_that_are_made_again_do_not_stay(values: dict[str, Any], tmp_path: Path) -> None:
+    run, _ = _interrupted(values, tmp_path)
+    folder = run / "training" / "completions"
+    planned = sorted(folder.iterdir())
+    (folder / "rollout-000099.parquet").write_bytes(b"torn")
+    planned[-1].write_bytes(b"torn")
+    train(run, run / "training")
+    assert sorted(folder.iterdir()) == planned
+    assert sum(len(pq.read_table(path)) for path in planned) == load_plan(run / "plan.json").completions
+
+
+def test_a_step_whose_evaluation_was_interrupted_is_recorded_once_whatever_follows(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the evaluation after step 2, resumed, killed after step 3, resumed, rolled back at step 4."""
+    keys = {"not_finite_action": "roll_back", "max_steps": 5, "eval_steps": 2, "save_steps": 100}
+    run = make_run(tmp_path / "run", with_keys(values, **keys))
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr("grpo_core.held_out.sample_and_score", _signalled(held_out.sample_and_score, 1))
+        train(run, run / "training")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trainer, "update", _failing(trainer.update, 2, KeyboardInterrupt))
+        train(run, run / "training")
+    first = _metrics(run)
+    assert [row["step"] for row in first] == [1, 2, 3]
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "update", _failing(trainer.update, 2, NotFiniteError))
+        result = train(run, run / "training")
+    assert (result["resumed_at_step"], result["roll_backs"]) == (2, 1)
+    assert [row["step"] for row in _metrics(run)] == [1, 2, 3, 4, 5]
+    assert _metrics(run)[:2] == first[:2]
+
+
+def _failing(function: Any, call: int, error: type[BaseException]) -> Any:
+    """The function, whose call number `call` raises."""
+    calls = itertools.count(1)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            raise error
+        return function(*args, **kwargs)
+
+    return failing
+
+
+def test_a_power_cut_finds_the_newest_checkpoint_and_the_result_s_model_on_the_disk(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", with_keys(values, save_steps=1, save_total_limit=1, max_steps=3))
+    disk, output = Disk(monkeypatch), run / "training"
+    remove, publish = checkpoint._remove, records.publish
+
+    def removing(folder: Path) -> None:
+        step = int(folder.name[-6:]) + 1
+        assert disk.holds(output / "checkpoints" / f"step-{step:06d}")
+        assert disk.holds(output / "metrics.jsonl")
+        assert len(_metrics(run)) == step
+        remove(folder)
+
+    def publishing(partial: Path, final: Path) -> None:
+        if final.name == "result.json":
+            assert disk.holds(output / "model")
+        publish(partial, final)
+        assert disk.holds(final)
+
+    monkeypatch.setattr(checkpoint, "_remove", removing)
+    monkeypatch.setattr(records, "publish", publishing)
+    train(run, output)
+    assert (output / "result.json").exists()
 
 
 def test_a_kill_while_a_checkpoint_is_replaced_loses_none(values: dict[str, Any], tmp_path: Path) -> None:

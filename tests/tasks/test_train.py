@@ -28,7 +28,11 @@ COUNTED = {"updates": 3, "rollouts": 3, "prompts_seen": 6, "prompts_dropped": 0,
 
 
 def _result(stopped_early_at_step: int | None = None, **counted: int) -> dict[str, Any]:
-    return {"counted": {**COUNTED, **counted}, "stopped_early_at_step": stopped_early_at_step}
+    return {
+        "counted": {**COUNTED, **counted},
+        "stopped_early_at_step": stopped_early_at_step,
+        "steps_without_metrics": [],
+    }
 
 
 def test_a_training_that_followed_its_plan_is_accepted(plan: Plan, tmp_path: Path) -> None:

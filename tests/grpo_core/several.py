@@ -1,0 +1,43 @@
+"""Work in two forked processes that form a process group (gloo): the imports are there already."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState
+
+WORLD = 2
+
+
+def in_two_processes(folder: Path, work: Callable[[int], None]) -> None:
+    """Call work(rank) in each; AssertionError with the tracebacks when one of them fails."""
+    children = [_forked(rank, folder, work) for rank in range(WORLD)]
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    problems = [path.read_text() for path in sorted(folder.glob("problem-*"))]
+    assert statuses == [0] * WORLD, "\n".join(problems)
+
+
+def _forked(rank: int, folder: Path, work: Callable[[int], None]) -> int:
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+        os.environ.update({name: str(value) for name, value in places.items()}, ACCELERATE_USE_CPU="true")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        group = {"init_method": f"file://{folder}/group", "timeout": timedelta(seconds=60)}
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=WORLD, **group)
+        work(rank)
+        code = 0
+    except BaseException:
+        (folder / f"problem-{rank}").write_text(traceback.format_exc())
+    finally:
+        os._exit(code)

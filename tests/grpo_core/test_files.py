@@ -1,0 +1,68 @@
+"""What is published is on the disk, file by file, before it takes its name, and its name after that."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from grpo_core.files import publish
+from tests.grpo_core.disk import Disk
+
+
+def _folder(path: Path) -> Path:
+    (path / "inner").mkdir(parents=True)
+    (path / "first").write_text("1")
+    (path / "inner" / "second").write_text("2")
+    return path
+
+
+def test_a_folder_is_on_the_disk_with_all_that_is_in_it_when_it_takes_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    final = tmp_path / "final"
+    publish(_folder(tmp_path / "partial"), final)
+    assert disk.holds(final)
+    assert (final / "inner" / "second").read_text() == "2"
+
+
+def test_a_file_is_replaced_and_a_write_after_its_sync_is_not_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    partial, final = tmp_path / "partial", tmp_path / "final"
+    final.write_text("old")
+    partial.write_text("new")
+    publish(partial, final)
+    assert final.read_text() == "new"
+    assert disk.holds(final)
+    final.write_text("newer")
+    assert not disk.holds(final)
+
+
+def test_a_file_system_that_syncs_no_folders_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def files_only(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").is_dir():
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    publish(_folder(tmp_path / "partial"), tmp_path / "final")
+    assert (tmp_path / "final" / "first").read_text() == "1"
+
+
+def test_a_disk_that_fails_is_said_and_nothing_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        publish(_folder(tmp_path / "partial"), tmp_path / "final")
+    assert not (tmp_path / "final").exists()
