@@ -34,6 +34,7 @@ class TrainerLease:
                 "dtype": str(self.model_config.dtype).removeprefix("torch."),
                 "logprobs_mode": self.model_config.logprobs_mode,
                 "max_model_len": self.model_config.max_model_len,
+                "max_num_seqs": config.scheduler_config.max_num_seqs,
                 "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
                 "on_cpu": self.device.type == "cpu",
                 "whereabouts": whereabouts(),
