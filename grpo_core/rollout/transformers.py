@@ -28,7 +28,8 @@ class TransformersEngine:
     sequence."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, max_length: float = math.inf):
-        self.pad_id = next((end for end in (tokenizer.pad_token_id, tokenizer.eos_token_id) if end is not None), 0)
+        padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # any token would do: it is masked
+        self.pad_id = next(token for token in padding if token is not None)
         self.max_length = max_length
         self._take(model)
         # Both, as in vLLM: a chat model often ends its turns with another token than its tokenizer names.

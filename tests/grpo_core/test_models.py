@@ -160,11 +160,15 @@ def test_a_window_is_one_only_where_a_sequence_may_be_longer(tmp_path: Path) -> 
         assert engine.shares_cache == (max_length == 120)
 
 
-def test_rounding_alone_keeps_no_model_of_experts_from_lines_and_the_shared_cache(make: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(("experts", "chosen"), [(8, 2), (32, 4)])
+def test_rounding_alone_keeps_no_model_of_experts_from_lines_and_the_shared_cache(
+    experts: int, chosen: int, tmp_path: Path
+) -> None:
     """In bfloat16 a token may go to another expert for a rounding, which is no other attention."""
-    policy = Policy(load_model(make("experts")), 1.0, bf16=True)
+    changes = {"num_experts": experts, "num_experts_per_tok": chosen, "intermediate_size": 16}
+    policy = Policy(load_model(make_model(tmp_path, "Olmoe", **changes)), 1.0, bf16=True)
     assert policy.packs
-    assert TransformersEngine(policy.model, AutoTokenizer.from_pretrained(make("experts"))).shares_cache
+    assert TransformersEngine(policy.model, AutoTokenizer.from_pretrained(tmp_path)).shares_cache
     assert {parameter.dtype for parameter in policy.model.parameters()} == {torch.bfloat16}
 
 
