@@ -39,9 +39,20 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def load_prompts(path: Path, tokenizer: Any) -> Prompts:
-    """Read a validated Parquet file (column `prompt`: text or a list of messages) and tokenize its prompts."""
+    """Read a validated Parquet file (column `prompt`: text or a list of messages) and tokenize its prompts.
+
+    Raises ValueError for a prompt without tokens, and for a tokenizer that ends prompts.
+    """
     rows = pq.read_table(path).to_pylist()
-    return Prompts(rows, encode_prompts([row["prompt"] for row in rows], tokenizer))
+    prompts = [row["prompt"] for row in rows]
+    ids = encode_prompts(prompts, tokenizer)
+    if empty := [row for row, found in enumerate(ids) if not found]:
+        raise ValueError(
+            f"{path}, row {empty[0]}: the tokenizer makes no token of the prompt {prompts[empty[0]]!r}; leave it out"
+        )
+    if wrong := ends_prompts(tokenizer, prompts[0]):
+        raise ValueError(wrong)
+    return Prompts(rows, ids)
 
 
 def encode_prompts(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
@@ -52,18 +63,48 @@ def encode_prompts(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
     return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
+def ends_prompts(tokenizer: Any, prompt: Any) -> str:
+    """What is wrong with a tokenizer that puts its end token after a prompt that is text; "" when it does not.
+
+    A chat template is free to end a prompt so: to a conversation the tokenizer itself adds nothing.
+    """
+    if not isinstance(prompt, str):
+        return ""
+    ids, bare = (tokenizer(prompt, add_special_tokens=special)["input_ids"] for special in (True, False))
+    end = tokenizer.eos_token_id
+    if ids[-1:] != [end] or bare[-1:] == [end]:
+        return ""
+    return (
+        f"the tokenizer {tokenizer.name_or_path!r} puts its end token {tokenizer.eos_token!r} after each prompt: "
+        "completions would begin after the end of the text. In a copy of the model's folder set add_eos_token to false "
+        "in tokenizer_config.json, or take the token out of post_processor in tokenizer.json"
+    )
+
+
 def without_gaps(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages without their null fields: Arrow gives every message each key that any of them has."""
     return [{key: value for key, value in message.items() if value is not None} for message in conversation]
 
 
-def decode_completions(rows: Sequence[Mapping[str, Any]], ids: Sequence[list[int]], tokenizer: Any) -> list[Any]:
-    """Completions as rewards see them: text, or one assistant message where the prompt is a conversation."""
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return [
-        text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
-        for row, text in zip(rows, texts, strict=True)
-    ]
+def decode_completions(
+    rows: Sequence[Mapping[str, Any]], prompt_ids: Sequence[list[int]], ids: Sequence[list[int]], tokenizer: Any
+) -> list[Any]:
+    """Completions as rewards see them: one assistant message where the prompt is a conversation, else the text by which
+    the prompt goes on."""
+    if not rows or not isinstance(rows[0]["prompt"], str):
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [[{"role": "assistant", "content": text}] for text in texts]
+    # Decoded alone, a completion loses its leading space with tokenizers that take the first one for their own.
+    before: dict[tuple[int, ...], str] = {}
+    texts = []
+    for prompt, completion in zip(prompt_ids, ids, strict=True):
+        if (key := tuple(prompt)) not in before:
+            before[key] = tokenizer.decode(prompt, skip_special_tokens=True)
+        whole = tokenizer.decode(prompt + completion, skip_special_tokens=True)
+        # Bytes that complete no character may change how the prompt's last ones are shown.
+        apart = whole.startswith(before[key])
+        texts.append(whole[len(before[key]) :] if apart else tokenizer.decode(completion, skip_special_tokens=True))
+    return texts
 
 
 def rollout_prompts(plan: Plan, seed: int, rollout: int) -> list[int]:

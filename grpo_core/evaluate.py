@@ -51,10 +51,11 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     import torch
 
     from grpo_core.comparison import compare_policies
+    from grpo_core.context import check_context
     from grpo_core.data import load_prompts, load_tokenizer
     from grpo_core.divergence import mean_kl
     from grpo_core.held_out import evaluation_request, evaluation_sampling
-    from grpo_core.policy import load_model
+    from grpo_core.policy import check_padding, load_model
     from grpo_core.precision import in_bfloat16
     from grpo_core.rewards.contract import resolve
     from grpo_core.rollout.collect import sample_and_score
@@ -74,6 +75,8 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
 
     base = load(config.model.name_or_path, config.model.revision)
     max_length = max(prompts.max_length for prompts in sets.values()) + config.evaluation_length
+    check_context(base.config, max_length)
+    check_padding(base, max_length)
     engine = make_engine(config, config.model.name_or_path, base, tokenizer, max_length)
     columns = {name: prompt_columns(name, prompts.rows, config) for name, prompts in sets.items()}
     policies: list[str] = []

@@ -116,7 +116,8 @@ def attend(
     """
     if line is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    changes = {name: options.get(name) for name in ("softcap", "sliding_window", "s_aux", "position_bias")}
+    # A window may be there: only models whose windows are longer than any sequence take lines.
+    changes = {name: options.get(name) for name in ("softcap", "s_aux", "position_bias")}
     if any(value is not None for value in changes.values()):
         raise ValueError(f"a line of tokens has plain causal attention only, this layer has {changes}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.batching import Sequences
 from grpo_core.head import chosen_logprobs
 from grpo_core.packing import line_up, packed_states, use_attention
-from grpo_core.precision import refresh, working_copy
+from grpo_core.precision import in_float32, refresh, working_copy
 from grpo_core.sections import ModelConfig
 
+PROBED = 100  # tokens that ways to compute a sequence are compared over: several blocks of flex attention
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # relative, between two ways to compute the same
 
 
 def load_model(path: Path | str, revision: str | None = None) -> Any:
     """A causal LM with float32 weights, dropout off: the ratio of an on-policy update must be exactly 1."""
-    model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=torch.float32).eval()
+    config = AutoConfig.from_pretrained(path, revision=revision).get_text_config()
+    # transformers' fused attention ignores a cap on attention scores (Gemma 2, VaultGemma); its eager one applies it.
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    model = AutoModelForCausalLM.from_pretrained(
+        path, revision=revision, dtype=torch.float32, attn_implementation=attention
+    ).eval()
     for module in model.modules():  # some layers apply dropout by a rate of their own
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)
@@ -92,17 +99,20 @@ def plain_weights(model: Any) -> dict[str, Tensor]:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     weights = {name: tensor for name, tensor in base.state_dict().items() if ".lora_" not in name}
     copies = {tensor.data_ptr(): tensor.clone() for tensor in weights.values()}
-    for name, module in base.named_modules():
+    for module in base.modules():
         if hasattr(module, "get_delta_weight"):
-            adapted = copies[weights[f"{name}.base_layer.weight"].data_ptr()]
+            # Of experts that are one tensor, peft adapts the parameter and names which; else it is a layer's weight.
+            parameter = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
             for adapter in module.active_adapters:
-                adapted += module.get_delta_weight(adapter)
-    return {name.replace(".base_layer.", "."): copies[tensor.data_ptr()] for name, tensor in weights.items()}
+                copies[parameter.data_ptr()] += module.get_delta_weight(adapter)
+    return {name.replace(".base_layer", ""): copies[tensor.data_ptr()] for name, tensor in weights.items()}
 
 
 def decoder(model: Any) -> Any:
     """What gives the last hidden states, with the adapter in place if there is one."""
-    return (model.get_base_model() if hasattr(model, "get_base_model") else model).get_decoder()
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found = base.get_decoder()
+    return base.model if found is base else found  # transformers does not find that of Llama 4's text model
 
 
 @torch.no_grad()
@@ -122,24 +132,54 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     return layer if same else None
 
 
-def attends_to_all(config: Any) -> bool:
-    """Whether each layer attends to all tokens before, as far as the configuration says."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return all(kind == "full_attention" for kind in kinds)
-    return getattr(config, "sliding_window", None) is None and getattr(config, "attention_chunk_size", None) is None
+def attends_to_all(config: Any, max_length: float = math.inf) -> bool:
+    """Whether each layer attends to all tokens before, as far as the configuration says, in sequences of up to
+    `max_length` tokens: a window that no sequence fills hides nothing."""
+    window = getattr(config, "sliding_window", None)
+    if kinds := getattr(config, "layer_types", None):
+        reaches_all = {"full_attention"} | ({"sliding_attention"} if window and window >= max_length else set())
+        return set(kinds) <= reaches_all
+    bounds = [window, getattr(config, "attention_chunk_size", None)]
+    return all(bound is None or bound >= max_length for bound in bounds)
 
 
 @torch.no_grad()
-def make_packable(model: Any, *, flex: bool) -> bool:
+def check_padding(model: Any, max_length: float) -> None:
+    """Raises ValueError if padding on the right changes the hidden states of a row, as it can in sparse attention when
+    sequences are longer than the number of keys that it selects."""
+    config = decoder(model).config
+    selected = getattr(config, "index_topk", None) or 0  # keys that DeepSeek's sparse attention selects
+    width = _probe_width(config, max_length, max(PROBED, 2 * selected))
+    length = 3 * width // 4
+    row = torch.arange(width, device=model.device).remainder(config.vocab_size)[None]
+    padded = row.repeat(2, 1)
+    padded[1, length:] = 0
+    with in_float32(model):
+        bare = decoder(model)(input_ids=row[:, :length], use_cache=False).last_hidden_state[0]
+        states = decoder(model)(input_ids=padded, use_cache=False).last_hidden_state[1, :length]
+    if not (states - bare).norm() < TOLERANCE[torch.float32] * bare.norm():
+        raise ValueError(
+            f"{type(model).__name__} gives a sequence of {length} tokens other hidden states when it is padded to "
+            f"{width}: its log-probabilities would depend on what shares a forward pass with it. Choose another "
+            "model" + (f", or keep prompt plus completion within {selected} tokens (index_topk)" if selected else "")
+        )
+
+
+def _probe_width(config: Any, max_length: float, wanted: int) -> int:
+    """Tokens of a probe: as many as wanted, within the model's positions and the run's longest sequence."""
+    return int(min(wanted, getattr(config, "max_position_embeddings", None) or wanted, max_length))
+
+
+@torch.no_grad()
+def make_packable(model: Any, *, flex: bool, max_length: float = math.inf) -> bool:
     """Let the model take lines of tokens; whether these have the hidden states of a plain pass.
 
     Not so for layers that attend to a window only, or that carry a state: they stay as they are.
     """
     config = decoder(model).config
-    if not attends_to_all(config):
+    if not attends_to_all(config, max_length):
         return False
-    length = min(100, getattr(config, "max_position_embeddings", 100))  # several blocks of flex attention, if it can be
+    length = _probe_width(config, max_length, PROBED)
     prompt, completion = length // 2, length - length // 2
     ids = torch.arange(2 * (prompt + completion)).remainder(config.vocab_size).view(2, -1).repeat_interleave(2, 0)
     ids[1::2, prompt + 1 :] = 0
@@ -171,16 +211,30 @@ class Policy(nn.Module):
     """A causal LM whose forward gives what the loss needs.
 
     `master` has the weights that an optimizer moves; `model` computes, and is the same, or a bfloat16 copy of it.
+    `max_length`: tokens of the longest sequence that it is asked about. Raises ValueError for a model that says
+    something else of a row when the row is padded.
     """
 
-    def __init__(self, master: Any, temperature: float, *, bf16: bool = False, gradient_checkpointing: bool = False):
+    def __init__(
+        self,
+        master: Any,
+        temperature: float,
+        *,
+        max_length: float = math.inf,
+        bf16: bool = False,
+        gradient_checkpointing: bool = False,
+    ):
         super().__init__()
         self.master = master
         self.model = model = working_copy(master) if bf16 else master
         self.temperature = temperature
         self.output_layer = plain_output_layer(model)
         self.flex = next(model.parameters()).is_cuda
-        self.packs = self.output_layer is not None and make_packable(model, flex=self.flex)
+        # In float32, where routing of experts does not differ by rounding; kernels are tried in the dtype they are for.
+        with nullcontext() if self.flex else in_float32(model):
+            self.packs = self.output_layer is not None and make_packable(model, flex=self.flex, max_length=max_length)
+        if not self.packs:
+            check_padding(model, max_length)
         self.zero_grad()
         self.recomputable = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         self.recomputed = 0

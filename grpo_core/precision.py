@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,20 @@ def in_bfloat16(model: Any) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     return model
+
+
+@contextmanager
+def in_float32(model: Any) -> Iterator[None]:
+    """Inside, the model computes in float32 with the values that its parameters have: two ways to compute the same then
+    differ by less than a bfloat16 rounding, which alone may send a token to another expert."""
+    own = [parameter.data for parameter in model.parameters()]
+    try:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
+        yield
+    finally:
+        for parameter, data in zip(model.parameters(), own, strict=True):
+            parameter.data = data
 
 
 def working_copy(master: Any) -> Any:

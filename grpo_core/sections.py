@@ -28,7 +28,8 @@ class ModelConfig(Section):
     lora_alpha: int = Field(32, ge=1)
     """The adapter's change is scaled by lora_alpha / lora_r."""
     lora_target_modules: list[str] | None = Field(None, min_length=1)
-    """Names of the linear layers that get an adapter; default: all but the head."""
+    """Names of the linear layers that get an adapter; default: all but the head, as peft's `all-linear` finds them (of
+    mixtures of experts not everywhere experts and router)."""
 
 
 Severity = Literal["error", "drop", "warn"]
@@ -46,10 +47,13 @@ class DataChecks(Section):
     last one that is not the user's."""
     chat_template: Refusal = "error"
     """A conversation that the model's chat template refuses, for its roles or their order."""
+    no_tokens: Refusal = "error"
+    """A prompt, or a last message, of which the tokenizer makes no token: its vocabulary has none of the characters."""
     missing_value: Severity = "error"
     """A null or blank in a column that a reward reads."""
     long_prompt: Refusal = "error"
-    """A prompt that, with the chat template and a completion of full length, exceeds the model's context."""
+    """A prompt that, with the chat template and a completion of full length, exceeds the model's context; with RoPE of
+    type dynamic or longrope, the length up to which its frequencies stay the same."""
     duplicate_prompt: Severity = "warn"
     """A prompt that came before in the same data; `drop` keeps the first."""
     overlap: Severity = "error"

@@ -16,6 +16,7 @@ from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from grpo_core.config import RunConfig, load_config
+from grpo_core.context import check_context
 from grpo_core.data import Prompts, load_prompts, load_tokenizer
 from grpo_core.plan import Plan, load_plan
 from grpo_core.policy import Policy, load_model, with_adapter
@@ -99,19 +100,22 @@ def set_up(run: Path) -> Session:
     prompts = load_prompts(run / "dataset" / "train.parquet", tokenizer)
     held_out = load_prompts(run / "dataset" / "eval.parquet", tokenizer) if config.train.eval_steps else None
     set_seed(config.seed)
-    base = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
-    model = with_adapter(base, config.model)
     # vLLM scores nothing as long as its longest sequence: it wants room for one more token.
     lengths = [SHORTEST_PROBE + 1, prompts.max_length + config.rollout.max_completion_length]
     if held_out is not None:
         lengths.append(held_out.max_length + config.evaluation_length)
+    max_length = max(lengths)
+    base = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
+    check_context(base.config, max_length)
+    model = with_adapter(base, config.model)
     policy = Policy(
         model,
         config.rollout.temperature,
+        max_length=max_length,
         bf16=config.train.mixed_precision == "bf16",
         gradient_checkpointing=config.train.gradient_checkpointing,
     )
-    engine = make_engine(config, config.model.name_or_path, policy.model, tokenizer, max(lengths))
+    engine = make_engine(config, config.model.name_or_path, policy.model, tokenizer, max_length)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     optimizer = _optimizer(model, config.train)
     if not policy.packs and accelerator.is_main_process:
@@ -126,7 +130,7 @@ def set_up(run: Path) -> Session:
         rewards=rewards,
         model=model,
         policy=policy,
-        reference=_reference(config, accelerator),
+        reference=_reference(config, accelerator, max_length),
         optimizer=optimizer,
         learning_rate=_learning_rate(optimizer, config.train, plan),
         engine=engine,
@@ -147,13 +151,13 @@ def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
     return digest.hexdigest()
 
 
-def _reference(config: RunConfig, accelerator: Accelerator) -> Policy | None:
+def _reference(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
     """The base model, frozen, when the KL term needs a copy of it."""
     if config.algorithm.beta == 0 or config.model.use_peft:
         return None
     model = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
     bf16 = config.train.mixed_precision == "bf16"
-    return Policy(model.requires_grad_(False), config.rollout.temperature, bf16=bf16)
+    return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length, bf16=bf16)
 
 
 def _optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:

@@ -45,9 +45,12 @@ def sync(session: Session, progress: Progress) -> float:
     return drift
 
 
-def probe_sequences(prompts: Prompts, eos_id: int, length: int) -> list[list[int]]:
-    """The ends of a few prompts, fixed for the run, each with the end token: even a prompt of one token has a score."""
-    return [[*ids, eos_id][-length:] for ids in prompts.ids[:PROBE_SEQUENCES]]
+def probe_sequences(prompts: Prompts, eos_id: int | None, length: int) -> list[list[int]]:
+    """The ends of a few prompts, fixed for the run, each with the end token: even a prompt of one token has a score.
+
+    Where the tokenizer has no end token, a prompt's first token comes again.
+    """
+    return [[*ids, ids[0] if eos_id is None else eos_id][-length:] for ids in prompts.ids[:PROBE_SEQUENCES]]
 
 
 @torch.no_grad()

@@ -15,8 +15,9 @@ from typing import Any
 import pandera.polars as pa
 import polars as pl
 
+from grpo_core.data import ends_prompts
 from grpo_core.rewards.contract import Reward
-from tasks.lengths import fit, renders
+from tasks.lengths import fit, has_tokens, renders
 
 ROLES = ("system", "user", "assistant")
 # U+FFFD; control characters but for tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or
@@ -30,6 +31,7 @@ RULES = {
     "blank_prompt": "is not blank",
     "malformed_conversation": f"is messages with text, of {', '.join(ROLES)}; system only first, user last",
     "chat_template": "is accepted by the model's chat template",
+    "no_tokens": "has a token in the model's vocabulary",
     "missing_value": "is neither null nor blank",
     "long_prompt": "leaves room for the completion in the model's context",
     "duplicate_prompt": "does not come twice",
@@ -78,6 +80,7 @@ def build_schema(frame: pl.DataFrame, rewards: list[Reward], tokenizer: Any, roo
         "blank_prompt": lambda frame: frame.select(~_is_blank(frame)).to_series(),
         "malformed_conversation": lambda frame: frame.select(_is_blank(frame) | _is_well_formed(frame)).to_series(),
         "chat_template": lambda _: accepted,
+        "no_tokens": lambda frame: _where(answerable, frame, lambda p: has_tokens(_asked(p), tokenizer)),
         "long_prompt": lambda frame: _where(answerable & accepted, frame, lambda p: fit(p, tokenizer, room)),
         "encoding": lambda frame: ~prompt_text(frame).str.contains(WRONGLY_DECODED).fill_null(False),
     }
@@ -147,6 +150,9 @@ def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]
             f"the prompts are conversations, but the tokenizer {tokenizer.name_or_path!r} has no chat template; use an "
             "instruction-tuned model, or prompts that are text"
         )
+    prompts = frames["train"]["prompt"].drop_nulls()
+    if not others and len(prompts) and (wrong := ends_prompts(tokenizer, prompts[0])):
+        yield wrong
 
 
 def is_conversation(frame: pl.DataFrame) -> bool:
@@ -198,6 +204,11 @@ def _where(rows: pl.Series | None, frame: pl.DataFrame, holds: Callable[[pl.Seri
 
 def _answerable(frame: pl.DataFrame) -> pl.Series:
     return frame.select(~_is_blank(frame) & _is_well_formed(frame)).to_series()
+
+
+def _asked(prompts: pl.Series) -> pl.Series:
+    """What is to be answered: the text, or that of the last message."""
+    return prompts if prompts.dtype == pl.String else prompts.list.last().struct.field("content")
 
 
 def _is_blank(frame: pl.DataFrame) -> pl.Expr:

@@ -7,6 +7,7 @@ from typing import Any
 import polars as pl
 
 from grpo_core.config import ModelConfig
+from grpo_core.context import usable_positions
 from grpo_core.data import encode_prompts, load_tokenizer, without_gaps
 
 SAMPLED = 10_000  # prompts whose lengths stand for all
@@ -15,6 +16,7 @@ LONGEST = 100  # prompts, by bytes, that are always among them
 # at most 11 bytes of one (NFKC; unicode.org/faq/normalization.html).
 GROWTH = 11
 UNKNOWN = 2**20  # bytes
+BEGINNING = 4  # characters of a text that are looked at first for a token
 SPECIAL_TOKENS = 16  # more than any tokenizer puts around a text
 
 
@@ -23,7 +25,7 @@ class ModelError(ValueError):
 
 
 def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
-    """The tokenizer, and the most positions that the model has (None: no such limit)."""
+    """The tokenizer, and the most tokens that a sequence may have (None: no such limit)."""
     from transformers import AutoConfig, logging
 
     logging.set_verbosity_error()  # it warns of each text that is longer than the model's context
@@ -34,7 +36,7 @@ def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
         raise ModelError(
             f"model.name_or_path = {config.name_or_path!r}: its tokenizer and config cannot be loaded: {error}"
         ) from error
-    return tokenizer, getattr(model.get_text_config(), "max_position_embeddings", None)
+    return tokenizer, usable_positions(model)
 
 
 def renders(conversations: pl.Series, tokenizer: Any) -> pl.Series:
@@ -51,6 +53,21 @@ def _is_rendered(conversation: list[dict[str, Any]], tokenizer: Any) -> bool:
     except Exception:  # a template is a program, and may raise anything
         return False
     return True
+
+
+def has_tokens(texts: pl.Series, tokenizer: Any) -> pl.Series:
+    """Of which texts the tokenizer makes a token, special ones aside. Few beginnings are tokenized for many texts; only
+    those that begin with none are tokenized whole."""
+    beginnings = texts.str.head(BEGINNING)
+    known = beginnings.unique()
+    found = dict(zip(known, _are_tokenized(known, tokenizer), strict=True))
+    has = beginnings.replace_strict(found, return_dtype=pl.Boolean)
+    unsure = (~has).arg_true()
+    return has if unsure.is_empty() else has.scatter(unsure, _are_tokenized(texts.gather(unsure), tokenizer))
+
+
+def _are_tokenized(texts: pl.Series, tokenizer: Any) -> list[bool]:
+    return [bool(ids) for ids in tokenizer(texts.to_list(), add_special_tokens=False)["input_ids"]]
 
 
 def fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:

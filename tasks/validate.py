@@ -98,7 +98,8 @@ def screen(config: RunConfig) -> Screened:
         if (left := room[name]) is not None and left < 1:
             raise ModelError(
                 f"completions of {length} tokens ({name}) leave no room for a prompt: the model "
-                f"{config.model.name_or_path!r} has {positions} positions; lower max_completion_length"
+                f"{config.model.name_or_path!r} takes {positions} tokens (with RoPE of type dynamic or longrope: those "
+                "before its frequencies change); lower max_completion_length"
             )
     frames = load_sources(config)
     checks = config.data.checks.model_dump()

@@ -59,7 +59,7 @@ def make_model(folder: Path, architecture: str = "Qwen2", **changes: Any) -> Pat
         "pad_token_id": tokenizer.pad_token_id,
     }
     config = getattr(transformers, f"{architecture}Config")(**{**values, **changes})
-    getattr(transformers, f"{architecture}ForCausalLM")(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

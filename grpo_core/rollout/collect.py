@@ -166,9 +166,10 @@ def sample_and_score(
         ended = time.perf_counter()
 
     def batch_of(finished: list[Finished]) -> Batch:
-        data = [prompts.rows[rows[number]] for number, completions in finished for _ in completions]
+        places = [rows[number] for number, completions in finished for _ in completions]
+        data, prompt_ids = [prompts.rows[row] for row in places], [prompts.ids[row] for row in places]
         ids = [completion.ids for _, completions in finished for completion in completions]
-        return Batch(data, decode_completions(data, ids, tokenizer), ids)
+        return Batch(data, decode_completions(data, prompt_ids, ids, tokenizer), ids)
 
     finished, batch, columns = score_arriving(rewards, sampled(), batch_of)
     scored = zip(batch.completions, zip(*columns, strict=True), strict=True)

@@ -120,7 +120,7 @@ def make_engine(
     if name == "transformers":
         from grpo_core.rollout.transformers import TransformersEngine
 
-        return TransformersEngine(model, tokenizer)
+        return TransformersEngine(model, tokenizer, max_length)
     if name == "vllm-server":
         from grpo_core.rollout.vllm_server import VLLMServerEngine
 

@@ -23,7 +23,8 @@ from grpo_core.policy import TOLERANCE, attends_to_all, decoder
 NAME = "grpo_group_cache"
 FIRST_CAPACITY = 64  # tokens of a completion that there is room for at first
 GRAPH_TOKENS = 64  # on a GPU a captured step reads a multiple of these, and serves as many; divides every capacity
-HARMLESS = {"dropout", "position_ids", "position_embeddings", "use_cache"}  # what attention need not know
+# What attention need not know; a window is longer than any sequence where the cache is shared.
+HARMLESS = {"dropout", "position_ids", "position_embeddings", "use_cache", "sliding_window"}
 
 
 class NotPlainError(Exception):
@@ -208,12 +209,13 @@ def _attention_of_ours(model: Any) -> Iterator[None]:
         config._attn_implementation = former
 
 
-def can_share_cache(model: Any) -> bool:
-    """Whether the model says the same with this cache as in a plain pass.
+def can_share_cache(model: Any, max_length: float) -> bool:
+    """Whether the model says the same with this cache as in a plain pass, in sequences of up to `max_length` tokens.
 
     Not so for layers that attend to a window only, cap their scores or carry a state.
     """
-    return attends_to_all(model.config.get_text_config()) and says_the_same(model, partial(GroupCache, model))
+    plain = attends_to_all(model.config.get_text_config(), max_length)
+    return plain and says_the_same(model, partial(GroupCache, model))
 
 
 @torch.no_grad()

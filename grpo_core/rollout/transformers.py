@@ -5,6 +5,7 @@ Each completion draws from its own stream of uniforms, so its tokens depend on i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from grpo_core.limits import MAX_ROWS
+from grpo_core.precision import in_float32
 from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
 from grpo_core.rollout.group_cache import GroupCache, can_share_cache, says_the_same
 from grpo_core.rollout.sampling import draw, uniforms
@@ -22,10 +24,13 @@ STILL_GOING = 0.75  # share of the batch; below it, finished completions leave, 
 
 
 class TransformersEngine:
-    """Satisfies `engine.Engine` with a decoding loop over a Hugging Face causal LM."""
+    """Satisfies `engine.Engine` with a decoding loop over a Hugging Face causal LM; `max_length`: tokens of the longest
+    sequence."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any):
-        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    def __init__(self, model: nn.Module, tokenizer: Any, max_length: float = math.inf):
+        padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # any token would do: it is masked
+        self.pad_id = next(token for token in padding if token is not None)
+        self.max_length = max_length
         self._take(model)
         # Both, as in vLLM: a chat model often ends its turns with another token than its tokenizer names.
         named = getattr(model.generation_config, "eos_token_id", None)
@@ -41,8 +46,10 @@ class TransformersEngine:
 
     def _take(self, model: Any) -> None:
         """ValueError for a model that says something else when it goes on from what it has kept of prompts."""
-        self.model, self.shares_cache = model, can_share_cache(model)
-        if not self.shares_cache and not says_the_same(model, partial(PlainCache, model, pad_id=self.pad_id)):
+        with in_float32(model):  # where routing of experts does not differ by rounding
+            self.model, self.shares_cache = model, can_share_cache(model, self.max_length)
+            right = self.shares_cache or says_the_same(model, partial(PlainCache, model, pad_id=self.pad_id))
+        if not right:
             raise ValueError(
                 f"{type(model).__name__} says something else of a padded prompt than of the prompt alone, as layers do "
                 "that carry a state: the transformers engine would sample from another policy; set rollout.engine to "

@@ -26,7 +26,7 @@ from grpo_core.policy import plain_weights
 from grpo_core.rollout.engine import Completion, Finished, Request, Sampling, training_sampling
 from grpo_core.rollout.vllm_client import NO_WEIGHTS, Server, ServerError, Weights
 from grpo_core.rollout.vllm_logprobs import LOGPROBS_MODE
-from grpo_core.rollout.vllm_serve import ADDRESSES, wrong_vllm
+from grpo_core.rollout.vllm_serve import ADDRESSES, largest_group, wrong_vllm
 
 TURN_SECONDS = 0.05  # after which who waits for completions may do something else
 NOT_A_NUMBER = -9999.0  # vLLM's answers have it for a log-probability of NaN or -inf
@@ -205,6 +205,11 @@ def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, o
         )
     if started["max_model_len"] < max_length:
         return f"takes sequences of {started['max_model_len']} tokens, the longest here has {max_length}"
+    if started["max_num_seqs"] < (group := largest_group(config)):
+        return (
+            f"takes at most {started['max_num_seqs']} completions of a prompt, needed are {group} "
+            f"(rollout.num_generations or evaluation.num_samples): start it with --max-num-seqs {group}, or lower them"
+        )
     if on_cpu and started["chunked_prefill"]:
         return "computes prompts in chunks, after which a seed on a CPU does not give the same tokens again"
     return ""

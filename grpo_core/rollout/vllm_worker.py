@@ -38,6 +38,7 @@ class TrainerLease:
                 "logprobs_mode": self.model_config.logprobs_mode,
                 "truncation_problem": self._truncation_problem,
                 "max_model_len": self.model_config.max_model_len,
+                "max_num_seqs": config.scheduler_config.max_num_seqs,
                 "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
                 "on_cpu": self.device.type == "cpu",
                 "whereabouts": whereabouts(),

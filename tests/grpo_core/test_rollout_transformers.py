@@ -196,6 +196,17 @@ def test_the_generation_configs_end_tokens_and_the_tokenizers_end_a_completion(
     assert not any(ends & set(completion.ids[:-1]) for completion in completions)
 
 
+def test_without_an_end_token_each_completion_is_truncated(model: Any, model_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.eos_token = tokenizer.pad_token = None
+    model = copy.deepcopy(model)
+    model.generation_config.eos_token_id = None
+    engine = TransformersEngine(model, tokenizer)
+    completions = sampled(engine.generate(_requests(tokenizer), Sampling(4, 1.0)))
+    assert {(len(completion.ids), completion.truncated) for completion in completions} == {(4, True)}
+    assert engine.score([[3, 4, 5], [6, 7]])[1] == pytest.approx(_plain_scores(model, [6, 7]), abs=1e-5)
+
+
 def test_a_model_that_carries_a_state_is_refused(tokenizer: Any) -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": len(tokenizer)}
     with pytest.raises(ValueError, match="MambaForCausalLM says something else of a padded prompt"):

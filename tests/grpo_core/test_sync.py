@@ -13,6 +13,7 @@ import pytest
 from torch import nn
 
 from grpo_core import session
+from grpo_core.data import Prompts
 from grpo_core.rollout.engine import Engine
 from grpo_core.rollout.transformers import TransformersEngine
 from grpo_core.session import TrainingError
@@ -87,14 +88,17 @@ def train_with_a_lost_sync(run: Path) -> None:
 
 
 def test_the_probe_is_fixed_short_and_has_a_score_for_a_prompt_of_one_token() -> None:
-    from grpo_core.data import Prompts
-
     prompts = Prompts([{}] * 20, [[n] * (1 + 40 * n) for n in range(20)])
     sequences = probe_sequences(prompts, 99, length=64)
     assert sequences == probe_sequences(prompts, 99, length=64)
     assert len(sequences) == 4
     assert sequences[0] == [0, 99]
     assert all(2 <= len(ids) <= 64 and ids[-1] == 99 for ids in sequences)
+
+
+def test_the_probe_of_a_tokenizer_without_an_end_token_is_of_the_prompts_tokens() -> None:
+    prompts = Prompts([{}] * 2, [[7], [4, 5, 6]])
+    assert probe_sequences(prompts, None, length=3) == [[7, 7], [5, 6, 4]]
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])

@@ -128,9 +128,20 @@ STARTED = {
     "logprobs_mode": "processed_logprobs",
     "truncation_problem": "",
     "max_model_len": 16,
+    "max_num_seqs": 128,
     "chunked_prefill": False,
     "whereabouts": "there",
 }
+
+
+@pytest.mark.parametrize("group", [128, 129])
+def test_a_server_takes_a_whole_group_or_is_refused_or_started_for_it(tmp_path: Path, group: int) -> None:
+    config = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server", num_generations=group))
+    objection = vllm_server._objection(STARTED, config, 16, True, "there")
+    assert ("takes at most 128 completions of a prompt, needed are 129" in objection) == (group > 128)
+    assert bool(objection) == (group > 128)
+    command = vllm_serve.server_command(config)
+    assert ("--max-num-seqs" in command) == (group > 128)
 
 
 def test_a_server_that_cannot_see_the_trainers_memory_is_refused(tmp_path: Path) -> None:

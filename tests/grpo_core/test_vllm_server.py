@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,12 +41,19 @@ def test_a_server_samples_from_the_trainers_policy_after_every_update(tmp_path: 
     assert all(step["grad_norm"] > 0 for step in steps)
 
 
-def test_the_weights_sent_are_those_of_the_adapted_model_under_the_bases_names(model_folder: Path) -> None:
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 32}
+
+
+@pytest.mark.parametrize(("architecture", "changes"), [("Qwen2", {}), ("Qwen3Moe", EXPERTS)])
+def test_the_weights_sent_are_those_of_the_adapted_model_under_the_bases_names(
+    architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
     import torch
 
     from grpo_core.policy import load_model, plain_weights, with_adapter
     from grpo_core.sections import ModelConfig
 
+    model_folder = make_model(tmp_path, architecture, **changes)
     config = ModelConfig(name_or_path=str(model_folder), use_peft=True, lora_r=3, lora_alpha=12)
     base = load_model(model_folder)
     adapted = with_adapter(load_model(model_folder), config)

@@ -8,6 +8,8 @@ from typing import Any, get_args
 
 import polars as pl
 import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from grpo_core.config import RunConfig, parse_config
 from grpo_core.sections import DataChecks
@@ -82,6 +84,7 @@ TEXT_FAULTS = [
     ("train", 4, "prompt", "31+1=\u200b", "near_overlap"),
     ("eval", 2, "prompt", "", "blank_prompt"),
     ("train", 3, "prompt", '[{"role": "user", "content": "1+1="}]', "malformed_conversation"),
+    ("train", 3, "prompt", "what is it?", "no_tokens"),
     ("train", 3, "prompt", "10+1=", "duplicate_prompt"),
     ("eval", 3, "prompt", "30+1=", "duplicate_prompt"),
     ("train", 0, "prompt", "1+" * 40 + "1=", "long_prompt"),
@@ -106,6 +109,7 @@ CHAT_FAULTS = [
     ("train", 3, "prompt", _messages(("user", "1"), ("system", "x"), ("user", "2")), "malformed_conversation"),
     ("train", 3, "prompt", _messages(("system", "x"), ("user", "1"), ("user", "2")), "chat_template"),
     ("train", 3, "prompt", _messages(("user", "1+" * 20), ("user", "1+" * 20)), "long_prompt"),
+    ("train", 3, "prompt", _messages(("user", "1+1="), ("user", "what?")), "no_tokens"),
     ("train", 3, "prompt", _messages(("user", "10+1=")), "duplicate_prompt"),
     ("train", 3, "prompt", _messages(("user", "31+1=")), "overlap"),
     ("train", 3, "prompt", _messages(("user", " 31+1=")), "near_overlap"),
@@ -240,8 +244,28 @@ def test_data_of_which_nothing_is_left_is_refused(model_folder: Path, tmp_path: 
 
 def test_a_completion_as_long_as_the_context_is_refused(model_folder: Path, tmp_path: Path) -> None:
     _config(model_folder, tmp_path, _frames())
-    with pytest.raises(ModelError, match=r"completions of 64 tokens \(train\) leave no room .* has 64 positions"):
+    with pytest.raises(ModelError, match=r"completions of 64 tokens \(train\) leave no room .* takes 64 tokens"):
         screen(parse_config(config_values(model_folder, tmp_path, max_completion_length=64)))
+
+
+def test_a_tokenizer_that_ends_prompts_is_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    end, end_id = tokenizer.eos_token, tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"$A {end}", special_tokens=[(end, end_id)])
+    tokenizer.save_pretrained(folder)
+    screened = screen(_config(folder, tmp_path, _frames()))
+    assert screened.refused
+    assert ["puts its end token" in problem for problem in screened.shape] == [True]
+
+
+def test_prompts_that_rope_frequencies_would_change_with_are_too_long(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    folder = make_model(tmp_path / "model", "Phi3", original_max_position_embeddings=11, rope_parameters=rope)
+    frames = _frames()
+    _set("train", 2, "prompt", "112+1=")(frames)
+    screened = screen(_config(folder, tmp_path, frames))  # 5 or 6 tokens and a completion of 6
+    assert screened.findings.select("row", "check").rows() == [(2, "long_prompt")]
 
 
 def test_held_out_prompts_leave_room_for_the_evaluation_s_completions(model_folder: Path, tmp_path: Path) -> None:
