@@ -1,4 +1,4 @@
-"""After how many updates a training notices that its engine no longer gets weights, and whether it blames others.
+"""After how many updates a training notices that its engine no longer gets weights; one that does must not be stopped.
 
     python -m benchmarks.lost_weights [ENGINE PRECISION]
 

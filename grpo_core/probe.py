@@ -20,7 +20,7 @@ LEAST_ROUNDING = {"no": 1e-6, "bf16": 1e-3}  # by mixed_precision
 NOTICEABLE = (
     0.1  # of the rounding: if most of the trainer's scores change by more, an engine's cannot all stay the same
 )
-GROWTH = 3.0  # by which rounding may have grown since the reference
+GROWTH = 4.0  # of the rounding at the reference: by so much the two may come apart; independent rounding makes 1.4
 SHARE = 0.25  # of the policy's movement that may be missing in the engine
 
 

@@ -35,9 +35,8 @@ def sync(session: Session, progress: Progress) -> float:
         found = f"have not changed at all, while the trainer's have moved by {unfollowed:.3g}"
     elif lag > 1 and own_bound is None:
         found = (
-            f"are {drift:.3g} away from the trainer's, {lag:.1f} times as far as rounding or a small part of the "
-            "policy's movement explains (an engine that is right all the same: set rollout.max_sync_drift, and this "
-            "is the only bound)"
+            f"are {drift:.3g} away from the trainer's and have come apart {lag:.1f} times as far as rounding explains "
+            "(to allow it, set rollout.max_sync_drift: that bound alone then decides)"
         )
     else:
         return drift

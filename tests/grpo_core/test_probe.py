@@ -66,11 +66,11 @@ def test_an_engine_that_stays_bit_for_bit_the_same_is_found_in_the_first_update(
 def test_a_stale_engine_that_rounds_differently_each_time_is_found_when_the_policy_has_left_the_rounding(
     last: int,
 ) -> None:
-    """The policy moves by 0.0009 per update, rounding makes up to 0.006: three times as much is 20 updates."""
+    """The policy moves by 0.0009 per update, the sides differ by 0.0056: four times as much is 25 updates."""
     unchanged, lagging = _stop(lambda policy, k, noise: policy[min(k, last)] + noise, 1e-3)
     assert unchanged is None
     assert lagging is not None
-    assert last + 15 < lagging <= last + 30
+    assert last + 20 < lagging <= last + 35
 
 
 def test_one_stale_copy_of_several_is_found() -> None:

@@ -17,9 +17,11 @@ import pytest
 from torch import nn
 
 from grpo_core import session
+from grpo_core.progress import Progress
 from grpo_core.rollout.engine import Engine
 from grpo_core.rollout.transformers import TransformersEngine
 from grpo_core.session import TrainingError
+from grpo_core.sync import sync
 from grpo_core.trainer import train
 from tests.conftest import make_run, with_keys
 
@@ -73,6 +75,22 @@ def test_in_bfloat16_at_a_usual_learning_rate_too_also_in_the_first_hand_over_of
         train(run, run / "training")
     _with_copying_engine(monkeypatch, 0)
     assert train(run, run / "training")["resumed_at_step"] == 2
+
+
+@pytest.mark.parametrize("own_bound", [None, 0.1])
+def test_a_bound_of_ones_own_alone_decides_how_far_the_two_may_come_apart(
+    values: dict[str, Any], tmp_path: Path, own_bound: float | None
+) -> None:
+    keys = {"mixed_precision": "bf16", **({"max_sync_drift": own_bound} if own_bound else {})}
+    set_up_ = session.set_up(make_run(tmp_path / "run", with_keys(values, **keys)))
+    progress, score = Progress(rows_per_pass=8), set_up_.engine.score
+    sync(set_up_, progress)
+    set_up_.engine.score = lambda sequences: [[value + 0.09 for value in row] for row in score(sequences)]  # type: ignore[method-assign]
+    if own_bound:
+        assert sync(set_up_, progress) == pytest.approx(0.09, abs=0.01)
+    else:
+        with pytest.raises(TrainingError, match=r"have come apart \S+ times as far as rounding explains"):
+            sync(set_up_, progress)
 
 
 def test_without_a_lost_sync_nothing_stops(
