@@ -146,7 +146,8 @@ class RolloutConfig(Section):
     """Rounds of such replacements for a generation batch; what is left after them stays in it."""
     max_sync_drift: float | None = Field(None, gt=0)
     """Mean difference between the engine's and the trainer's log-probabilities of a fixed probe batch, after a weight
-    update of the engine, above which training stops; default: 0.001, in bf16 0.1."""
+    update of the engine, above which training stops; default: 0.001, in bf16 0.1, or less if the engine does not follow
+    the policy's movement."""
     gpu_memory_utilization: float = Field(0.3, gt=0, le=1)
     """Share of the GPU's memory that vLLM takes for its weights and KV cache."""
     cpu_kv_cache_gib: int = Field(1, ge=1)

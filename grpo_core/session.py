@@ -20,11 +20,11 @@ from grpo_core.context import check_context
 from grpo_core.data import Prompts, load_prompts, load_tokenizer
 from grpo_core.plan import Plan, load_plan
 from grpo_core.policy import Policy, load_model, with_adapter
+from grpo_core.probe import SHORTEST, Probe, probe_sequences
 from grpo_core.rewards.contract import Reward, resolve, source_of
 from grpo_core.rollout.engine import Engine, make_engine
 from grpo_core.sections import TrainConfig
 
-SHORTEST_PROBE = 2  # tokens: the first of a sequence has no log-probability
 # In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
 BIASES_AND_NORMS = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
@@ -84,6 +84,7 @@ class Session:
     learning_rate: Callable[[int], float]  # by the number of updates done
     engine: Engine
     memory: Memory
+    probe: Probe
 
 
 def set_up(run: Path) -> Session:
@@ -101,7 +102,7 @@ def set_up(run: Path) -> Session:
     held_out = load_prompts(run / "dataset" / "eval.parquet", tokenizer) if config.train.eval_steps else None
     set_seed(config.seed)
     # vLLM scores nothing as long as its longest sequence: it wants room for one more token.
-    lengths = [SHORTEST_PROBE + 1, prompts.max_length + config.rollout.max_completion_length]
+    lengths = [SHORTEST + 1, prompts.max_length + config.rollout.max_completion_length]
     if held_out is not None:
         lengths.append(held_out.max_length + config.evaluation_length)
     max_length = max(lengths)
@@ -135,6 +136,9 @@ def set_up(run: Path) -> Session:
         learning_rate=_learning_rate(optimizer, config.train, plan),
         engine=engine,
         memory=Memory(plan.per_device_train_batch_size, policy),
+        probe=Probe(
+            probe_sequences(prompts.ids, tokenizer.eos_token_id, max(lengths) - 1), config.train.mixed_precision
+        ),
     )
 
 

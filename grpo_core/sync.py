@@ -5,52 +5,54 @@ from __future__ import annotations
 import torch
 
 from grpo_core.batching import Sequences
-from grpo_core.data import Prompts
+from grpo_core.probe import Scores
 from grpo_core.progress import Progress
 from grpo_core.rollout.collect import NotFiniteError
 from grpo_core.rollout.engine import pad
-from grpo_core.session import SHORTEST_PROBE, Session, TrainingError
+from grpo_core.session import Session, TrainingError
 
-PROBE_SEQUENCES = 4  # few and short: every weight but the rows of other tokens takes part, and both sides pay each sync
-PROBE_TOKENS = 16
 DRIFT_BOUND = {"no": 1e-3, "bf16": 0.1}  # by mixed_precision; vLLM on a million parameters stays below 2e-6 and 0.022
 
 
 def sync(session: Session, progress: Progress) -> float:
     """Hand the policy's weights to the engine; the mean |difference| of both sides' log-probabilities of the probe.
 
-    TrainingError on every process when it is beyond the bound on one: the engine would sample from another policy than
-    the one that is trained, and nothing else would say so.
+    Raises TrainingError on every process if one finds that its engine would sample from another policy than the one
+    that is trained: too far from it, unchanged although the policy has moved, or lagging behind it.
     """
     session.policy.refresh()
     session.engine.sync_weights(session.policy.model)
-    longest = session.prompts.max_length + session.config.rollout.max_completion_length - 1  # that vLLM scores
-    length = min(PROBE_TOKENS, max(SHORTEST_PROBE, longest))
-    sequences = probe_sequences(session.prompts, session.tokenizer.eos_token_id, length)
-    trainer = torch.cat([row[: len(ids) - 1] for row, ids in zip(_score(session, sequences), sequences, strict=True)])
-    if not trainer.isfinite().all():
+    scores = probe_scores(session)
+    if not scores.trainer.isfinite().all():
         raise NotFiniteError(f"after step {progress.updates}: the policy's log-probabilities are not finite")
-    engine = torch.tensor([value for row in session.engine.score(sequences) for value in row])
-    copies = engine.view(-1, len(trainer))  # of the weights, in engines of their own
-    local = (copies - trainer).abs().mean(1).nan_to_num(torch.inf).max()
-    drift = session.accelerator.gather(local.to(session.accelerator.device)).max().item()
-    bound = session.config.rollout.max_sync_drift or DRIFT_BOUND[session.config.train.mixed_precision]
+    figures = torch.tensor([[scores.drift, *session.probe.compare(scores)]], device=session.accelerator.device)
+    drift, unfollowed, lag = session.accelerator.gather(figures).max(0).values.tolist()
+    own_bound = session.config.rollout.max_sync_drift
+    bound = own_bound or DRIFT_BOUND[session.config.train.mixed_precision]
     if drift > bound:
-        raise TrainingError(
-            f"after step {progress.updates}: the engine's log-probabilities of the probe batch are {drift:.3g} away "
-            f"from the trainer's, the bound is {bound:g} (rollout.max_sync_drift): the engine does not have the "
-            "trainer's weights, or computes in another precision. The last checkpoint is intact; try rollout.engine = "
-            "'transformers' to see whether the engine is the cause"
+        found = f"are {drift:.3g} away from the trainer's, the bound is {bound:g} (rollout.max_sync_drift)"
+    elif unfollowed:
+        found = f"have not changed at all, while the trainer's have moved by {unfollowed:.3g}"
+    elif lag > 1 and own_bound is None:
+        found = (
+            f"are {drift:.3g} away from the trainer's and have come apart {lag:.1f} times as far as rounding explains "
+            "(to allow it, set rollout.max_sync_drift: that bound alone then decides)"
         )
-    return drift
+    else:
+        return drift
+    raise TrainingError(
+        f"after step {progress.updates}: the engine's log-probabilities of the probe batch {found}: the engine does "
+        "not have the trainer's weights, or computes in another precision. The last checkpoint is intact; try "
+        "rollout.engine = 'transformers' to see whether the engine is the cause"
+    )
 
 
-def probe_sequences(prompts: Prompts, eos_id: int | None, length: int) -> list[list[int]]:
-    """The ends of a few prompts, fixed for the run, each with the end token: even a prompt of one token has a score.
-
-    Where the tokenizer has no end token, a prompt's first token comes again.
-    """
-    return [[*ids, ids[0] if eos_id is None else eos_id][-length:] for ids in prompts.ids[:PROBE_SEQUENCES]]
+def probe_scores(session: Session) -> Scores:
+    """What trainer and engine, with the weights that they have, say of the probe batch."""
+    sequences = session.probe.sequences
+    trainer = torch.cat([row[: len(ids) - 1] for row, ids in zip(_score(session, sequences), sequences, strict=True)])
+    engine = torch.tensor([value for row in session.engine.score(sequences) for value in row])
+    return Scores(trainer, engine.view(-1, len(trainer)))
 
 
 @torch.no_grad()

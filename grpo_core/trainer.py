@@ -32,7 +32,7 @@ from grpo_core.rollout.engine import Rollout
 from grpo_core.rollout.vllm_server import VLLMServerEngine
 from grpo_core.session import Session, TrainingError, fingerprint, set_up
 from grpo_core.stopping import Stopped, check, interruptible, listening
-from grpo_core.sync import sync
+from grpo_core.sync import probe_scores, sync
 from grpo_core.update import adapt_entropy, score, update
 
 
@@ -199,6 +199,7 @@ def _begin(session: Session, checkpoints: Checkpoints) -> Progress:
     """Where to go on: the newest checkpoint, or the start."""
     config = session.config
     require_shared(checkpoints.directory.parent, session.accelerator)
+    session.probe.compare(probe_scores(session))  # both have the base's weights, also if a checkpoint changes them next
     progress = checkpoints.restore()
     if progress is None:
         progress = Progress(rows_per_pass=session.memory.rows, entropy_coef=config.algorithm.entropy_coef)

@@ -24,6 +24,7 @@ from tasks.storage import held_locks
 
 POLL_SECONDS = 0.5
 PAUSE_SECONDS = 2.0  # before a server that died is started again
+NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has its own 127.0.0.1
 
 
 @contextmanager
@@ -51,7 +52,8 @@ class _Server:
     """One server under supervision, its output in a file; who stops it, stops all that it started."""
 
     def __init__(self, config: Path, output: Path, environment: dict[str, str], log: Logger | LoggerAdapter[Any]):
-        port = _free_port()
+        self.held = hold_port()
+        port = self.held.getsockname()[1]
         self.url, self.output, self.log = f"http://127.0.0.1:{port}", output, log
         self.command = ["-m", "grpo_core.rollout.vllm_serve", str(config), "--port", str(port)]
         self.environment = {**os.environ, **environment}
@@ -78,6 +80,7 @@ class _Server:
             self.stopping.set()
             self.process.terminate()
         self.process.wait()
+        self.held.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self.output.open("ab") as output:
@@ -100,11 +103,14 @@ class _Server:
                 if self.stopping.is_set():
                     return
                 self.log.warning("the vLLM server at %s ended with status %s and is started again", self.url, code)
-                self.process = self._start()
+                try:
+                    self.process = self._start()
+                except OSError as error:  # no memory, no process, no space on the disk: perhaps later
+                    self.log.error("the vLLM server at %s cannot be started: %s", self.url, error)
 
     def _is_up(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+            with NO_PROXY.open(f"{self.url}/health", timeout=5) as answer:
                 return answer.status == 200
         except OSError:
             return False
@@ -132,6 +138,12 @@ def _devices(config: RunConfig) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(visible[start : start + each])} for start in starts]
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+def hold_port() -> socket.socket:
+    """A free port of 127.0.0.1 that nothing else is given as long as the socket is open, though no server has it yet.
+
+    A server that sets SO_REUSEADDR, as vLLM's does, can listen on it all the same.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held

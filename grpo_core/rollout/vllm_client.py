@@ -72,7 +72,8 @@ class Server:
         self.restoring = asyncio.Lock()
         self.in_flight = asyncio.Semaphore(IN_FLIGHT)
         # A connection for each request: an idle one may be closed by the server just when it is used again.
-        self.http = httpx.AsyncClient(base_url=self.url, limits=httpx.Limits(max_keepalive_connections=0))
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.AsyncClient(base_url=self.url, limits=limits, trust_env=False)  # through no proxy
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of /inference/v1/generate, every token of it by the weights that are wanted now."""
@@ -214,7 +215,10 @@ class Server:
             raise Unavailable(f"{path} answers {answer.status_code}: {answer.text[:500]}")
         if answer.is_error:
             raise ServerError(f"{self.url}{path} refuses: {answer.status_code} {answer.text[:500]}")
-        return answer.json()
+        try:
+            return answer.json()
+        except ValueError:
+            raise Unavailable(f"{path} answers with something other than JSON: {answer.text[:200]!r}") from None
 
 
 def _is_whole(answer: Mapping[str, Any], version: str) -> bool:

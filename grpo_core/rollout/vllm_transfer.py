@@ -42,6 +42,13 @@ class Source(WeightSource):
         yield from self.snapshot.items()
 
 
+class Client(HTTPVLLMWeightSyncClient):
+    """vLLM's client for the routes by which weights come, without the proxies that the environment names."""
+
+    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        _ask("POST", f"{self.base_url}/{path}", self.timeout, json)
+
+
 def send(server: Server, weights: Mapping[str, Tensor]) -> None:
     """Bring the weights into the server; Unavailable when it is not there, or whatever else comes between."""
     device = next(iter(weights.values())).device
@@ -66,16 +73,13 @@ def send(server: Server, weights: Mapping[str, Tensor]) -> None:
 
 def _connect(server: Server) -> Any:
     """vLLM's trainer-side engine for the server's weight transfer."""
-    answer = requests.post(f"{server.url}/collective_rpc", json={"method": "end_weight_update"}, timeout=server.seconds)
-    answer.raise_for_status()
-    client = HTTPVLLMWeightSyncClient(server.url, timeout=server.seconds)
+    _ask("POST", f"{server.url}/collective_rpc", server.seconds, {"method": "end_weight_update"})
+    client = Client(server.url, timeout=server.seconds)
     info: Any
     if server.backend == "nccl":
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        answer = requests.get(f"{server.url}/get_world_size", timeout=server.seconds)
-        answer.raise_for_status()
-        workers = answer.json()["world_size"]
+        workers = _ask("GET", f"{server.url}/get_world_size", server.seconds).json()["world_size"]
         address, port = _meeting_point(server.url)
         info = NCCLTrainerInitInfo(address, port, 1 + workers, rank=0)
     elif server.backend == "ipc":
@@ -87,6 +91,15 @@ def _connect(server: Server) -> Any:
 
         info = SharedMemoryTrainerInit(rank=0)
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())
+
+
+def _ask(method: str, url: str, seconds: float, json: dict[str, Any] | None = None) -> requests.Response:
+    """The answer, asked for through no proxy; raises requests.RequestException if there is none or it is an error."""
+    with requests.Session() as session:
+        session.trust_env = False
+        answer = session.request(method, url, json=json, timeout=seconds)
+    answer.raise_for_status()
+    return answer
 
 
 def _meeting_point(url: str) -> tuple[str, int]:

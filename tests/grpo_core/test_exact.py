@@ -19,7 +19,6 @@ from grpo_core.batching import MicroBatch, Sequences
 from grpo_core.policy import Policy
 from grpo_core.progress import Progress
 from grpo_core.session import Session, set_up
-from grpo_core.sync import PROBE_SEQUENCES
 from grpo_core.update import update
 from tests.conftest import config_values, make_run
 from tests.grpo_core.exactness import (
@@ -233,8 +232,7 @@ def test_old_log_probabilities_that_nothing_reads_are_not_computed(session: Sess
     session.policy.forward = lambda s, **keys: seen.append(len(s.input_ids)) or forward(s, **keys)  # type: ignore[method-assign]
     advantages = torch.tensor([0.0, 1.0, -1.0, 0.0]).repeat(session.plan.generation_batch_size // 4)
     rollout_with(session, advantages)
-    probe = min(PROBE_SEQUENCES, len(session.prompts.ids))
-    assert sum(seen) - probe == (len(advantages) if every else len(advantages) // 2)
+    assert sum(seen) - len(session.probe.sequences) == (len(advantages) if every else len(advantages) // 2)
 
 
 def test_an_off_policy_update_without_any_advantage_has_figures(session: Session) -> None:

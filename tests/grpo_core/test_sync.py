@@ -12,12 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from torch import nn
 
+from benchmarks.lost_weights import measure
 from grpo_core import session
-from grpo_core.data import Prompts
+from grpo_core.progress import Progress
 from grpo_core.rollout.engine import Engine
 from grpo_core.rollout.transformers import TransformersEngine
 from grpo_core.session import TrainingError
-from grpo_core.sync import probe_sequences
+from grpo_core.sync import sync
 from grpo_core.trainer import train
 from tests import forked
 from tests.conftest import make_run, with_keys
@@ -56,6 +57,38 @@ def test_a_skipped_sync_stops_the_training_with_step_and_figure(
     assert float(found[1]) > 1e-3
 
 
+def test_in_bfloat16_at_a_usual_learning_rate_too_also_in_the_first_hand_over_of_a_resumed_training(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"mixed_precision": "bf16", "learning_rate": 1e-6, "save_steps": 2}
+    run = make_run(tmp_path / "run", with_keys(values, **keys))
+    unchanged = "log-probabilities of the probe batch have not changed at all, while the trainer's have moved by"
+    _with_copying_engine(monkeypatch, 4)
+    with pytest.raises(TrainingError, match=f"after step 3: .*{unchanged}"):
+        train(run, run / "training")
+    _with_copying_engine(monkeypatch, 1)
+    with pytest.raises(TrainingError, match=f"after step 2: .*{unchanged}"):
+        train(run, run / "training")
+    _with_copying_engine(monkeypatch, 0)
+    assert train(run, run / "training")["resumed_at_step"] == 2
+
+
+@pytest.mark.parametrize("own_bound", [None, 0.1])
+def test_a_bound_of_ones_own_alone_decides_how_far_the_two_may_come_apart(
+    values: dict[str, Any], tmp_path: Path, own_bound: float | None
+) -> None:
+    keys = {"mixed_precision": "bf16", **({"max_sync_drift": own_bound} if own_bound else {})}
+    set_up_ = session.set_up(make_run(tmp_path / "run", with_keys(values, **keys)))
+    progress, score = Progress(rows_per_pass=8), set_up_.engine.score
+    sync(set_up_, progress)
+    set_up_.engine.score = lambda sequences: [[value + 0.09 for value in row] for row in score(sequences)]  # type: ignore[method-assign]
+    if own_bound:
+        assert sync(set_up_, progress) == pytest.approx(0.09, abs=0.01)
+    else:
+        with pytest.raises(TrainingError, match=r"have come apart \S+ times as far as rounding explains"):
+            sync(set_up_, progress)
+
+
 def test_without_a_lost_sync_nothing_stops(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,40 +98,28 @@ def test_without_a_lost_sync_nothing_stops(
 
 
 @pytest.mark.slow
-def test_a_sync_skipped_in_vllm_stops_the_training(values: dict[str, Any], tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", with_keys(values, engine="vllm"))
-    with pytest.raises(TrainingError, match=r"after step 2: .* away from the trainer's"):
-        forked.call(train_with_a_lost_sync, run)
-    assert len((run / "training" / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def train_with_a_lost_sync(run: Path) -> None:
-    """Train with an engine that has weights of its own and loses the third hand-over."""
-    from grpo_core.rollout import vllm
-
-    original, calls = vllm.VLLMEngine.sync_weights, []
-
-    def skipping(self: Any, model: nn.Module) -> None:
-        calls.append(1)
-        if len(calls) != 3:
-            original(self, model)
-
-    vllm.share, vllm.VLLMEngine.sync_weights = lambda copies, model: False, skipping
-    train(run, run / "training")
-
-
-def test_the_probe_is_fixed_short_and_has_a_score_for_a_prompt_of_one_token() -> None:
-    prompts = Prompts([{}] * 20, [[n] * (1 + 40 * n) for n in range(20)])
-    sequences = probe_sequences(prompts, 99, length=64)
-    assert sequences == probe_sequences(prompts, 99, length=64)
-    assert len(sequences) == 4
-    assert sequences[0] == [0, 99]
-    assert all(2 <= len(ids) <= 64 and ids[-1] == 99 for ids in sequences)
-
-
-def test_the_probe_of_a_tokenizer_without_an_end_token_is_of_the_prompts_tokens() -> None:
-    prompts = Prompts([{}] * 2, [[7], [4, 5, 6]])
-    assert probe_sequences(prompts, None, length=3) == [[7, 7], [5, 6, 4]]
+@pytest.mark.parametrize(
+    ("engine", "precision"),
+    [
+        ("vllm", "bf16"),
+        *(
+            pytest.param(engine, precision, marks=pytest.mark.e2e)
+            for engine in ("vllm", "vllm-lora", "vllm-server", "vllm-server-lora")
+            for precision in ("no", "bf16")
+            if (engine, precision) != ("vllm", "bf16")
+        ),
+    ],
+)
+def test_vllm_that_no_longer_gets_the_weights_stops_the_training_in_the_first_update(
+    tmp_path: Path, engine: str, precision: str
+) -> None:
+    """And vLLM that gets them does not. An adapter in bfloat16 changes by less: the two lowest of the four learning
+    rates, lower than adapters are trained with, take longer."""
+    late = 2 if "lora" in engine and precision == "bf16" else 0
+    rows = forked.call(measure, engine, precision, tmp_path, 40 if late else 3)
+    assert [row.stopped for row in rows] == [None] * 4
+    assert [row.stopped_lost for row in rows[late:]] == [1] * (4 - late)
+    assert None not in [row.stopped_lost for row in rows]
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])

@@ -12,6 +12,9 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +27,7 @@ from accelerate import PartialState
 from grpo_core.config import parse_config
 from grpo_core.rollout import vllm_client, vllm_serve, vllm_server
 from grpo_core.rollout.engine import Request, Sampling
-from grpo_core.rollout.vllm_client import NO_WEIGHTS, Server, Unavailable
+from grpo_core.rollout.vllm_client import NO_WEIGHTS, Server, ServerError, Unavailable
 from grpo_core.rollout.vllm_server import VLLMServerEngine
 from grpo_core.sections import RolloutConfig
 from tests.conftest import config_values
@@ -99,6 +102,72 @@ def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     assert engine.servers[0].wanted.snapshot == {"weight": made[1]()}
 
 
+class _VLLMClient:
+    """What vLLM 0.32 has for the routes by which weights come: each asks `_post`."""
+
+    def __init__(self, base_url: str, timeout: float):
+        self.base_url, self.timeout = base_url, timeout
+
+    def start_weight_update(self) -> None:
+        self._post("start_weight_update")  # type: ignore[attr-defined]
+
+
+def _transfer() -> Any:
+    """The module without vLLM, which takes long to import."""
+    vllm = mock.Mock(WeightSource=object, HTTPVLLMWeightSyncClient=_VLLMClient)
+    with mock.patch.dict(sys.modules, {"vllm.distributed.weight_transfer": vllm}):
+        return importlib.import_module("grpo_core.rollout.vllm_transfer")
+
+
+@contextmanager
+def _answering(body: bytes) -> Iterator[str]:
+    """URL of a server that answers every question with `body`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def _server(url: str, **keys: Any) -> Server:
+    return Server(url, RolloutConfig(**keys), "token", "holder", lambda started: "", mock.Mock())
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing answers
+    for variable in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    transfer = _transfer()
+    connect = transfer.WeightTransferTrainerFactory.trainer_init = mock.Mock()
+    with _answering(b'{"weight_version": "base"}') as url:
+        server = _server(url)
+        assert asyncio.run(server.control("GET", "/weight_info")) == {"weight_version": "base"}
+        with mock.patch.dict(sys.modules, {"grpo_core.rollout.shared_memory": mock.Mock()}):
+            transfer._connect(server)
+        connect.call_args.kwargs["client"].start_weight_update()
+
+
+def test_an_answer_that_is_not_json_counts_as_a_server_that_is_away() -> None:
+    with _answering(b"<html>this network wants you to log in</html>") as url:
+        server = _server(url, vllm_server_timeout=0.01, vllm_request_timeout=0.01)
+        with pytest.raises(ServerError, match=rf"{url}: not available .*other than JSON.*wants you to log in"):
+            asyncio.run(server.restore())
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -110,8 +179,7 @@ def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
-    with mock.patch.dict(sys.modules, {"vllm.distributed.weight_transfer": mock.Mock(WeightSource=object)}):
-        transfer = importlib.import_module("grpo_core.rollout.vllm_transfer")
+    transfer = _transfer()
     server = mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": error}))
     with pytest.raises(Unavailable, match=rf"{message}.*see the server's log") as raised:
         transfer.send(server, {"weight": torch.zeros(1)})

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from grpo_core.config import load_config, parse_config
-from tasks.servers import _devices, servers
+from tasks.servers import _devices, _Server, hold_port, servers
 from tasks.stage import Context, StageError
-from tests.conftest import config_values, make_run, with_keys
+from tests.conftest import config_values, make_model, make_run, with_keys
 
 
 @pytest.fixture
@@ -54,6 +61,65 @@ def test_too_few_gpus_are_refused_with_the_keys_that_ask_for_them(
         _devices(parse_config(with_keys(values, num_processes=2, vllm_tensor_parallel_size=4)))
 
 
+def test_a_held_port_is_nobody_elses_and_a_server_can_listen_on_it_also_a_second_time() -> None:
+    with hold_port() as held:
+        address = held.getsockname()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        for _ in range(2):
+            with socket.create_server(address), socket.create_connection(address):  # which sets SO_REUSEADDR
+                pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Server]:
+    """One whose processes do nothing but end."""
+    monkeypatch.setattr(_Server, "_start", lambda self: subprocess.Popen(["true"]))
+    monkeypatch.setattr("tasks.servers.PAUSE_SECONDS", 0.0)
+    made = _Server(tmp_path / "config.toml", tmp_path / "server.log", {}, logging.getLogger())
+    yield made
+    made.stop()
+
+
+def test_a_server_that_cannot_be_started_again_at_once_is_tried_again(
+    server: _Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = threading.Event()
+
+    def start(self: _Server) -> subprocess.Popen[bytes]:
+        if not started.is_set():
+            started.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        again.set()
+        return subprocess.Popen(["true"])
+
+    again = threading.Event()
+    monkeypatch.setattr(_Server, "_start", start)
+    server.watch.start()
+    assert again.wait(30)
+    assert "cannot be started: [Errno 28] No space left on device" in caplog.text
+
+
+def test_a_stages_server_is_asked_whether_it_is_up_through_no_proxy(
+    server: _Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing answers
+    for variable in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    assert not server._is_up()
+    with HTTPServer(server.held.getsockname(), Healthy) as healthy:
+        thread = threading.Thread(target=healthy.handle_request)
+        thread.start()
+        assert server._is_up()
+        thread.join()
+
+
 @pytest.mark.e2e
 def test_a_server_that_does_not_come_up_fails_the_stage_with_its_last_lines(
     values: dict[str, Any], tmp_path: Path
@@ -65,6 +131,31 @@ def test_a_server_that_does_not_come_up_fails_the_stage_with_its_last_lines(
         servers(context, logging.getLogger()),
     ):
         raise AssertionError("nothing is served")
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("killed", ["supervisor", "guard"])
+def test_a_server_ends_with_its_supervisor_and_leaves_no_shared_memory(tmp_path: Path, killed: str) -> None:
+    model = make_model(tmp_path / "model")
+    values = config_values(model, tmp_path, engine="vllm-server", vllm_server_timeout=600.0)
+    run = make_run(tmp_path / "run", values)
+    with servers(Context(load_config(run / "config.toml"), run, run), logging.getLogger()):
+        started = psutil.Process().children(recursive=True)
+        memory = {path for process in started for path in _shared_memory(process)}
+        guard, supervisor = (process for process in started if "tasks.supervise" in process.cmdline())
+        (supervisor if killed == "supervisor" else guard).kill()
+        assert not psutil.wait_procs(started, timeout=120)[1]
+        assert memory
+        assert not [path for path in memory if path.exists()]
+
+
+def _shared_memory(process: psutil.Process) -> set[Path]:
+    paths = (
+        Path(line.split()[5])
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        if len(line.split()) == 6
+    )
+    return {path for path in paths if path.parent == Path("/dev/shm")}
 
 
 def test_a_run_that_names_its_servers_or_needs_none_has_none_started(values: dict[str, Any], tmp_path: Path) -> None:

@@ -33,11 +33,14 @@ def _gone(pids: list[int]) -> bool:
     return not psutil.wait_procs(processes, timeout=15)[1]
 
 
-def _start_tree() -> tuple[subprocess.Popen[str], list[int]]:
+def _start_tree(patch: str = "") -> tuple[subprocess.Popen[str], list[int]]:
+    """Under `tasks.supervise`, in which `patch` is run first; and the ids of the tree's processes."""
+    code = f"from tasks import supervise\n{patch}\nsupervise.main()"
     process = subprocess.Popen(
-        [sys.executable, "-m", "tasks.supervise", GRACE, sys.executable, "-c", TREE],
+        [sys.executable, "-c", code, GRACE, sys.executable, "-c", TREE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
@@ -57,6 +60,51 @@ def test_the_death_of_the_asking_process_ends_the_tree() -> None:
     process.stdin.close()
     process.wait(timeout=20)
     assert _gone(pids)
+
+
+# The child dies between the look at it and the signal to it, and is reaped.
+DIES_JUST_THEN = """
+import os, signal
+from pathlib import Path
+killpg = os.killpg
+def late(pid, number):
+    os.kill(pid, signal.SIGKILL)
+    while Path(f"/proc/{pid}").exists():
+        pass
+    killpg(pid, number)
+os.killpg = late
+"""
+
+
+def test_what_a_child_has_started_ends_too_if_the_child_dies_as_it_is_told_to() -> None:
+    process, pids = _start_tree(DIES_JUST_THEN)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 128 + signal.SIGKILL
+    assert _gone(pids)
+
+
+@pytest.mark.parametrize("killed", ["supervisor", "guard"])
+def test_sigkill_of_the_supervisor_or_its_guard_leaves_nothing(killed: str) -> None:
+    process, pids = _start_tree()
+    supervisor = psutil.Process(pids[0]).ppid()
+    assert psutil.Process(supervisor).ppid() == process.pid
+    os.kill(supervisor if killed == "supervisor" else process.pid, signal.SIGKILL)
+    assert process.wait(timeout=20) == (128 + signal.SIGKILL if killed == "supervisor" else -signal.SIGKILL)
+    assert _gone([supervisor, *pids])
+
+
+def test_processes_that_survive_sigkill_are_named_and_left_behind() -> None:
+    """As in uninterruptible sleep, which nothing here can bring about."""
+    process, pids = _start_tree("import psutil; psutil.Process.kill = lambda self: None; supervise.KILL_SECONDS = 0.1")
+    process.send_signal(signal.SIGTERM)
+    try:
+        assert process.wait(timeout=20) == 128 + signal.SIGKILL
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    assert _gone(pids)
+    assert process.stderr is not None
+    assert f"SIGKILL does not end them (a driver that hangs?): {pids[0]}, {pids[1]}" in process.stderr.read()
 
 
 def test_sigkill_of_a_process_inside_run_process_leaves_no_orphan(tmp_path: Path) -> None:

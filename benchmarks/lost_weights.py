@@ -1,0 +1,161 @@
+"""After how many updates a training notices that its engine no longer gets weights; one that does must not be stopped.
+
+    python -m benchmarks.lost_weights [ENGINE PRECISION]
+
+For each engine, precision and learning rate: AdamW updates of a random Qwen2 of half a million parameters on one
+rollout with random advantages; after each the hand-over and its check. Once as it is, once with a hand-over that does
+nothing. Without arguments all of them, each pair in a process of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+from unittest import mock
+
+from tests.conftest import config_values, make_model, make_run
+
+Name = Literal["copy", "vllm-shared", "vllm", "vllm-lora", "vllm-server", "vllm-server-lora"]
+PRECISIONS = ("no", "bf16")
+LEARNING_RATES = (1e-7, 1e-6, 1e-5, 1e-4)
+UPDATES = 40
+# A size at which vLLM on a CPU packs its layers, whose packed copies only a reload replaces.
+MODEL = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+
+
+@dataclass(frozen=True)
+class Row:
+    """`movement`: mean change of the probe's log-probabilities per update, as the trainer sees it; `drift`: the largest
+    while weights arrive. `stopped`, `stopped_lost`: the update after which the training stopped, while they arrive and
+    after they no longer do; None: not at all."""
+
+    engine: str
+    precision: str
+    learning_rate: float
+    movement: float
+    drift: float
+    stopped: int | None
+    stopped_lost: int | None
+
+
+def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) -> list[Row]:
+    """One row per learning rate."""
+    import torch
+
+    from grpo_core import trainer
+    from grpo_core.progress import Progress
+    from grpo_core.session import TrainingError, _optimizer, set_up
+    from grpo_core.sync import probe_scores, sync
+    from grpo_core.update import update
+
+    model = make_model(folder / "model", initializer_range=0.02, tie_word_embeddings=True, **MODEL)
+    keys: dict[str, Any] = {"mixed_precision": precision, "use_peft": "lora" in engine, "lora_r": 8}
+    kind = engine.removesuffix("-lora").removesuffix("-shared").replace("copy", "transformers")
+    values = config_values(model, folder, engine=kind, vllm_server_timeout=600.0, **keys)
+    values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
+    run = make_run(folder / "run", values)
+    with _engine_made_as(engine, run):
+        session = set_up(run)
+        progress = Progress(rows_per_pass=8)
+        rollout, _ = trainer.roll_out(session, 0, progress)
+        generator = torch.Generator().manual_seed(0)
+        rollout = replace(rollout, advantages=torch.randn(len(rollout.advantages), generator=generator))
+        batch = trainer._micro_batch(session, rollout, 0, 1)
+        trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
+        start = [parameter.detach().clone() for parameter in trained]
+
+        def train(learning_rate: float) -> tuple[int | None, float, float]:
+            """The update after which it stops, mean movement per update, largest drift."""
+            optimizer = _optimizer(session.model, session.config.train)
+            at_rate = replace(session, optimizer=optimizer, learning_rate=lambda updates: learning_rate)
+            movements, drifts, before = [], [0.0], probe_scores(session).trainer
+            for number in range(1, updates + 1):
+                update(at_rate, batch, replace(progress, updates=number - 1))
+                try:
+                    drifts.append(sync(at_rate, replace(progress, updates=number)))
+                except TrainingError:
+                    return number, sum(movements) / max(len(movements), 1), max(drifts)
+                after = probe_scores(session).trainer
+                movements.append((after - before).abs().mean().item())
+                before = after
+            return None, sum(movements) / updates, max(drifts)
+
+        def begin() -> None:
+            with torch.no_grad():
+                torch._foreach_copy_(trained, start)
+            session.policy.refresh()
+            session.engine.sync_weights(session.policy.model)
+            session.probe.noticed = session.probe.reference = None
+            session.probe.compare(probe_scores(session))
+
+        rows = []
+        for learning_rate in LEARNING_RATES:
+            begin()
+            stopped, movement, drift = train(learning_rate)
+            begin()
+            with mock.patch.object(session.engine, "sync_weights", lambda model: None):
+                stopped_lost, _, _ = train(learning_rate)
+            rows.append(Row(engine, precision, learning_rate, movement, drift, stopped, stopped_lost))
+        session.engine.close()
+    return rows
+
+
+@contextmanager
+def _engine_made_as(engine: Name, run: Path) -> Iterator[None]:
+    """Inside, `set_up` makes this engine; except for vllm-shared it has memory of its own for the weights."""
+    from grpo_core import session
+    from grpo_core.config import load_config
+    from grpo_core.rollout.transformers import TransformersEngine
+
+    if engine == "copy":
+
+        class Copying(TransformersEngine):
+            def sync_weights(self, model: Any) -> None:
+                self.model = copy.deepcopy(model)
+
+        def make(config: Any, path: Any, model: Any, tokenizer: Any, max_length: int) -> Copying:
+            return Copying(copy.deepcopy(model), tokenizer)
+
+        with mock.patch.object(session, "make_engine", make):
+            yield
+    elif engine.startswith("vllm-server"):
+        from tasks.servers import servers
+        from tasks.stage import Context
+
+        context = Context(load_config(run / "config.toml"), run, run)
+        with servers(context, logging.getLogger()) as addresses, mock.patch.dict(os.environ, addresses):
+            yield
+    else:
+        from grpo_core.rollout import vllm
+
+        share: Callable[..., bool] = vllm.share if engine == "vllm-shared" else lambda copies, model: False
+        with mock.patch.object(vllm, "share", share):
+            yield
+
+
+def main() -> None:
+    if len(sys.argv) == 1:
+        print("| engine | precision | learning rate | movement per update | largest drift | stopped | stopped, lost |")
+        print("|---|---|---|---|---|---|---|", flush=True)
+        for pair in itertools.product(get_args(Name), PRECISIONS):
+            subprocess.run([sys.executable, "-m", "benchmarks.lost_weights", *pair], check=True)
+        return
+    engine, precision = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as scratch:
+        for row in measure(engine, precision, Path(scratch)):  # type: ignore[arg-type]
+            cells = [f"{cell:.1e}" if isinstance(cell, float) else str(cell) for cell in asdict(row).values()]
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
