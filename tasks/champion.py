@@ -266,7 +266,7 @@ def _refuse_another_champion(client: MlflowClient, name: str, seen: str | None) 
     if (now and str(now)) != seen:
         raise PromotionError(
             f"the champion of {name} was {_called(seen)} when this began and is {_called(now)} now: another machine or "
-            "person has changed it meanwhile, and nothing was changed here. Start it again"
+            "person has changed it meanwhile, and it is left so. Start this again"
         )
 
 

@@ -329,7 +329,7 @@ def test_a_champion_that_another_machine_sets_meanwhile_is_left_alone(
 
     register_version(model, _samples(base=0, trained=40))
     monkeypatch.setattr(module, "_judge", other_machine)
-    with pytest.raises(PromotionError, match=r"was version 2 when this began and is version 1 now.*Start it again"):
+    with pytest.raises(PromotionError, match=r"was version 2 when this began and is version 1 now.*Start this again"):
         promote(model)
     assert (_champion(model), "decision" in _tags(model, "3"), is_decided(model, "3")) == ("1", False, False)
     monkeypatch.setattr(module, "_judge", judge)
