@@ -29,14 +29,12 @@ from mlflow.exceptions import MlflowException
 from grpo_core.config import ConfigError, parse_config
 from grpo_core.evaluation_sections import CHAMPION, RegistryConfig
 from tasks.gate import Contestant, Verdict, decide
+from tasks.history import ROLLED_BACK, Entry, bounded, reigns, written
 from tasks.storage import model_lock
 from tasks.tracking import connect
 
 CANDIDATE = RegistryConfig().alias
 HISTORY = "champion.history"
-# Columns of MLflow's database are as wide as SqlRegisteredModelTag says; PostgreSQL refuses what is longer.
-HISTORY_CHARACTERS = 5000
-ROLLED_BACK = "rolled back"
 DECISION, AGAINST, REASON, DECIDED_AT = (f"promotion.{it}" for it in ("decision", "against", "reason", "at"))
 ROLLED_BACK_TO, ROLLED_BACK_AT = "promotion.rolled_back_to", "promotion.rolled_back_at"
 MADE_CHAMPION = ("promoted", "forced")
@@ -136,12 +134,12 @@ def rollback(name: str) -> tuple[str | None, str]:
         if left := _being_rolled_back(client, name, present, history):
             _tag(client, left, {ROLLED_BACK_AT: _now()})
             return str(left.version), history[-1]["version"]
-        earlier = [it["version"] for it in reversed(_reigns(history)) if it["version"] != present]
+        earlier = [it["version"] for it in reversed(reigns(history)) if it["version"] != present]
         previous = next((it for it in earlier if _find_version(client, name, it)), None)  # one may have been deleted
         if previous is None:
-            left = f"version {present}" if present else "now"
+            before = f"version {present}" if present else "now"
             raise PromotionError(
-                f"{name} has had no champion before {left} that still exists: promote another version, or delete the "
+                f"{name} has had no champion before {before} that still exists: promote another version, or delete the "
                 f"alias {CHAMPION!r} in MLflow to have none"
             )
         leaving = client.get_model_version(name, present) if present else None
@@ -219,7 +217,7 @@ def _if_there(ask: Callable[[], T]) -> T | None:
         return None
 
 
-def _see_champion(client: MlflowClient, model: RegisteredModel) -> tuple[str | None, list[dict[str, Any]]]:
+def _see_champion(client: MlflowClient, model: RegisteredModel) -> tuple[str | None, list[Entry]]:
     """The champion's version and the history, which ends with it: where another write than the last one recorded made
     it champion, or none, that is recorded too."""
     champion, history = model.aliases.get(CHAMPION), json.loads(model.tags.get(HISTORY, "[]"))
@@ -241,7 +239,7 @@ def _is_being_promoted(version: ModelVersion) -> bool:
 
 
 def _being_rolled_back(
-    client: MlflowClient, name: str, champion: str | None, history: list[dict[str, Any]]
+    client: MlflowClient, name: str, champion: str | None, history: list[Entry]
 ) -> ModelVersion | None:
     """The version that a rollback to `champion` has left, if a process died before all of that was written."""
     number = next((entry["version"] for entry in reversed(history) if entry["version"] != champion), None)
@@ -251,7 +249,7 @@ def _being_rolled_back(
     return None
 
 
-def _why_no_champion(client: MlflowClient, name: str, history: list[dict[str, Any]]) -> str:
+def _why_no_champion(client: MlflowClient, name: str, history: list[Entry]) -> str:
     """The end of a reason where the model has no champion and had one; else empty."""
     last = next((entry["version"] for entry in reversed(history) if entry["version"]), None)
     if last is None or history[-1]["version"]:
@@ -274,45 +272,16 @@ def _called(champion: str | None) -> str:
     return f"version {champion}" if champion else "none"
 
 
-def _crown(client: MlflowClient, name: str, version: str, how: str, history: list[dict[str, Any]]) -> None:
+def _crown(client: MlflowClient, name: str, version: str, how: str, history: list[Entry]) -> None:
     # The alias first: a history that is ahead of it would name a past champion that never was.
     client.set_registered_model_alias(name, CHAMPION, version)
     _remember(client, name, version, how, history)
 
 
-def _remember(
-    client: MlflowClient, name: str, version: str | None, how: str, history: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    longer = _bounded([*history, {"version": version, "how": how, "at": _now()}])
-    client.set_registered_model_tag(name, HISTORY, _written(longer))
+def _remember(client: MlflowClient, name: str, version: str | None, how: str, history: list[Entry]) -> list[Entry]:
+    longer = bounded([*history, {"version": version, "how": how, "at": _now()}])
+    client.set_registered_model_tag(name, HISTORY, written(longer))
     return longer
-
-
-def _bounded(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As much of a history as its tag holds. First go the entries that no rollback leads back to, then the others, each
-    from the oldest on; never the last, which is the champion."""
-    kept = list(history)
-    while len(_written(kept)) > HISTORY_CHARACTERS:
-        needed = {id(entry) for entry in _reigns(kept)}
-        kept.pop(next((place for place, entry in enumerate(kept[:-1]) if id(entry) not in needed), 0))
-    return kept
-
-
-def _written(history: list[dict[str, Any]]) -> str:
-    return json.dumps(history, separators=(",", ":"))
-
-
-def _reigns(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The entries that rollbacks lead back through, the latest last: a rollback takes back what came after."""
-    reigns: list[dict[str, Any]] = []
-    for entry in history:
-        version = entry["version"]
-        if entry["how"] == ROLLED_BACK and version in (reign["version"] for reign in reigns):
-            while reigns[-1]["version"] != version:
-                reigns.pop()
-        elif version is not None:
-            reigns.append(entry)
-    return reigns
 
 
 def _judge(client: MlflowClient, candidate: ModelVersion, champion: str | None, rules: Mapping[str, Any]) -> Verdict:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import random
 import re
 from collections.abc import Iterator
 from itertools import count, pairwise
@@ -334,37 +333,6 @@ def test_a_champion_that_another_machine_sets_meanwhile_is_left_alone(
     assert (_champion(model), "decision" in _tags(model, "3"), is_decided(model, "3")) == ("1", False, False)
     monkeypatch.setattr(module, "_judge", judge)
     assert promote(model).against == "1"
-
-
-def test_a_history_fits_its_column_and_leads_back_as_a_whole_one_would() -> None:
-    width = SqlRegisteredModelTag.__table__.c.value.type.length
-    rng = random.Random(0)
-    whole: list[dict[str, Any]] = []
-    kept: list[dict[str, Any]] = []
-    number = 0
-    for _ in range(600):
-        champions = [entry["version"] for entry in module._reigns(kept)]
-        kind = rng.choices(["promoted", "forced", "rolled back", "by hand", "deleted"], [5, 1, 3, 1, 1])[0]
-        if kind == "rolled back" and len(champions) > 1:
-            version = champions[-2]
-        elif kind == "deleted":
-            kind, version = "by hand", None
-        else:
-            number += 1
-            version = str(number)
-        entry = {"version": version, "how": kind, "at": "2026-01-01T00:00:00+00:00"}
-        whole, kept = [*whole, entry], module._bounded([*kept, entry])
-        assert len(module._written(kept)) <= width
-        assert kept[-1] == entry
-        left, right = ([it["version"] for it in module._reigns(history)] for history in (kept, whole))
-        assert left == right[-len(left) :]
-    assert number > 300
-    assert len(left) > 60
-    for _ in range(50):
-        version = module._reigns(kept)[-2]["version"]
-        kept = module._bounded([*kept, {**entry, "version": version, "how": "rolled back"}])
-        assert len(module._written(kept)) <= width
-        assert module._reigns(kept)[-1]["version"] == version
 
 
 def test_a_history_that_is_too_long_for_its_column_is_cut_by_the_next_promotion(model: str) -> None:
