@@ -74,7 +74,7 @@ def _work(context: Context) -> dict[str, Any]:
 def keep_record(client: MlflowClient, run_id: str, run: Path, key: str) -> str:
     """Log what a version is judged by to a folder of its own in the MLflow run, which all versions of a training share;
     returns the folder. `key`: the lineage key of the registration."""
-    record = f"registered/{key_of(key, EVALUATE.read_receipt(run)['made'])[:12]}"
+    record = f"registered/{key_of(key, EVALUATE.read_receipt(run).get('made'))[:12]}"
     for path in RECORDED:
         client.log_artifact(run_id, str(run / path), str(Path(record, path).parent))
     return record

@@ -191,7 +191,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty where there is no such file or it is damaged, which is as if it were missing."""
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
