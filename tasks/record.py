@@ -110,8 +110,8 @@ def _download(reference: str, run_id: str, record: str | None) -> Record:
         if not {"config.toml", "evaluation"} <= there:
             raise NotEvaluatedError(f"MLflow run {run_id} ({reference}) has no evaluation: it was not registered")
         if record:
-            mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=record, dst_path=folder)
-            shutil.copytree(Path(folder, record), folder, dirs_exist_ok=True)
+            own = mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=record, dst_path=folder)
+            shutil.copytree(own, folder, dirs_exist_ok=True)
         return read_record(Path(folder), training=Path(folder))
 
 
