@@ -218,8 +218,8 @@ def _if_there(ask: Callable[[], T]) -> T | None:
 
 
 def _see_champion(client: MlflowClient, model: RegisteredModel) -> tuple[str | None, list[Entry]]:
-    """The champion's version and the history, which ends with it: where another write than the last one recorded made
-    it champion, or none, that is recorded too."""
+    """The champion's version, None if there is none, and the history. If the history does not end with that champion,
+    the alias was moved by hand or by a process that died before it wrote the entry: the entry is added."""
     champion, history = model.aliases.get(CHAMPION), json.loads(model.tags.get(HISTORY, "[]"))
     champion = None if champion is None else str(champion)
     if champion != (history[-1]["version"] if history else None):
@@ -259,7 +259,8 @@ def _why_no_champion(client: MlflowClient, name: str, history: list[Entry]) -> s
 
 
 def _refuse_another_champion(client: MlflowClient, name: str, seen: str | None) -> None:
-    """Machines that share no storage root do not wait for each other's lock."""
+    """Raise PromotionError if the champion is not the one that was `seen`: machines that share no storage root do not
+    wait for each other's lock."""
     now = client.get_registered_model(name).aliases.get(CHAMPION)
     if (now and str(now)) != seen:
         raise PromotionError(
