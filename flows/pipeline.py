@@ -73,8 +73,8 @@ def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # n
     """
     close_left_open()
     config = resolve_allowed(preset, changes) if deployment.id else resolve(preset, changes)
-    say = get_run_logger().warning
-    with open_run(config, say) as run:
+    say, wait = get_run_logger().warning, bool(deployment.id)  # nobody is there to start a refused flow run again
+    with open_run(config, say, wait) as run:
         validate(run)
         plan(run)
         if not (gpu := os.environ.get(GPU_DEPLOYMENT)):
@@ -86,7 +86,7 @@ def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # n
     # The run directory is theirs meanwhile.
     for stage in (TRAIN, EVALUATE):
         _hand_over(stage, run, f"{stage.name}/{gpu}")
-    with open_run(config, say) as run:
+    with open_run(config, say, wait) as run:
         register(run)
         _promote(config, run)
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import Flow, Task, flow, get_run_logger
+from prefect.runtime import deployment
 
 from tasks.attempts import close_left_open, keep_retry
 from tasks.evaluate import evaluate
@@ -32,7 +33,7 @@ Args:
 def _stage_flow(task: Task[..., Any], meaning: str) -> Flow[..., None]:
     def run_stage(run: str, force: bool = False) -> None:
         close_left_open()
-        with locked(find_run(run), get_run_logger().warning) as folder:
+        with locked(find_run(run), get_run_logger().warning, wait=bool(deployment.id)) as folder:
             task(folder, force)
 
     run_stage.__name__ = run_stage.__qualname__ = f"{task.name}_run"  # where a deployment looks for it in this module

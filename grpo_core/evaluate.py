@@ -18,7 +18,8 @@ import polars as pl
 
 from grpo_core.config import RunConfig, load_config
 from grpo_core.environment import quiet_libraries
-from grpo_core.rewards.contract import Reward, RewardError, source_of
+from grpo_core.fingerprint import reward_parts
+from grpo_core.rewards.contract import Reward, RewardError
 
 if TYPE_CHECKING:
     from grpo_core.rollout.collect import Sample
@@ -133,11 +134,8 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
     """Hash of all that outcomes follow from beside the policy: two policies' recorded outcomes may be paired where it
     is the same. `files`: the prompts of each set."""
     sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
-    rewards = config.determining()["rewards"]
-    parts = [sampling, config.evaluation_length, rewards, config.accuracy_reward, config.seed]
+    parts = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward, config.seed]
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
-    for reward in config.rewards:
-        digest.update(hashlib.blake2b(source_of(reward)).digest())
     for name, path in sorted(files.items()):
         digest.update(name.encode() + hashlib.blake2b(path.read_bytes()).digest())
     return digest.hexdigest()

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from grpo_core.sections import Section
 
 HELD_OUT = "held-out"  # name of the set that `data.eval` is
+CHAMPION = "champion"  # alias of the version that is in use
 
 GUARDED = ("accuracy", "reward", "completions/mean_length", "completions/clipped_ratio", "kl")
 
@@ -73,12 +74,33 @@ class EvaluationConfig(Section):
 
 
 class RegistryConfig(Section):
-    experiment: str = "grpo"
+    """Names as MLflow takes them, so that a registration does not fail after the training."""
+
+    experiment: str = Field("grpo", min_length=1, max_length=500)
     """MLflow experiment of the run."""
-    model_name: str | None = None
-    """Registered model that gets a new version; default: the run's name."""
-    alias: str = "candidate"
-    """Alias set on the new version."""
+    model_name: str | None = Field(None, pattern=r"^[^/:]*$", max_length=200)
+    """Registered model that gets a new version, without / and : in its name; default: the run's name."""
+    alias: str = Field("candidate", pattern=r"^[\w-]+$", max_length=255)
+    """Alias set on the new version; letters, digits, _ and -. `champion` is set by a promotion alone."""
+
+    @field_validator("model_name")
+    @classmethod
+    def _names_a_model(cls, name: str | None) -> str | None:
+        if name is not None and name.strip() in ("", ".", ".."):
+            raise ValueError(f"{name!r} cannot be the name of a model; leave it out to have the run's name")
+        return name
+
+    @field_validator("alias")
+    @classmethod
+    def _is_free(cls, alias: str) -> str:
+        if alias.lower() == CHAMPION:
+            raise ValueError(
+                f"{alias!r} is given by a promotion; register under another alias, such as 'candidate', and set "
+                "promotion.automatic=true to have each version tried"
+            )
+        if alias.lower() == "latest" or re.fullmatch(r"[vV]\d+", alias):
+            raise ValueError(f"{alias!r} is reserved in MLflow, as 'latest' and v1, v2, … are; take another alias")
+        return alias
 
 
 class Guard(Section):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 VLLM_MIN_TEMPERATURE = 0.01  # vLLM raises a lower one to this
+LONGEST_ARGUMENT = 200  # MLflow takes names of parameters up to 250 characters, rewards.0.args. included
 
 
 class Section(BaseModel):
@@ -82,7 +83,7 @@ class DataConfig(Section):
 class RewardConfig(Section):
     function: str
     """A built-in reward's name, or `package.module:function` with TRL's signature."""
-    name: str = Field(default_factory=lambda given: given["function"].rsplit(":", 1)[-1], pattern=r"^[\w.-]+$")
+    name: str = Field(default_factory=lambda given: given["function"].rsplit(":", 1)[-1], pattern=r"^[.-]*\w[\w.-]*$")
     """Name in metrics, records and gates; default: the function's own. A function listed twice needs two names."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
@@ -108,6 +109,15 @@ class RewardConfig(Section):
         missing = [key for key, value in self.args.items() if value is None]
         if missing:
             raise ValueError(f"args.{missing[0]} is null; leave it out to have the function's default")
+        return self
+
+    @model_validator(mode="after")
+    def _args_are_keyword_arguments(self) -> RewardConfig:
+        for key in self.args:
+            if not key.isidentifier() or len(key) > LONGEST_ARGUMENT:
+                raise ValueError(
+                    f"args has the key {key!r}: an argument is a Python name of at most {LONGEST_ARGUMENT} characters"
+                )
         return self
 
     @model_validator(mode="after")

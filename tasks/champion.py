@@ -3,6 +3,10 @@
 Promotion and rollback move the alias, which is one write of the registry's. What was decided stands in tags of the
 version. The champions in their order are a tag of the registered model: it lives and is saved with the alias, whichever
 machine moves that, and the UI shows it.
+
+No two of these writes are one transaction, so their order lets the next promotion or rollback finish what a process
+that died has begun: first what is going to happen (DECISION, or ROLLED_BACK_TO), then the alias, then the history, last
+the time at which it had happened (DECIDED_AT, or ROLLED_BACK_AT).
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import polars as pl
 from mlflow import MlflowClient
@@ -23,20 +27,22 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
 from grpo_core.config import ConfigError, parse_config
-from grpo_core.evaluation_sections import RegistryConfig
+from grpo_core.evaluation_sections import CHAMPION, RegistryConfig
 from tasks.gate import Contestant, Verdict, decide
+from tasks.history import ROLLED_BACK, Entry, bounded, reigns, written
 from tasks.storage import model_lock
 from tasks.tracking import connect
 
-CHAMPION = "champion"
 CANDIDATE = RegistryConfig().alias
 HISTORY = "champion.history"
-HISTORY_LENGTH = 500  # a tag holds 100,000 characters
-ROLLED_BACK = "rolled back"
+DECISION, AGAINST, REASON, DECIDED_AT = (f"promotion.{it}" for it in ("decision", "against", "reason", "at"))
+ROLLED_BACK_TO, ROLLED_BACK_AT = "promotion.rolled_back_to", "promotion.rolled_back_at"
+MADE_CHAMPION = ("promoted", "forced")
 NAMES_SHOWN = 5
 NOT_THERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # the latter of a name that nothing can have
 T = TypeVar("T")
-ARTIFACTS = ("config.toml", "evaluation/report.json", "evaluation/samples.parquet")
+RECORD = "record"  # tag of a version: the folder in its MLflow run that holds RECORDED
+RECORDED = ("config.toml", "evaluation/report.json", "evaluation/samples.parquet")
 
 
 class PromotionError(RuntimeError):
@@ -46,9 +52,9 @@ class PromotionError(RuntimeError):
 @dataclass(frozen=True)
 class Outcome:
     """What became of a promotion. `against`: the champion's version, or "base" where there was none. `verdict`: the
-    gate's, None where the version is the champion already."""
+    gate's, None where the version has the alias already."""
 
-    decision: Literal["promoted", "refused", "forced", "unchanged"]
+    decision: str  # promoted, refused, forced or unchanged
     model: str
     version: str
     against: str
@@ -58,7 +64,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What the MLflow run of a version says of its evaluation."""
+    """What the MLflow run of a version keeps of its configuration and evaluation, under the version's tag RECORD."""
 
     config: dict[str, Any]
     report: dict[str, Any]
@@ -74,10 +80,11 @@ def promote(
 ) -> Outcome:
     """Make a version the champion if it passes the gate, or by `force`; either way its tags `promotion.…` say so.
 
-    version: its number or an alias. changes: `{"promotion": {…}}`, keys that differ from the configuration recorded in
-    the version's MLflow run. Promotions of a model that come at once take turns, on all machines that share the storage
-    root, and each meets the champion that the one before it left. PromotionError for a model or a version that does not
-    exist, ConfigError for wrong changes.
+    version: its number or an alias. changes: `{"promotion": {…}}`, keys that differ from the configuration recorded
+    with the version. Concurrent promotions of a model take turns, on all machines that share the storage root, and each
+    meets the champion that the one before it left. A promotion that a dying process left half done is finished. Raises
+    PromotionError for a model or a version that does not exist, or if another machine changed the champion meanwhile;
+    ConfigError for wrong changes.
     """
     client, rules = connect(), _rules(changes or {})
     with model_lock(_model(client, name).name):
@@ -85,16 +92,26 @@ def promote(
         candidate = _version(client, model, version)
         number, (champion, history) = str(candidate.version), _see_champion(client, model)
         if number == champion:
-            return Outcome("unchanged", name, number, number, f"version {number} is the champion already")
+            if not _is_being_promoted(candidate):
+                return Outcome("unchanged", name, number, number, f"version {number} is the champion already")
+            begun = candidate.tags
+            _tag(client, candidate, {DECIDED_AT: _now()})
+            return Outcome(begun[DECISION], name, number, begun[AGAINST], begun[REASON])
         try:
             verdict = _judge(client, candidate, champion, rules)
         except _NotComparableError as error:
             verdict = Verdict(False, str(error))
         decision = "promoted" if verdict.accepted else "forced" if force else "refused"
-        if decision != "refused":
+        reason = verdict.reason + _why_no_champion(client, name, history)
+        outcome = Outcome(decision, name, number, champion or "base", reason, verdict)
+        _tag(client, candidate, {DECIDED_AT: None, DECISION: None, **_tags(outcome, rules)})
+        if decision == "refused":
+            _tag(client, candidate, {DECISION: decision})
+        else:
+            _refuse_another_champion(client, name, champion)
+            _tag(client, candidate, {DECISION: decision})
             _crown(client, name, number, decision, history)
-        outcome = Outcome(decision, name, number, champion or "base", verdict.reason, verdict)
-        _tag(client, candidate, _tags(outcome, rules))
+        _tag(client, candidate, {DECIDED_AT: _now()})
         return outcome
 
 
@@ -108,25 +125,37 @@ def check(name: str, version: str | None = None) -> None:
 
 def rollback(name: str) -> tuple[str | None, str]:
     """Make the champion before the present one champion again; (version left, None if the alias was gone, version
-    returned to). PromotionError when there was none before."""
+    returned to). A rollback that a dying process left half done is finished instead. Raises PromotionError if there was
+    no champion before, or if another machine changed the champion meanwhile."""
     client = connect()
     with model_lock(_model(client, name).name):
         model = _model(client, name)
         present, history = _see_champion(client, model)
-        earlier = [version for version in reversed(_reigns(history)) if version != present]
-        # One may have been deleted since.
-        previous = next((it for it in earlier if _if_there(lambda it=it: client.get_model_version(name, it))), None)
+        if left := _being_rolled_back(client, name, present, history):
+            _tag(client, left, {ROLLED_BACK_AT: _now()})
+            return str(left.version), history[-1]["version"]
+        earlier = [it["version"] for it in reversed(reigns(history)) if it["version"] != present]
+        previous = next((it for it in earlier if _find_version(client, name, it)), None)  # one may have been deleted
         if previous is None:
-            left = f"version {present}" if present else "now"
+            before = f"version {present}" if present else "now"
             raise PromotionError(
-                f"{name} has had no champion before {left} that still exists: promote another version, or delete the "
+                f"{name} has had no champion before {before} that still exists: promote another version, or delete the "
                 f"alias {CHAMPION!r} in MLflow to have none"
             )
+        leaving = client.get_model_version(name, present) if present else None
+        _refuse_another_champion(client, name, present)
+        if leaving:
+            _tag(client, leaving, {ROLLED_BACK_AT: None, ROLLED_BACK_TO: previous})
         _crown(client, name, previous, ROLLED_BACK, history)
-        if present:
-            tags = {"promotion.rolled_back_at": _now(), "promotion.rolled_back_to": previous}
-            _tag(client, client.get_model_version(name, present), tags)
+        if leaving:
+            _tag(client, leaving, {ROLLED_BACK_AT: _now()})
         return present, previous
+
+
+def identity(version: ModelVersion) -> dict[str, Any]:
+    """What an evaluation knows its champion by. Numbers begin at 1 again if a model is deleted and made again under its
+    name, so the MLflow run belongs to it."""
+    return {"model_name": version.name, "version": str(version.version), "run_id": version.run_id}
 
 
 def present_champion(client: MlflowClient, name: str) -> ModelVersion | None:
@@ -138,8 +167,8 @@ def present_champion(client: MlflowClient, name: str) -> ModelVersion | None:
 
 
 def is_decided(name: str, version: str) -> bool:
-    """Whether a promotion of the version has been tried."""
-    return "promotion.decision" in connect().get_model_version(name, version).tags
+    """Whether a promotion of the version has been tried, to its end."""
+    return DECIDED_AT in connect().get_model_version(name, version).tags
 
 
 def _rules(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,10 +197,14 @@ def _version(client: MlflowClient, model: RegisteredModel, version: str) -> Mode
         raise PromotionError(
             f"{model.name} has no version with the alias {version!r} (its aliases: {aliases}): give a version's number"
         )
-    found = _if_there(lambda: client.get_model_version(model.name, str(number)))
+    found = _find_version(client, model.name, str(number))
     if found is None:
         raise PromotionError(f"{model.name} has no version {number}")
     return found
+
+
+def _find_version(client: MlflowClient, name: str, number: str) -> ModelVersion | None:
+    return _if_there(lambda: client.get_model_version(name, number))
 
 
 def _if_there(ask: Callable[[], T]) -> T | None:
@@ -184,41 +217,72 @@ def _if_there(ask: Callable[[], T]) -> T | None:
         return None
 
 
-def _see_champion(client: MlflowClient, model: RegisteredModel) -> tuple[str | None, list[dict[str, Any]]]:
-    """The champion's version and the history, which has it now where somebody else made it champion, or none."""
+def _see_champion(client: MlflowClient, model: RegisteredModel) -> tuple[str | None, list[Entry]]:
+    """The champion's version, None if there is none, and the history. If the history does not end with that champion,
+    the alias was moved by hand or by a process that died before it wrote the entry: the entry is added."""
     champion, history = model.aliases.get(CHAMPION), json.loads(model.tags.get(HISTORY, "[]"))
     champion = None if champion is None else str(champion)
     if champion != (history[-1]["version"] if history else None):
-        history = _remember(client, model.name, champion, "by hand", history)
+        if _being_rolled_back(client, model.name, champion, history):
+            how = ROLLED_BACK
+        elif champion and _is_being_promoted(version := client.get_model_version(model.name, champion)):
+            how = version.tags[DECISION]
+        else:
+            how = "by hand"
+        history = _remember(client, model.name, champion, how, history)
     return champion, history
 
 
-def _crown(client: MlflowClient, name: str, version: str, how: str, history: list[dict[str, Any]]) -> None:
-    # The alias first: who dies between the two leaves a champion that is taken for one made by hand, not a past
-    # champion that never was.
+def _is_being_promoted(version: ModelVersion) -> bool:
+    """Whether it was decided to make the version champion, and a process died before all of that was written."""
+    return version.tags.get(DECISION) in MADE_CHAMPION and DECIDED_AT not in version.tags
+
+
+def _being_rolled_back(
+    client: MlflowClient, name: str, champion: str | None, history: list[Entry]
+) -> ModelVersion | None:
+    """The version that a rollback to `champion` has left, if a process died before all of that was written."""
+    number = next((entry["version"] for entry in reversed(history) if entry["version"] != champion), None)
+    left = _find_version(client, name, number) if number else None
+    if left and champion and left.tags.get(ROLLED_BACK_TO) == champion and ROLLED_BACK_AT not in left.tags:
+        return left
+    return None
+
+
+def _why_no_champion(client: MlflowClient, name: str, history: list[Entry]) -> str:
+    """The end of a reason where the model has no champion and had one; else empty."""
+    last = next((entry["version"] for entry in reversed(history) if entry["version"]), None)
+    if last is None or history[-1]["version"]:
+        return ""
+    fate = "lost the alias" if _find_version(client, name, last) else "was deleted"
+    return f"; there is no champion: version {last}, the last one, {fate}"
+
+
+def _refuse_another_champion(client: MlflowClient, name: str, seen: str | None) -> None:
+    """Raise PromotionError if the champion is not the one that was `seen`: machines that share no storage root do not
+    wait for each other's lock."""
+    now = client.get_registered_model(name).aliases.get(CHAMPION)
+    if (now and str(now)) != seen:
+        raise PromotionError(
+            f"the champion of {name} was {_called(seen)} when this began and is {_called(now)} now: another machine or "
+            "person has changed it meanwhile, and it is left so. Start this again"
+        )
+
+
+def _called(champion: str | None) -> str:
+    return f"version {champion}" if champion else "none"
+
+
+def _crown(client: MlflowClient, name: str, version: str, how: str, history: list[Entry]) -> None:
+    # The alias first: a history that is ahead of it would name a past champion that never was.
     client.set_registered_model_alias(name, CHAMPION, version)
     _remember(client, name, version, how, history)
 
 
-def _remember(
-    client: MlflowClient, name: str, version: str | None, how: str, history: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    longer = [*history, {"version": version, "how": how, "at": _now()}][-HISTORY_LENGTH:]
-    client.set_registered_model_tag(name, HISTORY, json.dumps(longer))
+def _remember(client: MlflowClient, name: str, version: str | None, how: str, history: list[Entry]) -> list[Entry]:
+    longer = bounded([*history, {"version": version, "how": how, "at": _now()}])
+    client.set_registered_model_tag(name, HISTORY, written(longer))
     return longer
-
-
-def _reigns(history: list[dict[str, Any]]) -> list[str]:
-    """The champions that rollbacks lead back through, the latest last: a rollback takes back what came after."""
-    reigns: list[str] = []
-    for entry in history:
-        version = entry["version"]
-        if entry["how"] == ROLLED_BACK and version in reigns:
-            while reigns[-1] != version:
-                reigns.pop()
-        elif version is not None:
-            reigns.append(version)
-    return reigns
 
 
 def _judge(client: MlflowClient, candidate: ModelVersion, champion: str | None, rules: Mapping[str, Any]) -> Verdict:
@@ -241,9 +305,10 @@ def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, c
     if champion is None:
         return Contestant("the base model", recorded.samples, "base")
     label, beside = f"champion version {champion}", recorded.report.get("champion")
-    if beside == {"model_name": candidate.name, "version": champion}:
+    version = client.get_model_version(candidate.name, champion)
+    if beside == identity(version):
         return Contestant(label, recorded.samples, CHAMPION)
-    theirs = _recorded(client, client.get_model_version(candidate.name, champion))
+    theirs = _recorded(client, version)
     if theirs.report["key"] != recorded.report["key"]:
         run = recorded.config["name"]
         raise _NotComparableError(
@@ -254,43 +319,37 @@ def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, c
 
 
 def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
-    missing = [path for path in ARTIFACTS if not _has_artifact(client, version.run_id, path)]
+    run_id, folder = str(version.run_id or ""), version.tags.get(RECORD)
+    there: set[str] = set()
+    if run_id and folder:
+        for parent in (folder, f"{folder}/evaluation"):
+            listed = _if_there(lambda parent=parent: client.list_artifacts(run_id, parent))  # None: the run is gone
+            there |= {it.path for it in listed or []}
+    missing = [name for name in RECORDED if f"{folder}/{name}" not in there]
     if missing:
         raise _NotComparableError(
-            f"version {version.version} has no {', '.join(missing)} in its MLflow run ({version.run_id or 'none'}), so "
+            f"version {version.version} has no {', '.join(missing)} in its MLflow run ({run_id or 'none'}), so "
             "there is nothing to judge it by; `grpo stage register --run NAME` makes versions that have"
         )
-    with TemporaryDirectory() as folder:
-        config, report, samples = (Path(client.download_artifacts(version.run_id, it, folder)) for it in ARTIFACTS)
-        recorded = _Recorded(
-            tomllib.loads(config.read_text()), json.loads(report.read_text()), pl.read_parquet(samples)
+    with TemporaryDirectory() as local:
+        config, report, samples = (
+            Path(client.download_artifacts(run_id, f"{folder}/{name}", local)) for name in RECORDED
         )
-    if "key" not in recorded.report:
-        raise _NotComparableError(f"version {version.version} was evaluated by an older grpo-flows; evaluate it again")
-    return recorded
-
-
-def _has_artifact(client: MlflowClient, run_id: str | None, path: str) -> bool:
-    if not run_id:
-        return False
-    folder = str(Path(path).parent) if "/" in path else None
-    there = _if_there(lambda: client.list_artifacts(run_id, folder))  # None: the run is gone
-    return path in (it.path for it in there or [])
+        return _Recorded(tomllib.loads(config.read_text()), json.loads(report.read_text()), pl.read_parquet(samples))
 
 
 def _tags(outcome: Outcome, rules: Mapping[str, Any]) -> dict[str, str | None]:
+    """What a decision rests on; the decision itself is written when the champion is known to be the same still."""
     gain = outcome.verdict.comparisons[0] if outcome.verdict and outcome.verdict.comparisons else None
     return {
-        "promotion.decision": outcome.decision,
-        "promotion.reason": outcome.reason,
-        "promotion.against": outcome.against,
-        "promotion.at": _now(),
+        REASON: outcome.reason,
+        AGAINST: outcome.against,
         "promotion.metric": f"{gain.set}/{gain.metric}" if gain else None,
         "promotion.gain": f"{gain.difference.mean:.6g}" if gain else None,
         "promotion.p_value": f"{gain.difference.p_value:.6g}" if gain else None,
         "promotion.changes": json.dumps(rules) if rules else None,
-        "promotion.rolled_back_at": None,
-        "promotion.rolled_back_to": None,
+        ROLLED_BACK_AT: None,
+        ROLLED_BACK_TO: None,
     }
 
 

@@ -16,9 +16,9 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.schemas.objects import State
 
-from grpo_core.evaluation_sections import HELD_OUT
+from grpo_core.evaluation_sections import CHAMPION, HELD_OUT
 from tasks import figures as as_text
-from tasks.champion import CHAMPION, present_champion
+from tasks.champion import identity, present_champion
 from tasks.lineage import lineage_keys
 from tasks.process import run_process
 from tasks.report import PAGE, write_report
@@ -51,8 +51,8 @@ def _work(context: Context) -> dict[str, Any]:
                 model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
                 run_process([*command, "--champion", model], log.info, addresses)
     report = json.loads((context.partial / "report.json").read_text())
-    if CHAMPION in report["policies"]:
-        report["champion"] = {"model_name": champion.name, "version": str(champion.version)}
+    if champion is not None and CHAMPION in report["policies"]:
+        report["champion"] = identity(champion)
     _log_metrics(client, training_run_id(TRAIN.path(context.run)), report)
     metric = config.promotion.metric
     create_markdown_artifact(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +50,10 @@ def load_record(reference: str) -> Record:
     except UnknownRunError as error:
         if not TRACKED.fullmatch(reference):
             raise
-        run_id = _tracked(reference)
-        if run_id is None:
+        tracked = _tracked(reference)
+        if tracked is None:
             raise UnknownRunError(f"{error}; nor does MLflow have such a run or model version") from None
-        return _download(reference, run_id)
+        return _download(reference, *tracked)
     return read_record(run)
 
 
@@ -75,10 +76,11 @@ def read_record(run: Path, training: Path | None = None, evaluation: Path | None
     )
 
 
-def _tracked(reference: str) -> str | None:
-    """The MLflow run that is named, if there is such a run."""
+def _tracked(reference: str) -> tuple[str, str | None] | None:
+    """The MLflow run that is named, if there is such a run, and for a version the folder there that has its record."""
     import mlflow
 
+    from tasks.champion import RECORD
     from tasks.tracking import connect
 
     client = connect()
@@ -86,16 +88,19 @@ def _tracked(reference: str) -> str | None:
     model, slash, version = reference.rpartition("/")
     try:
         if at:
-            return client.get_model_version_by_alias(name, alias).run_id
-        if slash:
-            return client.get_model_version(model, version).run_id
-        return client.get_run(reference).info.run_id
+            found = client.get_model_version_by_alias(name, alias)
+        elif slash:
+            found = client.get_model_version(model, version)
+        else:
+            return client.get_run(reference).info.run_id, None
+        return found.run_id, found.tags.get(RECORD)
     except mlflow.MlflowException:
         return None
 
 
-def _download(reference: str, run_id: str) -> Record:
-    """What register put into the MLflow run; there, the training's files lie at the top."""
+def _download(reference: str, run_id: str, record: str | None) -> Record:
+    """What register put into the MLflow run; there, the training's files lie at the top. `record`: the folder with the
+    configuration and evaluation of one of its versions; default: those of the latest."""
     import mlflow
 
     with tempfile.TemporaryDirectory() as folder:
@@ -104,6 +109,9 @@ def _download(reference: str, run_id: str) -> Record:
             mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=path, dst_path=folder)
         if not {"config.toml", "evaluation"} <= there:
             raise NotEvaluatedError(f"MLflow run {run_id} ({reference}) has no evaluation: it was not registered")
+        if record:
+            own = mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=record, dst_path=folder)
+            shutil.copytree(own, folder, dirs_exist_ok=True)
         return read_record(Path(folder), training=Path(folder))
 
 

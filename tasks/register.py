@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+from mlflow import MlflowClient
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
@@ -14,7 +15,8 @@ from grpo_core.config import RunConfig
 from grpo_core.data import load_tokenizer, without_gaps
 from grpo_core.evaluation_sections import HELD_OUT
 from tasks import figures
-from tasks.lineage import lineage_keys
+from tasks.champion import RECORD, RECORDED
+from tasks.lineage import key_of, lineage_keys
 from tasks.live import CURVES
 from tasks.model_version import Example, log_version
 from tasks.sending import send_rest
@@ -35,17 +37,18 @@ def _work(context: Context) -> dict[str, Any]:
     tracked = read_tracking_run(training)
     run_id = tracked["run_id"]
     name = config.registry.model_name or config.name
-    report = EVALUATE.read_receipt(run)
-    send_rest(client, run_id, training)
-    for stage, key in lineage_keys(config).items():  # evaluation or registry may have been edited since the training
+    report, keys = EVALUATE.read_receipt(run), lineage_keys(config)
+    send_rest(client, run_id, training, log)
+    for stage, key in keys.items():  # evaluation or registry may have been edited since the training
         client.set_tag(run_id, f"lineage.{stage}", key)
     for path in (run / "config.toml", PLAN.path(run), training / "result.json", training / "metrics.jsonl"):
         client.log_artifact(run_id, str(path))
     if (curves := training / CURVES).exists():
         client.log_artifact(run_id, str(curves), "training")
     client.log_artifacts(run_id, str(EVALUATE.path(run)), "evaluation")
+    tags = {**_tags(config, run, report), RECORD: keep_record(client, run_id, run, keys[REGISTER.name])}
     scratch = context.partial.with_name("model.partial")
-    number = log_version(run_id, training, scratch, name, _example(config, run), _tags(config, run, report))
+    number = log_version(run_id, training, scratch, name, _example(config, run), tags)
     client.set_registered_model_alias(name, config.registry.alias, number)
     client.set_terminated(run_id)
     log.info("registered %s version %s, alias %s", name, number, config.registry.alias)
@@ -66,6 +69,15 @@ def _work(context: Context) -> dict[str, Any]:
         "mlflow_experiment_id": tracked["experiment_id"],
         "tracking_uri": tracking_uri(),
     }
+
+
+def keep_record(client: MlflowClient, run_id: str, run: Path, key: str) -> str:
+    """Log what a version is judged by to a folder of its own in the MLflow run, which all versions of a training share;
+    returns the folder. `key`: the lineage key of the registration."""
+    record = f"registered/{key_of(key, EVALUATE.read_receipt(run).get('made'))[:12]}"
+    for path in RECORDED:
+        client.log_artifact(run_id, str(run / path), str(Path(record, path).parent))
+    return record
 
 
 def _example(config: RunConfig, run: Path) -> Example:

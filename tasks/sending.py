@@ -23,10 +23,11 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from tasks.live import CURVES, Figures, Row
 from tasks.storage import write_text
-from tasks.tracking import brief_requests, connect
+from tasks.tracking import brief_requests, connect, tracking_uri
 
 SENT_FILE = "mlflow_sent"
 ROWS_AT_ONCE = 25
+ROWS_BETWEEN_LINES = 1000  # of the log, a multiple of ROWS_AT_ONCE
 METRICS_AT_ONCE = 1000  # as many as MLflow takes
 SECONDS_BETWEEN_SENDINGS = 2.0
 SECONDS_BETWEEN_MEASUREMENTS = 10.0
@@ -66,11 +67,14 @@ def sending(folder: Path, tracked: Mapping[str, Any], log: Any) -> Iterator[None
                 )
 
 
-def send_rest(client: MlflowClient, run_id: str, folder: Path) -> None:
-    """Send the rows of `folder`'s metrics.jsonl that MLflow has not taken. What the client raises goes on."""
-    rows = _unsent(folder, Figures(folder / "metrics.jsonl"))
-    while batch := [*itertools.islice(rows, ROWS_AT_ONCE)]:
-        _send(client, run_id, folder, batch)
+def send_rest(client: MlflowClient, run_id: str, folder: Path, log: Any) -> None:
+    """Send the rows of `folder`'s metrics.jsonl that MLflow has not taken; `log` is told how far it is. What the client
+    raises goes on."""
+    rows = [*_unsent(folder, Figures(folder / "metrics.jsonl"))]
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        if first % ROWS_BETWEEN_LINES == 0:
+            log.info("MLflow has %d of the last %d updates: sending the others", first, len(rows))
+        _send(client, run_id, folder, rows[first : first + ROWS_AT_ONCE])
 
 
 class _Sender:
@@ -89,7 +93,9 @@ class _Sender:
     def run(self) -> None:
         client: MlflowClient | None = None
         run_id, answers = self.tracked["run_id"], True
-        monitor = SystemMetricsMonitor(run_id)  # its own thread would stop for good at the first call that fails
+        # Its own thread would stop for good at the first call that fails. It makes a database in the current folder
+        # unless it is told where MLflow is.
+        monitor = SystemMetricsMonitor(run_id, tracking_uri=tracking_uri())
         with suppress(Exception):
             _measure(monitor, 0)  # rates are of the time since the measurement before
         measured = time.monotonic()
@@ -141,7 +147,9 @@ class _Sender:
 def _unsent(folder: Path, figures: Figures) -> Iterator[Row]:
     """The rows that MLflow has not taken, of those not read yet. One that was done again has a later timestamp."""
     sent = folder / SENT_FILE
-    newest = float(sent.read_text()) if sent.exists() else 0.0
+    newest = 0.0
+    with suppress(FileNotFoundError, ValueError):  # empty after a power loss: MLflow drops what it has already
+        newest = float(sent.read_text())
     return (row for row in figures.read() if row["timestamp"] > newest)
 
 

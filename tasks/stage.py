@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_core.config import RunConfig, load_config
-from tasks.lineage import content_hash, key_of, lineage_keys
-from tasks.storage import remove, set_aside, write_text
+from grpo_core.fingerprint import content_hash
+from tasks.lineage import key_of, lineage_keys
+from tasks.storage import publish, read_json, remove, set_aside, write_text
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -60,9 +61,8 @@ class Stage:
         return self.path(run) / self.receipt
 
     def read_receipt(self, run: Path) -> dict[str, Any]:
-        """The stage's figures; empty when it has not been done."""
-        path = self.receipt_path(run)
-        return json.loads(path.read_text()) if path.is_file() else {}
+        """The stage's figures; empty when it has not been done, or the file is damaged."""
+        return read_json(self.receipt_path(run))
 
 
 def _prompts(output: Path, receipt: Mapping[str, Any]) -> dict[str, str]:
@@ -150,7 +150,7 @@ def run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]]
     text = json.dumps({**origin, "made": made, "seconds": seconds, **receipt}, indent=2) + "\n"
     write_text(partial / stage.receipt if stage.receipt else partial, text)
     set_aside(final, stage.read_receipt(run).get("lineage_key", "unknown"))
-    partial.rename(final)
+    publish(partial, final)
     return Completed(message=f"wrote {final.name} (lineage {key[:12]})")
 
 
@@ -210,8 +210,7 @@ def _outdated(stage: Stage, now: Mapping[str, Condition]) -> list[Stage]:
 
 def _prepare(stage: Stage, partial: Path, origin: Mapping[str, Any]) -> None:
     if stage.resumable and partial.exists():
-        marker = partial / MARKER
-        left = json.loads(marker.read_text()) if marker.is_file() else {}
+        left = read_json(partial / MARKER)
         if left == origin:
             return
         set_aside(partial, left.get("lineage_key", "unknown"))

@@ -5,8 +5,8 @@
     STORAGE/models/        NAME.lock of each registered model
     STORAGE/prefect/       Prefect's home             (unless PREFECT_HOME is set)
 
-An output is written under a temporary name and renamed; what it replaces is kept under NAME/replaced/. Whoever writes
-into a run's directory holds its lock.
+An output is written under a temporary name, flushed to the disk and renamed; what it replaces is kept under
+NAME/replaced/. Whoever writes into a run's directory holds its lock.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def storage_root() -> Path:
 
 
 @contextmanager
-def open_run(config: RunConfig, say: Callable[[str], None] = print) -> Iterator[Path]:
-    """The run's directory, locked, with its resolved configuration written. RunInUseError as from `locked`."""
+def open_run(config: RunConfig, say: Callable[[str], None] = print, wait: bool = False) -> Iterator[Path]:
+    """The run's directory, locked as by `locked`, with its resolved configuration written."""
     run = storage_root() / "runs" / config.name
     run.mkdir(parents=True, exist_ok=True)
-    with locked(run, say):
+    with locked(run, say, wait):
         write_text(run / "config.toml", dump_config(config))
         yield run
 
@@ -72,16 +72,17 @@ def find_run(name: str) -> Path:
 
 
 @contextmanager
-def locked(run: Path, say: Callable[[str], None] = print) -> Iterator[Path]:
-    """Hold the run directory alone; RunInUseError at once when another process works in it.
+def locked(run: Path, say: Callable[[str], None] = print, wait: bool = False) -> Iterator[Path]:
+    """Hold the run directory alone. While another process works in it, wait if `wait` is set, which `say` is told; else
+    raise RunInUseError immediately.
 
     The kernel frees the lock when the holder and the processes that it supervises (`held_locks`) have ended, however
-    they end. Where the holder has died, or this is a retry of its flow run, they are about to: that is waited for, up
-    to ENDING_SECONDS, which `say` is told.
+    they end. Where the holder has died, or this is a retry of its flow run, they are about to: even without `wait`,
+    that is waited for, up to ENDING_SECONDS.
     """
     descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        _acquire(descriptor, run, say)
+        _acquire(descriptor, run, say, wait)
         _locks.add(descriptor)
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(_this_process()).encode(), 0)
@@ -108,19 +109,20 @@ def model_lock(name: str) -> Iterator[None]:
         yield
 
 
-def _acquire(descriptor: int, run: Path, say: Callable[[str], None]) -> None:
+def _acquire(descriptor: int, run: Path, say: Callable[[str], None], wait: bool) -> None:
     deadline = time.monotonic() + ENDING_SECONDS
     waiting = False
     while not _lock(descriptor):
         holder = _holder(descriptor)
         name = "process {pid} on {host} since {since}".format(**holder) if holder else "another process"
-        if not _is_ending(holder) or time.monotonic() > deadline:
+        if not wait and (not _is_ending(holder) or time.monotonic() > deadline):
             raise RunInUseError(
                 f"run {run.name!r} is in use by {name} ({run}): two runs in one directory would overwrite each other. "
                 "Wait until it has ended, cancel it, or give this one another name (--set name=...)"
             )
         if not waiting:
-            say(f"run {run.name!r}: waiting up to {ENDING_SECONDS:.0f} s for what {name} started to end")
+            patience = "until it is free" if wait else f"up to {ENDING_SECONDS:.0f} s for what that started to end"
+            say(f"run {run.name!r} is in use by {name}: waiting {patience}")
             waiting = True
         time.sleep(POLL_SECONDS)
 
@@ -158,10 +160,40 @@ def _is_ending(holder: dict[str, Any]) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the file whole or not at all."""
+    """Write the file whole or not at all, whatever dies: the process or the machine."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
-    temporary.rename(path)
+    publish(temporary, path)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Rename a file or folder once its content is on the disk: a file system may otherwise keep the rename, and lose
+    the content, when the power fails."""
+    if partial.is_dir():
+        for folder, _, names in os.walk(partial):
+            for path in (*(Path(folder, name) for name in names), Path(folder)):
+                _flush(path)
+    else:
+        _flush(partial)
+    partial.rename(final)
+    _flush(final.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is no such file or it is damaged, which is as if it were missing."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def set_aside(path: Path, key: str) -> None:

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,10 +19,11 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_GIT_COMMIT, MLFLOW_GIT_DIRTY
 
 from grpo_core.config import RunConfig, flatten
+from grpo_core.fingerprint import content_hash
 from grpo_core.forecast import Throughput
-from tasks.lineage import content_hash, lineage_keys
+from tasks.lineage import lineage_keys
 from tasks.stage import PLAN, VALIDATE, StageError
-from tasks.storage import storage_root, write_text
+from tasks.storage import read_json, storage_root, write_text
 
 RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start_time (ms) of its MLflow run
 PARAMS_AT_ONCE = 100  # as many as MLflow takes
@@ -70,6 +71,10 @@ def _before_training() -> Iterator[None]:
         with brief_requests():
             yield
     except MlflowException as error:
+        if 400 <= error.get_http_status_code() < 500:
+            raise StageError(
+                f"MLflow at {tracking_uri()} refuses what it is asked, and the training has not begun: {error}"
+            ) from error
         raise StageError(
             f"MLflow at {tracking_uri()} does not answer, and the training has not begun: {error}. Start the server, "
             "or set MLFLOW_TRACKING_URI; without it, runs are kept in a SQLite file under the storage root"
@@ -83,7 +88,7 @@ def open_tracking_run(config: RunConfig, run: Path, folder: Path) -> dict[str, A
     StageError when a new run cannot be made: without one a training does not begin.
     """
     file = folder / RUN_FILE
-    if not file.exists():
+    if not read_json(file):
         with _before_training():
             made = _make_run(config, run)
         write_text(file, json.dumps(made) + "\n")
@@ -91,8 +96,14 @@ def open_tracking_run(config: RunConfig, run: Path, folder: Path) -> dict[str, A
 
 
 def read_tracking_run(training: Path) -> dict[str, Any]:
-    """run_id, experiment_id and start_time of a training's MLflow run."""
-    return json.loads((training / RUN_FILE).read_text())
+    """run_id, experiment_id and start_time of a training's MLflow run. StageError where that is not known."""
+    if known := read_json(training / RUN_FILE):
+        return known
+    raise StageError(
+        f"{training / RUN_FILE} is missing or damaged, which names the training's MLflow run: restore it from a backup "
+        f"(run_id, experiment_id and start_time in ms, of the run in MLflow), or train again with "
+        f"`grpo stage train --run {training.parent.name} --force`"
+    )
 
 
 def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
@@ -104,18 +115,38 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
         experiment_id = experiment.experiment_id
     tags = {f"lineage.{stage}": key for stage, key in lineage_keys(config).items()} | _code_version()
     info = client.create_run(experiment_id, run_name=config.name, tags=tags).info
-    values = flatten(config.model_dump(mode="json", exclude_none=True))
-    params = [Param(key, str(value)) for key, value in values.items()]
+    try:
+        _describe(client, info.run_id, config, run)
+    except BaseException:
+        with suppress(MlflowException):
+            client.set_terminated(info.run_id, "FAILED")
+        raise
+    return {"run_id": info.run_id, "experiment_id": experiment_id, "start_time": info.start_time}
+
+
+def _describe(client: mlflow.MlflowClient, run_id: str, config: RunConfig, run: Path) -> None:
+    """Log what a training begins with: parameters, plan, data."""
+    params = [Param(key, value) for key, value in parameters(config).items()]
     for first in range(0, len(params), PARAMS_AT_ONCE):
-        client.log_batch(info.run_id, params=params[first : first + PARAMS_AT_ONCE])
+        client.log_batch(run_id, params=params[first : first + PARAMS_AT_ONCE])
     now = int(time.time() * 1000)
     plan = PLAN.read_receipt(run)["plan"]
-    client.log_batch(info.run_id, [Metric(f"plan/{name}", value, now, 0) for name, value in plan.items()])
-    client.log_inputs(info.run_id, _dataset_inputs(config, run))
+    client.log_batch(run_id, [Metric(f"plan/{name}", value, now, 0) for name, value in plan.items()])
+    client.log_inputs(run_id, _dataset_inputs(config, run))
     for file in VALIDATE.path(run).iterdir():
         if file.suffix != ".parquet":  # the report, its picture, the findings
-            client.log_artifact(info.run_id, str(file), "dataset")
-    return {"run_id": info.run_id, "experiment_id": experiment_id, "start_time": info.start_time}
+            client.log_artifact(run_id, str(file), "dataset")
+
+
+def parameters(config: RunConfig) -> dict[str, str]:
+    """MLflow's parameters of a training: the configuration's values by their keys. A table or list among a reward's
+    arguments is one value, as JSON, since its keys may have characters that MLflow refuses in a name."""
+    values = config.model_dump(mode="json", exclude_none=True)
+    for reward in values["rewards"]:
+        for key, value in reward["args"].items():
+            if isinstance(value, (dict, list)):
+                reward["args"][key] = json.dumps(value)
+    return {key: str(value) for key, value in flatten(values).items()}
 
 
 def dataset_digests(run: Path) -> dict[str, str]:

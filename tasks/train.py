@@ -22,6 +22,7 @@ from tasks.process import run_process
 from tasks.sending import sending
 from tasks.servers import servers
 from tasks.stage import PLAN, TRAIN, Context, StageError, run_stage
+from tasks.storage import read_json
 from tasks.tracking import open_tracking_run
 
 TRAINING_LIMIT = "grpo-training"  # global concurrency limit: as many trainings at once as there are GPUs for
@@ -36,7 +37,7 @@ def train(run: Path, force: bool = False) -> State[None]:
 def _work(context: Context) -> dict[str, Any]:
     plan, folder = load_plan(PLAN.path(context.run)), context.partial
     tracked = open_tracking_run(context.config, context.run, folder)
-    if not (folder / "result.json").exists():  # else it was finished, and killed before it was handed on
+    if not read_json(folder / "result.json"):  # else it was finished, and killed before it was handed on
         log = get_run_logger()
         with (
             one_at_a_time(),

@@ -80,7 +80,7 @@ def register_version(
     model: str,
     samples: pl.DataFrame,
     key: str = "same",
-    champion: Mapping[str, str] | None = None,
+    champion: Mapping[str, Any] | None = None,
     config: RunConfig | None = None,
 ) -> str:
     """Number of a new version of a registered model, candidate now, whose MLflow run has this evaluation."""
@@ -96,11 +96,12 @@ def register_version(
         (folder / "config.toml").write_text(dump_config(config or promotion_config()))
         (folder / "evaluation" / "report.json").write_text(json.dumps({"key": key, "champion": champion}))
         samples.write_parquet(folder / "evaluation" / "samples.parquet")
-        client.log_artifacts(run.info.run_id, str(folder))
+        client.log_artifacts(run.info.run_id, str(folder), "registered/this")
     try:
         client.create_registered_model(model)
     except MlflowException as error:
         assert error.error_code == "RESOURCE_ALREADY_EXISTS", error
-    version = client.create_model_version(model, f"{run.info.artifact_uri}/model", run.info.run_id)
+    source, tags = f"{run.info.artifact_uri}/model", {"record": "registered/this"}
+    version = client.create_model_version(model, source, run.info.run_id, tags)
     client.set_registered_model_alias(model, "candidate", version.version)
     return str(version.version)

@@ -221,7 +221,8 @@ def test_a_stage_rerun_alone_meets_the_champion_and_the_pipeline_reruns_just_wha
     after = json.loads((finished / "evaluation" / "report.json").read_text())
     assert (_accuracy(after), after["lineage_key"]) == (_accuracy(before), before["lineage_key"])
     assert after["made"] != before["made"]
-    assert after["champion"] == {"model_name": "arithmetic", "version": version}
+    run_id = json.loads((finished / "registration.json").read_text())["mlflow_run_id"]
+    assert after["champion"] == {"model_name": "arithmetic", "version": version, "run_id": run_id}
     assert after["sets"]["held-out"]["differences"]["champion"]["reward"]["mean"] == 0, "it is the same model"
     samples = pq.read_table(finished / "evaluation" / "samples.parquet").to_pydict()
     assert samples["champion/completion"] == samples["trained/completion"]

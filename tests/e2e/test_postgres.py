@@ -25,6 +25,7 @@ import boto3
 import httpx
 import psycopg2
 import pytest
+from mlflow import set_tracking_uri
 
 from tests.conftest import make_model, write_sums
 from tests.serving import OFFERED, Served, free_ports, prefect_server
@@ -141,6 +142,35 @@ def test_the_registered_model_is_fetched_through_the_tracking_server(
     subprocess.run([sys.executable, "-c", fetch, str(tmp_path)], env=_environment(servers.worker), check=True)
     [weights] = tmp_path.rglob("model.safetensors")
     assert weights.read_bytes() == (registered / "training" / "model" / "model.safetensors").read_bytes()
+
+
+def test_any_number_of_promotions_and_rollbacks_fits_the_database(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PostgreSQL refuses a value that is longer than its column, where SQLite takes it."""
+    from tasks.champion import promote, rollback
+    from tasks.tracking import connect
+
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"postgresql+psycopg2://mlflow@{servers.database}/mlflow")
+    monkeypatch.setenv("PGPASSWORD", WORD)
+    client = connect()
+    client.create_registered_model("often")
+    champions = [str(client.create_model_version("often", str(tmp_path)).version) for _ in range(200)]
+    for version in champions:
+        assert promote("often", version, force=True).decision == "forced"
+    for left, version in zip(champions[::-1], champions[-2:-52:-1], strict=False):
+        assert rollback("often") == (left, version)
+    assert str(client.get_registered_model("often").aliases["champion"]) == champions[-51]
+    [(width,)] = _rows(
+        servers,
+        "mlflow",
+        "SELECT character_maximum_length FROM information_schema.columns "
+        "WHERE table_name = 'registered_model_tags' AND column_name = 'value'",
+    )
+    tag = client.get_registered_model("often").tags["champion.history"]
+    assert width - 100 < len(tag) <= width
+    set_tracking_uri(None)
 
 
 def test_who_has_no_password_is_refused(servers: Servers, registered: Path) -> None:

@@ -37,17 +37,20 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def test_a_run_from_the_form_completes_and_the_same_again_skips_every_stage(
+def test_of_two_flow_runs_of_one_configuration_one_works_and_the_other_waits_and_skips_every_stage(
     served: Served, changes: dict[str, Any]
 ) -> None:
-    first = served.wait(served.trigger("pipeline/local", preset="quickstart", changes=changes))
-    assert (first["state_type"], first["name"]) == ("COMPLETED", "small"), served.messages(first["id"])
-    assert "grpo" in first["tags"]
-    assert served.tasks(first["id"], 5) == [(stage, "Completed") for stage in STAGES]
+    """As scheduled runs do that came due while nothing served."""
+    ids = [served.trigger("pipeline/local", preset="quickstart", changes=changes) for _ in range(2)]
+    runs = [served.wait(run_id) for run_id in ids]
+    for run in runs:
+        assert (run["state_type"], run["name"]) == ("COMPLETED", "small"), served.messages(run["id"])
+        assert "grpo" in run["tags"]
+    tasks = sorted(served.tasks(run_id, 5) for run_id in ids)
+    assert tasks == sorted([(stage, state) for stage in STAGES] for state in ("Completed", "Skipped"))
+    assert sum("waiting until it is free" in served.messages(run_id) for run_id in ids) == 1
     folder = served.storage / "runs" / "small"
     assert json.loads((folder / "registration.json").read_text())["version"] == "1"
-    second = served.wait(served.trigger("pipeline/local", preset="quickstart", changes=changes))
-    assert served.tasks(second["id"], 5) == [(stage, "Skipped") for stage in STAGES]
 
 
 def test_a_value_out_of_bounds_and_an_unknown_key_are_refused_before_there_is_a_run(served: Served) -> None:

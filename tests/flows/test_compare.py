@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,15 @@ def test_a_run_of_another_machine_is_read_from_mlflow(
         assert there.samples.equals(here.samples)
         assert (there.config, there.evaluation, there.metrics) == (here.config, here.evaluation, here.metrics)
         assert (there.plan, there.result, there.data) == (here.plan, here.result, here.data)
+    own = tmp_path / "own"
+    shutil.copytree(folder / "evaluation", own / "evaluation")
+    shutil.copy(folder / "config.toml", own)
+    (own / "evaluation" / "report.json").write_text(json.dumps({**here.evaluation, "key": "its own"}))
+    client.log_artifacts(run_id, str(own), "registered/own")
+    client.create_model_version("sums", (tmp_path / "artifacts").as_uri(), run_id, {"record": "registered/own"})
+    there = load_record("sums/2")
+    assert there.evaluation == {**here.evaluation, "key": "its own"}
+    assert (there.config, there.metrics, there.plan) == (here.config, here.metrics, here.plan)
     empty = client.create_run(experiment).info.run_id
     with pytest.raises(LookupError, match="has no evaluation"):
         load_record(empty)

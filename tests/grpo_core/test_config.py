@@ -116,6 +116,21 @@ VALUES: dict[str, Any] = {
             "algorithm.vllm_importance_sampling_correction has to be true",
         ),
         ({"name": "../up"}, "name = '../up'"),
+        ({"registry": {"model_name": "Qwen/mine"}}, "registry.model_name = 'Qwen/mine': String should match"),
+        ({"registry": {"model_name": "a:b"}}, "registry.model_name = 'a:b'"),
+        ({"registry": {"model_name": " "}}, "leave it out to have the run's name"),
+        ({"registry": {"model_name": ".."}}, "'..' cannot be the name of a model"),
+        ({"registry": {"experiment": ""}}, "registry.experiment = ''"),
+        ({"registry": {"alias": "a b"}}, "registry.alias = 'a b'"),
+        ({"registry": {"alias": ""}}, "registry.alias = ''"),
+        ({"registry": {"alias": "Latest"}}, "'Latest' is reserved in MLflow"),
+        ({"registry": {"alias": "v12"}}, "'v12' is reserved in MLflow"),
+        ({"registry": {"alias": "champion"}}, "'champion' is given by a promotion; register under another alias"),
+        ({"rewards": [{"function": "length", "name": ".."}]}, "rewards.0.name = '..'"),
+        (
+            {"rewards": [{"function": "length", "args": {"a$": 1}}]},
+            "args has the key 'a$'",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_key_and_a_way_out(change: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Promotion, refusal, force, rollback, by hand and two at once, against a real MLflow server."""
+"""Promotion, refusal, force, rollback, by hand, two at once and killed in between, on a real MLflow database."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import json
 import multiprocessing
 import re
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from multiprocessing.synchronize import Barrier
+from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
+from mlflow import MlflowClient, set_tracking_uri
+from mlflow.store.model_registry.dbmodels.models import SqlRegisteredModelTag
 from typer.testing import CliRunner
 
 from flows.cli import app
-from grpo_core.config import ConfigError
-from tasks.champion import PromotionError, is_decided, promote, rollback
+from grpo_core.config import ConfigError, dump_config
+from tasks import champion as module
+from tasks.champion import PromotionError, identity, is_decided, promote, rollback
+from tasks.register import keep_record
 from tasks.tracking import connect
 from tests.evaluations import fixed_samples, promotion_config, register_version
-from tests.serving import free_ports, mlflow_server
 
 NUM_PROMPTS = 40
 
@@ -27,12 +31,13 @@ NUM_PROMPTS = 40
 @pytest.fixture(scope="module", autouse=True)
 def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("mlflow")
-    [port] = free_ports(1)
-    with mlflow_server(folder, port), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_STORAGE", str(folder))
-        patch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.chdir(folder)  # artifacts of MLflow's default experiment are in the current folder
         patch.setattr("flows.cli.configure", lambda: None)  # it sets the environment of all tests that come after
         yield
+    set_tracking_uri(None)
 
 
 @pytest.fixture
@@ -122,7 +127,7 @@ def test_rules_are_those_recorded_and_a_changed_one_leaves_its_mark(model: str) 
 def test_a_candidate_is_paired_with_the_champion_that_is_there_now(model: str) -> None:
     """By its own evaluation where that had this champion beside it, else only on the same prompts and settings."""
     _champions(model, 1)
-    beside = {"model_name": model, "version": "1"}
+    beside = identity(connect().get_model_version(model, "1"))
     register_version(model, _samples(base=0, champion=39, trained=40), key="other", champion=beside)
     assert "100.0% against 97.5% of champion version 1" in promote(model).reason
     register_version(model, _samples(base=0, champion=0, trained=40), key="other", champion={**beside, "version": "7"})
@@ -193,9 +198,154 @@ def test_what_is_done_by_hand_in_mlflow_counts(model: str) -> None:
     assert rollback(model) == ("1", "2")
     client.delete_registered_model_alias(model, "champion")
     register_version(model, _samples(base=0, trained=8))
-    assert promote(model).against == "base"
+    outcome = promote(model)
+    assert outcome.against == "base"
+    assert outcome.reason.endswith("there is no champion: version 2, the last one, lost the alias")
     client.delete_model_version(model, "2")
     assert rollback(model) == ("4", "1")  # the one before that still exists
+
+
+def test_the_reason_says_that_the_champion_was_deleted(model: str) -> None:
+    _champions(model, 2)
+    connect().delete_model_version(model, "2")
+    register_version(model, _samples(base=0, trained=5))
+    reason = promote(model).reason
+    assert reason.endswith("; there is no champion: version 2, the last one, was deleted")
+    assert _tags(model, "3")["reason"] == reason
+
+
+def test_another_model_that_had_the_name_before_is_not_the_champion(model: str) -> None:
+    """Version numbers begin at 1 again, and MLflow has no other number for a version."""
+    _champions(model, 1)
+    former = identity(connect().get_model_version(model, "1"))
+    connect().delete_registered_model(model)
+    register_version(model, _samples(base=0, trained=39))
+    assert promote(model).decision == "promoted"
+    register_version(model, _samples(base=0, champion=0, trained=20), key="other", champion=former)
+    outcome = promote(model)
+    assert outcome.decision == "refused"
+    assert "not evaluated beside the champion version 1" in outcome.reason
+
+
+def test_a_version_is_judged_by_its_own_record_though_its_training_was_registered_again(
+    model: str, tmp_path: Path
+) -> None:
+    client = connect()
+    run_id = client.create_run("0").info.run_id
+    client.create_registered_model(model)
+    (tmp_path / "evaluation").mkdir()
+    for min_gain, right in ((0.9, 10), (0.0, 30)):
+        (tmp_path / "config.toml").write_text(dump_config(promotion_config(min_gain=min_gain)))
+        report = {"key": "same", "champion": None, "made": f"{right}"}
+        (tmp_path / "evaluation" / "report.json").write_text(json.dumps(report))
+        _samples(base=0, trained=right).write_parquet(tmp_path / "evaluation" / "samples.parquet")
+        tags = {"record": keep_record(client, run_id, tmp_path, key="same")}
+        client.create_model_version(model, str(tmp_path), run_id, tags)
+    refused = promote(model, "1")
+    assert (refused.decision, "better, but min_gain asks for 90.0 points" in refused.reason) == ("refused", True)
+    assert refused.reason.startswith("accuracy on held-out 25.0% against 0.0%")
+    assert promote(model, "2").decision == "promoted"
+
+
+class _Killed(BaseException):
+    pass
+
+
+class _Dying:
+    """A client whose process is killed before its write number `writes`, counted from 0."""
+
+    def __init__(self, client: MlflowClient, writes: int):
+        self.client, self.left = client, writes
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("set_", "delete_")):
+            if self.left == 0:
+                raise _Killed
+            self.left -= 1
+        return getattr(self.client, name)
+
+
+def _is_killed(action: Any, model: str, writes: int) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "connect", lambda: _Dying(connect(), writes))
+        try:
+            action(model)
+        except _Killed:
+            return True
+    return False
+
+
+def test_a_promotion_and_a_rollback_that_are_killed_at_any_write_are_finished_by_the_next_one(model: str) -> None:
+    _champions(model, 2)
+    expected = {key: value for key, value in _tags(model, "2").items() if key != "at"}
+    rollback(model)
+    for writes in count():
+        before = _history(model)
+        is_promotion_killed = _is_killed(promote, model, writes)
+        # Until it is done, the pipeline's retry tries again. Before the first write, the decision is the one before.
+        assert is_decided(model, "2") == (writes == 0 or not is_promotion_killed)
+        if is_promotion_killed:
+            assert promote(model).decision == "promoted"
+        assert promote(model).decision == "unchanged"
+        tags = _tags(model, "2")
+        assert tags.pop("at")
+        assert tags == expected
+        assert (_champion(model), _history(model)) == ("2", [*before, ("2", "promoted")])
+
+        is_rollback_killed = _is_killed(rollback, model, writes)
+        if is_rollback_killed:
+            assert rollback(model) == ("2", "1")
+        tags = _tags(model, "2")
+        assert tags.pop("at") and tags.pop("rolled_back_at")
+        assert tags == {**expected, "rolled_back_to": "1"}
+        assert (_champion(model), _history(model)) == ("1", [*before, ("2", "promoted"), ("1", "rolled back")])
+        if not is_promotion_killed and not is_rollback_killed:
+            break
+    assert writes > 10
+
+
+@pytest.mark.parametrize("writes", [1, 2, 3])
+def test_a_promotion_that_follows_a_killed_rollback_knows_it_as_one(model: str, writes: int) -> None:
+    _champions(model, 2)
+    assert _is_killed(rollback, model, writes)
+    present = _champion(model)
+    register_version(model, _samples(base=0, trained=30))
+    assert promote(model).against == present
+    rolled_back = [] if present == "2" else [("1", "rolled back")]
+    assert _history(model) == [("1", "promoted"), ("2", "promoted"), *rolled_back, ("3", "promoted")]
+
+
+def test_a_champion_that_another_machine_sets_meanwhile_is_left_alone(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _champions(model, 2)
+    judge = module._judge
+
+    def other_machine(*arguments: Any) -> Any:
+        verdict = judge(*arguments)
+        connect().set_registered_model_alias(model, "champion", "1")
+        return verdict
+
+    register_version(model, _samples(base=0, trained=40))
+    monkeypatch.setattr(module, "_judge", other_machine)
+    with pytest.raises(PromotionError, match=r"was version 2 when this began and is version 1 now.*Start this again"):
+        promote(model)
+    assert (_champion(model), "decision" in _tags(model, "3"), is_decided(model, "3")) == ("1", False, False)
+    monkeypatch.setattr(module, "_judge", judge)
+    assert promote(model).against == "1"
+
+
+def test_a_history_that_is_too_long_for_its_column_is_cut_by_the_next_promotion(model: str) -> None:
+    """SQLite takes any length, PostgreSQL none above the column's; a database may be moved from one to the other."""
+    _champions(model, 2)
+    entry = {"how": "promoted", "at": "2026-01-01T00:00:00+00:00"}
+    history = [{"version": version, **entry} for version in (*["1", "2"] * 200, "1", "2")]
+    connect().set_registered_model_tag(model, "champion.history", json.dumps(history))
+    register_version(model, _samples(base=0, trained=30))
+    assert promote(model).decision == "promoted"
+    tag = connect().get_registered_model(model).tags["champion.history"]
+    assert len(tag) <= SqlRegisteredModelTag.__table__.c.value.type.length
+    assert rollback(model) == ("3", "2")
 
 
 def _promote_at_once(barrier: Barrier, versions: list[tuple[str, str]]) -> None:
@@ -206,7 +356,7 @@ def _promote_at_once(barrier: Barrier, versions: list[tuple[str, str]]) -> None:
 
 
 def test_of_two_at_once_the_second_meets_the_first_as_champion() -> None:
-    races = {f"race-{right[0]}-{right[1]}": right for right in [(16, 16), (16, 30), (30, 16)]}
+    races = {f"race-{right[0]}-{right[1]}": right for right in [(16, 16), (16, 30)]}
     candidates: dict[str, list[str]] = {}
     for model, right in races.items():
         _champions(model, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_core.config import parse_config
+from grpo_core.evaluate import outcomes_key
 from tasks.lineage import lineage_keys
 from tests.conftest import config_values, write_sums
 
@@ -146,6 +148,44 @@ def test_data_is_known_by_content_not_by_name(values: dict[str, Any]) -> None:
     path.write_bytes(content)
     assert changed["validate"] != before["validate"]
     assert lineage_keys(parse_config(values)) == before
+
+
+def test_another_name_or_place_of_the_same_inputs_makes_nothing_stale(
+    values: dict[str, Any], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hard = {"name": "hard", "data": str(write_sums(tmp_path / "hard.parquet", 80, 90))}
+    classifier = {"function": "classifier", "name": "tone", "args": {"model": str(model_folder)}}
+    values = {**values, "evaluation": {"sets": [hard]}, "rewards": [*values["rewards"], classifier]}
+    moved = copy.deepcopy(values)
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(model_folder, elsewhere / "model")
+    shutil.copytree(model_folder, elsewhere / "scorer")
+    for name in ("train", "eval", "hard"):
+        shutil.copy(tmp_path / f"{name}.parquet", elsewhere / f"my-{name}.parquet")
+    (elsewhere / "model" / "README.md").write_text("# Notes")
+    (elsewhere / "model" / ".cache").mkdir()
+    (elsewhere / "model" / ".cache" / "lock").touch()
+    moved["model"]["name_or_path"] = "model"
+    moved["data"] |= {"train": "my-train.parquet", "eval": str(elsewhere / "my-eval.parquet")}
+    moved["evaluation"]["sets"][0]["data"] = "my-hard.parquet"
+    moved["rewards"][-1]["args"]["model"] = "scorer"
+    monkeypatch.chdir(elsewhere)
+    assert _stale(values, moved) == []
+
+
+def test_a_scoring_model_that_changed_in_its_place_scores_again(
+    values: dict[str, Any], model_folder: Path, tmp_path: Path
+) -> None:
+    """Its outcomes cannot be paired with those of the former one either."""
+    scorer = tmp_path / "scorer"
+    shutil.copytree(model_folder, scorer)
+    values["rewards"].append({"function": "classifier", "args": {"model": str(scorer)}})
+    config, files = parse_config(values), {"held-out": Path(values["data"]["eval"])}
+    keys, key = lineage_keys(config), outcomes_key(config, files)
+    assert outcomes_key(config, files) == key
+    (scorer / "config.json").write_text((scorer / "config.json").read_text() + " ")
+    assert all(lineage_keys(config)[stage] != keys[stage] for stage in STAGES)
+    assert outcomes_key(config, files) != key
 
 
 def test_a_changed_base_model_makes_everything_stale(values: dict[str, Any], tmp_path: Path) -> None:

@@ -104,6 +104,19 @@ def test_a_run_that_is_in_use_keeps_its_configuration(run: Path, values: Values,
     assert load_config(run / "config.toml").seed == 0
 
 
+def test_one_that_waits_gets_the_run_when_it_is_free_and_is_told_who_has_it(
+    run: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "ENDING_SECONDS", 0.0)  # which is for what is about to end
+    holder = start(HOLD, str(run))
+    assert holder.stdout.readline() == "held\n"
+    told: list[str] = []
+    with locked(run, say=lambda line: (told.append(line), holder.stdin.close()), wait=True):
+        assert holder.wait(timeout=20) == 0
+    [line] = told
+    assert f"run 'test' is in use by process {holder.pid} on" in line and line.endswith("waiting until it is free")
+
+
 def test_a_run_is_free_once_its_holder_was_killed(run: Path, start: Any) -> None:
     holder = start(HOLD, str(run))
     assert holder.stdout.readline() == "held\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -128,7 +129,7 @@ def test_what_a_dead_server_did_not_take_waits_for_who_comes_next(
     assert dict(os.environ) == before
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database / 'mlflow.db'}")
     run_id = _new_run()["run_id"]
-    send_rest(MlflowClient(), run_id, tmp_path)
+    send_rest(MlflowClient(), run_id, tmp_path, LOG)
     assert _in_mlflow(run_id) == _in_file(tmp_path)
     mlflow.set_tracking_uri(None)
 
@@ -149,26 +150,52 @@ def test_how_a_training_ended_is_in_mlflow_until_an_attempt_goes_on(
     assert _in_mlflow(run["run_id"]) == _in_file(tmp_path)
 
 
-def test_sending_all_again_changes_nothing(run: dict[str, Any], tmp_path: Path) -> None:
+def test_sending_all_again_changes_nothing_and_the_log_says_how_far_it_is(
+    run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(module, "ROWS_BETWEEN_LINES", 50)
     _append(tmp_path, _rows(range(1, 80)))
     for _ in range(2):
-        send_rest(MlflowClient(), run["run_id"], tmp_path)
+        caplog.clear()
+        send_rest(MlflowClient(), run["run_id"], tmp_path, LOG)
         assert _in_mlflow(run["run_id"]) == _in_file(tmp_path)
-        (tmp_path / SENT_FILE).unlink()
+        assert caplog.messages == [f"MLflow has {done} of the last 79 updates: sending the others" for done in (0, 50)]
+        (tmp_path / SENT_FILE).write_text("")  # as a machine that dies may leave it
+
+
+def test_a_continued_training_makes_no_database_where_it_is_started(
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow does where it is asked before it is told where its database is."""
+    storage, here = tmp_path / "storage", tmp_path / "here"
+    (storage / "mlflow").mkdir(parents=True)
+    shutil.copy(database / "mlflow.db", storage / "mlflow")
+    monkeypatch.setenv("GRPO_STORAGE", str(storage))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    mlflow.set_tracking_uri(None)
+    info = MlflowClient(tracking_uri()).create_run("0").info
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with sending(tmp_path, {"run_id": info.run_id, "start_time": info.start_time}, LOG):
+        _append(tmp_path, _rows([1]))
+    assert _in_mlflow(info.run_id) == _in_file(tmp_path)
+    assert list(here.iterdir()) == []
+    mlflow.set_tracking_uri(None)
 
 
 def test_of_an_update_that_was_done_again_mlflow_shows_the_newer_figures(run: dict[str, Any], tmp_path: Path) -> None:
     """Some of the updates that are done again had been sent, some had not."""
     run_id = run["run_id"]
     _append(tmp_path, _rows([1, 2, 3]))
-    send_rest(MlflowClient(), run_id, tmp_path)
+    send_rest(MlflowClient(), run_id, tmp_path, LOG)
     kept = _rows([1, 2, 3])[:1]
     again = [{**row, "reward": -row["reward"]} for row in _rows([2, 3, 4], 2000.0)]
     written = tmp_path / "metrics.tmp"
     written.write_text("".join(json.dumps(row) + "\n" for row in [*kept, *again[:2]]))
     written.rename(tmp_path / "metrics.jsonl")
-    send_rest(MlflowClient(), run_id, tmp_path)
+    send_rest(MlflowClient(), run_id, tmp_path, LOG)
     assert MlflowClient().get_run(run_id).data.metrics["reward"] == -3 / 7
     _append(tmp_path, again[2:])
-    send_rest(MlflowClient(), run_id, tmp_path)
+    send_rest(MlflowClient(), run_id, tmp_path, LOG)
     assert dict(_in_mlflow(run_id)["reward"]) == dict(_in_file(tmp_path)["reward"])  # the last of a step counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from flows.cli import app
 from grpo_core.config import dump_config, parse_config
 from tasks.stage import (
     EVALUATE,
+    MARKER,
     PLAN,
     REGISTER,
     STAGES,
@@ -31,7 +33,7 @@ from tasks.stage import (
     conditions,
     run_stage,
 )
-from tasks.storage import UnknownRunError, find_run
+from tasks.storage import UnknownRunError, find_run, publish, write_text
 from tests.conftest import config_values, write_sums
 
 Values = dict[str, Any]
@@ -219,6 +221,56 @@ def test_what_is_missing_makes_stale_what_was_made_from_it(run: Path) -> None:
     TRAIN.path(run).rename(run / "elsewhere")
     assert _outdated(run) == {"train": "not done yet", "evaluate": "train is missing", "register": "train is missing"}
     assert _pipeline(run) == ["train", "evaluate", "register"]
+
+
+@pytest.mark.parametrize("content", ["", '{"lineage_key": "ab', "null"])
+def test_a_receipt_that_a_dying_machine_left_empty_is_one_that_is_missing(run: Path, content: str) -> None:
+    for stage in STAGES:
+        stage.receipt_path(run).write_text(content)
+    assert {found.state for found in conditions(run).values()} == {"missing"}
+    assert CliRunner().invoke(app, ["status", "test"]).exit_code == 1
+    assert _pipeline(run) == [stage.name for stage in STAGES]
+    assert _outdated(run) == {}
+
+
+def test_an_unfinished_output_whose_marker_is_empty_is_set_aside(run: Path) -> None:
+    def interrupted(context: Context) -> Values:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _do(TRAIN, run, force=True, work=interrupted)
+    (run / "training.partial" / MARKER).write_text("")
+    assert _do(TRAIN, run, force=True)
+    assert list((run / "replaced").glob("training.partial-unknown"))
+
+
+def test_an_output_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a machine that dies may leave a name without content."""
+    partial, final = tmp_path / "output.partial", tmp_path / "output"
+    (partial / "model").mkdir(parents=True)
+    for name in ("report.json", "model/weights"):
+        (partial / name).write_text(name)
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def flush(descriptor: int) -> None:
+        done.append(str(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path)))
+        fsync(descriptor)
+
+    def move(source: Path, target: Path) -> Path:
+        done.append("rename")
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(Path, "rename", move)
+    publish(partial, final)
+    before = ["", "/model", "/model/weights", "/report.json"]
+    assert sorted(done[:4]) == [f"output.partial{name}" for name in before]
+    assert done[4:] == ["rename", "."]
+    assert (final / "model" / "weights").read_text() == "model/weights"
+    done.clear()
+    write_text(tmp_path / "note", "text")
+    assert done == ["note.tmp", "rename", "."]
 
 
 def test_receipts_that_say_nothing_of_their_making_are_judged_by_their_keys(run: Path) -> None:
