@@ -10,8 +10,8 @@ import numpy as np
 import polars as pl
 
 from grpo_core.config import RunConfig
-from grpo_core.outcomes import majority, outcomes
-from grpo_core.statistics import estimate, paired_difference
+from grpo_core.outcomes import bounds_of, majority, outcomes
+from grpo_core.statistics import Bounds, estimate, paired_difference, seen_bounds
 
 Outcomes = Mapping[str, Mapping[str, np.ndarray]]  # policy → metric → one value a prompt
 
@@ -57,22 +57,22 @@ def _metrics(config: RunConfig) -> dict[str, Callable[[pl.DataFrame, str, str], 
 
 def _figures(found: Outcomes, metrics: Sequence[str], prompts: np.ndarray, config: RunConfig) -> dict[str, Any]:
     """Of the prompts where `prompts` is true."""
-    keys = config.evaluation
-    options = (keys.confidence, keys.bootstrap_resamples, config.seed)
-    *others, last = found
-    # Judged by all policies: of one alone, a penalty that is always 0 would pass for a share of 0 right answers.
-    binary = {metric: all(_is_binary(values[metric]) for values in found.values()) for metric in metrics}
+    confidence = config.evaluation.confidence
+    bounds = {metric: bounds_of(metric, config) for metric in metrics}
+    of_prompts = {name: {metric: values[metric][prompts] for metric in metrics} for name, values in found.items()}
+    seen = {metric: _seen(bounds[metric], [values[metric] for values in found.values()]) for metric in metrics}
+    *others, last = of_prompts
     return {
         "num_prompts": int(prompts.sum()),
         "policies": {
-            policy: {
-                metric: asdict(estimate(values[metric][prompts], *options, binary=binary[metric])) for metric in metrics
-            }
-            for policy, values in found.items()
+            policy: {metric: asdict(estimate(values[metric], confidence, seen[metric])) for metric in metrics}
+            for policy, values in of_prompts.items()
         },
         "differences": {
             other: {
-                metric: asdict(paired_difference(found[other][metric][prompts], found[last][metric][prompts], *options))
+                metric: asdict(
+                    paired_difference(of_prompts[other][metric], of_prompts[last][metric], confidence, bounds[metric])
+                )
                 for metric in metrics
             }
             for other in others
@@ -80,8 +80,10 @@ def _figures(found: Outcomes, metrics: Sequence[str], prompts: np.ndarray, confi
     }
 
 
-def _is_binary(values: np.ndarray) -> bool:
-    return bool(np.isin(values[~np.isnan(values)], (0.0, 1.0)).all())
+def _seen(bounds: Bounds, of_policies: Sequence[np.ndarray]) -> Bounds:
+    """Where a range is not known, of all policies: of one alone, outcomes that are all equal would say nothing."""
+    values = np.concatenate(of_policies)
+    return bounds if np.isnan(values).all() else seen_bounds(bounds, values)
 
 
 def _categories(samples: pl.DataFrame, name: str) -> np.ndarray | None:

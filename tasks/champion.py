@@ -24,6 +24,7 @@ from mlflow.exceptions import MlflowException
 
 from grpo_core.config import ConfigError, parse_config
 from grpo_core.evaluation_sections import RegistryConfig
+from tasks import spending
 from tasks.gate import Contestant, Verdict, decide
 from tasks.storage import model_lock
 from tasks.tracking import connect
@@ -86,15 +87,16 @@ def promote(
         number, (champion, history) = str(candidate.version), _see_champion(client, model)
         if number == champion:
             return Outcome("unchanged", name, number, number, f"version {number} is the champion already")
+        attempt = spending.attempt_number(client, candidate, champion or "base", rules)
         try:
-            verdict = _judge(client, candidate, champion, rules)
+            verdict = _judge(client, candidate, champion, rules, attempt)
         except _NotComparableError as error:
             verdict = Verdict(False, str(error))
         decision = "promoted" if verdict.accepted else "forced" if force else "refused"
         if decision != "refused":
             _crown(client, name, number, decision, history)
         outcome = Outcome(decision, name, number, champion or "base", verdict.reason, verdict)
-        _tag(client, candidate, _tags(outcome, rules))
+        _tag(client, candidate, _tags(outcome, rules, attempt))
         return outcome
 
 
@@ -221,7 +223,9 @@ def _reigns(history: list[dict[str, Any]]) -> list[str]:
     return reigns
 
 
-def _judge(client: MlflowClient, candidate: ModelVersion, champion: str | None, rules: Mapping[str, Any]) -> Verdict:
+def _judge(
+    client: MlflowClient, candidate: ModelVersion, champion: str | None, rules: Mapping[str, Any], attempt: int
+) -> Verdict:
     recorded = _recorded(client, candidate)
     try:
         config = parse_config(recorded.config)
@@ -230,7 +234,7 @@ def _judge(client: MlflowClient, candidate: ModelVersion, champion: str | None, 
     config = parse_config({**recorded.config, "promotion": {**recorded.config.get("promotion", {}), **rules}})
     trained = Contestant(f"version {candidate.version}", recorded.samples, "trained")
     try:
-        return decide(config, trained, _rival(client, candidate, recorded, champion))
+        return decide(config, trained, _rival(client, candidate, recorded, champion), attempt)
     except ValueError as error:
         raise _NotComparableError(f"{error}; a guard can be on what the evaluation recorded") from None
 
@@ -278,12 +282,13 @@ def _has_artifact(client: MlflowClient, run_id: str | None, path: str) -> bool:
     return path in (it.path for it in there or [])
 
 
-def _tags(outcome: Outcome, rules: Mapping[str, Any]) -> dict[str, str | None]:
+def _tags(outcome: Outcome, rules: Mapping[str, Any], attempt: int) -> dict[str, str | None]:
     gain = outcome.verdict.comparisons[0] if outcome.verdict and outcome.verdict.comparisons else None
     return {
         "promotion.decision": outcome.decision,
         "promotion.reason": outcome.reason,
         "promotion.against": outcome.against,
+        spending.TAG: str(attempt) if gain else None,
         "promotion.at": _now(),
         "promotion.metric": f"{gain.set}/{gain.metric}" if gain else None,
         "promotion.gain": f"{gain.difference.mean:.6g}" if gain else None,

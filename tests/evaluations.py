@@ -23,7 +23,7 @@ def promotion_config(**promotion: Any) -> RunConfig:
             "model": {"name_or_path": "base"},
             "data": {"train": "train.parquet", "eval": "eval.parquet"},
             "rewards": [{"function": "numeric_match"}, {"function": "length", "weight": 0.5}],
-            "evaluation": {"bootstrap_resamples": 200, "sets": [{"name": "general", "data": "general.parquet"}]},
+            "evaluation": {"sets": [{"name": "general", "data": "general.parquet"}]},
             "promotion": promotion,
         }
     )
