@@ -1,4 +1,4 @@
-"""Samples → what a policy did on each prompt, metric by metric. The prompt is the unit of every statistic.
+"""Samples → what a policy did on each prompt, metric by metric. The distinct prompt is the unit of every statistic.
 
 `samples` has a row for each completion that was drawn of each prompt (see `docs/evaluation.md`, samples.parquet).
 """
@@ -53,8 +53,8 @@ def outcomes(
         raise ValueError(f"the samples have no {metric!r} of the policy {policy!r}: no column {error}") from None
     if unscored_as is not None:
         values = unscored_as.zip_with(unscored_as.is_not_null(), values)
-    per_prompt = of_set.select("row", it=values).group_by("row").agg(pl.col("it").mean())
-    return per_prompt.sort("row")["it"].fill_null(np.nan).to_numpy()
+    means = of_set.select("row", it=values).group_by("row").agg(pl.col("it").mean())
+    return means.sort("row")["it"].fill_null(np.nan).to_numpy()
 
 
 def bounds_of(metric: str, config: RunConfig) -> Bounds:
@@ -87,6 +87,27 @@ def left_unscored(
         scored = theirs.filter(pl.col(f"{other}/rewards/{name}").is_not_null())["row"].unique()
         lost |= of_set[f"{policy}/rewards/{name}"].is_null() & of_set["row"].is_in(scored.implode())
     return lost
+
+
+def prompt_numbers(samples: pl.DataFrame, set: str) -> np.ndarray:
+    """Which prompt each row of a set has, in the order of rows: the same number where the prompts are equal. (N,)"""
+    of_set = samples.filter((pl.col("set") == set) & (pl.col("sample") == 0)).sort("row")
+    numbers: dict[str, int] = {}
+    return np.array(
+        [numbers.setdefault(repr(prompt), len(numbers)) for prompt in of_set["prompt"].to_list()], dtype=int
+    )
+
+
+def per_prompt(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Outcomes of rows (N,) → of distinct prompts (P,): the mean over the rows that have the same prompt and a value.
+
+    Rows of the same prompt are not independent, and would pass for more evidence than they are.
+    """
+    scored = ~np.isnan(values)
+    distinct, places = np.unique(numbers, return_inverse=True)
+    sums = np.bincount(places[scored], values[scored], minlength=len(distinct))
+    counts = np.bincount(places[scored], minlength=len(distinct))
+    return np.divide(sums, counts, out=np.full(len(distinct), np.nan), where=counts > 0)
 
 
 def majority(

@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_core.config import flatten
 from grpo_core.evaluation_sections import HELD_OUT
-from grpo_core.outcomes import bounds_of, outcomes
+from grpo_core.outcomes import bounds_of, outcomes, per_prompt, prompt_numbers
 from grpo_core.statistics import paired_difference
 from tasks import drawing, figures
 from tasks.drawing import series
@@ -91,7 +91,8 @@ def _pair(first: Record, other: Record, name: str) -> Paired:
 
 def _outcomes(record: Record, name: str, metric: str) -> np.ndarray:
     right = record.evaluation["accuracy_reward"]
-    return outcomes(record.samples, name, "trained", metric, record.config.rewards, right)
+    values = outcomes(record.samples, name, "trained", metric, record.config.rewards, right)
+    return per_prompt(values, prompt_numbers(record.samples, name))
 
 
 def _what_differs(first: Record, other: Record) -> str:

@@ -12,7 +12,7 @@ import polars as pl
 
 from grpo_core.config import RunConfig
 from grpo_core.evaluation_sections import Guard, PromotionConfig
-from grpo_core.outcomes import bounds_of, left_unscored, outcomes, rewards_in
+from grpo_core.outcomes import bounds_of, left_unscored, outcomes, per_prompt, prompt_numbers, rewards_in
 from grpo_core.statistics import POWER, Bounds, Difference, paired_difference
 from tasks import figures
 
@@ -42,7 +42,7 @@ class Comparison:
     num_prompts: int
     """Prompts of the set; those that are not compared left the rival unscored."""
     num_unscored: int
-    """Prompts on which samples of the candidate are counted as the worst, see `decide`."""
+    """Rows of the set on which samples of the candidate are counted as the worst, see `decide`."""
     rule: str = ""
     broken: str | None = None
     """How the rule is broken, as part of a sentence; None where it holds."""
@@ -116,8 +116,9 @@ def _compare(
 
     def outcomes_of(contestant: Contestant, unscored_as: pl.Series | None = None) -> np.ndarray:
         keys = (set, contestant.policy, metric, config.rewards, config.accuracy_reward)
-        return outcomes(contestant.samples, *keys, unscored_as)
+        return per_prompt(outcomes(contestant.samples, *keys, unscored_as), numbers)
 
+    numbers = prompt_numbers(candidate.samples, set)
     before, after, bounds = outcomes_of(rival), outcomes_of(candidate), bounds_of(metric, config)
     names = rewards_in(metric, config)
     unscored = left_unscored(candidate.samples, candidate.policy, rival.samples, rival.policy, set, names)
