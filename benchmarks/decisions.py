@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from grpo_core.statistics import BINARY, paired_difference, seen_bounds, tail
+from grpo_core.statistics import BINARY, estimate, paired_difference, seen_bounds, tail
 from tasks.gate import level_of
 
 SIZES = (10, 20, 50, 100, 200, 500, 1000)
@@ -94,6 +94,25 @@ def _of_table(wins: int, losses: int, same: int) -> tuple[float, float, float]:
     before, after = [0.0] * wins + [1.0] * (losses + same), [1.0] * wins + [0.0] * losses + [1.0] * same
     found = paired_difference(before, after, CONFIDENCE, BINARY)
     return found.low, found.high, found.p_value
+
+
+def means_table(trials: int) -> Iterator[list[str]]:
+    """Coverage of the interval of a mean: of zeros and ones (added up over the binomial distribution), and of four
+    samples per prompt."""
+    for rate in (0.5, 0.9, 0.97):
+        covered = []
+        for n in SIZES:
+            found = [estimate([1.0] * right + [0.0] * (n - right), CONFIDENCE, BINARY) for right in range(n + 1)]
+            chances = stats.binom.pmf(np.arange(n + 1), n, rate)
+            covered.append(float(chances @ [it.low <= rate <= it.high for it in found]))
+        yield [f"one sample, {rate:.0%} right", *map(_percent, covered)]
+    for hard in (0.3, 1.0):
+        rng, mean, covered = np.random.default_rng(5), 1 - 0.1 * hard, []
+        for n in SIZES:
+            drawn = [rng.binomial(4, np.where(rng.random(n) < hard, 0.9, 1.0)) / 4 - mean for _ in range(trials)]
+            sides = [(tail(np.append(it, -mean)), tail(np.append(-it, mean - 1))) for it in drawn]
+            covered.append(float((np.array(sides) > OUTSIDE).all(axis=1).mean()))
+        yield [f"four samples, {mean:.0%} right", *map(_percent, covered)]
 
 
 def graded_table(shapes: dict[str, Draw], known: bool, trials: int) -> Iterator[list[str]]:
@@ -178,6 +197,7 @@ def main() -> None:
         "should cover at least 95 %, a guard be wrongly kept in at most 2.5 %, and a candidate that is no better be "
         "found better in at most 5 %.\n",
         _table("Paired differences of right and wrong", sizes, rates_table(trials)),
+        _table("Means of right and wrong: interval covers", sizes, means_table(trials)),
         _table("Other outcomes, range known", sizes, graded_table(KNOWN, True, trials)),
         _table("Other outcomes, range not known", sizes, graded_table(UNKNOWN, False, trials)),
         _table(
