@@ -92,7 +92,9 @@ def _found(gain: Comparison, rival: Contestant) -> str:
     if compared < gain.num_prompts:
         found += f" on {compared:,} of {gain.num_prompts:,} prompts"
     if gain.num_unscored:
-        found += f", {gain.num_unscored:,} of them counted as the worst, where only {rival.label} was scored"
+        found += (
+            f", with {gain.num_unscored:,} prompts counted as the worst because only {rival.label} was scored there"
+        )
     return found
 
 

@@ -161,7 +161,7 @@ def test_answers_that_only_the_candidate_left_unscored_count_as_wrong() -> None:
     assert verdict.reason.startswith(
         "accuracy on held-out 45.0% against 75.0% of version 1, -30.0 points (95% interval "
     )
-    assert ", 22 of them counted as the worst, where only version 1 was scored: " in verdict.reason
+    assert "), with 22 prompts counted as the worst because only version 1 was scored there: " in verdict.reason
     for metric, bound in [("reward", {"max_drop": 0.2}), ("rewards/numeric_match/mean", {"max_rise": 0.5, "max": 0.9})]:
         guard = _decide(promotion_config(guards=[{"metric": metric, **bound}]), samples, rival="base").comparisons[1]
         assert guard.broken
