@@ -10,8 +10,8 @@ import numpy as np
 import polars as pl
 
 from grpo_core.config import RunConfig
-from grpo_core.outcomes import majority, outcomes
-from grpo_core.statistics import estimate, paired_difference
+from grpo_core.outcomes import bounds_of, majority, outcomes, per_prompt, prompt_numbers
+from grpo_core.statistics import Bounds, estimate, paired_difference, seen_bounds
 
 Outcomes = Mapping[str, Mapping[str, np.ndarray]]  # policy → metric → one value a prompt
 
@@ -25,13 +25,14 @@ def _compare_on(name: str, samples: pl.DataFrame, config: RunConfig, policies: S
     metrics = _metrics(config)
     found = {policy: {metric: of(samples, name, policy) for metric, of in metrics.items()} for policy in policies}
     everywhere = np.ones(len(found["base"]["reward"]), dtype=bool)
-    report = _figures(found, [*metrics], everywhere, config)
+    numbers = prompt_numbers(samples, name)
+    report = _figures(found, [*metrics], everywhere, numbers, config)
     del report["policies"]["base"]["kl"]
     categories = _categories(samples, name)
     if categories is not None:
         kinds = sorted({kind for kind in categories if kind is not None})
         report["categories"] = {
-            kind: _figures(found, ["accuracy", "reward"], categories == kind, config) for kind in kinds
+            kind: _figures(found, ["accuracy", "reward"], categories == kind, numbers, config) for kind in kinds
         }
     return report
 
@@ -55,24 +56,29 @@ def _metrics(config: RunConfig) -> dict[str, Callable[[pl.DataFrame, str, str], 
     return metrics
 
 
-def _figures(found: Outcomes, metrics: Sequence[str], prompts: np.ndarray, config: RunConfig) -> dict[str, Any]:
-    """Of the prompts where `prompts` is true."""
-    keys = config.evaluation
-    options = (keys.confidence, keys.bootstrap_resamples, config.seed)
-    *others, last = found
-    # Judged by all policies: of one alone, a penalty that is always 0 would pass for a share of 0 right answers.
-    binary = {metric: all(_is_binary(values[metric]) for values in found.values()) for metric in metrics}
+def _figures(
+    found: Outcomes, metrics: Sequence[str], rows: np.ndarray, numbers: np.ndarray, config: RunConfig
+) -> dict[str, Any]:
+    """Of the rows where `rows` is true."""
+    confidence = config.evaluation.confidence
+    bounds = {metric: bounds_of(metric, config) for metric in metrics}
+    of_prompts = {
+        name: {metric: per_prompt(values[metric][rows], numbers[rows]) for metric in metrics}
+        for name, values in found.items()
+    }
+    seen = {metric: _seen(bounds[metric], [values[metric] for values in found.values()]) for metric in metrics}
+    *others, last = of_prompts
     return {
-        "num_prompts": int(prompts.sum()),
+        "num_prompts": len(np.unique(numbers[rows])),
         "policies": {
-            policy: {
-                metric: asdict(estimate(values[metric][prompts], *options, binary=binary[metric])) for metric in metrics
-            }
-            for policy, values in found.items()
+            policy: {metric: asdict(estimate(values[metric], confidence, seen[metric])) for metric in metrics}
+            for policy, values in of_prompts.items()
         },
         "differences": {
             other: {
-                metric: asdict(paired_difference(found[other][metric][prompts], found[last][metric][prompts], *options))
+                metric: asdict(
+                    paired_difference(of_prompts[other][metric], of_prompts[last][metric], confidence, bounds[metric])
+                )
                 for metric in metrics
             }
             for other in others
@@ -80,8 +86,10 @@ def _figures(found: Outcomes, metrics: Sequence[str], prompts: np.ndarray, confi
     }
 
 
-def _is_binary(values: np.ndarray) -> bool:
-    return bool(np.isin(values[~np.isnan(values)], (0.0, 1.0)).all())
+def _seen(bounds: Bounds, of_policies: Sequence[np.ndarray]) -> Bounds:
+    """Where a range is not known, of all policies: of one alone, outcomes that are all equal would say nothing."""
+    values = np.concatenate(of_policies)
+    return bounds if np.isnan(values).all() else seen_bounds(bounds, values)
 
 
 def _categories(samples: pl.DataFrame, name: str) -> np.ndarray | None:

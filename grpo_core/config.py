@@ -75,6 +75,7 @@ class RunConfig(Section):
         ]:
             if name not in sets:
                 raise ValueError(f"{key}={name!r} is not among the evaluation sets {sets}")
+        self._judged_on_unseen_prompts()
         metrics = [*GUARDED, *(f"rewards/{name}/mean" for name in names)]
         for place, guard in enumerate(self.promotion.guards):
             if guard.metric not in metrics:
@@ -90,6 +91,24 @@ class RunConfig(Section):
                 "algorithm.vllm_importance_sampling_correction has to be true"
             )
         return self
+
+    def _judged_on_unseen_prompts(self) -> None:
+        chosen_by = {
+            "train.load_best_model_at_end": self.train.load_best_model_at_end,
+            "train.early_stopping_patience": self.train.early_stopping_patience,
+        }
+        judged_by = {
+            "promotion.set": self.promotion.set,
+            **{f"promotion.guards.{place}.set": guard.set for place, guard in enumerate(self.promotion.guards)},
+        }
+        choosing = [f"{key}={json.dumps(value)}" for key, value in chosen_by.items() if value]
+        judging = [key for key, name in judged_by.items() if name == HELD_OUT]
+        if choosing and judging:
+            raise ValueError(
+                f"{', '.join(choosing)} with {', '.join(judging)}={HELD_OUT!r}: the training chooses its model on "
+                "data.eval, which would then judge the luckiest of its own choice; add other prompts as a set in "
+                f"[[evaluation.sets]] and name it in {', '.join(judging)}, or remove {', '.join(choosing)}"
+            )
 
     def determining(self) -> dict[str, Any]:
         """The values that results follow from: all but those that only watch, rehearse, or say what memory and disk a
@@ -108,7 +127,7 @@ class RunConfig(Section):
         for reward in values["rewards"]:
             left_out = OPERATIONAL.get(reward["function"], ())
             reward["args"] = {name: value for name, value in reward["args"].items() if name not in left_out}
-        reported = {"confidence", "bootstrap_resamples", "sets", "category_column", "num_samples", "answer_pattern"}
+        reported = {"confidence", "sets", "category_column", "num_samples", "answer_pattern"}
         sampled = {key: value for key, value in values["evaluation"].items() if key not in reported}
         return {**values, "held_out": sampled if self.train.eval_steps else None}
 

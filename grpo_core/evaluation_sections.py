@@ -44,8 +44,6 @@ class EvaluationConfig(Section):
     """Nucleus sampling in an evaluation; 1 keeps all tokens."""
     top_k: int = Field(0, ge=0)
     """Sample among this many most likely tokens in an evaluation; 0 keeps all."""
-    bootstrap_resamples: int = Field(10_000, ge=100)
-    """Resamples of the prompts for intervals and tests."""
     confidence: float = Field(0.95, gt=0, lt=1)
     """Coverage of the intervals."""
 
@@ -130,13 +128,15 @@ class Guard(Section):
 
 class PromotionConfig(Section):
     set: str = HELD_OUT
-    """Evaluation set on which a version has to be better."""
+    """Evaluation set on which a version has to be better; not `held-out` where a training chooses its model on that,
+    by load_best_model_at_end or early_stopping_patience."""
     metric: Literal["accuracy", "reward"] = "accuracy"
     """What it has to be better in, and what reports put first: share of right answers, or mean weighted reward."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
-    """1 - the most likely share of promotions of a version that is no better than the champion."""
+    """1 - the highest probability that, over all attempts against the same champion, a version is promoted that is no
+    better."""
     min_gain: float = Field(0.0, ge=0)
-    """The least gain that is worth a promotion."""
+    """The least mean gain on these prompts that is worth a promotion; that the true gain reaches it is not tested."""
     guards: list[Guard] = Field(default_factory=list)
     """Bounds that have to hold besides."""
     automatic: bool = False

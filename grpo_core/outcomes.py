@@ -1,19 +1,22 @@
-"""Samples → what a policy did on each prompt, metric by metric. The prompt is the unit of every statistic.
+"""Samples → what a policy did on each prompt, metric by metric. The distinct prompt is the unit of every statistic.
 
 `samples` has a row for each completion that was drawn of each prompt (see `docs/evaluation.md`, samples.parquet).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import polars as pl
 
-from grpo_core.rewards.composition import weighted_sum
+from grpo_core.config import RunConfig
+from grpo_core.rewards.composition import range_of_sum, weighted_sum
+from grpo_core.rewards.contract import range_of
 from grpo_core.sections import RewardConfig
-from grpo_core.statistics import pass_at_k
+from grpo_core.statistics import BINARY, Bounds, pass_at_k
 
 COLUMN_OF = {
     "completions/mean_length": "completion_tokens",
@@ -29,13 +32,15 @@ def outcomes(
     metric: str,
     rewards: Sequence[RewardConfig],
     accuracy_reward: str,
+    unscored_as: pl.Series | None = None,
 ) -> np.ndarray:
     """A policy's `metric` on each prompt of a set, in the order of rows: the mean over the prompt's samples. (N,)
 
     accuracy: whether the sample is right, which is that `accuracy_reward` gave it 1. reward: the weighted sum of what
     `rewards` count. pass@K: the probability that one of K samples is right. kl: 0 of the base itself. The others are
     columns of `samples`. A sample that a reward left unscored is left out, a prompt without a scored one is NaN.
-    ValueError for a metric or a policy that the samples do not have.
+    unscored_as: for each row of the set, in the order of `samples`, a value to take for the sample's own; null: its
+    own. Raises ValueError for a metric or a policy that the samples do not have.
     """
     of_set = samples.filter(pl.col("set") == set)
     if (policy, metric) == ("base", "kl"):
@@ -46,8 +51,63 @@ def outcomes(
         values = _of_samples(of_set, policy, metric, rewards, accuracy_reward)
     except pl.exceptions.ColumnNotFoundError as error:
         raise ValueError(f"the samples have no {metric!r} of the policy {policy!r}: no column {error}") from None
-    per_prompt = of_set.select("row", it=values).group_by("row").agg(pl.col("it").mean())
-    return per_prompt.sort("row")["it"].fill_null(np.nan).to_numpy()
+    if unscored_as is not None:
+        values = unscored_as.zip_with(unscored_as.is_not_null(), values)
+    means = of_set.select("row", it=values).group_by("row").agg(pl.col("it").mean())
+    return means.sort("row")["it"].fill_null(np.nan).to_numpy()
+
+
+def bounds_of(metric: str, config: RunConfig) -> Bounds:
+    """Lowest and highest value that the metric of a prompt can have; infinite where nothing bounds it."""
+    if metric == "reward":
+        return range_of_sum(config.rewards)
+    if metric == "kl":
+        return 0.0, math.inf
+    if metric == "completions/mean_length":
+        return 0.0, float(config.evaluation_length)
+    ranges = {f"rewards/{reward.name}/mean": range_of(reward) or (-math.inf, math.inf) for reward in config.rewards}
+    return ranges.get(metric, BINARY)
+
+
+def rewards_in(metric: str, config: RunConfig) -> list[str]:
+    """Names of the rewards that the metric follows from."""
+    if metric == "accuracy":
+        return [config.accuracy_reward]
+    return [it.name for it in config.rewards if metric in ("reward", f"rewards/{it.name}/mean")]
+
+
+def left_unscored(
+    samples: pl.DataFrame, policy: str, others: pl.DataFrame, other: str, set: str, rewards: Sequence[str]
+) -> pl.Series:
+    """For each row of a set, in the order of `samples`: whether one of `rewards` left the policy's sample unscored that
+    scored the other policy on the same prompt (its columns `other/…` in the samples `others`)."""
+    of_set, theirs = samples.filter(pl.col("set") == set), others.filter(pl.col("set") == set)
+    lost = pl.repeat(False, of_set.height, eager=True)
+    for name in rewards:
+        scored = theirs.filter(pl.col(f"{other}/rewards/{name}").is_not_null())["row"].unique()
+        lost |= of_set[f"{policy}/rewards/{name}"].is_null() & of_set["row"].is_in(scored.implode())
+    return lost
+
+
+def prompt_numbers(samples: pl.DataFrame, set: str) -> np.ndarray:
+    """Which prompt each row of a set has, in the order of rows: the same number where the prompts are equal. (N,)"""
+    of_set = samples.filter((pl.col("set") == set) & (pl.col("sample") == 0)).sort("row")
+    numbers: dict[str, int] = {}
+    return np.array(
+        [numbers.setdefault(repr(prompt), len(numbers)) for prompt in of_set["prompt"].to_list()], dtype=int
+    )
+
+
+def per_prompt(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Outcomes of rows (N,) → of distinct prompts (P,): the mean over the rows that have the same prompt and a value.
+
+    Rows of the same prompt are not independent, and would pass for more evidence than they are.
+    """
+    scored = ~np.isnan(values)
+    distinct, places = np.unique(numbers, return_inverse=True)
+    sums = np.bincount(places[scored], values[scored], minlength=len(distinct))
+    counts = np.bincount(places[scored], minlength=len(distinct))
+    return np.divide(sums, counts, out=np.full(len(distinct), np.nan), where=counts > 0)
 
 
 def majority(

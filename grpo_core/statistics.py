@@ -1,6 +1,12 @@
 """How sure a figure is, and whether one policy is better than another on the same prompts.
 
 The unit is always the prompt: what a policy did on it, one number. NaN stands for a prompt that nothing scored.
+
+Outcomes that can only be 0 or 1 have score intervals and an exact test. All others have one method: the Bayesian
+bootstrap of the prompts (Rubin 1981), with one prompt more on which the outcome is the worst that is possible. Its
+bound is Gaffke's (Gaffke 2005; Learned-Miller & Thomas, arXiv:1905.06208): for zeros and ones it is Clopper and
+Pearson's exact bound, and no distribution on a bounded range is known that it fails to cover. Where the range of
+outcomes is not known, the range of those that were seen stands in for it, and what is rarer than one in N stays unseen.
 """
 
 from __future__ import annotations
@@ -10,16 +16,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
 POWER = 0.8
-BATCH = 10_000_000  # random numbers at once
+BINARY = (0.0, 1.0)
+NODES = np.arange(0, 6, 0.12)  # of the integral in `tail`, whose variable is width · sinh(node)
 Values = Sequence[float] | np.ndarray
+Bounds = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts with the interval that covers the true one with probability `confidence`."""
+    """A mean over prompts with the interval that covers the true one with probability `confidence`; the interval is NaN
+    where all outcomes are equal and their range is not known."""
 
     mean: float
     low: float
@@ -31,9 +40,10 @@ class Estimate:
 class Difference:
     """A policy minus another, paired by prompt.
 
-    low, high: two-sided interval of `confidence`. p_value: one-sided, of "not better" (see `paired_difference`).
-    probability_better: share of bootstrap resamples of the prompts in which it is better, ties as halves.
-    minimum_detectable: the true gain that a test at level 1 - confidence finds with probability POWER.
+    low, high: two-sided interval of `confidence`; NaN where all outcomes are equal and their range is not known.
+    p_value: one-sided, of "not better in the mean". probability_better: posterior probability that the mean difference
+    is positive, by the Bayesian bootstrap with one win and one loss added. minimum_detectable: the true gain that the
+    test finds with probability POWER.
     """
 
     mean: float
@@ -46,43 +56,60 @@ class Difference:
     num_prompts: int
 
 
-def estimate(values: Values, confidence: float, resamples: int, seed: int, binary: bool) -> Estimate:
-    """Of `binary` outcomes, which can be 0 or 1 only, the Wilson score interval (Wilson 1927); else the percentile
-    bootstrap over prompts (Efron & Tibshirani 1993)."""
-    values = _scored(values)
+def estimate(values: Values, confidence: float, bounds: Bounds) -> Estimate:
+    """Mean with its interval. `bounds`: lowest and highest value that an outcome can have, infinite where not known.
+
+    Outcomes of 0 or 1 between bounds of 0 and 1: the Wilson score interval (Wilson 1927); all others: Gaffke's.
+    """
+    values = np.asarray(values, dtype=float)
+    values = _finite(values[~np.isnan(values)])
     if not len(values):
         return Estimate(math.nan, math.nan, math.nan, 0)
     mean = float(values.mean())
-    if binary:
+    if _is_binary(values, bounds):
         interval = stats.binomtest(int(values.sum()), len(values)).proportion_ci(confidence, method="wilson")
         return Estimate(mean, float(interval.low), float(interval.high), len(values))
-    low, high = _percentiles(_resampled_means(values, resamples, seed), confidence)
+    low, high = _interval(values, *seen_bounds(bounds, values), confidence)
     return Estimate(mean, low, high, len(values))
 
 
-def paired_difference(before: Values, after: Values, confidence: float, resamples: int, seed: int) -> Difference:
-    """after − before over the prompts that both scored, which are resampled as pairs: what makes a prompt hard is
-    common to both and cancels.
+def paired_difference(
+    before: Values, after: Values, confidence: float, bounds: Bounds, level: float | None = None
+) -> Difference:
+    """after − before over the prompts that both scored: what makes a prompt hard is common to both and cancels.
 
-    The test is exact under "the two are exchangeable": where differences are −1, 0 or 1, McNemar's, by the binomial
-    distribution of wins among the prompts that tell the two apart; else a permutation test over their signs (Pitman
-    1937), with `resamples` draws.
+    `bounds`: lowest and highest value that an outcome can have, infinite where not known. `level`: of the test that
+    `minimum_detectable` is about; default: 1 − confidence. Outcomes of 0 or 1 between bounds of 0 and 1: Tango's score
+    interval (Tango 1998) and McNemar's exact test; all others: Gaffke's bound and the test that inverts it.
     """
-    differences = _scored(np.asarray(after, dtype=float) - np.asarray(before, dtype=float))
-    if not len(differences):
+    before, after = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
+    if before.shape != after.shape or before.ndim != 1:
+        raise ValueError(f"outcomes of shape {before.shape} and {after.shape} are no pairs; give one value per prompt")
+    compared = ~(np.isnan(before) | np.isnan(after))
+    both = _finite(np.concatenate([before[compared], after[compared]]))
+    differences = after[compared] - before[compared]
+    n = len(differences)
+    if not n:
         nan = math.nan
         return Difference(nan, nan, nan, 1.0, 0.5, nan, confidence, 0)
-    means = _resampled_means(differences, resamples, seed)
-    low, high = _percentiles(means, confidence)
+    lowest, highest = seen_bounds(bounds, both)
+    most = highest - lowest
+    if _is_binary(both, bounds):
+        wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
+        low, high = _score_interval(wins, losses, n, confidence)
+        p_value = float(stats.binomtest(wins, wins + losses, alternative="greater").pvalue) if wins + losses else 1.0
+    else:
+        low, high = _interval(differences, -most, most, confidence)
+        p_value = tail(np.append(differences, -most))
     return Difference(
         mean=float(differences.mean()),
         low=low,
         high=high,
-        p_value=_p_value(differences, resamples, seed),
-        probability_better=float((means > 0).mean() + (means == 0).mean() / 2),
-        minimum_detectable=_minimum_detectable(differences, confidence),
+        p_value=p_value,
+        probability_better=1 - tail(np.append(differences, [-most, most])) if most else 0.5,
+        minimum_detectable=_minimum_detectable(differences, most, level or 1 - confidence),
         confidence=confidence,
-        num_prompts=len(differences),
+        num_prompts=n,
     )
 
 
@@ -91,52 +118,95 @@ def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def _scored(values: Values) -> np.ndarray:
-    values = np.asarray(values, dtype=float)
-    return values[~np.isnan(values)]
+def seen_bounds(bounds: Bounds, values: np.ndarray) -> Bounds:
+    """The bounds, an infinite one replaced by the outermost of `values`."""
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    lowest = min(bounds[0], low) if math.isfinite(bounds[0]) else low
+    highest = max(bounds[1], high) if math.isfinite(bounds[1]) else high
+    return lowest, highest
 
 
-def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Means over prompts drawn with replacement; where outcomes are few, by how often each of them is drawn."""
+def _finite(values: np.ndarray) -> np.ndarray:
+    if np.isinf(values).any():
+        raise ValueError("an outcome is infinite, which has no mean; give NaN for a prompt that nothing scored")
+    return values
+
+
+def _is_binary(values: np.ndarray, bounds: Bounds) -> bool:
+    return tuple(bounds) == BINARY and bool(np.isin(values, BINARY).all())
+
+
+def _interval(values: np.ndarray, lowest: float, highest: float, confidence: float) -> tuple[float, float]:
+    """Gaffke's bound on either side."""
+    if lowest == highest:
+        return math.nan, math.nan
+    outside = (1 - confidence) / 2
+    return _quantile(np.append(values, lowest), outside), -_quantile(-np.append(values, highest), outside)
+
+
+def _quantile(values: np.ndarray, share: float) -> float:
+    """`share`-quantile of the mean of `values` with random weights, see `tail`."""
+    low, high = float(values.min()), float(values.max())
+    if low == high:
+        return low
+    close = 1e-4 * values.std() / math.sqrt(len(values))
+    return float(optimize.brentq(lambda mean: tail(values - mean) - share, low, high, xtol=close))
+
+
+def tail(values: np.ndarray) -> float:
+    """P(Σ w_i · values_i ≤ 0) for weights w that are uniform on the simplex, as the Bayesian bootstrap draws them.
+
+    Such weights are independent Exp(1) variables over their sum, so this is P(X ≤ 0) of X = Σ E_i · values_i, whose
+    moment generating function is M(s) = Π 1 / (1 − s · values_i), and with a path through any s < 0 where M exists
+
+        P(X ≤ 0) = −1 / (2πi) · ∫ M(z) / z dz from s − i∞ to s + i∞.
+
+    Through the saddle point the integrand does not oscillate: the sum keeps its relative precision however small it is.
+    """
     distinct, counts = np.unique(values, return_counts=True)
-    rng, n = np.random.default_rng(seed), len(values)
-    few = len(distinct) < n / 8
-    rows = max(1, BATCH // (len(distinct) if few else n))
-    drawn = []
-    for start in range(0, resamples, rows):
-        size = min(rows, resamples - start)
-        if few:
-            drawn.append(rng.multinomial(n, counts / n, size=size) @ distinct / n)
-        else:
-            drawn.append(values[rng.integers(0, n, (size, n))].mean(axis=1))
-    return np.concatenate(drawn)
-
-
-def _percentiles(means: np.ndarray, confidence: float) -> tuple[float, float]:
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(low), float(high)
-
-
-def _p_value(differences: np.ndarray, resamples: int, seed: int) -> float:
-    told_apart = differences[differences != 0]
-    if not len(told_apart):
+    if distinct[-1] <= 0:
         return 1.0
-    if np.isin(told_apart, (-1.0, 1.0)).all():
-        wins = int((told_apart > 0).sum())
-        return float(stats.binomtest(wins, len(told_apart), alternative="greater").pvalue)
-    rng, size, rows = np.random.default_rng(seed), np.abs(told_apart), max(1, BATCH // len(told_apart))
-    reached = told_apart.sum() - 1e-9 * size.sum()
-    as_far = 0
-    for start in range(0, resamples, rows):
-        signs = rng.integers(0, 2, (min(rows, resamples - start), len(size))) * 2 - 1
-        as_far += int((signs @ size >= reached).sum())
-    return (as_far + 1) / (resamples + 1)  # what was seen is itself one of the permutations
+    if distinct[0] >= 0:
+        return 0.0
+    pole = 1 / distinct[0]
+
+    def slope(log_s: float) -> float:  # of log |M(s) / s|, whose least value is the saddle point
+        s = pole * math.exp(log_s)
+        return float((counts * distinct / (1 - s * distinct)).sum() - 1 / s)
+
+    saddle = pole * math.exp(optimize.brentq(slope, -30, -1e-12, xtol=1e-3))
+    width = 1 / math.sqrt((counts * (distinct / (1 - saddle * distinct)) ** 2).sum() + 1 / saddle**2)
+    z = saddle + 1j * width * np.sinh(NODES)
+    heights = np.exp(-counts @ np.log(1 - distinct[:, None] * z) - np.log(-z)).real * width * np.cosh(NODES)
+    return float(min(1.0, (heights.sum() - heights[0] / 2) * NODES[1] / math.pi))
 
 
-def _minimum_detectable(differences: np.ndarray, confidence: float) -> float:
+def _score_interval(wins: int, losses: int, n: int, confidence: float) -> tuple[float, float]:
+    """Of the mean of n paired differences (wins − losses) / n, by inverting the score test (Tango 1998)."""
+    z = stats.norm.ppf((1 + confidence) / 2)
+    return _score_bound(wins, losses, n, z), -_score_bound(losses, wins, n, z)
+
+
+def _score_bound(wins: int, losses: int, n: int, z: float) -> float:
+    """The lower one."""
+    if losses == n:
+        return -1.0
+
+    def excess(mean: float) -> float:
+        b = (2 * n - wins + losses) * mean - wins - losses
+        # Probability of a loss, by maximum likelihood for this mean difference.
+        loss = (math.sqrt(max(0.0, b * b + 8 * n * losses * mean * (1 - mean))) - b) / (4 * n)
+        return wins - losses - n * mean - z * math.sqrt(max(0.0, n * (2 * loss + mean * (1 - mean))))
+
+    # Just below the mean that was seen: without a win or a loss that is a root of its own.
+    return float(optimize.brentq(excess, -1.0, (wins - losses) / n - 1e-9))
+
+
+def _minimum_detectable(differences: np.ndarray, most: float, level: float) -> float:
     """By the normal approximation, with one win and one loss added (Agresti & Min 2005), so that a few prompts without
-    a difference promise nothing, and the step of 1/N that an exact test loses to discreteness."""
-    n, most = len(differences), float(np.abs(differences).max()) or 1.0
+    a difference promise nothing, and the step of 1/N that an exact test loses to discreteness or Gaffke's to the prompt
+    that it adds. `most`: the largest possible difference."""
+    n = len(differences)
     deviation = float(np.std([*differences, most, -most]))
-    needed = stats.norm.ppf(confidence) + stats.norm.ppf(POWER)
+    needed = stats.norm.isf(level) + stats.norm.ppf(POWER)
     return float(needed * deviation / math.sqrt(n) + most / n)

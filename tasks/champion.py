@@ -28,6 +28,7 @@ from mlflow.exceptions import MlflowException
 
 from grpo_core.config import ConfigError, parse_config
 from grpo_core.evaluation_sections import CHAMPION, RegistryConfig
+from tasks import spending
 from tasks.gate import Contestant, Verdict, decide
 from tasks.history import ROLLED_BACK, Entry, bounded, reigns, written
 from tasks.storage import model_lock
@@ -97,14 +98,15 @@ def promote(
             begun = candidate.tags
             _tag(client, candidate, {DECIDED_AT: _now()})
             return Outcome(begun[DECISION], name, number, begun[AGAINST], begun[REASON])
+        attempt = spending.attempt_number(client, candidate, champion or "base", rules)
         try:
-            verdict = _judge(client, candidate, champion, rules)
+            verdict = _judge(client, candidate, champion, rules, attempt)
         except _NotComparableError as error:
             verdict = Verdict(False, str(error))
         decision = "promoted" if verdict.accepted else "forced" if force else "refused"
         reason = verdict.reason + _why_no_champion(client, name, history)
         outcome = Outcome(decision, name, number, champion or "base", reason, verdict)
-        _tag(client, candidate, {DECIDED_AT: None, DECISION: None, **_tags(outcome, rules)})
+        _tag(client, candidate, {DECIDED_AT: None, DECISION: None, **_tags(outcome, rules, attempt)})
         if decision == "refused":
             _tag(client, candidate, {DECISION: decision})
         else:
@@ -285,7 +287,9 @@ def _remember(client: MlflowClient, name: str, version: str | None, how: str, hi
     return longer
 
 
-def _judge(client: MlflowClient, candidate: ModelVersion, champion: str | None, rules: Mapping[str, Any]) -> Verdict:
+def _judge(
+    client: MlflowClient, candidate: ModelVersion, champion: str | None, rules: Mapping[str, Any], attempt: int
+) -> Verdict:
     recorded = _recorded(client, candidate)
     try:
         config = parse_config(recorded.config)
@@ -294,7 +298,7 @@ def _judge(client: MlflowClient, candidate: ModelVersion, champion: str | None, 
     config = parse_config({**recorded.config, "promotion": {**recorded.config.get("promotion", {}), **rules}})
     trained = Contestant(f"version {candidate.version}", recorded.samples, "trained")
     try:
-        return decide(config, trained, _rival(client, candidate, recorded, champion))
+        return decide(config, trained, _rival(client, candidate, recorded, champion), attempt)
     except ValueError as error:
         raise _NotComparableError(f"{error}; a guard can be on what the evaluation recorded") from None
 
@@ -338,12 +342,13 @@ def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
         return _Recorded(tomllib.loads(config.read_text()), json.loads(report.read_text()), pl.read_parquet(samples))
 
 
-def _tags(outcome: Outcome, rules: Mapping[str, Any]) -> dict[str, str | None]:
+def _tags(outcome: Outcome, rules: Mapping[str, Any], attempt: int) -> dict[str, str | None]:
     """What a decision rests on; the decision itself is written when the champion is known to be the same still."""
     gain = outcome.verdict.comparisons[0] if outcome.verdict and outcome.verdict.comparisons else None
     return {
         REASON: outcome.reason,
         AGAINST: outcome.against,
+        spending.TAG: str(attempt) if gain else None,
         "promotion.metric": f"{gain.set}/{gain.metric}" if gain else None,
         "promotion.gain": f"{gain.difference.mean:.6g}" if gain else None,
         "promotion.p_value": f"{gain.difference.p_value:.6g}" if gain else None,

@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_core.config import flatten
 from grpo_core.evaluation_sections import HELD_OUT
-from grpo_core.outcomes import outcomes
+from grpo_core.outcomes import bounds_of, outcomes, per_prompt, prompt_numbers
 from grpo_core.statistics import paired_difference
 from tasks import drawing, figures
 from tasks.drawing import series
@@ -75,11 +75,15 @@ def paired_with_first(records: Records, name: str) -> dict[str, Paired]:
 def _pair(first: Record, other: Record, name: str) -> Paired:
     if first.evaluation["key"] != other.evaluation["key"]:
         return Paired({}, _what_differs(first, other))
-    keys = first.config.evaluation
-    options = (keys.confidence, keys.bootstrap_resamples, first.config.seed)
     return Paired(
         {
-            metric: asdict(paired_difference(*(_outcomes(it, name, metric) for it in (first, other)), *options))
+            metric: asdict(
+                paired_difference(
+                    *(_outcomes(it, name, metric) for it in (first, other)),
+                    first.config.evaluation.confidence,
+                    bounds_of(metric, first.config),
+                )
+            )
             for metric in PAIRED
         }
     )
@@ -87,7 +91,8 @@ def _pair(first: Record, other: Record, name: str) -> Paired:
 
 def _outcomes(record: Record, name: str, metric: str) -> np.ndarray:
     right = record.evaluation["accuracy_reward"]
-    return outcomes(record.samples, name, "trained", metric, record.config.rewards, right)
+    values = outcomes(record.samples, name, "trained", metric, record.config.rewards, right)
+    return per_prompt(values, prompt_numbers(record.samples, name))
 
 
 def _what_differs(first: Record, other: Record) -> str:

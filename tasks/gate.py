@@ -3,16 +3,20 @@ no registry."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import polars as pl
 
 from grpo_core.config import RunConfig
 from grpo_core.evaluation_sections import Guard, PromotionConfig
-from grpo_core.outcomes import outcomes
-from grpo_core.statistics import POWER, Difference, paired_difference
+from grpo_core.outcomes import bounds_of, left_unscored, outcomes, per_prompt, prompt_numbers, rewards_in
+from grpo_core.statistics import POWER, Bounds, Difference, paired_difference
 from tasks import figures
+
+LEAST_PROMPTS = 200  # with which an outcome of unknown range decides anything, see docs/evaluation.md
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,19 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A metric on a set, of both, and the rule it was held against. `difference`: candidate minus rival, paired."""
+    """A metric on a set, of both, and the rule it was held against. `candidate`, `rival`: means over the prompts that
+    are compared. `difference`: candidate minus rival, paired."""
 
     set: str
     metric: str
     candidate: float
     rival: float
     difference: Difference
+    bounds: Bounds
+    num_prompts: int
+    """Prompts of the set; those that are not compared left the rival unscored."""
+    num_unscored: int
+    """Rows of the set on which samples of the candidate are counted as the worst, see `decide`."""
     rule: str = ""
     broken: str | None = None
     """How the rule is broken, as part of a sentence; None where it holds."""
@@ -47,25 +57,45 @@ class Verdict:
     comparisons: tuple[Comparison, ...] = ()
 
 
-def decide(config: RunConfig, candidate: Contestant, rival: Contestant) -> Verdict:
+def decide(config: RunConfig, candidate: Contestant, rival: Contestant, attempt: int = 1) -> Verdict:
     """Accepted when the candidate is better by the rules of `config.promotion`, and no guard is broken.
 
-    Better: one-sided p-value of "not better" at most 1 − confidence, and a mean gain of at least `min_gain`. Of
-    candidates that are no better than their rival, at most a share of 1 − confidence is accepted, guards or not: a
-    guard only ever refuses. ValueError for a guard on a metric that the samples do not have.
+    attempt: how many comparisons with this rival there have been, this one included. Better: one-sided p-value of "not
+    better in the mean" at most `level_of` this attempt, and a mean gain of at least `min_gain`. The levels of all
+    attempts together are 1 − confidence, so of candidates that are no better than a rival, the probability that any is
+    ever accepted is at most that; guards only ever refuse. A sample that a reward left unscored counts as the worst
+    where it scored the rival on the same prompt. Raises ValueError for a guard on a metric that the samples lack.
     """
-    rules = config.promotion
-    gain = _held_to_gain(rules, _compare(config, candidate, rival, rules.set, rules.metric))
-    guards = [_held_to_guard(it, _compare(config, candidate, rival, it.set, it.metric)) for it in rules.guards]
+    rules, level = config.promotion, level_of(attempt, config.promotion.confidence)
+    found = _compare(config, candidate, rival, rules.set, rules.metric, "lowest", level)
+    gain = _held_to_gain(rules, found, level)
+    guards = [_held_to_guard(guard, config, candidate, rival) for guard in rules.guards]
     comparisons = (gain, *guards)
-    candidate_has, rival_has = (figures.amount(gain.metric, value) for value in (gain.candidate, gain.rival))
-    values = f"{candidate_has} against {rival_has} of {rival.label}"
-    found = f"{gain.metric} on {gain.set} {values}, {_change(gain)}"
-    if broken := [comparison.broken for comparison in comparisons if comparison.broken]:
-        return Verdict(False, f"{found}: {'; '.join(broken)}", comparisons)
-    kept = f"; guards kept: {len(guards)}" if guards else ""
+    broken = [comparison.broken for comparison in comparisons if comparison.broken]
     p_value = figures.p_value(gain.difference.p_value)
-    return Verdict(True, f"{found}: better, p = {p_value}{kept}", comparisons)
+    verdict = "; ".join(broken) if broken else f"better, p = {p_value}"
+    kept = f"; guards kept: {len(guards)}" if guards and not broken else ""
+    at = f"attempt {attempt} against {rival.label}, so at level {level:.2g}"
+    return Verdict(not broken, f"{_found(gain, rival)}: {verdict}{kept} ({at})", comparisons)
+
+
+def level_of(attempt: int, confidence: float) -> float:
+    """Level of the k-th test against the same rival, (1 − confidence) / (k · (k + 1)): over all k they add up to
+    1 − confidence (alpha spending, as in Foster & Stine 2008)."""
+    return (1 - confidence) / (attempt * (attempt + 1))
+
+
+def _found(gain: Comparison, rival: Contestant) -> str:
+    metric, compared = gain.metric, gain.difference.num_prompts
+    candidate_has, rival_has = (figures.amount(metric, value) for value in (gain.candidate, gain.rival))
+    found = f"{metric} on {gain.set} {candidate_has} against {rival_has} of {rival.label}, {_change(gain)}"
+    if compared < gain.num_prompts:
+        found += f" on {compared:,} of {gain.num_prompts:,} prompts"
+    if gain.num_unscored:
+        found += (
+            f", with {gain.num_unscored:,} prompts counted as the worst because only {rival.label} was scored there"
+        )
+    return found
 
 
 def _change(found: Comparison) -> str:
@@ -75,51 +105,92 @@ def _change(found: Comparison) -> str:
     return f"{figures.gain(found.metric, difference)} ({interval})"
 
 
-def _compare(config: RunConfig, candidate: Contestant, rival: Contestant, set: str, metric: str) -> Comparison:
-    before, after = (_outcomes(config, contestant, set, metric) for contestant in (rival, candidate))
-    resamples, seed = config.evaluation.bootstrap_resamples, config.seed
-    difference = paired_difference(before, after, config.promotion.confidence, resamples, seed)
-    return Comparison(set, metric, _mean(after), _mean(before), difference)
+def _compare(
+    config: RunConfig,
+    candidate: Contestant,
+    rival: Contestant,
+    set: str,
+    metric: str,
+    worst: Literal["lowest", "highest"],
+    level: float | None = None,
+) -> Comparison:
+    """`worst`: the end of the metric's range that the candidate's unscored samples count as."""
+
+    def outcomes_of(contestant: Contestant, unscored_as: pl.Series | None = None) -> np.ndarray:
+        keys = (set, contestant.policy, metric, config.rewards, config.accuracy_reward)
+        return per_prompt(outcomes(contestant.samples, *keys, unscored_as), numbers)
+
+    numbers = prompt_numbers(candidate.samples, set)
+    before, after, bounds = outcomes_of(rival), outcomes_of(candidate), bounds_of(metric, config)
+    names = rewards_in(metric, config)
+    unscored = left_unscored(candidate.samples, candidate.policy, rival.samples, rival.policy, set, names)
+    if unscored.any():
+        end, outermost = (bounds[0], np.nanmin) if worst == "lowest" else (bounds[1], np.nanmax)
+        end = end if math.isfinite(end) else float(outermost([*before, *after]))
+        after = outcomes_of(candidate, pl.select(pl.when(unscored).then(end)).to_series())
+    compared = ~(np.isnan(before) | np.isnan(after))
+    return Comparison(
+        set,
+        metric,
+        _mean(after[compared]),
+        _mean(before[compared]),
+        paired_difference(before, after, config.promotion.confidence, bounds, level),
+        bounds,
+        num_prompts=len(before),
+        num_unscored=candidate.samples.filter(pl.col("set") == set)["row"].filter(unscored).n_unique(),
+    )
 
 
-def _outcomes(config: RunConfig, contestant: Contestant, set: str, metric: str) -> np.ndarray:
-    return outcomes(contestant.samples, set, contestant.policy, metric, config.rewards, config.accuracy_reward)
-
-
-def _held_to_gain(rules: PromotionConfig, gain: Comparison) -> Comparison:
-    metric, found, allowed, broken = gain.metric, gain.difference, 1 - rules.confidence, None
+def _held_to_gain(rules: PromotionConfig, gain: Comparison, level: float) -> Comparison:
+    metric, found, broken = gain.metric, gain.difference, None
     least = figures.size(metric, rules.min_gain)
     if not found.num_prompts:
         broken = "no prompt was scored by both"
-    elif found.p_value > allowed:
+    elif too_few := _too_few(gain):
+        broken = too_few
+    elif found.p_value > level:
         broken = (
-            f"not shown to be better (by chance it looks so with probability {found.p_value:.2g}, and {allowed:.2g} is "
+            f"not shown to be better (by chance it looks so with probability {found.p_value:.2g}, and {level:.2g} is "
             f"allowed; {found.num_prompts:,} prompts find a true gain of {figures.detectable(metric, vars(found))} "
             f"with probability {POWER:g})"
         )
     elif found.mean < rules.min_gain:
         broken = f"better, but min_gain asks for {least}"
-    rule = f"better, p ≤ {allowed:.2g}" + (f", by {least}" if rules.min_gain else "")
+    rule = f"better, p ≤ {level:.2g}" + (f", by {least}" if rules.min_gain else "")
     return replace(gain, rule=rule, broken=broken)
 
 
-def _held_to_guard(guard: Guard, found: Comparison) -> Comparison:
+def _too_few(found: Comparison) -> str | None:
+    """Why these prompts decide nothing, as part of a sentence."""
+    if found.difference.num_prompts >= LEAST_PROMPTS or all(map(math.isfinite, found.bounds)):
+        return None
+    return (
+        f"nothing bounds {found.metric}, and {found.difference.num_prompts:,} prompts are too few to see what rarely "
+        f"goes far wrong: give the rewards a range or clip, or evaluate on {LEAST_PROMPTS} prompts or more"
+    )
+
+
+def _held_to_guard(guard: Guard, config: RunConfig, candidate: Contestant, rival: Contestant) -> Comparison:
+    below = _compare(config, candidate, rival, guard.set, guard.metric, "lowest")
+    above = _compare(config, candidate, rival, guard.set, guard.metric, "highest") if below.num_unscored else below
     # Nothing scored is NaN, which keeps no bound.
     keeps = {
-        "max_drop": lambda bound: found.difference.low >= -bound,
-        "max_rise": lambda bound: found.difference.high <= bound,
-        "min": lambda bound: found.candidate >= bound,
-        "max": lambda bound: found.candidate <= bound,
+        "max_drop": lambda bound: below.difference.low >= -bound,
+        "max_rise": lambda bound: above.difference.high <= bound,
+        "min": lambda bound: below.candidate >= bound,
+        "max": lambda bound: above.candidate <= bound,
     }
     bounds = {name: bound for name in keeps if (bound := getattr(guard, name)) is not None}
+    found = below if {"max_drop", "min"} & bounds.keys() else above
     exceeded = [f"{name} {bound:g}" for name, bound in bounds.items() if not keeps[name](bound)]
     broken = None
     if exceeded:
         values = f"{figures.amount(found.metric, found.candidate)}, a change of {_change(found)}"
         broken = f"the guard {' and '.join(exceeded)} is broken: {found.metric} on {found.set} is {values}"
+    elif {"max_drop", "max_rise"} & bounds.keys():
+        broken = _too_few(found)
     return replace(found, rule=", ".join(f"{name} {bound:g}" for name, bound in bounds.items()), broken=broken)
 
 
 def _mean(values: np.ndarray) -> float:
-    scored = values[~np.isnan(values)]
-    return float(scored.mean()) if len(scored) else float("nan")
+    return float(values.mean()) if len(values) else float("nan")

@@ -80,7 +80,8 @@ def write_sums(path: Path, first: int, last: int) -> Path:
 
 
 def with_keys(values: dict[str, Any], **keys: Any) -> dict[str, Any]:
-    """The configuration with each key put into the section that declares it."""
+    """The configuration with each key put into the section that declares it; one that chooses its model on data.eval is
+    judged on another set."""
     from grpo_core.sections import AlgorithmConfig, HealthConfig, ModelConfig, RolloutConfig, TrainConfig
 
     sections = {
@@ -91,6 +92,9 @@ def with_keys(values: dict[str, Any], **keys: Any) -> dict[str, Any]:
         "health": HealthConfig,
     }
     values = copy.deepcopy(values)
+    if {"load_best_model_at_end", "early_stopping_patience"} & keys.keys():
+        values.setdefault("evaluation", {}).setdefault("sets", [{"name": "final", "data": "final.parquet"}])
+        values.setdefault("promotion", {}).setdefault("set", values["evaluation"]["sets"][0]["name"])
     for key, value in keys.items():
         (section,) = (name for name, model in sections.items() if key in model.model_fields)
         values.setdefault(section, {})[key] = value

@@ -23,7 +23,7 @@ def promotion_config(**promotion: Any) -> RunConfig:
             "model": {"name_or_path": "base"},
             "data": {"train": "train.parquet", "eval": "eval.parquet"},
             "rewards": [{"function": "numeric_match"}, {"function": "length", "weight": 0.5}],
-            "evaluation": {"bootstrap_resamples": 200, "sets": [{"name": "general", "data": "general.parquet"}]},
+            "evaluation": {"sets": [{"name": "general", "data": "general.parquet"}]},
             "promotion": promotion,
         }
     )
@@ -45,6 +45,7 @@ def simulated_samples(
         rates = np.repeat(rng.beta(2, 2, num_prompts), num_samples)
         table: dict[str, Any] = {
             "set": [name] * len(rates),
+            "prompt": np.repeat([f"prompt {row}" for row in range(num_prompts)], num_samples),
             "row": np.repeat(np.arange(num_prompts), num_samples),
             "sample": np.tile(np.arange(num_samples), num_prompts),
         }
@@ -73,7 +74,8 @@ def fixed_samples(outcomes: Mapping[str, list[float | None]]) -> pl.DataFrame:
         figures[f"{policy}/truncated"] = [False] * count
         if policy != "base":
             figures[f"{policy}/kl"] = [0.25] * count
-    return pl.DataFrame({"set": ["held-out"] * count, "row": range(count), "sample": [0] * count, **figures})
+    rows = {"row": range(count), "sample": [0] * count, "prompt": [f"prompt {row}" for row in range(count)]}
+    return pl.DataFrame({"set": ["held-out"] * count, **rows, **figures})
 
 
 def register_version(

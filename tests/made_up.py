@@ -28,7 +28,6 @@ def values_of(name: str, **sections: Mapping[str, Any]) -> dict[str, Any]:
         "rewards": [{"function": "numeric_match"}],
         "rollout": {"num_generations": 4, "max_completion_length": 8},
         "train": {"per_device_train_batch_size": 16, "max_steps": UPDATES},
-        "evaluation": {"bootstrap_resamples": 500},
     }
     return values | {section: {**values.get(section, {}), **keys} for section, keys in sections.items()}
 

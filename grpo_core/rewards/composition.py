@@ -5,10 +5,13 @@ Every step looks at one completion alone, so that training, evaluation and a rec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from grpo_core.rewards.basics import Range
+from grpo_core.rewards.contract import range_of
 from grpo_core.sections import RewardConfig
 
 
@@ -39,3 +42,25 @@ def weighted_sum(given: np.ndarray, rewards: Sequence[RewardConfig]) -> np.ndarr
     """r_i = Σ_k weight_k · counted_ik over what is not NaN; NaN where all is. given: (N, K); the sums: (N,)."""
     terms = counted(given, rewards) * np.array([reward.weight for reward in rewards])
     return np.where(np.isnan(terms).all(axis=1), np.nan, np.nansum(terms, axis=1))
+
+
+def range_of_sum(rewards: Sequence[RewardConfig]) -> Range:
+    """Lowest and highest value that `weighted_sum` can have; infinite where a reward's range is not known.
+
+    A reward that is gated, or one of several, can count as 0.
+    """
+    lows, highs = zip(*(_range_of_term(reward, can_be_absent=len(rewards) > 1) for reward in rewards), strict=True)
+    return sum(lows), sum(highs)
+
+
+def _range_of_term(reward: RewardConfig, can_be_absent: bool) -> Range:
+    ends = np.array(range_of(reward) or (-math.inf, math.inf))
+    if reward.clip:
+        low, high = reward.clip
+        ends = np.clip(ends, low, high)
+        if reward.normalize:
+            ends = (ends - low) / (high - low)
+    terms = [reward.weight * float(end) for end in ends] if reward.weight else [0.0]
+    if can_be_absent or reward.gate is not None:
+        terms.append(0.0)
+    return min(terms), max(terms)

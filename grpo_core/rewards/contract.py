@@ -66,10 +66,16 @@ def resolve(config: RewardConfig) -> Reward:
         function=function,
         args=config.args,
         timeout=config.timeout,
-        range=config.range or (BUILTIN[config.function][1] if config.function in BUILTIN else None),
+        range=range_of(config),
         columns=columns,
         accepts=None if takes_any else frozenset(accepts),
     )
+
+
+def range_of(config: RewardConfig) -> Range | None:
+    """Lowest and highest value that the function may give: the configured range, else a built-in's own; None where
+    neither says so."""
+    return config.range or (BUILTIN[config.function][1] if config.function in BUILTIN else None)
 
 
 def source_of(config: RewardConfig) -> bytes:

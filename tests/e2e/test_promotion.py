@@ -26,16 +26,16 @@ def test_a_refusal_is_the_named_answer_of_a_completed_flow_run(storage: Path) ->
     from flows.promotion import promote, rollback
     from tasks.champion import PromotionError
 
-    _register("flows", 5)
+    _register("flows", 7)
     promoted = promote("flows", return_state=True)
     assert (promoted.is_completed(), promoted.name) == (True, "Promoted")
-    _register("flows", 6)
+    _register("flows", 8)
     refused = promote("flows", return_state=True)
     assert (refused.is_completed(), refused.name) == (True, "Refused")
     assert "not shown to be better" in refused.message
     shown = _artifact("promotion")
     assert shown.description == "flows version 2: refused"
-    assert "| held-out accuracy | broken | 60.0% | 50.0% | +10.0 points | " in shown.data
+    assert "| held-out accuracy | broken | 80.0% | 70.0% | +10.0 points | " in shown.data
     forced = promote("flows", force=True)
     assert (forced.decision, forced.version) == ("forced", "2")
     assert rollback("flows") == "flows version 1 is champion again, version 2 is not"
@@ -52,10 +52,10 @@ def test_the_commands_exit_by_what_became_of_it(storage: Path, monkeypatch: pyte
         result = CliRunner().invoke(app, arguments)
         return result.exit_code, " ".join(result.output.split())
 
-    _register("commands", 4)
+    _register("commands", 5)
     for arguments, expected, answer in [
-        ((), 1, "commands version 1: refused: accuracy on held-out 40.0% against 0.0% of the base model"),
-        (("--set", "promotion.confidence=0.9"), 0, "commands version 1: promoted: accuracy on held-out 40.0%"),
+        ((), 1, "commands version 1: refused: accuracy on held-out 50.0% against 0.0% of the base model"),
+        (("--set", "promotion.confidence=0.8"), 0, "commands version 1: promoted: accuracy on held-out 50.0%"),
         (("--version", "1"), 0, "commands version 1: unchanged: version 1 is the champion already"),
         (("--version", "9"), 2, "commands has no version 9"),
         (("--version", "1", "--set", "confidence"), 2, "is not of the form section.key=value"),

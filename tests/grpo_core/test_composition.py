@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from grpo_core.advantages import group_advantages
 from grpo_core.outcomes import outcomes
-from grpo_core.rewards.composition import counted, weighted_sum
+from grpo_core.rewards.composition import counted, range_of_sum, weighted_sum
 from grpo_core.sections import RewardConfig
 
 VALUES = st.none() | st.sampled_from([0.0, 0.5, 1.0]) | st.floats(-10, 10)
@@ -56,6 +56,26 @@ def _count(row: list[float | None], rewards: list[RewardConfig], k: int) -> floa
 
 def _array(rows: list[list[float | None]]) -> np.ndarray:
     return np.array([[math.nan if value is None else value for value in row] for row in rows])
+
+
+@given(compositions())
+def test_no_sum_of_values_in_range_leaves_the_range_of_the_sum(
+    drawn: tuple[list[RewardConfig], list[list[float | None]]],
+) -> None:
+    rewards, rows = drawn  # of `length`, which gives 0 to 1
+    given_values = np.clip(_array([*rows, [0.0] * 3, [1.0] * 3]), 0, 1)
+    low, high = range_of_sum(rewards)
+    sums = weighted_sum(given_values, rewards)
+    assert (sums[~np.isnan(sums)] >= low - 1e-9).all() and (sums[~np.isnan(sums)] <= high + 1e-9).all()
+
+
+def test_the_range_of_a_sum_is_that_of_its_terms() -> None:
+    right, short = RewardConfig(function="numeric_match"), RewardConfig(function="length", weight=-0.5)
+    clipped = RewardConfig(function="char_length", clip=(-4.0, 2.0), normalize=True, weight=3.0)
+    assert range_of_sum([right]) == (0.0, 1.0)
+    assert range_of_sum([right, short]) == (-0.5, 1.0)
+    assert range_of_sum([right, clipped]) == (0.0, 3.0)  # 1 + 3 · 4/6: it gives at most 0
+    assert range_of_sum([right, RewardConfig(function="char_length")]) == (-math.inf, 1.0)
 
 
 @given(compositions())

@@ -80,6 +80,10 @@ VALUES: dict[str, Any] = {
         ({"evaluation": {"answer_pattern": "("}}, "not a regular expression"),
         ({"evaluation": {"answer_pattern": "answer: .+"}}, "put one in parentheses"),
         ({"evaluation": {"sets": [{"name": "held-out", "data": "x"}]}}, "share a name"),
+        (
+            {"train": {"eval_steps": 5, "load_best_model_at_end": True}},
+            "train.load_best_model_at_end=true with promotion.set='held-out': the training chooses its model on",
+        ),
         ({"promotion": {"set": "hard"}}, "promotion.set='hard' is not among the evaluation sets ['held-out']"),
         ({"promotion": {"guards": [{"metric": "rewards/tone/mean", "min": 0}]}}, "guards.0.metric='rewards/tone/mean'"),
         ({"promotion": {"guards": [{"metric": "kl"}]}}, "bounds nothing; give max_drop, max_rise, min or max"),

@@ -158,7 +158,7 @@ def _perturbed(base: Path, folder: Path, size: float) -> Path:
 def _evaluated(folder: Path, values: dict[str, Any], **evaluation: Any) -> Path:
     """A run ready to be evaluated, on the sets `held-out` and `hard`; the latter has categories."""
     sets = [{"name": "hard", "data": "hard.parquet"}]
-    run = make_run(folder, {**values, "evaluation": {"sets": sets, "bootstrap_resamples": 200, **evaluation}})
+    run = make_run(folder, {**values, "evaluation": {"sets": sets, **evaluation}})
     hard = pq.read_table(write_sums(run / "dataset" / "eval-hard.parquet", 80, 87))
     kinds = pa.array(["odd" if row % 2 else "even" for row in range(len(hard))])
     pq.write_table(hard.append_column("category", kinds), run / "dataset" / "eval-hard.parquet")

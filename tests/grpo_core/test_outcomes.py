@@ -148,7 +148,6 @@ def _config(**evaluation: Any) -> RunConfig:
                 "sets": [{"name": "hard", "data": "hard.parquet"}],
                 "num_samples": N,
                 "temperature": 0.7,
-                "bootstrap_resamples": 200,
                 **evaluation,
             },
         }
@@ -175,7 +174,7 @@ def test_a_penalty_that_is_always_0_is_no_share_of_right_answers() -> None:
     samples = _samples().with_columns(fined.alias("base/rewards/style"), pl.lit(0.0).alias("trained/rewards/style"))
     policies = compare_policies(samples, _config(), ["base", "trained"])["hard"]["policies"]
     penalty = policies["trained"]["rewards/style/mean"]
-    assert (penalty["low"], penalty["high"]) == (0.0, 0.0), "nothing is above 0"
+    assert penalty["low"] < penalty["high"] == 0.0, "nothing is above 0"
 
 
 def test_a_category_s_figures_are_those_of_its_prompts() -> None:

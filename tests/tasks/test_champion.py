@@ -99,6 +99,24 @@ def test_a_refusal_leaves_the_champion_and_says_why(model: str) -> None:
     assert (_champion(model), _history(model)) == ("1", [("1", "promoted")])
 
 
+def test_attempts_against_a_champion_are_counted_until_there_is_another(model: str) -> None:
+    _champions(model, 1)
+    for attempt, right in enumerate((9, 10, 14), start=1):  # of 40; the champion has the first 8 right
+        version = register_version(model, _samples(base=0, trained=right))
+        outcome = promote(model)
+        assert outcome.decision == "refused", "six wins of six are enough for a first attempt, not for a third"
+        assert f"(attempt {attempt} against champion version 1, so at level " in outcome.reason
+        assert _tags(model, version)["attempt"] == str(attempt)
+    again = promote(model, "3")
+    assert _tags(model, "3")["attempt"] == "2" and "attempt 2 against" in again.reason, "the same comparison"
+    promote(model, "3", changes={"promotion": {"metric": "reward"}})
+    assert _tags(model, "3")["attempt"] == "4", "another look at the same version"
+    assert promote(model, "2", force=True).decision == "forced"
+    register_version(model, _samples(base=0, trained=15))  # six wins again
+    assert promote(model).decision == "promoted"
+    assert _tags(model, "5")["attempt"] == "1"
+
+
 def test_force_promotes_and_the_mark_says_what_the_gate_said(model: str) -> None:
     _champions(model, 1)
     register_version(model, _samples(base=0, trained=4))

@@ -43,5 +43,6 @@ from tasks.figures import verdict
 def test_the_verdict_says_what_the_figures_mean_in_the_metric_s_unit(
     metric: str, before: list[float], after: list[float], sentence: str
 ) -> None:
-    difference = vars(paired_difference(before, after, 0.95, 1000, 0))
+    bounds = (0.0, 1.0) if metric == "accuracy" else (-math.inf, math.inf)
+    difference = vars(paired_difference(before, after, 0.95, bounds))
     assert re.fullmatch(sentence, verdict(metric, difference, "base"))

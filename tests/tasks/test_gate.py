@@ -9,15 +9,15 @@ import polars as pl
 import pytest
 from scipy.stats import binom
 
-from grpo_core.config import RunConfig
+from grpo_core.config import RunConfig, parse_config
 from grpo_core.statistics import POWER
-from tasks.gate import Contestant, Verdict, decide
+from tasks.gate import Contestant, Verdict, decide, level_of
 from tests.evaluations import fixed_samples, promotion_config, simulated_samples
 
-TRIALS = 300
+TRIALS = 150
 GUARDS = [
     {"set": "general", "metric": "accuracy", "max_drop": 0.3},
-    {"metric": "completions/mean_length", "max_rise": 5},
+    {"metric": "completions/mean_length", "max_rise": 15},
 ]
 
 
@@ -60,23 +60,61 @@ def test_a_guard_lets_through_few_that_lose_as_much_as_it_allows() -> None:
 
 
 def test_the_line_between_promoted_and_refused_is_the_exact_sign_tests() -> None:
-    """Five wins of five happen by chance with probability 1/32, four of four with 1/16."""
-    for wins, p_value, accepted in [(5, 1 / 32, True), (4, 1 / 16, False)]:
+    """Six wins of six happen by chance with probability 1/64, five of five with 1/32; half of 0.05 goes to the first
+    attempt."""
+    for wins, p_value, accepted in [(6, 1 / 64, True), (5, 1 / 32, False)]:
         samples = fixed_samples({"champion": [0] * 10, "trained": [1] * wins + [0] * (10 - wins)})
         verdict = _decide(promotion_config(), samples)
         assert (verdict.accepted, verdict.comparisons[0].difference.p_value) == (accepted, pytest.approx(p_value))
+    assert verdict.reason.endswith(" (attempt 1 against version 1, so at level 0.025)")
     assert _decide(promotion_config(confidence=0.9), samples).accepted
 
 
+def test_each_attempt_against_the_same_rival_has_less_to_spend_and_all_together_no_more_than_stated() -> None:
+    samples = fixed_samples({"champion": [0] * 10, "trained": [1] * 8 + [0] * 2})  # p = 1/256
+    accepted = [
+        decide(
+            promotion_config(), Contestant("2", samples, "trained"), Contestant("1", samples, "champion"), attempt
+        ).accepted
+        for attempt in range(1, 6)
+    ]
+    assert accepted == [True, True, True, False, False]  # levels 1/40, 1/120, 1/240, 1/400, 1/600
+    spent = np.cumsum([level_of(attempt, 0.95) for attempt in range(1, 10_000)])
+    assert spent[-1] == pytest.approx(0.05, rel=1e-3) and (spent < 0.05).all()
+
+
+def test_many_candidates_that_are_no_better_promote_none_more_often_than_stated() -> None:
+    """Thirty nights against one champion, each with other sampling luck; at a fixed level four in five series would
+    promote one."""
+    rng, series, prompts = np.random.default_rng(8), 300, 200
+    lucky = 0
+    for _ in range(series):
+        wins = rng.binomial(40, 0.5, 30)  # of 40 prompts on which the two differ, in each of 30 nights
+        p_values = binom.sf(wins - 1, 40, 0.5)
+        night = int(np.argmin(p_values / [level_of(attempt, 0.95) for attempt in range(1, 31)]))
+        won = int(wins[night])
+        samples = fixed_samples(
+            {
+                "champion": [0] * won + [1] * (prompts - won),
+                "trained": [1] * won + [0] * (40 - won) + [1] * (prompts - 40),
+            }
+        )
+        contestants = Contestant("2", samples, "trained"), Contestant("1", samples, "champion")
+        lucky += decide(promotion_config(), *contestants, night + 1).accepted
+    assert lucky <= binom.ppf(0.999, series, 0.05)
+
+
 def test_a_gain_smaller_than_what_is_worth_a_promotion_is_refused() -> None:
-    samples = fixed_samples({"champion": [0] * 10 + [1] * 10, "trained": [1] * 5 + [0] * 5 + [1] * 10})
-    assert _decide(promotion_config(min_gain=0.25), samples).accepted
-    verdict = _decide(promotion_config(min_gain=0.26), samples)
+    samples = fixed_samples({"champion": [0] * 10 + [1] * 10, "trained": [1] * 6 + [0] * 4 + [1] * 10})
+    assert _decide(promotion_config(min_gain=0.3), samples).accepted
+    verdict = _decide(promotion_config(min_gain=0.31), samples)
     assert not verdict.accepted
     assert verdict.reason.startswith(
-        "accuracy on held-out 75.0% against 50.0% of version 1, +25.0 points (95% interval "
+        "accuracy on held-out 80.0% against 50.0% of version 1, +30.0 points (95% interval "
     )
-    assert verdict.reason.endswith("): better, but min_gain asks for 26.0 points")
+    assert verdict.reason.endswith(
+        "): better, but min_gain asks for 31.0 points (attempt 1 against version 1, so at level 0.025)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,29 +125,78 @@ def test_a_gain_smaller_than_what_is_worth_a_promotion_is_refused() -> None:
         ({"metric": "kl", "max_rise": 0.25}, True),  # of the base itself it is 0
         ({"metric": "kl", "max_rise": 0.24}, False),
         ({"metric": "accuracy", "min": 1}, True),
-        ({"metric": "completions/mean_length", "max_drop": 0}, True),
-        ({"metric": "completions/clipped_ratio", "max": 0, "max_rise": 0}, True),
+        ({"metric": "completions/mean_length", "max_drop": 4.7}, True),  # 1.83 % of 256 tokens
+        ({"metric": "completions/mean_length", "max_drop": 4.6}, False),
+        ({"metric": "completions/clipped_ratio", "max": 0, "max_rise": 0.02}, True),
+        ({"metric": "completions/clipped_ratio", "max": 0, "max_rise": 0}, False),
         ({"metric": "rewards/length/mean", "min": 0.1, "max": 1}, False),
         ({"set": "general", "metric": "accuracy", "min": 0}, False),  # nothing is known of that set
     ],
 )
 def test_every_guard_is_a_condition_of_its_own(guard: dict[str, Any], kept: bool) -> None:
-    samples = fixed_samples({"base": [0] * 10, "trained": [1] * 10})
+    samples = fixed_samples({"base": [0] * 200, "trained": [1] * 200})
     verdict = _decide(promotion_config(guards=[{"metric": "reward", "min": 0}, guard]), samples, rival="base")
     assert verdict.accepted == kept
     assert [comparison.broken is None for comparison in verdict.comparisons] == [True, True, kept]
-    assert (
-        kept
-        or f"; the guard {verdict.comparisons[2].rule.split(',')[0]} is broken: "
-        in f"; {verdict.reason.split(': ', 1)[1]}"
+    assert kept or f"the guard {verdict.comparisons[2].rule.split(',')[0]} is broken: " in verdict.reason
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "reward", "completions/mean_length", "completions/clipped_ratio", "kl"])
+def test_equal_outcomes_on_ten_prompts_do_not_show_that_nothing_is_worse(metric: str) -> None:
+    """Where 30 % of all prompts had got worse, ten of them would still all be equal once in 35 times."""
+    samples = fixed_samples({"champion": [0] * 10 + [1] * 10, "trained": [1] * 10 + [1] * 10})
+    general = samples.filter(pl.col("row") >= 10).with_columns(set=pl.lit("general"))
+    guard = {"set": "general", "metric": metric, "max_drop": 0.0}
+    verdict = _decide(promotion_config(guards=[guard]), pl.concat([samples, general]))
+    assert not verdict.accepted
+    assert [comparison.broken is None for comparison in verdict.comparisons] == [True, False]
+
+
+def test_answers_that_only_the_candidate_left_unscored_count_as_wrong() -> None:
+    base = [1] * 30 + [0] * 10
+    samples = fixed_samples({"base": base, "trained": [1] * 18 + [None] * 22})
+    verdict = _decide(promotion_config(), samples, rival="base")
+    assert not verdict.accepted
+    assert verdict.comparisons[0].difference.mean == pytest.approx((18 - 30) / 40)
+    assert verdict.reason.startswith(
+        "accuracy on held-out 45.0% against 75.0% of version 1, -30.0 points (95% interval "
     )
+    assert "), with 22 prompts counted as the worst because only version 1 was scored there: " in verdict.reason
+    for metric, bound in [("reward", {"max_drop": 0.2}), ("rewards/numeric_match/mean", {"max_rise": 0.5, "max": 0.9})]:
+        guard = _decide(promotion_config(guards=[{"metric": metric, **bound}]), samples, rival="base").comparisons[1]
+        assert guard.broken
 
 
-def test_prompts_that_were_not_scored_prove_nothing() -> None:
-    samples = fixed_samples({"champion": [0] * 10, "trained": [None] * 6 + [1] * 4})
-    assert not _decide(promotion_config(), samples).accepted
-    verdict = _decide(promotion_config(), fixed_samples({"champion": [0] * 10, "trained": [None] * 10}))
-    assert verdict.reason.endswith("no prompt was scored by both")
+def test_prompts_on_which_the_rival_was_not_scored_are_left_out_of_all_figures() -> None:
+    samples = fixed_samples({"champion": [None] * 10 + [0] * 20 + [1] * 10, "trained": [0] * 10 + [1] * 30})
+    verdict = _decide(promotion_config(), samples)
+    assert verdict.accepted
+    assert verdict.reason.startswith("accuracy on held-out 100.0% against 33.3% of version 1, +66.7 points (95% ")
+    assert ") on 30 of 40 prompts: better, p = " in verdict.reason
+    nothing = fixed_samples({"champion": [None] * 10, "trained": [1] * 10})
+    assert "no prompt was scored by both" in _decide(promotion_config(), nothing).reason
+
+
+def test_a_prompt_that_comes_twice_counts_once() -> None:
+    samples = fixed_samples({"champion": [0] * 10, "trained": [1] * 6 + [0] * 4})
+    twice = samples.with_columns(prompt=pl.format("prompt {}", pl.col("row") // 2))
+    assert _decide(promotion_config(), samples).accepted
+    verdict = _decide(promotion_config(), twice)
+    assert not verdict.accepted
+    assert (verdict.comparisons[0].num_prompts, verdict.comparisons[0].difference.num_prompts) == (5, 5)
+    assert verdict.comparisons[0].difference.p_value == pytest.approx(1 / 8)  # three of three
+
+
+def test_a_reward_without_a_range_decides_nothing_on_few_prompts() -> None:
+    rewards = {"rewards": [{"function": "numeric_match"}, {"function": "char_length", "name": "length"}]}
+    config = parse_config({**promotion_config(metric="reward").model_dump(exclude_none=True), **rewards})
+    for prompts, accepted in [(199, False), (200, True)]:
+        verdict = _decide(config, fixed_samples({"champion": [0] * prompts, "trained": [1] * prompts}))
+        assert verdict.accepted == accepted
+    few = _decide(config, fixed_samples({"champion": [0] * 50, "trained": [1] * 50}))
+    assert "nothing bounds reward, and 50 prompts are too few" in few.reason
+    bounded = promotion_config(metric="reward")
+    assert _decide(bounded, fixed_samples({"champion": [0] * 50, "trained": [1] * 50})).accepted
 
 
 def test_a_refusal_says_what_would_have_been_found() -> None:

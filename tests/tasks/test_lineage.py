@@ -100,7 +100,7 @@ def test_recomputing_activations_changes_the_forecast_and_trains_nothing_again(v
 
 def test_how_an_evaluation_is_reported_concerns_no_training(values: dict[str, Any]) -> None:
     values["train"]["eval_steps"] = 2
-    reported = {"evaluation": {"confidence": 0.9, "bootstrap_resamples": 500}}
+    reported = {"evaluation": {"confidence": 0.9}}
     assert _stale(values, {**values, **reported}) == ["evaluate", "register"]
 
 

@@ -126,7 +126,7 @@ def test_of_several_completions_the_page_shows_pass_at_k_and_how_many_are_right(
         samples_of({"base": np.zeros(60), "trained": np.full(60, right)}).with_columns(sample=sample)
         for sample, right in enumerate((0.0, 1.0))
     ]
-    keys = {"num_samples": 2, "temperature": 0.7, "bootstrap_resamples": 500}
+    keys = {"num_samples": 2, "temperature": 0.7}
     run = made_up_run(tmp_path, values_of("several", evaluation=keys), pl.concat(drawn), metrics_of())
     page = Page(_html(read_record(run)))
     for shown in ("pass@k, %", "pass@2", "majority@2", "60 better", "1 of 2 right, the first", "0 of 2 right"):
@@ -141,7 +141,7 @@ def test_a_run_that_is_to_gain_in_reward_is_headlined_by_it(tmp_path: Path) -> N
         )
         for sample in (0, 1)
     ]
-    keys = {"num_samples": 2, "temperature": 0.7, "bootstrap_resamples": 500}
+    keys = {"num_samples": 2, "temperature": 0.7}
     values = values_of("graded", evaluation=keys, promotion={"metric": "reward"})
     html = _html(read_record(made_up_run(tmp_path, values, pl.concat(drawn), metrics_of())))
     text = Page(html).text
