@@ -36,7 +36,6 @@ def up(
     os.environ["PREFECT_UI_API_URL"] = api
     os.environ["PREFECT_UI_URL"] = api.removesuffix("/api")  # for links in notifications
     os.environ[SERVED_AT] = f"http://127.0.0.1:{mlflow_port}"
-    local = ("--host", "127.0.0.1")
     # SIGINT too: the handler that polars, imported above, puts before Python's has let it get lost.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
@@ -48,9 +47,9 @@ def up(
         processes.append(subprocess.Popen([sys.executable, "-m", *command], start_new_session=True))
 
     try:
-        start("prefect", "server", "start", "--port", str(prefect_port), *local)
-        store = ("--backend-store-uri", tracking_uri())
-        start("mlflow", "server", "--port", str(mlflow_port), "--workers", "1", *store, *local)
+        start("flows.prefect_server", str(prefect_port))
+        store = ("--backend-store-uri", tracking_uri(), "--host", "127.0.0.1")
+        start("mlflow", "server", "--port", str(mlflow_port), "--workers", "1", *store)
         if not wait_until_healthy(api, processes[0]):
             raise typer.Exit(1)
         start("flows.cli", "serve")

@@ -123,11 +123,13 @@ def serving(storage: Path, **environment: str) -> Iterator[Served]:
 
 
 @contextmanager
-def prefect_server(storage: Path, port: int | None = None, **environment: str) -> Iterator[Served]:
-    """A Prefect server alone, until the body ends; on a free port unless it has to be found where one was before."""
+def prefect_server(
+    storage: Path, port: int | None = None, command: Sequence[str] = ("-m", "flows.prefect_server"), **environment: str
+) -> Iterator[Served]:
+    """The Prefect server of `grpo up` alone, until the body ends; on a free port unless it has to be found where one
+    was before; `command`: `grpo up`'s, unless it is Prefect's own."""
     ports = [port] if port else free_ports(1)
-    command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(ports[0])]
-    with _running(command, ports, storage, environment) as served:
+    with _running([*command, str(ports[0])], ports, storage, environment) as served:
         _wait(served.process, served.log, lambda: served.api.get("/health").is_success)
         yield served
 
