@@ -1,5 +1,5 @@
 """prefect.yaml against a real Prefect server: what it deploys, where it runs, what a person is told when it fails; and
-whom that server answers."""
+whom that server answers, how what serves its flows ends."""
 
 from __future__ import annotations
 
@@ -30,6 +30,18 @@ from flows.promotion import promote
 from tests.evaluations import fixed_samples, register_version
 register_version('the "sums"', fixed_samples({"base": [0] * 9, "trained": [1] * 9}))
 promote('the "sums"')
+"""
+
+# SIGTERM arrives while Prefect's runner is in the middle of a step of its own: when it looks for flow runs to start.
+SERVE_UNTIL_TOLD_WHILE_BUSY = """
+import os, signal
+from prefect.runner._scheduled_run_poller import ScheduledRunPoller
+from flows import deployments
+async def poll(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+ScheduledRunPoller._get_and_submit_flow_runs = poll
+deployments.deployments = list
+deployments.serve()
 """
 
 pytestmark = pytest.mark.slow
@@ -172,6 +184,12 @@ def _websocket_status(server: Served, name: str, headers: dict[str, str]) -> int
     handshake["Sec-WebSocket-Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
     with httpx.stream("GET", f"{server.prefect_url}/api/{name}", headers={**handshake, **headers}) as answer:
         return answer.status_code
+
+
+def test_serving_that_is_told_to_end_while_it_is_busy_leaves_no_traceback(server: Served) -> None:
+    command = [sys.executable, "-c", SERVE_UNTIL_TOLD_WHILE_BUSY]
+    ended = subprocess.run(command, cwd=PROJECT, env=server.environment, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_the_form_cannot_give_a_worker_another_command_folder_or_environment(deployed: Served) -> None:
