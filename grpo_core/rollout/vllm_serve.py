@@ -66,6 +66,8 @@ def server_command(config: RunConfig) -> list[str]:
         *("--dtype", "bfloat16" if config.train.mixed_precision == "bf16" else "float32"),
         "--enable-scale-out",  # without it vLLM answers no tokens with tokens
         *("--max-model-len", "auto", "--uvicorn-log-level", "warning"),
+        # vLLM itself answers the pages of every origin.
+        *("--middleware", "grpo_core.own_pages.OwnPagesOnly"),
         # Log-probabilities of the distribution that tokens are drawn from: after temperature, top-k and top-p.
         *("--logprobs-mode", "processed_logprobs"),
         *("--weight-transfer-config", json.dumps({"backend": transfer})),
