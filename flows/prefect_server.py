@@ -6,6 +6,8 @@ create a deployment whose steps are shell commands.
 
 from __future__ import annotations
 
+import signal
+import socket
 import sys
 
 import uvicorn
@@ -13,6 +15,16 @@ import uvicorn
 from grpo_core.own_pages import OwnPagesOnly
 
 SHUTDOWN_SECONDS = 5  # for requests in progress, such as the event streams of open pages
+
+
+class Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start; if told to end meanwhile, end once the database is made, as Prefect's services fail when they are
+        stopped before they have begun. Nothing has been asked of the server yet."""
+        await super().startup(sockets)
+        if self.should_exit:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
 
 
 def main() -> None:
@@ -28,7 +40,7 @@ def main() -> None:
         timeout_keep_alive=settings.api.keepalive_timeout,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
-    uvicorn.Server(config).run(sockets=[config.bind_socket()])  # bound before anything is done to the database
+    Server(config).run(sockets=[config.bind_socket()])  # bound before anything is done to the database
 
 
 if __name__ == "__main__":

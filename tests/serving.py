@@ -109,11 +109,19 @@ class Served:
 
 
 @contextmanager
-def serving(storage: Path, **environment: str) -> Iterator[Served]:
-    """`grpo up` over this storage until the body ends; `environment`: further variables of its processes."""
+def starting(storage: Path, **environment: str) -> Iterator[Served]:
+    """`grpo up` over this storage, as it is started (not yet up) and until the body ends; `environment`: further
+    variables of its processes."""
     ports = free_ports(2)
     command = ["-m", "flows.cli", "up", "--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1])]
     with _running(command, ports, storage, environment) as served:
+        yield served
+
+
+@contextmanager
+def serving(storage: Path, **environment: str) -> Iterator[Served]:
+    """`grpo up` over this storage until the body ends; `environment`: further variables of its processes."""
+    with starting(storage, **environment) as served:
 
         def is_serving() -> bool:
             return _has_deployments(served) and httpx.get(f"{served.mlflow_url}/health", timeout=5).is_success
