@@ -6,13 +6,15 @@ prefect.yaml declares the same flows for work pools, whose workers `grpo worker`
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import Any
 
-import prefect
 from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.exceptions import ObjectNotFound
+from prefect.runner import Runner
 from prefect.schedules import Cron
 
 from flows.environment import TAG
@@ -44,7 +46,19 @@ def deployments() -> list[RunnerDeployment]:
 def serve() -> None:
     """Run what is triggered, until SIGTERM."""
     # A schedule stays as its user left it: switching it off at the end would need somebody to switch it on again.
-    prefect.serve(*deployments(), pause_on_shutdown=False)
+    runner = Runner(pause_on_shutdown=False)
+    for offered in deployments():
+        runner.add_deployment(offered)
+        print(f"serving {offered.full_name}", flush=True)
+    with suppress(asyncio.CancelledError):
+        asyncio.run(_run(runner))
+
+
+async def _run(runner: Runner) -> None:
+    loop, running = asyncio.get_running_loop(), asyncio.current_task()
+    # Prefect's own handler raises SystemExit in whatever the event loop is doing, which may end in tracebacks.
+    runner.handle_sigterm = lambda *_: loop.call_soon_threadsafe(running.cancel)
+    await runner.start()
 
 
 def _deployment(flow: Flow, tags: list[str], **options: Any) -> RunnerDeployment:

@@ -33,7 +33,7 @@ def prefect_api() -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    command = ["-m", "flows.prefect_server", str(port)]
     log = Path(os.environ["PREFECT_HOME"]) / "server.log"
     with log.open("w") as output:
         server = subprocess.Popen(

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
@@ -16,6 +17,7 @@ from flows.environment import configure
 from flows.server import find_api, wait_until_healthy
 
 ENDING_SECONDS = 28  # that flow runs get when serving ends: a training takes 20 at most, and is to be gone in 30
+SERVER_ENDING_SECONDS = 60  # that a server gets, which may be making its database, and serving, all together
 
 console = Console()
 
@@ -30,27 +32,26 @@ def up(
 
     if tracking_uri().startswith("http"):
         _refuse(f"MLFLOW_TRACKING_URI={tracking_uri()} is a server that runs already: start `grpo serve` alone")
+    # SIGINT too: the handler that polars, imported above, puts before Python's has let it get lost.
+    _on_signals(lambda *_: sys.exit(0))
     connect()
     api = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{prefect_port}/api"
     # Prefect's pages ask the default port otherwise, whatever port they are served on.
     os.environ["PREFECT_UI_API_URL"] = api
     os.environ["PREFECT_UI_URL"] = api.removesuffix("/api")  # for links in notifications
     os.environ[SERVED_AT] = f"http://127.0.0.1:{mlflow_port}"
-    local = ("--host", "127.0.0.1")
-    # SIGINT too: the handler that polars, imported above, puts before Python's has let it get lost.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda *_: sys.exit(0))
     processes: list[subprocess.Popen[bytes]] = []
 
     def start(*command: str) -> None:
-        # Out of reach of the terminal's Ctrl-C, which would end all of them at once.
-        processes.append(subprocess.Popen([sys.executable, "-m", *command], start_new_session=True))
+        # In a session of its own, out of reach of the terminal's Ctrl-C, which would end all of them at once; with a
+        # pipe that ends it should this process die before it can.
+        supervisor = [sys.executable, "-m", "tasks.supervise", str(SERVER_ENDING_SECONDS), sys.executable, "-m"]
+        processes.append(subprocess.Popen([*supervisor, *command], stdin=subprocess.PIPE, start_new_session=True))
 
     try:
-        start("prefect", "server", "start", "--port", str(prefect_port), *local)
-        store = ("--backend-store-uri", tracking_uri())
-        start("mlflow", "server", "--port", str(mlflow_port), "--workers", "1", *store, *local)
+        start("flows.prefect_server", str(prefect_port))
+        store = ("--backend-store-uri", tracking_uri(), "--host", "127.0.0.1")
+        start("mlflow", "server", "--port", str(mlflow_port), "--workers", "1", *store)
         if not wait_until_healthy(api, processes[0]):
             raise typer.Exit(1)
         start("flows.cli", "serve")
@@ -59,6 +60,7 @@ def up(
         for process in processes:
             process.wait()
     finally:
+        _on_signals(signal.SIG_IGN)  # a second Ctrl-C would leave some behind; none takes long
         for process in reversed(processes):  # what runs says how it ended while there is a server to hear it
             process.terminate()
             process.wait()
@@ -78,6 +80,13 @@ def worker(
     _set_up()
     at_once = ["--limit", str(limit)] if limit else []
     _supervised("prefect", "worker", "start", "--pool", pool, "--type", "process", *at_once)
+
+
+def _on_signals(handler: Callable[..., object] | signal.Handlers) -> None:
+    """Handle what ends a command in a terminal, except signals that are ignored, as SIGHUP is under nohup."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def _set_up() -> None:

@@ -12,6 +12,7 @@ import polars as pl
 
 from tasks.contract import RULES, SHOWN
 from tasks.drawing import draw_lengths
+from tasks.markdown import escape, table
 from tasks.storage import remove
 
 REPORT, FINDINGS, PICTURE = "report.json", "findings.csv", "lengths.png"
@@ -59,28 +60,28 @@ def write_report(
 
 def markdown(report: Mapping[str, Any], findings: pl.DataFrame, folder: Path) -> str:
     """The report as Prefect shows it."""
-    parts = ["# Data report", *(f"**{problem}**" for problem in report["shape"])]
+    parts = ["# Data report", *(f"**{escape(problem)}**" for problem in report["shape"])]
     datasets = [
-        (name, f"{report['rows_read'][name]:,}", f"{report['num_prompts'][name]:,}", f"`{report['sources'][name]}`")
+        (name, f"{report['rows_read'][name]:,}", f"{report['num_prompts'][name]:,}", report["sources"][name])
         for name in report["rows_read"]
     ]
-    parts.append(_table(("dataset", "rows read", "prompts kept", "source"), datasets))
+    parts.append(table([("dataset", "rows read", "prompts kept", "source"), *datasets]))
     if report["findings"]:
         rows = [
-            (f["check"], f["severity"], f"{f['rows']:,}", f["dataset"], f"`{f['column']}` {f['rule']}")
+            (f["check"], f["severity"], f"{f['rows']:,}", f["dataset"], f"{f['column']} {f['rule']}")
             for f in report["findings"]
         ]
-        parts += ["## Rules broken", _table(("check", "severity", "rows", "dataset", "rule"), rows)]
-        shown = [tuple(_cell(v) for v in row) for row in findings.head(FINDINGS_IN_TABLE).rows()]
-        parts.append(_table(findings.columns, shown))
+        parts += ["## Rules broken", table([("check", "severity", "rows", "dataset", "rule"), *rows])]
+        shown = [tuple(map(_shown, row)) for row in findings.head(FINDINGS_IN_TABLE).rows()]
+        parts.append(table([findings.columns, *shown]))
         if findings.height > FINDINGS_IN_TABLE:
-            parts.append(f"… {findings.height - FINDINGS_IN_TABLE:,} more in `{folder / FINDINGS}`")
+            parts.append(f"… {findings.height - FINDINGS_IN_TABLE:,} more in {escape(str(folder / FINDINGS))}")
     if report["lengths"]:
         picture = base64.b64encode((folder / PICTURE).read_bytes()).decode()
         parts += ["## Prompt lengths", f"![prompt lengths](data:image/png;base64,{picture})"]
     if rehearsal := report.get("rehearsal"):
         parts += ["## Reward rehearsal", f"Mean reward over {rehearsal['rows']} rows.", _rehearsal_table(rehearsal)]
-        parts += [f"- {warning}" for warning in rehearsal["warnings"]]
+        parts += [f"- {escape(warning)}" for warning in rehearsal["warnings"]]
     return "\n\n".join(parts) + "\n"
 
 
@@ -90,18 +91,13 @@ def _rehearsal_table(rehearsal: Mapping[str, Any]) -> str:
         (name, *(_number(given[kind]) for kind in kinds), f"{1000 * given['seconds_per_completion']:.2f} ms")
         for name, given in rehearsal["rewards"].items()
     ]
-    return _table(("reward", *kinds, "a completion"), rows)
+    return table([("reward", *kinds, "per completion"), *rows])
 
 
 def _number(value: float | None) -> str:
     return "does not apply" if value is None else f"{value:.3g}"
 
 
-def _cell(value: Any) -> str:
+def _shown(value: Any) -> str:
     text = "" if value is None else repr(value) if isinstance(value, str) and value != value.strip() else str(value)
-    return text.replace("|", "\\|").replace("\n", "⏎")[: SHOWN + 40]
-
-
-def _table(head: Any, rows: Any) -> str:
-    lines = [" | ".join(map(str, row)) for row in [head, ["---"] * len(head), *rows]]
-    return "\n".join(f"| {line} |" for line in lines)
+    return text[: SHOWN + 40]

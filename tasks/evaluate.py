@@ -20,6 +20,7 @@ from grpo_core.evaluation_sections import CHAMPION, HELD_OUT
 from tasks import figures as as_text
 from tasks.champion import identity, present_champion
 from tasks.lineage import lineage_keys
+from tasks.markdown import escape, table
 from tasks.process import run_process
 from tasks.report import PAGE, write_report
 from tasks.servers import servers
@@ -56,7 +57,7 @@ def _work(context: Context) -> dict[str, Any]:
     _log_metrics(client, training_run_id(TRAIN.path(context.run)), report)
     metric = config.promotion.metric
     create_markdown_artifact(
-        key="evaluation", markdown=_markdown(report, metric), description="; ".join(verdicts(report, metric))
+        key="evaluation", markdown=_markdown(report, metric), description=escape("; ".join(verdicts(report, metric)))
     )
     samples = pl.read_parquet(context.partial / "samples.parquet")
     first = samples.filter((pl.col("set") == HELD_OUT) & (pl.col("sample") == 0)).head(SAMPLES_SHOWN)
@@ -126,12 +127,12 @@ def _side_by_side(samples: pl.DataFrame, policies: list[str]) -> pl.DataFrame:
 
 
 def _markdown(report: Mapping[str, Any], metric: str) -> str:
-    parts = ["# Evaluation", *(f"**{sentence}.**" for sentence in verdicts(report, metric))]
+    parts = ["# Evaluation", *(f"**{escape(sentence)}.**" for sentence in verdicts(report, metric))]
     for name, figures in report["sets"].items():
-        parts += [f"## {name}: {figures['num_prompts']:,} prompts", _table(rows_of(figures))]
-        parts.append(_table(_tests(figures)))
+        parts += [f"## {escape(name)}: {figures['num_prompts']:,} prompts", table(rows_of(figures))]
+        parts.append(table(_tests(figures)))
         if categories := figures.get("categories"):
-            parts.append(_table(_by_category(categories, metric)))
+            parts.append(table(_by_category(categories, metric)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -150,9 +151,4 @@ def _by_category(categories: Mapping[str, Any], metric: str) -> Iterator[list[st
         if number == 0:
             yield ["category", "prompts", *(f"{metric}, {column}" for column in head[1:])]
         [values] = (values for name, *values in rows if name == metric)
-        yield [category.replace("|", "\\|"), f"{figures['num_prompts']:,}", *values]
-
-
-def _table(rows: Iterator[list[str]]) -> str:
-    head, *others = rows
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *others])
+        yield [category, f"{figures['num_prompts']:,}", *values]

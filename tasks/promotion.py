@@ -12,6 +12,7 @@ from prefect.states import Completed
 
 from tasks import champion, figures
 from tasks.champion import Outcome
+from tasks.markdown import escape, table
 
 PROMOTED = "grpo.promoted"
 ROLLED_BACK = "grpo.rolled-back"
@@ -22,7 +23,7 @@ def promote(model: str, version: str, force: bool, changes: dict[str, Any]) -> S
     outcome = champion.promote(model, version, force, changes)
     get_run_logger().info("%s version %s: %s: %s", model, outcome.version, outcome.decision, outcome.reason)
     headline = f"{model} version {outcome.version}: {outcome.decision}"
-    create_markdown_artifact(key="promotion", markdown=_markdown(headline, outcome), description=headline)
+    create_markdown_artifact(key="promotion", markdown=_markdown(headline, outcome), description=escape(headline))
     if outcome.decision in ("promoted", "forced"):
         text = f"{model} version {outcome.version} is champion ({outcome.decision}): {outcome.reason}"
         _announce(PROMOTED, model, outcome.version, text)
@@ -50,19 +51,19 @@ def _announce(event: str, model: str, version: str, text: str) -> None:
 
 
 def _markdown(headline: str, outcome: Outcome) -> str:
-    lines = [f"# {headline}", "", outcome.reason, ""]
+    parts = [f"# {escape(headline)}", escape(outcome.reason)]
     if outcome.verdict and outcome.verdict.comparisons:
         rival = "base" if outcome.against == "base" else f"version {outcome.against}"
         confidence = outcome.verdict.comparisons[0].difference.confidence
-        lines += [
-            f"| | rule | version {outcome.version} | {rival} | gain | {100 * confidence:.3g}% interval | p | held to |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
+        interval = f"{100 * confidence:.3g}% interval"
+        rows = [["", "rule", f"version {outcome.version}", rival, "gain", interval, "p", "held to"]]
         for it in outcome.verdict.comparisons:
             found = vars(it.difference)
             values = (figures.amount(it.metric, it.candidate), figures.amount(it.metric, it.rival))
             change = (figures.gain(it.metric, found), figures.interval(it.metric, found))
             p_value = figures.p_value(it.difference.p_value)
-            cells = ("broken" if it.broken else "kept", *values, *change, p_value, it.rule)
-            lines.append(f"| {it.set} {it.metric} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            rows.append(
+                [f"{it.set} {it.metric}", "broken" if it.broken else "kept", *values, *change, p_value, it.rule]
+            )
+        parts.append(table(rows))
+    return "\n\n".join(parts) + "\n"

@@ -18,6 +18,7 @@ from tasks import figures
 from tasks.champion import RECORD, RECORDED
 from tasks.lineage import key_of, lineage_keys
 from tasks.live import CURVES
+from tasks.markdown import escape
 from tasks.model_version import Example, log_version
 from tasks.sending import send_rest
 from tasks.stage import EVALUATE, PLAN, REGISTER, TRAIN, Context, run_stage
@@ -56,9 +57,9 @@ def _work(context: Context) -> dict[str, Any]:
     base, trained = (figures.amount(metric, policies[policy][metric]["mean"]) for policy in ("base", "trained"))
     create_markdown_artifact(
         key="registration",
-        markdown=f"# {name} version {number}\n\nAlias `{config.registry.alias}`. Held-out {metric} "
-        f"{trained}, of the base model {base}.\n\nMLflow run: {run_page(training)}\n",
-        description=f"{name} version {number}, alias {config.registry.alias}",
+        markdown=f"# {escape(name)} version {number}\n\nAlias {escape(config.registry.alias)}. "
+        f"{escape(f'Held-out {metric} {trained}, of the base model {base}.')}\n\nMLflow run: {run_page(training)}\n",
+        description=escape(f"{name} version {number}, alias {config.registry.alias}"),
     )
     return {
         "model_name": name,

@@ -109,11 +109,19 @@ class Served:
 
 
 @contextmanager
-def serving(storage: Path, **environment: str) -> Iterator[Served]:
-    """`grpo up` over this storage until the body ends; `environment`: further variables of its processes."""
+def starting(storage: Path, **environment: str) -> Iterator[Served]:
+    """`grpo up` over this storage, as it is started (not yet up) and until the body ends; `environment`: further
+    variables of its processes."""
     ports = free_ports(2)
     command = ["-m", "flows.cli", "up", "--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1])]
     with _running(command, ports, storage, environment) as served:
+        yield served
+
+
+@contextmanager
+def serving(storage: Path, **environment: str) -> Iterator[Served]:
+    """`grpo up` over this storage until the body ends; `environment`: further variables of its processes."""
+    with starting(storage, **environment) as served:
 
         def is_serving() -> bool:
             return _has_deployments(served) and httpx.get(f"{served.mlflow_url}/health", timeout=5).is_success
@@ -123,11 +131,13 @@ def serving(storage: Path, **environment: str) -> Iterator[Served]:
 
 
 @contextmanager
-def prefect_server(storage: Path, port: int | None = None, **environment: str) -> Iterator[Served]:
-    """A Prefect server alone, until the body ends; on a free port unless it has to be found where one was before."""
+def prefect_server(
+    storage: Path, port: int | None = None, command: Sequence[str] = ("-m", "flows.prefect_server"), **environment: str
+) -> Iterator[Served]:
+    """The Prefect server of `grpo up` alone, until the body ends; on a free port unless it has to be found where one
+    was before; `command`: `grpo up`'s, unless it is Prefect's own."""
     ports = [port] if port else free_ports(1)
-    command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(ports[0])]
-    with _running(command, ports, storage, environment) as served:
+    with _running([*command, str(ports[0])], ports, storage, environment) as served:
         _wait(served.process, served.log, lambda: served.api.get("/health").is_success)
         yield served
 

@@ -68,6 +68,8 @@ def server_command(config: RunConfig) -> list[str]:
         *("--dtype", "bfloat16" if config.train.mixed_precision == "bf16" else "float32"),
         "--enable-scale-out",  # without it vLLM answers no tokens with tokens
         *("--max-model-len", "auto", "--uvicorn-log-level", "warning"),
+        # vLLM itself answers the pages of every origin.
+        *("--middleware", "grpo_core.own_pages.OwnPagesOnly"),
         *("--logprobs-mode", LOGPROBS_MODE),
         *("--weight-transfer-config", json.dumps({"backend": transfer})),
         *("--worker-extension-cls", "grpo_core.rollout.vllm_worker.TrainerLease"),

@@ -67,7 +67,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
             "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://prefect:{WORD}@{database}/prefect",
             "PREFECT_SERVER_API_AUTH_STRING": f"grpo:{WORD}",
         }
-        prefect = stack.enter_context(prefect_server(storage, **prefect_environment))
+        command = ["-m", "prefect", "server", "start", "--port"]
+        prefect = stack.enter_context(prefect_server(storage, command=command, **prefect_environment))
         prefect.api.auth = ("grpo", WORD)
         mlflow_database = f"postgresql+psycopg2://mlflow:{WORD}@{database}/mlflow"
         users = (ROOT / "mlflow/served/mlflow-auth.ini").read_text()
@@ -186,10 +187,17 @@ def test_who_has_no_password_is_refused(servers: Servers, registered: Path) -> N
             assert httpx.request(method, url, auth=auth, timeout=DEADLINE).status_code == 401, url
 
 
+def test_only_prefects_own_page_may_call_its_api_from_a_browser(servers: Servers) -> None:
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    for origin, status in (("https://prefect.internal", 200), ("https://evil.example", 400)):
+        answer = servers.prefect.api.options("/deployments/", headers={**asks, "Origin": origin})
+        assert answer.status_code == status, origin
+
+
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx (Debian package nginx-light) is not installed")
 def test_a_stage_runs_with_both_servers_behind_nginx(servers: Servers, registered: Path, tmp_path: Path) -> None:
     """With a certificate of its own; task runs reach Prefect over a websocket alone."""
-    ports = free_ports(2)
+    ports = free_ports(3)
     certificate, key = tmp_path / "grpo.pem", tmp_path / "grpo.key"
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     files = ["-nodes", "-keyout", str(key), "-out", str(certificate)]
@@ -198,6 +206,7 @@ def test_a_stage_runs_with_both_servers_behind_nginx(servers: Servers, registere
     site = _replaced(
         (ROOT / "docs/servers/nginx.conf").read_text(),
         {
+            "listen 443 ssl default_server;": f"listen 127.0.0.1:{ports[2]} ssl;",
             f"{listens}prefect.internal;": f"listen 127.0.0.1:{ports[0]} ssl;",
             f"{listens}mlflow.internal;": f"listen 127.0.0.1:{ports[1]} ssl;",
             "/etc/ssl/grpo.pem": str(certificate),
@@ -294,7 +303,7 @@ def _serving(worker: Mapping[str, str], log: Path, prefect: Served) -> Iterator[
     with _process([sys.executable, "-m", "flows.cli", "serve"], log, worker) as process:
 
         def is_ready() -> bool:
-            is_said = "Your deployments are being served" in log.read_text()
+            is_said = "serving rollback/local" in log.read_text()
             return is_said and len(prefect.filter("deployments")) == OFFERED
 
         _until(is_ready, process, log)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from tests.conftest import make_model, write_sums
-from tests.serving import START_SECONDS, STOP_SECONDS, Served
+from tests.serving import START_SECONDS, STOP_SECONDS, Served, starting
 
 STAGES = ["validate", "plan", "train", "evaluate", "register"]
 
@@ -115,6 +116,29 @@ def test_a_schedule_that_is_switched_on_makes_runs(served: Served) -> None:
         time.sleep(0.2)
     served.api.patch(path, json={"active": False}).raise_for_status()
     assert {run["deployment_id"] for run in planned} == {deployment["id"]}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("begun", ["flows.prefect_server", "mlflow.server", "flows.cli serve", "flows.deployments"])
+def test_ctrl_c_pressed_twice_while_servers_start_leaves_none_and_no_traceback(begun: str, tmp_path: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    with starting(tmp_path) as served:
+        up = psutil.Process(served.process.pid)
+        while not any(begun in command for command in map(_command, up.children(recursive=True))):
+            assert time.monotonic() < deadline and up.is_running(), served.log.read_text()
+            time.sleep(0.02)
+        started = up.children(recursive=True)
+        for _ in range(2):
+            os.killpg(up.pid, signal.SIGINT)
+        assert served.process.wait(STOP_SECONDS) == 0
+    assert not psutil.wait_procs(started, STOP_SECONDS)[1]
+    assert "Traceback" not in served.log.read_text()
+
+
+def _command(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def test_ctrl_c_ends_the_servers_and_what_they_have_started(served: Served) -> None:  # the last one: they are gone

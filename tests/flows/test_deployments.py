@@ -1,4 +1,5 @@
-"""prefect.yaml against a real Prefect server: what it deploys, where it runs, what a person is told when it fails."""
+"""prefect.yaml against a real Prefect server: what it deploys, where it runs, what a person is told when it fails; and
+whom that server answers, how what serves its flows ends."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import httpx
 import pytest
 from prefect.flows import load_flow_from_entrypoint
 
@@ -28,6 +30,18 @@ from flows.promotion import promote
 from tests.evaluations import fixed_samples, register_version
 register_version('the "sums"', fixed_samples({"base": [0] * 9, "trained": [1] * 9}))
 promote('the "sums"')
+"""
+
+# SIGTERM arrives while Prefect's runner is in the middle of a step of its own: when it looks for flow runs to start.
+SERVE_UNTIL_TOLD_WHILE_BUSY = """
+import os, signal
+from prefect.runner._scheduled_run_poller import ScheduledRunPoller
+from flows import deployments
+async def poll(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+ScheduledRunPoller._get_and_submit_flow_runs = poll
+deployments.deployments = list
+deployments.serve()
 """
 
 pytestmark = pytest.mark.slow
@@ -93,6 +107,89 @@ def test_all_is_deployed_to_its_pool_with_the_form_and_the_schedule_off(deployed
     assert known["enforce_parameter_schema"]
     assert "train" in known["parameter_openapi_schema"]["properties"]["changes"]["properties"]
     assert [schedule["active"] for schedule in known["schedules"]] == [False]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "https://evil.example", "Content-Type": "text/plain"},  # asks no permission beforehand
+        {"Origin": "http://localhost:1"},  # another server of this machine
+        {"Origin": "https://127.0.0.1:{port}"},
+        {"Origin": "http://127.0.0.1:{port}.evil.example"},
+        {"Origin": "null"},  # a page in a sandboxed frame, or a file
+        {"Origin": ""},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "iframe"},
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "document"},  # a form that posts
+        {"Host": "evil.example:{port}"},  # rebinding: a name whose address becomes 127.0.0.1
+        {"Host": "evil.example:{port}", "Origin": "http://evil.example:{port}"},
+        {"Host": "localhost.evil.example"},
+        {"Host": "127.0.0.1@evil.example:{port}"},
+        {"Host": "127.0.0.1:port"},
+        {"Host": ""},
+    ],
+    ids=str,
+)
+def test_a_foreign_page_changes_nothing_in_prefect_and_reads_nothing(deployed: Served, headers: dict[str, str]) -> None:
+    port = deployed.prefect_url.rsplit(":", 1)[1]
+    sent = {name: value.format(port=port) for name, value in headers.items()}
+    before = deployed.get("/deployments/name/pipeline/cpu")
+    path = f"/deployments/{before['id']}"
+    step = {"prefect.deployments.steps.run_shell_script": {"script": "true"}}
+    changed = {"name": "cpu", "flow_id": before["flow_id"], "pull_steps": [step]}
+    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    for answer in (
+        deployed.api.post("/deployments/", json=changed, headers=sent),
+        deployed.api.post(f"{path}/pause_deployment", headers=sent),
+        deployed.api.post(f"{path}/create_flow_run", json={}, headers=sent),
+        deployed.api.patch(path, json={"paused": True}, headers=sent),
+        deployed.api.options("/deployments/", headers={**sent, **preflight}),
+    ):
+        assert answer.status_code == 403, answer.request
+        assert "access-control-allow-origin" not in answer.headers
+    for name in ("events/in", "events/out", "logs/out"):
+        assert _websocket_status(deployed, name, sent) == 403
+    if "document" not in sent.values():  # a link that somebody follows
+        for url in (f"{deployed.prefect_url}/api{path}", deployed.prefect_url):
+            assert httpx.get(url, headers=sent).status_code == 403
+    assert deployed.get("/deployments/name/pipeline/cpu") == before
+    assert not deployed.filter("flow_runs", deployments={"id": {"any_": [before["id"]]}})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+@pytest.mark.parametrize("origin", [None, "127.0.0.1", "localhost", "[::1]"])
+def test_prefects_own_page_and_programs_are_answered(server: Served, host: str, origin: str | None) -> None:
+    port = server.prefect_url.rsplit(":", 1)[1]
+    headers = {"Host": f"{host}:{port}"}
+    if origin:
+        headers["Origin"] = f"http://{origin}:{port}"
+        preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+        allowed = server.api.options("/flows/filter", headers={**headers, **preflight}).raise_for_status()
+        assert allowed.headers["access-control-allow-origin"] in ("*", headers["Origin"])
+    assert server.api.post("/flows/filter", json={}, headers=headers).status_code == 200
+    for name in ("events/in", "events/out", "logs/out"):
+        assert _websocket_status(server, name, headers) == 101
+
+
+def test_a_link_from_elsewhere_opens_prefects_page(server: Served) -> None:
+    followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "document", "Sec-Fetch-Mode": "navigate"}
+    assert httpx.get(f"{server.prefect_url}/runs", headers=followed).status_code == 200
+
+
+def _websocket_status(server: Served, name: str, headers: dict[str, str]) -> int:
+    """Status that the server answers to a websocket's handshake; 101: open."""
+    handshake = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    handshake["Sec-WebSocket-Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
+    with httpx.stream("GET", f"{server.prefect_url}/api/{name}", headers={**handshake, **headers}) as answer:
+        return answer.status_code
+
+
+def test_serving_that_is_told_to_end_while_it_is_busy_leaves_no_traceback(server: Served) -> None:
+    command = [sys.executable, "-c", SERVE_UNTIL_TOLD_WHILE_BUSY]
+    ended = subprocess.run(command, cwd=PROJECT, env=server.environment, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_the_form_cannot_give_a_worker_another_command_folder_or_environment(deployed: Served) -> None:

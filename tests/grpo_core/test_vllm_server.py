@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.conftest import config_values, make_model, make_run
@@ -32,6 +33,7 @@ def test_a_server_samples_from_the_trainers_policy_after_every_update(tmp_path: 
     with policy_server(run / "config.toml", port, tmp_path / "server.log"):
         command = [sys.executable, "-m", "grpo_core.train", str(run)]  # waits until the server is up
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        assert _statuses(f"http://127.0.0.1:{port}") == {"program": 200, "page": 403, "foreign name": 403}
     assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "server.log").read_text()
     steps = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 3
@@ -39,6 +41,16 @@ def test_a_server_samples_from_the_trainers_policy_after_every_update(tmp_path: 
     assert all(step["sampling/sampling_logp_difference/max"] < 1e-4 for step in steps)
     assert all(step["sampling/importance_sampling_ratio/min"] > 0.999 for step in steps)
     assert all(step["grad_norm"] > 0 for step in steps)
+
+
+def _statuses(url: str) -> dict[str, int]:
+    """What a server answers that is asked to run a method: by a program, by a web page, under a foreign name."""
+    headers = {"program": {}, "page": {"Origin": "http://localhost:1"}, "foreign name": {"Host": "evil.example"}}
+    body = {"method": "release_lease", "args": ["nobody"]}
+    return {
+        asker: httpx.post(f"{url}/collective_rpc", json=body, headers=sent, timeout=60).status_code
+        for asker, sent in headers.items()
+    }
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 32}

@@ -8,11 +8,13 @@ from typing import Any
 
 import mlflow
 import pytest
+from markdown_it import MarkdownIt
 
 from grpo_core.statistics import Difference, Estimate
 from tasks.champion import present_champion
 from tasks.evaluate import _log_metrics, _markdown, rows_of, verdicts
 from tasks.tracking import connect
+from tests.pages import Page
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +92,10 @@ def test_people_are_told_figures_and_verdict_in_one_table_a_set() -> None:
     assert head == ["", "base", "champion", "trained", "trained − base [95%]", "trained − champion [95%]"]
     assert accuracy[:5] == ["accuracy", "50.0%", "60.0%", "75.0%", "+25.0 points [12.5, 37.5]"]
     assert kl[:3] == ["kl", "", "0.250"]
-    page = _markdown(report, "accuracy")
-    assert page.count("## ") == 2
-    assert "| odd\\|even | 7 | 50.0% |" in page
-    for line in page.splitlines():
-        if line.startswith("|"):
-            assert line.replace("\\|", "").count("|") in (6, 7, 8)
+    page = Page(MarkdownIt("commonmark").enable("table").render(_markdown(report, "accuracy")))
+    tags = [tag for tag, _ in page.tags]
+    assert (tags.count("h2"), tags.count("table")) == (2, 6)
+    assert "odd|even\n7\n50.0%\n" in page.text
 
 
 def test_of_a_run_that_is_to_gain_in_reward_people_are_told_the_reward() -> None:
@@ -103,7 +103,7 @@ def test_of_a_run_that_is_to_gain_in_reward_people_are_told_the_reward() -> None
     better, open_ = verdicts(report, "reward")
     assert better == "held-out: better than the base by 3.250 in reward (p = 0.002)"
     assert "no difference from the champion in reward could be shown: a gain of 0.090 or more" in open_
-    page = _markdown(report, "reward")
-    assert f"# Evaluation\n\n**{better}.**" in page
-    assert "| category | prompts | reward, base |" in page
-    assert "| even | 7 | -2.500 |" in page
+    page = Page(MarkdownIt("commonmark").enable("table").render(_markdown(report, "reward"))).text
+    assert page.startswith(f"Evaluation{better}.")
+    assert "category\nprompts\nreward, base\n" in page
+    assert "even\n7\n-2.500\n" in page

@@ -1,0 +1,47 @@
+"""Prefect's server for the pages and programs of one machine: `python -m flows.prefect_server PORT`.
+
+`prefect server start` without a password obeys every web page that a browser on the machine has open: a page can
+create a deployment whose steps are shell commands.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+
+import uvicorn
+
+from grpo_core.own_pages import OwnPagesOnly
+
+SHUTDOWN_SECONDS = 5  # for requests in progress, such as the event streams of open pages
+
+
+class Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start; if told to end meanwhile, end once the database is made, as Prefect's services fail when they are
+        stopped before they have begun. Nothing has been asked of the server yet."""
+        await super().startup(sockets)
+        if self.should_exit:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+
+
+def main() -> None:
+    from prefect.server.api.server import create_app
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings().server
+    config = uvicorn.Config(
+        OwnPagesOnly(create_app(final=True)),
+        host="127.0.0.1",
+        port=int(sys.argv[1]),
+        log_level=settings.logging_level.lower(),
+        timeout_keep_alive=settings.api.keepalive_timeout,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+    Server(config).run(sockets=[config.bind_socket()])  # bound before anything is done to the database
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What data, models and configurations say stands in Prefect's Markdown as text, whatever it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from tasks.contract import FINDING
+from tasks.data_report import markdown
+from tasks.markdown import escape, table
+from tests.pages import Page
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "[a](javascript:alert(1))",
+    "![t](http://evil.example/x.png)",
+    "![t][x]\n\n[x]: http://evil.example/x.png",
+    "<http://evil.example> http://evil.example www.evil.example a@evil.example",
+    "`code` ```` **bold** _it_ ~~gone~~",
+    "a | b || c \\| d \\\\| e \\",
+    "&lt;b&gt; &#60;b&#62;",
+    "# one\n## two\r\n- three\n1. four\n> five\n    six\n---\n===\u2028seven\u0085eight\vnine",
+]
+MARKS = st.text("<>[]()!`*_~|\\&#;:/.@-+=>$^{}\"'?,% \n\r\t1ahtpw", max_size=40)
+TEXTS = st.sampled_from(HOSTILE) | MARKS | st.text(max_size=40)
+RENDERER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+
+
+def _render(source: str) -> tuple[list[str], str]:
+    """Its elements, and its text without white space."""
+    page = Page(RENDERER.render(source))
+    return [tag for tag, _ in page.tags], "".join(page.text.split())
+
+
+def _read(text: str) -> str:
+    """`text` as it is to be read, without white space; nothing shows U+0000 (CommonMark 0.31, section 2.3)."""
+    for line_break in ("\r\n", *"\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"):
+        text = text.replace(line_break, "⏎")
+    return "".join(text.replace("\0", "\ufffd").split())
+
+
+@pytest.mark.parametrize(
+    ("around", "elements"),
+    [("# x{} y", ["h1"]), ("x{}", ["p"]), ("- x{}", ["ul", "li"]), ("**x{}.**", ["p", "strong"])],
+)
+@given(text=TEXTS)
+def test_escaped_text_is_shown_as_it_is_and_makes_no_element(around: str, elements: list[str], text: str) -> None:
+    shown = around.strip("#-* ").format(text)
+    assert _render(around.format(escape(text))) == (elements, _read(shown))
+
+
+@given(row=st.tuples(TEXTS, TEXTS))
+def test_a_table_shows_each_value_in_its_own_cell(row: tuple[str, str]) -> None:
+    elements = ["table", "thead", "tr", "th", "th", "tbody", "tr", "td", "td"]
+    assert _render(table([("one", "two"), row])) == (elements, "onetwo" + _read(row[0]) + _read(row[1]))
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_the_data_report_shows_a_prompt_and_a_columns_name_as_text(hostile: str, tmp_path: Path) -> None:
+    finding = {"dataset": "train", "row": 0, "column": hostile, "check": "blank", "value": hostile}
+    broken = {"check": "blank", "severity": "drop", "rows": 1, "dataset": "train", "column": hostile, "rule": "is"}
+    report = {
+        "shape": [f"train has {hostile}"],
+        "rows_read": {"train": 1},
+        "num_prompts": {"train": 1},
+        "sources": {"train": hostile},
+        "findings": [broken],
+        "lengths": {},
+    }
+    elements, text = _render(markdown(report, pl.DataFrame([finding], schema=FINDING), tmp_path))
+    assert set(elements) == {"h1", "h2", "p", "strong", "table", "thead", "tbody", "tr", "th", "td"}
+    assert text.count(_read(hostile)) == 5
