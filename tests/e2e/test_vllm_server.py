@@ -154,7 +154,7 @@ def test_a_servers_log_probabilities_are_over_the_whole_vocabulary_at_the_sampli
 ) -> None:
     assert len(found["plain"]) == 32
     for sample, plain in zip(found["undisturbed"], found["plain"], strict=True):
-        assert sample["logprobs"] == pytest.approx(plain, abs=1e-5)
+        assert sample["logprobs"] == pytest.approx(plain, abs=1e-4)
 
 
 def test_a_second_trainer_is_refused_with_the_name_of_the_first_until_that_one_is_gone(found: dict[str, Any]) -> None:
