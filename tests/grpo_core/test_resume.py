@@ -8,7 +8,6 @@ import json
 import os
 import pkgutil
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,22 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_core import checkpoint, held_out, records, trainer, update
+from grpo_core import held_out, trainer, update
 from grpo_core.checkpoint import CheckpointError
 from grpo_core.config import dump_config, load_config
 from grpo_core.plan import load_plan
 from grpo_core.rollout.collect import NotFiniteError
 from grpo_core.stopping import Stopped
 from grpo_core.trainer import train
-from tasks.train import check_result
 from tests.conftest import make_run, with_keys, write_sums
-from tests.grpo_core.disk import Disk
 from tests.grpo_core.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
+from tests.grpo_core.training import assert_same, figures_of, interrupted
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,20 +57,6 @@ ALL_AT_ONCE = {
 ADAPTER = {"use_peft": True, "lora_r": 4, "beta": 0.1, "num_iterations": 2, "max_steps": 6, "save_steps": 2}
 
 
-def _metrics(run: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if "time" not in name} for line in lines]
-
-
-def _assert_same(run: Path, whole: Path) -> None:
-    model = Path("training") / "model" / "model.safetensors"
-    assert _metrics(run) == _metrics(whole)
-    assert (run / model).read_bytes() == (whole / model).read_bytes()
-    kept, expected = (json.loads((r / "training" / "result.json").read_text()) for r in (run, whole))
-    for name in ("counted", "best_step", "best_value", "sampled_completions", "sampled_tokens"):
-        assert kept[name] == expected[name]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("keys", "kills"), [(ALL_AT_ONCE, 12), (ADAPTER, 4)], ids=["all at once", "adapter"])
 def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
@@ -87,99 +70,9 @@ def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
     whole, runs = tmp_path / "whole", sorted(tmp_path.glob("killed-at-*"))
     assert len(runs) == kills
     for run in runs:
-        _assert_same(run, whole)
+        assert_same(run, whole)
     resumed = {json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] for run in runs}
     assert len(resumed) > 2, "kills fell between different checkpoints"
-
-
-def _interrupted(values: dict[str, Any], tmp_path: Path) -> tuple[Path, Path]:
-    """A run that has two checkpoints and lost its end, and its undisturbed twin."""
-    keys = {"max_steps": 6, "save_steps": 2, "num_iterations": 2}
-    whole, run = (make_run(tmp_path / name, with_keys(values, **keys)) for name in ("whole", "run"))
-    train(whole, whole / "training")
-    train(run, run / "training")
-    (run / "training" / "result.json").unlink()
-    return run, whole
-
-
-@pytest.mark.parametrize("damage", ["cut off", "one bit", "gone", "manifest", "manifest is a text"])
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
-    values: dict[str, Any], tmp_path: Path, damage: str
-) -> None:
-    run, whole = _interrupted(values, tmp_path)
-    checkpoints = run / "training" / "checkpoints"
-    assert [folder.name for folder in sorted(checkpoints.iterdir())] == ["step-000002", "step-000004"]
-    file = checkpoints / "step-000004" / ("manifest.json" if "manifest" in damage else "state.pt")
-    content = bytearray(file.read_bytes())
-    if damage == "one bit":
-        content[len(content) // 2] ^= 1
-    file.write_bytes(content if damage == "one bit" else content[: len(content) // 2])
-    if damage == "gone":
-        file.unlink()
-    if damage == "manifest is a text":
-        file.write_text('"checksums"')
-    with pytest.warns(UserWarning, match=r"step-000004 is damaged .* the one before it is used"):
-        train(run, run / "training")
-    assert (checkpoints / "step-000004.damaged").is_dir()
-    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 2
-    _assert_same(run, whole)
-
-
-def test_a_training_of_which_only_damaged_checkpoints_are_left_starts_from_the_beginning_once_they_are_removed(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
-    run, whole = _interrupted(values, tmp_path)
-    checkpoints = run / "training" / "checkpoints"
-    for folder in checkpoints.iterdir():
-        (folder / "state.pt").write_bytes(b"cut off")
-    message = "no whole checkpoint is left in .*, only step-000002.damaged, step-000004.damaged"
-    with pytest.warns(UserWarning, match="is damaged"), pytest.raises(CheckpointError, match=message):
-        train(run, run / "training")
-    with pytest.raises(CheckpointError, match=message):
-        train(run, run / "training")
-    assert len(_metrics(run)) == 6, "what there is of the training stays"
-    shutil.rmtree(checkpoints)
-    train(run, run / "training")
-    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] is None
-    _assert_same(run, whole)
-
-
-def _zero_lines(path: Path, steps: list[int]) -> None:
-    """The lines of these steps, line breaks included, as a power cut may leave them."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(bytes(len(line)) if n in steps else line for n, line in enumerate(lines, 1)))
-
-
-def test_zeros_in_the_place_of_metrics_after_the_checkpoint_are_written_over(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
-    run, whole = _interrupted(values, tmp_path)
-    _zero_lines(run / "training" / "metrics.jsonl", [5, 6])
-    train(run, run / "training")
-    _assert_same(run, whole)
-
-
-def test_metrics_lost_before_the_checkpoint_are_named_and_the_training_goes_on(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
-    run, whole = _interrupted(values, tmp_path)
-    _zero_lines(run / "training" / "metrics.jsonl", [2, 3])
-    with pytest.warns(UserWarning, match=r"has lost the lines of steps \[2, 3\]"):
-        result = train(run, run / "training")
-    assert result["steps_without_metrics"] == [2, 3]
-    assert _metrics(run) == [row for row in _metrics(whole) if row["step"] not in (2, 3)]
-    check_result(result, run / "training" / "metrics.jsonl", load_plan(run / "plan.json"))
-
-
-def test_completions_of_updates_that_are_made_again_do_not_stay(values: dict[str, Any], tmp_path: Path) -> None:
-    run, _ = _interrupted(values, tmp_path)
-    folder = run / "training" / "completions"
-    planned = sorted(folder.iterdir())
-    (folder / "rollout-000099.parquet").write_bytes(b"torn")
-    planned[-1].write_bytes(b"torn")
-    train(run, run / "training")
-    assert sorted(folder.iterdir()) == planned
-    assert sum(len(pq.read_table(path)) for path in planned) == load_plan(run / "plan.json").completions
 
 
 def test_a_step_whose_evaluation_was_interrupted_is_recorded_once_whatever_follows(
@@ -194,14 +87,14 @@ def test_a_step_whose_evaluation_was_interrupted_is_recorded_once_whatever_follo
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(trainer, "update", _failing(trainer.update, 2, KeyboardInterrupt))
         train(run, run / "training")
-    first = _metrics(run)
+    first = figures_of(run)
     assert [row["step"] for row in first] == [1, 2, 3]
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "update", _failing(trainer.update, 2, NotFiniteError))
         result = train(run, run / "training")
     assert (result["resumed_at_step"], result["roll_backs"]) == (2, 1)
-    assert [row["step"] for row in _metrics(run)] == [1, 2, 3, 4, 5]
-    assert _metrics(run)[:2] == first[:2]
+    assert [row["step"] for row in figures_of(run)] == [1, 2, 3, 4, 5]
+    assert figures_of(run)[:2] == first[:2]
 
 
 def _failing(function: Any, call: int, error: type[BaseException]) -> Any:
@@ -214,79 +107,6 @@ def _failing(function: Any, call: int, error: type[BaseException]) -> Any:
         return function(*args, **kwargs)
 
     return failing
-
-
-def test_a_power_cut_finds_the_newest_checkpoint_and_the_result_s_model_on_the_disk(
-    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(tmp_path / "run", with_keys(values, save_steps=1, save_total_limit=1, max_steps=3))
-    disk, output = Disk(monkeypatch), run / "training"
-    remove, publish = checkpoint._remove, records.publish
-
-    def removing(folder: Path) -> None:
-        step = int(folder.name[-6:]) + 1
-        assert disk.holds(output / "checkpoints" / f"step-{step:06d}")
-        assert disk.holds(output / "metrics.jsonl")
-        assert len(_metrics(run)) == step
-        remove(folder)
-
-    def publishing(partial: Path, final: Path) -> None:
-        if final.name == "result.json":
-            assert disk.holds(output / "model")
-        publish(partial, final)
-        assert disk.holds(final)
-
-    monkeypatch.setattr(checkpoint, "_remove", removing)
-    monkeypatch.setattr(records, "publish", publishing)
-    train(run, output)
-    assert (output / "result.json").exists()
-
-
-def test_a_kill_while_a_checkpoint_is_replaced_loses_none(values: dict[str, Any], tmp_path: Path) -> None:
-    run, whole = _interrupted(values, tmp_path)
-    newest = run / "training" / "checkpoints" / "step-000004"
-    newest.rename(newest.with_suffix(".old"))
-    newest.with_suffix(".tmp").mkdir()
-    train(run, run / "training")
-    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 4
-    _assert_same(run, whole)
-
-
-@pytest.mark.parametrize("left", ["state.pt", "manifest.json"])
-def test_half_an_older_checkpoint_disturbs_no_later_one(values: dict[str, Any], tmp_path: Path, left: str) -> None:
-    run, whole = _interrupted(values, tmp_path)
-    checkpoints = run / "training" / "checkpoints"
-    shutil.rmtree(checkpoints / "step-000004")
-    half = checkpoints / "step-000000"
-    half.mkdir()
-    (half / "healthy").touch()
-    (half / left).write_bytes((checkpoints / "step-000002" / left).read_bytes()[:20])
-    train(run, run / "training")
-    assert sorted(folder.name for folder in checkpoints.iterdir()) == ["step-000002", "step-000004"]
-    assert (checkpoints / "step-000002" / "healthy").exists()
-    _assert_same(run, whole)
-
-
-def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_it(
-    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, whole = (make_run(tmp_path / name, with_keys(values, save_steps=1, save_total_limit=1)) for name in "rw")
-    train(whole, whole / "training")
-    rmtree = shutil.rmtree
-
-    def killed(path: Path, **options: Any) -> None:
-        for file in sorted(Path(path).glob("[mr]*")):
-            file.unlink()
-            raise KeyboardInterrupt
-        rmtree(path, **options)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shutil, "rmtree", killed)
-        train(run, run / "training")
-    names = sorted(folder.name for folder in (run / "training" / "checkpoints").iterdir())
-    assert names == ["step-000001.tmp", "step-000002", "step-000003"]
-    train(run, run / "training")
-    _assert_same(run, whole)
 
 
 def test_what_was_stopped_early_and_killed_before_its_result_has_the_metrics_of_its_last_step(
@@ -313,9 +133,9 @@ def drawing(completions: list[str]) -> list[float | None]:
 
 def test_a_reward_that_draws_random_numbers_draws_the_same_ones_again(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "tests.grpo_core.test_resume:drawing"}]
-    run, whole = _interrupted(values, tmp_path)
+    run, whole = interrupted(values, tmp_path)
     train(run, run / "training")
-    _assert_same(run, whole)
+    assert_same(run, whole)
 
 
 PLACES = {  # where the signal comes, and at which call
@@ -339,13 +159,13 @@ def test_a_training_told_to_stop_saves_its_last_complete_update_and_goes_on_from
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(target, _signalled(pkgutil.resolve_name(target), call))
         train(run, run / "training")
-    complete = len(_metrics(run)) + (place == "evaluation")  # which is still to be made, and the metrics with it
+    complete = len(figures_of(run)) + (place == "evaluation")  # which is still to be made, and the metrics with it
     checkpoints = sorted(folder.name for folder in (run / "training" / "checkpoints").iterdir())
     assert complete
     assert checkpoints[-1] == f"step-{complete:06d}"
     result = train(run, run / "training")
     assert result["resumed_at_step"] == complete
-    _assert_same(run, whole)
+    assert_same(run, whole)
 
 
 def _signalled(function: Any, call: int) -> Any:
@@ -391,18 +211,8 @@ def clumsy(completions: list[str], calls: list[int] = []) -> list[float]:  # noq
     return [float(len(completion)) for completion in completions]
 
 
-def test_a_half_written_checkpoint_is_not_read(values: dict[str, Any], tmp_path: Path) -> None:
-    run, whole = _interrupted(values, tmp_path)
-    torn = run / "training" / "checkpoints" / "step-000099.tmp"
-    torn.mkdir()
-    (torn / "state.pt").write_bytes(b"half")
-    train(run, run / "training")
-    assert not torn.exists()
-    _assert_same(run, whole)
-
-
 def test_a_checkpoint_of_another_configuration_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
-    run, _ = _interrupted(values, tmp_path)
+    run, _ = interrupted(values, tmp_path)
     config = load_config(run / "config.toml", ["train.learning_rate=0.5"])
     (run / "config.toml").write_text(dump_config(config))
     with pytest.raises(CheckpointError, match="another configuration"):
@@ -420,7 +230,7 @@ def test_a_checkpoint_of_other_data_or_rewards_is_refused(
     monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
     values["rewards"] = [{"function": "own_rewards:f"}]
     values["train"]["eval_steps"] = 3
-    run, _ = _interrupted(values, tmp_path)
+    run, _ = interrupted(values, tmp_path)
     if changed == "reward":
         with (tmp_path / "own_rewards.py").open("a") as file:
             file.write("# another\n")
@@ -439,10 +249,10 @@ DISK = ["train.save_steps=1", "train.save_total_limit=1"]
 def test_a_key_that_results_do_not_follow_from_may_be_changed_and_the_training_goes_on(
     values: dict[str, Any], tmp_path: Path, keys: list[str]
 ) -> None:
-    run, whole = _interrupted(values, tmp_path)
+    run, whole = interrupted(values, tmp_path)
     (run / "config.toml").write_text(dump_config(load_config(run / "config.toml", keys)))
     train(run, run / "training")
-    _assert_same(run, whole)
+    assert_same(run, whole)
 
 
 @pytest.mark.e2e
@@ -463,14 +273,14 @@ def test_a_training_with_vllm_killed_and_resumed_ends_with_the_same_weights(
         return subprocess.run(command, cwd=ROOT, env=environment, timeout=600).returncode
 
     assert start(whole, 0) == 0
-    for step in _metrics(whole):
+    for step in figures_of(whole):
         assert step["sampling/sampling_logp_difference/max"] < 1e-4
         assert step["grad_norm"] > 0
     assert start(run, int((whole / "passes").read_text()) - 2) == 9
-    assert len(_metrics(run)) >= 4
+    assert len(figures_of(run)) >= 4
     assert start(run, 0) == 0
     assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 4
-    _assert_same(run, whole)
+    assert_same(run, whole)
 
 
 def test_every_weight_and_count_of_a_run_is_in_its_checkpoint(values: dict[str, Any], tmp_path: Path) -> None:
@@ -501,7 +311,7 @@ def test_two_processes_killed_and_started_again_end_with_the_same_weights(
         with started(folder, tmp_path, 0, *TWO_PROCESSES) as process:
             finish(process)
     assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 4
-    _assert_same(run, whole)
+    assert_same(run, whole)
 
 
 TELLING = """
@@ -535,7 +345,7 @@ def test_two_processes_told_to_stop_agree_where_and_end_with_the_same_weights(
         with started(folder, tmp_path, 0, *TWO_PROCESSES) as process:
             finish(process)
     assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] in range(3, 20)
-    _assert_same(run, whole)
+    assert_same(run, whole)
 
 
 def test_the_process_of_a_training_told_to_stop_ends_with_status_143(values: dict[str, Any], tmp_path: Path) -> None:

@@ -38,3 +38,28 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
 def are_close(first: Path, second: Path) -> bool:
     a, b = weights_of(first), weights_of(second)
     return all(torch.allclose(a[name], b[name], atol=2e-5) for name in a)
+
+
+def figures_of(run: Path) -> list[dict[str, float]]:
+    """The metrics, without times."""
+    return [{name: value for name, value in row.items() if "time" not in name} for row in metrics_of(run)]
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    """Both trainings did the same and ended with the same weights, bit for bit."""
+    model = Path("training") / "model" / "model.safetensors"
+    assert figures_of(run) == figures_of(whole)
+    assert (run / model).read_bytes() == (whole / model).read_bytes()
+    kept, expected = result_of(run), result_of(whole)
+    for name in ("counted", "best_step", "best_value", "sampled_completions", "sampled_tokens"):
+        assert kept[name] == expected[name]
+
+
+def interrupted(values: dict[str, Any], tmp_path: Path) -> tuple[Path, Path]:
+    """A run that has two checkpoints and lost its end, and its undisturbed twin."""
+    keys = {"max_steps": 6, "save_steps": 2, "num_iterations": 2}
+    whole, run = (make_run(tmp_path / name, with_keys(values, **keys)) for name in ("whole", "run"))
+    train(whole, whole / "training")
+    train(run, run / "training")
+    (run / "training" / "result.json").unlink()
+    return run, whole
