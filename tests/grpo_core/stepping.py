@@ -25,6 +25,7 @@ from grpo_core.config import parse_config
 from grpo_core.data import Prompts
 from grpo_core.plan import make_plan, plan_inputs
 from grpo_core.policy import Policy
+from grpo_core.probe import Probe
 from grpo_core.rewards.contract import resolve
 from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
 from grpo_core.session import Memory, Session
@@ -128,6 +129,7 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator) -> dict[str
         learning_rate=lambda updates: 0.01,
         engine=engine,
         memory=Memory(plan.per_device_train_batch_size, policy),
+        probe=Probe([[0, 1]], config.train.mixed_precision),
     )
     with (
         tempfile.TemporaryDirectory() as folder,

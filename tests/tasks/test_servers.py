@@ -12,14 +12,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from grpo_core.config import load_config, parse_config
 from tasks.servers import _devices, _Server, hold_port, servers
 from tasks.stage import Context, StageError
-from tests.conftest import config_values, make_model, make_run, with_keys
+from tests.conftest import config_values, make_run, with_keys
 
 
 @pytest.fixture
@@ -131,31 +130,6 @@ def test_a_server_that_does_not_come_up_fails_the_stage_with_its_last_lines(
         servers(context, logging.getLogger()),
     ):
         raise AssertionError("nothing is served")
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("killed", ["supervisor", "guard"])
-def test_a_server_ends_with_its_supervisor_and_leaves_no_shared_memory(tmp_path: Path, killed: str) -> None:
-    model = make_model(tmp_path / "model")
-    values = config_values(model, tmp_path, engine="vllm-server", vllm_server_timeout=600.0)
-    run = make_run(tmp_path / "run", values)
-    with servers(Context(load_config(run / "config.toml"), run, run), logging.getLogger()):
-        started = psutil.Process().children(recursive=True)
-        memory = {path for process in started for path in _shared_memory(process)}
-        guard, supervisor = (process for process in started if "tasks.supervise" in process.cmdline())
-        (supervisor if killed == "supervisor" else guard).kill()
-        assert not psutil.wait_procs(started, timeout=120)[1]
-        assert memory
-        assert not [path for path in memory if path.exists()]
-
-
-def _shared_memory(process: psutil.Process) -> set[Path]:
-    paths = (
-        Path(line.split()[5])
-        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-        if len(line.split()) == 6
-    )
-    return {path for path in paths if path.parent == Path("/dev/shm")}
 
 
 def test_a_run_that_names_its_servers_or_needs_none_has_none_started(values: dict[str, Any], tmp_path: Path) -> None:
