@@ -131,7 +131,7 @@ def test_force_promotes_and_the_mark_says_what_the_gate_said(model: str) -> None
 def test_rules_are_those_recorded_and_a_changed_one_leaves_its_mark(model: str) -> None:
     strict = promotion_config(min_gain=0.5, guards=[{"metric": "kl", "max": 1}])
     register_version(model, _samples(base=0, trained=10), config=strict)
-    assert promote(model).reason.endswith("better, but min_gain asks for 50.0 points")
+    assert ": better, but min_gain asks for 50.0 points (attempt 1 " in promote(model).reason
     assert "changes" not in _tags(model, "1")
     with pytest.raises(ConfigError, match=r"promotion.confidence = 2: Input should be less than 1"):
         promote(model, changes={"promotion": {"confidence": 2}})
