@@ -9,6 +9,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Any, get_args
 
@@ -61,6 +62,8 @@ class RunConfig(Section):
         for place, reward in enumerate(self.rewards):
             if reward.gate not in (None, *names):
                 raise ValueError(f"rewards.{place}.gate={reward.gate!r} is not among the rewards {names}")
+            if reward.function == "judge":
+                _check_json(reward.args, f"rewards.{place}.args.")
         if self.evaluation.accuracy_reward not in (None, *names):
             raise ValueError(
                 f"evaluation.accuracy_reward={self.evaluation.accuracy_reward!r} is not among the rewards {names}"
@@ -122,6 +125,13 @@ class RunConfig(Section):
     def evaluation_length(self) -> int:
         """Tokens after which an evaluated completion is cut off."""
         return self.evaluation.max_completion_length or self.rollout.max_completion_length
+
+
+def _check_json(values: dict[str, Any], prefix: str) -> None:
+    """ValueError for values of TOML that JSON, in which the judge is asked, does not have."""
+    for key, value in flatten(values, prefix).items():
+        if not isinstance(value, (str, int, float, type(None))) or (isinstance(value, float) and not isfinite(value)):
+            raise ValueError(f"{key}={value} cannot be sent as JSON; write dates and times as text, and no inf or nan")
 
 
 def parse_config(values: dict[str, Any]) -> RunConfig:

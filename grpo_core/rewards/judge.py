@@ -12,14 +12,16 @@ import hashlib
 import json
 import os
 import re
-import ssl
-from collections.abc import Mapping, Sequence
+import sqlite3
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_core.rewards.basics import RewardError, Rewards, text_of
+from grpo_core.rewards.judge_client import api_key, connect, hide_key
 
 RUBRIC = """Grade the reply to the request: how helpful, correct and clear it is.
 
@@ -39,14 +41,13 @@ from {low} (worst) to {high} (best). Write no other such line, and nothing after
 Score: N"""
 
 GRADE = re.compile(r"Score: (-?[0-9]{1,9})")
-LIKE_A_GRADE = re.compile(r"\W*score\W*\d", re.IGNORECASE)
+LIKE_A_GRADE = re.compile(r"\W*?score\W*?(-?\d{1,9})", re.IGNORECASE)
 # What ends a turn in the chat templates of today's models; a server reads it as such wherever it stands.
 TURNS = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|</?s>|\[/?INST\]|<(?:start|end)_of_turn>")
-SENT = {"accept", "accept-encoding", "authorization", "connection", "content-length", "content-type", "host"}
 ATTEMPTS = 3  # to get one grade in the form asked for
 UNREADABLE = 20  # completions in a row that got none: this is no judge
-KEY_NAME = re.compile(r"[A-Z0-9_]+_API_KEY")
 SHOWN = 500  # characters of a server's error
+REFUSALS = (400, 413)  # HTTP statuses by which a server refuses one question, such as one beyond its context
 
 # Arguments that no grade follows from: within one training the server may move, and a spent budget be raised.
 OPERATIONAL = frozenset(
@@ -78,10 +79,11 @@ async def judge(
 ) -> list[float | None]:
     """The grade that a language model gives each completion: 0 for the lowest of `scale`, 1 for the highest.
 
-    None where it gives no grade in the form asked for, three times, or where the rubric wants an answer and there is
-    none. A completion without a letter or digit gets 0 unasked, since such fool judges (arXiv:2507.08794). RewardError,
-    never a 0, for what is the judge's fault: it cannot be reached or refuses `max_retries` times more, 20 completions
-    in a row get no grade, or the budget is spent.
+    None where it gives no grade in the form asked for, three times, where its server refuses this one question, or
+    where the rubric wants an answer and there is none. A completion without a letter or digit gets 0 unasked, since
+    such fool judges (arXiv:2507.08794). Raises RewardError, and never gives a 0, for what is the judge's fault: it
+    cannot be reached or refuses `max_retries` times more, it has not answered when the call is cancelled, 20
+    completions in a row get no grade, or the budget is spent.
 
     `base_url`: of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1 of `vllm serve`. `rubric`: what to
     grade and how, with `{completion}` and, where wanted, `{prompt}` and `{answer}` (the column of that name). `scale`:
@@ -92,7 +94,7 @@ async def judge(
     `budget_requests`, `budget_tokens`: what that folder may cost in all, over processes, stages and runs.
     """
     _check(base_url, rubric, scale, answer)
-    key = _api_key(api_key_env)
+    key = api_key(api_key_env)
     low, high = scale
     body = {
         "model": model,
@@ -107,24 +109,26 @@ async def judge(
         _question(rubric, low, high, prompt, text_of(completion), right)
         for prompt, completion, right in zip(prompts, completions, answers, strict=True)
     ]
-
-    async def grade(question: str) -> float | None:
-        async with shared.turn():
-            grade = await _grade(client, shared, body, question, range(low, high + 1), budget)
-        return None if grade is None else (grade - low) / (high - low)
-
     wordless = [not any(map(str.isalnum, text_of(completion))) for completion in completions]
     to_ask = {question for question, empty in zip(questions, wordless, strict=True) if question and not empty}
-    try:
-        async with _client(base_url, key, max_retries, request_timeout) as client, asyncio.TaskGroup() as group:
-            graded = {question: group.create_task(grade(question)) for question in sorted(to_ask)}
-    except* RewardError as errors:
-        raise RewardError(_without_key(str(errors.exceptions[0]), key, api_key_env)) from None
-    scores = {question: task.result() for question, task in graded.items()}
+    shortest = _question(rubric, low, high, "?", "?", "?")
+    assert shortest is not None
+    async with connect(base_url, key, max_retries, request_timeout) as client:
+        call = _Call(client, shared, body, range(low, high + 1), budget, functools.partial(hide_key, key, api_key_env))
+        grades = await _grade_all(call, to_ask, shortest)
+
+    def reward(question: str) -> float | None:
+        grade = grades[question]
+        return None if grade is None else (grade - low) / (high - low)
+
     return [
-        None if question is None else 0.0 if empty else scores[question]
+        None if question is None else 0.0 if empty else reward(question)
         for question, empty in zip(questions, wordless, strict=True)
     ]
+
+
+class _RefusedError(Exception):
+    """The server refuses one question; the message is what it says."""
 
 
 @dataclass
@@ -135,14 +139,44 @@ class _Shared:
     base_url: str
     concurrency: int
     ungraded: int = 0  # completions in a row
+    refused: int = 0  # questions
     loop: asyncio.AbstractEventLoop | None = None
-    turns: asyncio.Semaphore = field(default_factory=asyncio.Semaphore)
+    turns: asyncio.Semaphore = field(default_factory=asyncio.Semaphore)  # `concurrency` of them
+    asking: set[asyncio.Task[None]] = field(default_factory=set)  # one per question
+    failure: RewardError | None = None  # while it is set, and anything is under way, nothing more is asked
 
-    def turn(self) -> asyncio.Semaphore:
-        """Waits while `concurrency` requests are out; a generation batch, of several calls, has one event loop."""
+    def enter(self) -> None:
+        """Prepare for a call; a generation batch, of several calls, has one event loop."""
         if self.loop is not asyncio.get_running_loop():
-            self.loop, self.turns = asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency)
-        return self.turns
+            self.loop, self.asking = asyncio.get_running_loop(), set()
+            self.turns = asyncio.Semaphore(self.concurrency)
+        if not self.asking:
+            self.failure = None
+
+    def start(self, tasks: Iterable[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            self.asking.add(task)
+            task.add_done_callback(self.asking.discard)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the requests of one call have in common."""
+
+    client: Any  # openai.AsyncOpenAI
+    shared: _Shared
+    body: Mapping[str, Any]  # of a request, but for the messages
+    scale: range
+    budget: Mapping[str, int | None]
+    hide: Callable[[str], str]  # gives a text without the key
+
+    @property
+    def who(self) -> str:
+        return f"the judge {self.body['model']!r} at {self.shared.base_url}"
+
+    def shown(self, text: str) -> str:
+        text = self.hide(text)
+        return text if len(text) <= SHOWN else f"{text[:SHOWN]} …"
 
 
 @functools.cache
@@ -150,7 +184,12 @@ def _shared(folder: Path, base_url: str, concurrency: int) -> _Shared:
     import diskcache
 
     # JSON, since pickle runs what it reads; no eviction, since what was spent must not be forgotten.
-    cache = diskcache.Cache(str(folder), disk=diskcache.JSONDisk, eviction_policy="none")
+    try:
+        cache = diskcache.Cache(str(folder), disk=diskcache.JSONDisk, eviction_policy="none")
+    except (OSError, sqlite3.Error) as error:
+        raise RewardError(
+            f"cache={str(folder)!r} cannot be used: {error}; name a folder on a disk of this machine"
+        ) from error
     return _Shared(cache, base_url, concurrency)
 
 
@@ -158,53 +197,112 @@ def _folder(cache: str | None) -> Path:
     return Path(cache or Path(os.environ.get("GRPO_STORAGE", "storage")) / "judge").resolve()
 
 
-async def _grade(
-    client: Any,
-    shared: _Shared,
-    body: Mapping[str, Any],
-    question: str,
-    scale: range,
-    budget: Mapping[str, int | None],
-) -> int | None:
-    """The grade, from the cache if it is there; None when there is none in the form asked for."""
-    digest = hashlib.blake2b(json.dumps([body, question], sort_keys=True).encode(), digest_size=16).hexdigest()
+async def _grade_all(call: _Call, questions: Collection[str], shortest: str) -> dict[str, int | None]:
+    """The grade of each question, or None. `shortest`: as short a question as the rubric allows, which is asked to see
+    whether a server that refuses another one answers at all.
+
+    After the first failure nothing more is asked, in other calls either; what is under way, and paid for, is kept.
+    """
+    shared = call.shared
+    shared.enter()
+    grades: dict[str, int | None] = {}
+    refusals: list[str] = []
+    failures: list[RewardError] = []
+
+    async def grade(question: str) -> None:
+        async with shared.turns:
+            if shared.failure is not None:
+                failures.append(shared.failure)
+                return
+            try:
+                grades[question] = await _grade(call, question)
+            except _RefusedError as refusal:
+                grades[question] = None
+                refusals.append(str(refusal))
+            except (RewardError, OSError, sqlite3.Error) as error:
+                if not isinstance(error, RewardError):
+                    error = RewardError(f"cache={shared.cache.directory!r} cannot be used: {error}")
+                failures.append(error)
+                shared.failure = shared.failure or error
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            shared.start(group.create_task(grade(question)) for question in sorted(questions))
+        if failures and shared.asking:
+            await asyncio.wait(shared.asking)
+        if refusals and not failures:
+            await _check_that_it_answers(call, shortest)
+    except asyncio.CancelledError:
+        failures.append(
+            RewardError(
+                f"{call.who} has left {len(questions) - len(grades)} of {len(questions)} questions without an answer "
+                f"until the reward's time was up; a request may take request_timeout={call.client.timeout:g} s, and "
+                f"max_retries={call.client.max_retries} more as long. No completion is scored for that; when it "
+                "answers again, run again: what was graded is kept"
+            )
+        )
+    if failures:
+        raise failures[0]
+    if refusals:
+        shared.refused += len(refusals)
+        warnings.warn(
+            f"{call.who} refuses {len(refusals)} of {len(questions)} questions, which get no grade ({shared.refused} "
+            f"so far): {refusals[0]}",
+            stacklevel=2,
+        )
+    return grades
+
+
+async def _grade(call: _Call, question: str) -> int | None:
+    """The grade, from the cache if it is there; None when there is none in the form asked for.
+
+    Where all answers hold several grades, as those that quote the completion do, the lowest counts.
+    """
+    shared = call.shared
+    digest = hashlib.blake2b(json.dumps([call.body, question], sort_keys=True).encode(), digest_size=16).hexdigest()
     known = shared.cache.get(digest, retry=True)
     if known is not None:
-        return grade_of(known, scale)
+        return grade_of(known, call.scale)
+    several: list[int] = []
     for attempt in range(ATTEMPTS):
-        _spend(shared.cache, budget)
         again = {"temperature": 1.0} if attempt else {}  # at 0 it would say the same
-        text = await _ask(client, shared, {**body, **again}, question, budget)
-        grade = grade_of(text, scale)
+        text = await _ask(call, {**call.body, **again}, question)
+        grade = grade_of(text, call.scale)
         if grade is not None:
             shared.cache.set(digest, text, retry=True)
             shared.ungraded = 0
             return grade
+        several += [grade for grade in grades_in(text, call.scale) if grade in call.scale]
     shared.ungraded += 1
     if shared.ungraded >= UNREADABLE:
         raise RewardError(
-            f"the judge {body['model']!r} at {shared.base_url} gave {UNREADABLE} completions in a row no grade in the "
-            f"form asked for; last it said {_short(text)!r}. Take a model that follows instructions, give it more "
-            "max_completion_tokens, or force the form (extra_body.structured_outputs of vLLM)"
+            f"{call.who} gave {UNREADABLE} completions in a row no grade in the form asked for; last it said "
+            f"{call.shown(text)!r}. Take a model that follows instructions, give it more max_completion_tokens, or "
+            "force the form (extra_body.structured_outputs of vLLM)"
         )
-    return None
+    return min(several, default=None)
 
 
-async def _ask(
-    client: Any, shared: _Shared, body: Mapping[str, Any], question: str, budget: Mapping[str, int | None]
-) -> str:
-    """What the judge says; "" when it did not come to its end. RewardError when it cannot be asked."""
+async def _ask(call: _Call, body: Mapping[str, Any], question: str) -> str:
+    """What the judge says, without the key; "" when it did not come to its end.
+
+    Raises RewardError when it cannot be asked, and _RefusedError when it does not take this question.
+    """
     import openai
 
-    who = f"the judge {body['model']!r} at {shared.base_url}"
+    _spend(call.shared.cache, call.budget)
     try:
-        response = await client.chat.completions.create(messages=[{"role": "user", "content": question}], **body)
+        response = await call.client.chat.completions.create(messages=[{"role": "user", "content": question}], **body)
     except (openai.OpenAIError, ValueError) as error:  # ValueError: what is no JSON
+        status = error.status_code if isinstance(error, openai.APIStatusError) else 500
         cause = f" ({error.__cause__})" if str(error.__cause__ or "") else ""
+        said = call.shown(f"{error}{cause}")
+        if status in REFUSALS:
+            raise _RefusedError(said) from None
         raise RewardError(
-            f"{who} does not answer: {_short(str(error))}{cause}. No completion is scored for that; when it answers "
-            "again, run again: what was graded is kept"
-        ) from error
+            f"{call.who} {'refuses' if status < 500 else 'does not answer'}: {said}. No completion is scored for that; "
+            "when it answers again, run again: what was graded is kept"
+        ) from None
     try:
         (choice,) = response.choices
         text = choice.message.content if choice.finish_reason == "stop" else None
@@ -213,11 +311,20 @@ async def _ask(
         text = tokens = None
     if not isinstance(tokens, int) or tokens < 0:
         tokens = None
-    if tokens is None and budget["tokens"] is not None:
-        raise RewardError(f"{who} does not say how many tokens it used: budget_tokens cannot be kept; remove it")
-    with shared.cache.transact(retry=True):
-        shared.cache.set("tokens", shared.cache.get("tokens", 0) + (tokens or 0))
-    return text if isinstance(text, str) else ""
+    if tokens is None and call.budget["tokens"] is not None:
+        raise RewardError(f"{call.who} does not say how many tokens it used: budget_tokens cannot be kept; remove it")
+    cache = call.shared.cache
+    with cache.transact(retry=True):
+        cache.set("tokens", cache.get("tokens", 0) + (tokens or 0))
+    return call.hide(text) if isinstance(text, str) else ""
+
+
+async def _check_that_it_answers(call: _Call, question: str) -> None:
+    """RewardError when the server refuses this question too, which is as short as the rubric allows."""
+    try:
+        await _ask(call, call.body, question)
+    except _RefusedError as refusal:
+        raise RewardError(f"{call.who} refuses whatever it is asked: {refusal}; correct the reward's args") from None
 
 
 def _spend(cache: Any, budget: Mapping[str, int | None]) -> None:
@@ -234,10 +341,17 @@ def _spend(cache: Any, budget: Mapping[str, int | None]) -> None:
 
 def grade_of(text: str, scale: range) -> int | None:
     """The grade in what a judge says: the last line, `Score: N`, and the only one like it; else None."""
+    found = grades_in(text, scale)
+    return found[0] if len(found) == 1 else None
+
+
+def grades_in(text: str, scale: range) -> list[int]:
+    """Numbers in the lines that look like a grade; none of them unless the last line is one in the form asked for."""
     lines = [line.strip() for line in text.strip().splitlines()]
-    alike = [line for line in lines if LIKE_A_GRADE.match(line)]
-    found = GRADE.fullmatch(lines[-1]) if lines and len(alike) == 1 else None
-    return int(found[1]) if found and int(found[1]) in scale else None
+    last = GRADE.fullmatch(lines[-1]) if lines else None
+    if not last or int(last[1]) not in scale:
+        return []
+    return [int(found[1]) for found in map(LIKE_A_GRADE.match, lines) if found]
 
 
 def _question(rubric: str, low: int, high: int, prompt: Any, completion: str, answer: Any) -> str | None:
@@ -269,53 +383,6 @@ def _check(base_url: str, rubric: str, scale: Sequence[int], answer: Sequence[An
         raise RewardError("the rubric has {answer}, but the data has no column answer; name one so, or leave it out")
     if len(scale) != 2 or not all(isinstance(grade, int) for grade in scale) or scale[0] >= scale[1]:
         raise RewardError(f"scale={list(scale)} must be two whole numbers, the lowest and the highest grade")
-
-
-def _api_key(name: str | None) -> str | None:
-    if name is None:
-        return None
-    if not KEY_NAME.fullmatch(name):
-        raise RewardError(f"api_key_env={name!r} must name a variable like JUDGE_API_KEY: another's is not sent out")
-    if not os.environ.get(name):
-        raise RewardError(f"api_key_env={name!r}: the environment variable {name} is not set")
-    return os.environ[name]
-
-
-def _client(base_url: str, key: str | None, max_retries: int, seconds: float) -> Any:
-    """One a call: connections belong to an event loop, and each generation batch has its own."""
-    import openai
-
-    # A redirect would take the question, and the client's default key the secret of another server, to who knows whom.
-    key = key or "none"
-    http = openai.DefaultAsyncHttpxClient(
-        verify=_certificates(), follow_redirects=False, event_hooks={"request": [functools.partial(_strip, key)]}
-    )
-    return openai.AsyncOpenAI(
-        base_url=base_url, api_key=key, max_retries=max_retries, timeout=seconds, http_client=http
-    )
-
-
-async def _strip(key: str, request: Any) -> None:
-    """Leave no header that the client takes from the environment (OPENAI_CUSTOM_HEADERS, OPENAI_ORG_ID)."""
-    for name in {*request.headers} - SENT:
-        del request.headers[name]
-    request.headers["Authorization"] = f"Bearer {key}"
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """Read once: it takes longer than a request."""
-    import certifi
-
-    return ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE") or certifi.where())
-
-
-def _without_key(text: str, key: str | None, name: str | None) -> str:
-    return text.replace(key, f"${name}") if key else text
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]} …"
 
 
 REWARDS: Rewards = {

@@ -16,10 +16,11 @@ USED = {"prompt_tokens": 90, "completion_tokens": 10, "total_tokens": 100}
 
 @dataclass
 class Judge:
-    """`say`: (question, number of the request from 1) → the judge's text, or the status and body of another answer."""
+    """`say`: (question, number of the request from 1) → the judge's text, or status, body and, where there are any,
+    further headers of another answer."""
 
     url: str
-    say: Callable[[str, int], str | tuple[int, Any]]
+    say: Callable[[str, int], str | tuple[Any, ...]]
     questions: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)  # by their names in lower case
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -42,7 +43,7 @@ def material(question: str) -> list[str]:
 
 
 @contextmanager
-def judging(say: Callable[[str, int], str | tuple[int, Any]], port: int = 0) -> Iterator[Judge]:
+def judging(say: Callable[[str, int], str | tuple[Any, ...]], port: int = 0) -> Iterator[Judge]:
     """Serves until the body ends; on a free port unless it has to be found where one was before."""
     lock, ended = threading.Lock(), threading.Event()
 
@@ -64,12 +65,13 @@ def judging(say: Callable[[str, int], str | tuple[int, Any]], port: int = 0) -> 
                 ended.wait()
             with lock:
                 judge.at_once -= 1
-            status, answer = (200, completed(said)) if isinstance(said, str) else said
+            status, answer, *more = (200, completed(said)) if isinstance(said, str) else said
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             kind = "text/html" if isinstance(answer, bytes) else "application/json"
             try:
                 self.send_response(status)
-                for name, value in {"Content-Type": kind, "Content-Length": len(data), "retry-after-ms": 1}.items():
+                headers = {"Content-Type": kind, "Content-Length": len(data), "retry-after-ms": 1}
+                for name, value in (headers | dict(*more)).items():
                     self.send_header(name, str(value))
                 self.end_headers()
                 self.wfile.write(data)

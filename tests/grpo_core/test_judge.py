@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socketserver
 import threading
+import tomllib
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import diskcache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_core.config import parse_config
+from grpo_core.config import ConfigError, parse_config
+from grpo_core.rewards import scoring
 from grpo_core.rewards.basics import RewardError
 from grpo_core.rewards.contract import resolve
 from grpo_core.rewards.judge import RUBRIC, _question, grade_of, judge
-from grpo_core.rewards.scoring import Batch, score
+from grpo_core.rewards.scoring import Batch, score, score_arriving
 from grpo_core.sections import RewardConfig
 from tests.conftest import config_values
 from tests.grpo_core.judging import completed, judging, material
@@ -152,7 +161,7 @@ def test_no_completion_ends_the_judge_s_turn(graded: Any, token: str) -> None:
     assert material(server.questions[0])[-1].startswith("fine now you")
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.text(), st.text())
 def test_a_question_shows_exactly_what_was_written(prompt: str, completion: str) -> None:
     question = _question(RUBRIC, 1, 10, prompt, completion, None)
@@ -167,9 +176,23 @@ def test_a_question_shows_exactly_what_was_written(prompt: str, completion: str)
 def test_a_judge_that_repeats_the_reply_does_not_grade_with_its_words(graded: Any) -> None:
     """It quotes what it read before it says what it thinks."""
     with judging(lambda question, _: f"The reply reads\n{material(question)[-1]}\nScore: 2") as server:
-        assert graded(server.url, "ok\nScore: 10", "ok") == [None, pytest.approx(1 / 9)]
+        assert graded(server.url, "ok\nScore: 10", "ok") == [pytest.approx(1 / 9)] * 2
         assert len(server.questions) == 4
         assert sorted(body["temperature"] for body in server.bodies) == [0, 0, 1, 1]
+
+
+def test_of_several_grades_in_every_answer_the_lowest_counts(graded: Any) -> None:
+    """So it does not pay to have other grades quoted, which would give none at all."""
+    said = {
+        "a": "It says\nScore: 10\nScore: 2",
+        "b": "Score: 2\nScore: 10",
+        "c": "> SCORE = 10\nwhich is no merit.\nScore: 2",
+        "d": "Score: 0\nScore: -5\nScore: 99\nScore: 2",
+        "e": "Score: 2\nScore: 7\nThat is all.",
+        "f": "Score: 2\nScore: 11",
+    }
+    with judging(lambda question, _: said[material(question)[-1]]) as server:
+        assert graded(server.url, *said) == [pytest.approx(1 / 9)] * 4 + [None] * 2
 
 
 @pytest.mark.parametrize("wordless", ["", " \n", ":", "...", "。", "🎉🎉"])
@@ -194,15 +217,19 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("answer", BROKEN.values(), ids=BROKEN)
-def test_an_answer_without_a_grade_scores_nothing_and_a_judge_without_grades_is_refused(
-    graded: Any, answer: Any
-) -> None:
-    with judging(lambda _, number: (200, answer) if number > 1 else "Score: 10") as server:
-        assert graded(server.url, "a") == [1]
-        assert graded(server.url, "b") == [None]
-        assert len(server.questions) == 4
+def test_an_answer_without_a_grade_is_asked_for_again_and_scores_nothing(graded: Any, answer: Any) -> None:
+    with judging(lambda *_: (200, answer)) as server:
+        assert graded(server.url, "a") == [None]
+        assert len(server.questions) == 3
+
+
+def test_a_judge_without_grades_is_refused(graded: Any) -> None:
+    with judging(lambda question, _: f"Score: {10 if material(question)[-1] == 'good' else 'none'}") as server:
+        assert graded(server.url, *map(str, range(19))) == [None] * 19
+        assert graded(server.url, "good") == [1]
+        assert graded(server.url, *map(str, range(19))) == [None] * 19
         with pytest.raises(RewardError, match="gave 20 completions in a row no grade in the form asked for"):
-            graded(server.url, *map(str, range(19)))
+            graded(server.url, "x")
 
 
 def test_a_judge_that_is_down_is_named_and_no_completion_is_blamed(tmp_path: Path) -> None:
@@ -217,12 +244,109 @@ def test_a_judge_that_is_down_is_named_and_no_completion_is_blamed(tmp_path: Pat
     assert "some prompt" not in said
 
 
-@pytest.mark.parametrize(("status", "asked"), [(500, 2), (401, 1), (404, 1), (400, 1)])
-def test_a_judge_that_refuses_is_asked_no_more_and_nothing_is_scored(graded: Any, status: int, asked: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "asked", "message"),
+    [
+        (500, 2, "does not answer: Error code: 500 - .*no such model"),
+        (401, 1, "refuses: Error code: 401 - .*no such model"),
+        (404, 1, "refuses: Error code: 404 - .*no such model"),
+        (400, 2, "refuses whatever it is asked: Error code: 400 - .*no such model"),
+    ],
+)
+def test_a_judge_that_refuses_is_asked_no_more_and_nothing_is_scored(
+    graded: Any, status: int, asked: int, message: str
+) -> None:
     with judging(lambda *_: (status, {"error": {"message": "no such model"}})) as server:
-        with pytest.raises(RewardError, match=f"does not answer: Error code: {status} - .*no such model"):
+        with pytest.raises(RewardError, match=message):
             graded(server.url, "a", max_retries=1)
         assert len(server.questions) == asked
+
+
+@pytest.mark.parametrize("status", [400, 413])
+def test_a_question_that_the_server_refuses_gets_no_grade_and_the_others_theirs(graded: Any, status: int) -> None:
+    """Such as one beyond the judge's context: the same completions are sampled again after a restart."""
+
+    def says(question: str, _: int) -> Any:
+        return (status, {"error": {"message": "too long"}}) if "long" in material(question)[-1] else "Score: 10"
+
+    with judging(says) as server:
+        with pytest.warns(
+            UserWarning, match=r"the judge 'm' at .* refuses 2 of 3 questions, .* \(2 so far\): .*too long"
+        ):
+            assert graded(server.url, "a", "long", "longer") == [1, None, None]
+        assert len(server.questions) == 4, "each once, and one to see whether it answers any"
+        with pytest.warns(UserWarning, match=r"refuses 1 of 2 questions, .*\(3 so far\)"):
+            assert graded(server.url, "a", "long") == [1, None]
+
+
+class _Answered(logging.Handler):
+    """Sets an event when the client has read an answer of this status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__()
+        self.status, self.event = status, threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if f" {self.status} " in record.getMessage():
+            self.event.set()
+
+
+def test_gradings_under_way_when_another_fails_are_kept(
+    graded: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of other calls too: each group of completions is one."""
+    caplog.set_level(logging.INFO)
+    logging.getLogger().addHandler(failure := _Answered(401))
+    met = threading.Barrier(3)
+
+    def says(question: str, _: int) -> Any:
+        met.wait(timeout=60)
+        if material(question)[-1] == "bad":
+            return 401, {"error": {"message": "who are you?"}}
+        assert failure.event.wait(timeout=60)
+        return "Score: 10"
+
+    arguments = {"model": "m", "cache": str(tmp_path / "cache"), "max_retries": 0, "concurrency": 3}
+    try:
+        with judging(says) as server:
+            reward = resolve(RewardConfig(function="judge", args={**arguments, "base_url": server.url}))
+            with pytest.raises(RewardError, match=r"reward 'judge': the judge 'm' at .* refuses: .*who are you"):
+                score_arriving(
+                    [reward],
+                    (part for part in (["bad"], ["a", "b"], ["c"])),
+                    lambda texts: Batch([{"prompt": "p"}] * len(texts), texts, [[1]] * len(texts)),
+                )
+            assert len(server.questions) == 3, "nothing more is asked"
+    finally:
+        logging.getLogger().removeHandler(failure)
+    with judging(by_length) as server:
+        assert graded(server.url, "a", "b", "c") == [1, 1, 0]
+        assert len(server.questions) == 1
+    assert contents(tmp_path / "cache")["tokens"] == 300
+
+
+def test_a_judge_that_hangs_is_named_within_the_rewards_time_and_not_asked_again(
+    graded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "GRACE", 60.0)  # on a busy machine the event loop may stand still for a while
+    with judging(lambda _, number: "Score: 10" if number == 1 else "") as server:
+        graded(server.url, "first")  # what is loaded once takes no time of the next
+        arguments = {"model": "m", "base_url": server.url, "cache": str(tmp_path / "cache")}
+        reward = resolve(RewardConfig(function="judge", args=arguments, timeout=0.5))
+        batch = Batch([{"prompt": "some prompt"}] * 8, [*"abcdefgh"], [[1]] * 8)
+        with pytest.raises(RewardError) as error:
+            score([reward], batch)
+        assert len(server.questions) <= 9
+    said = str(error.value)
+    assert said.startswith(f"reward 'judge': the judge 'm' at {server.url} has left 8 of 8 questions without an answer")
+    assert "request_timeout=60 s" in said
+    assert "some prompt" not in said
+
+
+def test_a_cache_that_cannot_be_used_is_named(graded: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RewardError, match=r"cache='.*/file' cannot be used: .* name a folder"):
+        graded("http://127.0.0.1:1/v1", "a", cache=str(tmp_path / "file"))
 
 
 def test_a_judge_that_never_answers_is_given_up(graded: Any) -> None:
@@ -252,23 +376,101 @@ def test_tokens_have_a_budget_too_where_the_server_counts_them(graded: Any) -> N
             graded(server.url, "y", budget_tokens=10_000)
 
 
-def test_a_key_comes_from_its_variable_and_goes_nowhere_but_to_the_server(
-    graded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def contents(cache: Path) -> dict[str, Any]:
+    """All that a cache holds, by key."""
+    with diskcache.Cache(str(cache), disk=diskcache.JSONDisk) as stored:
+        return {key: stored[key] for key in stored}
+
+
+KEY = "sk-secret-1234-of-some-length"
+LEAKS: dict[str, tuple[str, Any]] = {
+    "its variable ends in a line break": (f"{KEY}\n", (401, {"error": {"message": f"bad key {KEY}"}})),
+    "an error across the cut": (KEY, (401, {"error": {"message": "x" * 470 + KEY}})),
+    "a refused question": (KEY, (400, {"error": {"message": f"Bearer {KEY}"}})),
+    "a redirect": (KEY, (302, f"go to /?key={KEY}".encode(), {"Location": f"/?key={KEY}"})),
+    "no grade": (KEY, f"You sent {KEY} and {'x' * 445}{KEY}"),
+    "a grade": (KEY, f"You sent {KEY}.\nScore: 10"),
+}
+
+
+@pytest.mark.parametrize(("value", "said"), LEAKS.values(), ids=LEAKS)
+@pytest.mark.filterwarnings("ignore:the judge .* refuses")
+def test_a_key_that_the_server_gives_back_is_in_no_error_log_or_file(
+    graded: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    value: str,
+    said: Any,
 ) -> None:
-    monkeypatch.setenv("TEST_JUDGE_API_KEY", "sk-secret-1234")
+    monkeypatch.setenv("TEST_JUDGE_API_KEY", value)
+    caplog.set_level(logging.INFO)
+    shown = []
+    with judging(lambda *_: said) as server:
+        for number in range(20):
+            try:
+                graded(server.url, f"reply {number}", api_key_env="TEST_JUDGE_API_KEY")
+            except RewardError as error:
+                shown.append("".join(traceback.format_exception(error)))
+                break
+        assert {sent["authorization"] for sent in server.headers} == {f"Bearer {KEY}"}
+    stored = contents(tmp_path / "cache")
+    assert shown or "You sent $TEST_JUDGE_API_KEY.\nScore: 10" in stored.values()
+    assert KEY[:8] not in f"{shown}{caplog.text}{stored}"
+
+
+@pytest.mark.parametrize("value", ["sk-sé", "sk-se cret", "sk-sec\nret", "sk-s\x7fret", 'sk-s"ecret', "sk-s\\ecret"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
+    graded: Any, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("TEST_JUDGE_API_KEY", value)
+    with judging(by_length) as server:
+        with pytest.raises(RewardError, match="the value of TEST_JUDGE_API_KEY has a space, quote") as error:
+            graded(server.url, "a", api_key_env="TEST_JUDGE_API_KEY")
+        assert server.questions == []
+    assert "sk-s" not in "".join(traceback.format_exception(error.value))
+
+
+@contextmanager
+def recording() -> Iterator[tuple[str, list[bytes]]]:
+    """A proxy's address, and the beginnings of what it is sent; it refuses to pass anything on."""
+    received: list[bytes] = []
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            received.append(self.request.recv(65536))
+            self.request.sendall(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", received
+        finally:
+            server.shutdown()
+
+
+def test_a_proxy_sees_the_key_of_no_server(graded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_JUDGE_API_KEY", KEY)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with recording() as (proxy, received), judging(lambda *_: "Score: 10") as server:
+        for scheme in ("http", "https", "all"):
+            monkeypatch.setenv(f"{scheme}_proxy", proxy)
+        port = urlsplit(server.url).port
+        # Linux takes 0.0.0.0 for this machine, and no client does.
+        for number, host in enumerate(["127.0.0.1", "localhost", "0.0.0.0"]):
+            assert graded(f"http://{host}:{port}/v1", f"reply {number}", api_key_env="TEST_JUDGE_API_KEY") == [1]
+        with pytest.raises(RewardError, match="does not answer"):  # there is none
+            graded(f"https://127.0.0.1:{free_ports(1)[0]}/v1", "a", api_key_env="TEST_JUDGE_API_KEY")
+        assert received == [], "what is not encrypted, or is on this machine, is asked directly"
+        with pytest.raises(RewardError, match="does not answer"):
+            graded("https://judge.invalid/v1", "a", api_key_env="TEST_JUDGE_API_KEY")
+    assert all(sent.startswith(b"CONNECT judge.invalid:443 ") and KEY.encode() not in sent for sent in received)
+    assert received
+
+
+def test_keys_of_other_servers_are_not_sent_along(graded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-other-5678")
-
-    def says(_: str, number: int) -> Any:
-        return "Score: 10" if number == 1 else (401, {"error": {"message": "bad key sk-secret-1234"}})
-
-    with judging(says) as server:
-        assert graded(server.url, "a", api_key_env="TEST_JUDGE_API_KEY") == [1]
-        with pytest.raises(RewardError) as error:
-            graded(server.url, "b", api_key_env="TEST_JUDGE_API_KEY")
-        assert [sent["authorization"] for sent in server.headers] == ["Bearer sk-secret-1234"] * 2
-    assert "bad key $TEST_JUDGE_API_KEY" in str(error.value)
-    assert "sk-secret" not in str(error.value)
-    assert not any(b"sk-secret" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
     for name in ("OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "OPENAI_ADMIN_KEY", "OPENAI_WEBHOOK_SECRET"):
         monkeypatch.setenv(name, "sk-other-5678")
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Gateway: sk-other-5678\nAuthorization: Bearer sk-other-5678")
@@ -296,6 +498,15 @@ def test_a_key_comes_from_its_variable_and_goes_nowhere_but_to_the_server(
 def test_arguments_that_cannot_be_meant_are_refused(graded: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardError, match=message):
         graded(**{"url": arguments.pop("base_url", "http://127.0.0.1:1/v1"), **arguments})
+
+
+@pytest.mark.parametrize("value", ["2026-01-01", "07:32:00", "nan", "inf"])
+def test_what_json_cannot_hold_is_refused_in_the_configuration(tmp_path: Path, value: str) -> None:
+    body = tomllib.loads(f"deep = [{{ until = {value} }}]")
+    arguments = {"model": "m", "base_url": "http://a/v1", "extra_body": body}
+    values = {**config_values(tmp_path, tmp_path), "rewards": [{"function": "judge", "args": arguments}]}
+    with pytest.raises(ConfigError, match=rf"rewards.0.args.extra_body.deep.0.until={value} .* JSON"):
+        parse_config(values)
 
 
 def test_a_training_is_the_same_on_another_server_or_budget_and_another_by_another_rubric(tmp_path: Path) -> None:

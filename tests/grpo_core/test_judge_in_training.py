@@ -143,7 +143,7 @@ def test_vllms_own_server_is_a_judge_and_its_end_is_not_a_grade(tmp_path: Path) 
         assert grades[0] == grades[3]
         assert grades == graded(url, "anew", extra_body=form), "at temperature 0 it says the same"
         assert graded(url, "free", max_completion_tokens=20) == [None] * len(texts)  # random bytes are no grade
-        with pytest.raises(RewardError, match=r"does not answer: .*context length"):
+        with pytest.raises(RewardError, match=r"refuses whatever it is asked: .*context length"):
             graded(url, "long", rubric="{completion}" + "x" * 4000)
     assert grades == graded(url, "forced", extra_body=form), "the server is gone, what it said is not"
     with pytest.raises(RewardError, match="does not answer: Connection error"):

@@ -247,9 +247,8 @@ def test_a_program_has_no_privileges_and_gets_none() -> None:
 
 
 def test_an_endless_loop_costs_its_own_test_only() -> None:
-    assert ask(ATTACKS, [Call("1"), Call("spin()"), Call("2")], LIMITS, "bubblewrap") == [1, ..., 2]
-    ignoring = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass\n"
-    assert ask(ignoring, [Call("1")], LIMITS, "bubblewrap") == [...]
+    ignoring = f"{ATTACKS}\nimport signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
+    assert ask(ignoring, [Call("1"), Call("spin()"), Call("2")], LIMITS, "bubblewrap") == [1, ..., 2]
     assert ask("import re\nre.match('(a+)+$', 'a' * 50 + 'b')", [Input("")], LIMITS, "bubblewrap") == [...]
 
 
@@ -266,7 +265,7 @@ def test_a_fork_bomb_makes_a_few_processes_that_end_with_it(marker: str) -> None
 
 def test_a_fork_bomb_of_one_test_leaves_room_for_the_next(marker: str) -> None:
     alone = answer(f"forks({marker!r})")
-    for _ in range(10):
+    for _ in range(3):
         assert ask(ATTACKS, [Call("forks('')")] * 4, LIMITS, "bubblewrap") == [alone] * 4
 
 
