@@ -91,20 +91,20 @@ def decode_completions(
 ) -> list[Any]:
     """Completions as rewards see them: one assistant message where the prompt is a conversation, else the text by which
     the prompt goes on."""
+    alone = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if not rows or not isinstance(rows[0]["prompt"], str):
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return [[{"role": "assistant", "content": text}] for text in texts]
+        return [[{"role": "assistant", "content": text}] for text in alone]
     # Decoded alone, a completion loses its leading space with tokenizers that take the first one for their own.
-    before: dict[tuple[int, ...], str] = {}
-    texts = []
-    for prompt, completion in zip(prompt_ids, ids, strict=True):
-        if (key := tuple(prompt)) not in before:
-            before[key] = tokenizer.decode(prompt, skip_special_tokens=True)
-        whole = tokenizer.decode(prompt + completion, skip_special_tokens=True)
-        # Bytes that complete no character may change how the prompt's last ones are shown.
-        apart = whole.startswith(before[key])
-        texts.append(whole[len(before[key]) :] if apart else tokenizer.decode(completion, skip_special_tokens=True))
-    return texts
+    prompts = {tuple(prompt): prompt for prompt in prompt_ids}
+    shown = tokenizer.batch_decode([*prompts.values()], skip_special_tokens=True)
+    before = dict(zip(prompts, shown, strict=True))
+    together = [prompt + completion for prompt, completion in zip(prompt_ids, ids, strict=True)]
+    whole = tokenizer.batch_decode(together, skip_special_tokens=True)
+    # Bytes that complete no character may change how the prompt's last ones are shown.
+    return [
+        text.removeprefix(before[tuple(prompt)]) if text.startswith(before[tuple(prompt)]) else own
+        for prompt, text, own in zip(prompt_ids, whole, alone, strict=True)
+    ]
 
 
 def rollout_prompts(plan: Plan, seed: int, rollout: int) -> list[int]:

@@ -211,8 +211,7 @@ class Policy(nn.Module):
     """A causal LM whose forward gives what the loss needs.
 
     `master` has the weights that an optimizer moves; `model` computes, and is the same, or a bfloat16 copy of it.
-    `max_length`: tokens of the longest sequence that it is asked about. Raises ValueError for a model that says
-    something else of a row when the row is padded.
+    `max_length`: tokens of the longest sequence that it is asked about.
     """
 
     def __init__(
@@ -233,8 +232,6 @@ class Policy(nn.Module):
         # In float32, where routing of experts does not differ by rounding; kernels are tried in the dtype they are for.
         with nullcontext() if self.flex else in_float32(model):
             self.packs = self.output_layer is not None and make_packable(model, flex=self.flex, max_length=max_length)
-        if not self.packs:
-            check_padding(model, max_length)
         self.zero_grad()
         self.recomputable = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         self.recomputed = 0

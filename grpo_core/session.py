@@ -19,7 +19,7 @@ from grpo_core.config import RunConfig, load_config
 from grpo_core.context import check_context
 from grpo_core.data import Prompts, load_prompts, load_tokenizer
 from grpo_core.plan import Plan, load_plan
-from grpo_core.policy import Policy, load_model, with_adapter
+from grpo_core.policy import Policy, check_padding, load_model, with_adapter
 from grpo_core.probe import SHORTEST, Probe, probe_sequences
 from grpo_core.rewards.contract import Reward, resolve, source_of
 from grpo_core.rollout.engine import Engine, make_engine
@@ -116,6 +116,8 @@ def set_up(run: Path) -> Session:
         bf16=config.train.mixed_precision == "bf16",
         gradient_checkpointing=config.train.gradient_checkpointing,
     )
+    if not policy.packs:
+        check_padding(policy.model, max_length)
     engine = make_engine(config, config.model.name_or_path, policy.model, tokenizer, max_length)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     optimizer = _optimizer(model, config.train)

@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.batching import Sequences
 from grpo_core.context import check_context
-from grpo_core.policy import Policy, load_model
+from grpo_core.policy import Policy, check_padding, load_model
 from grpo_core.rollout.engine import Request, Sampling
 from grpo_core.rollout.transformers import TransformersEngine
-from tests.conftest import make_model
+from grpo_core.session import set_up
+from tests.conftest import make_model, make_run, with_keys
 from tests.grpo_core.exactness import distance
 from tests.grpo_core.sampling import sampled
 
@@ -172,13 +173,14 @@ def test_rounding_alone_keeps_no_model_of_experts_from_lines_and_the_shared_cach
     assert {parameter.dtype for parameter in policy.model.parameters()} == {torch.bfloat16}
 
 
-def test_a_model_in_which_padding_changes_a_row_is_refused(tmp_path: Path) -> None:
+def test_a_training_in_which_padding_changes_a_row_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
     """Sparse attention of DeepSeek V3.2 chooses other keys where scores are equal and the row is longer."""
     sparse = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16, "n_shared_experts": 1}
-    model = load_model(make_model(tmp_path, "DeepseekV32", **LATENT, **sparse))
+    values["model"]["name_or_path"] = str(make_model(tmp_path / "model", "DeepseekV32", **LATENT, **sparse))
+    run = make_run(tmp_path / "run", with_keys(values, max_completion_length=40))
     with pytest.raises(ValueError, match=r"DeepseekV32ForCausalLM .* padded .* within 8 tokens \(index_topk\)"):
-        Policy(model, 1.0, max_length=40)
-    Policy(model, 1.0, max_length=8)
+        set_up(run)
+    check_padding(load_model(tmp_path / "model"), max_length=8)
 
 
 ROPE = {
