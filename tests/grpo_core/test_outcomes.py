@@ -30,6 +30,7 @@ def _samples(num_prompts: int = 12, seed: int = 0, n: int = N) -> pl.DataFrame:
             "set": name,
             "row": row,
             "sample": sample,
+            "prompt": f"{name} {row}",
             "category": rng.choice(["odd", "even", None]) if sample == 0 else "not of the first sample",
             **{
                 key: value
