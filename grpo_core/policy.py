@@ -26,16 +26,20 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # relative, between two
 
 def load_model(path: Path | str, revision: str | None = None) -> Any:
     """A causal LM with float32 weights, dropout off: the ratio of an on-policy update must be exactly 1."""
-    config = AutoConfig.from_pretrained(path, revision=revision).get_text_config()
-    # transformers' fused attention ignores a cap on attention scores (Gemma 2, VaultGemma); its eager one applies it.
-    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     model = AutoModelForCausalLM.from_pretrained(
-        path, revision=revision, dtype=torch.float32, attn_implementation=attention
+        path, revision=revision, dtype=torch.float32, attn_implementation=attention_of(path, revision)
     ).eval()
     for module in model.modules():  # some layers apply dropout by a rate of their own
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)
     return model
+
+
+def attention_of(path: Path | str, revision: str | None = None) -> str | None:
+    """transformers' attention that a model needs: "eager" if it caps its attention scores (Gemma 2, VaultGemma), since
+    the fused one ignores the cap; None where transformers may choose."""
+    config = AutoConfig.from_pretrained(path, revision=revision).get_text_config()
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else None
 
 
 def with_adapter(model: Any, config: ModelConfig) -> Any:

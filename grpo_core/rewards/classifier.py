@@ -70,11 +70,18 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[An
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+    from grpo_core.policy import attention_of
+
     try:
         # The training's random state must not depend on when this is called first.
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
             loaded, found = AutoModelForSequenceClassification.from_pretrained(
-                model, revision=revision, dtype=dtype, trust_remote_code=False, output_loading_info=True
+                model,
+                revision=revision,
+                dtype=dtype,
+                attn_implementation=attention_of(model, revision),
+                trust_remote_code=False,
+                output_loading_info=True,
             )
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -115,6 +115,23 @@ def test_a_score_is_that_of_the_text_alone_whatever_the_pad_tokens_are(
     assert len({round(value, 3) for value in values}) > 1
 
 
+def test_a_capped_reward_model_scores_as_under_eager_attention_which_applies_the_cap(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    keys = {"num_labels": 1, "num_key_value_heads": 1, "head_dim": 16, "attn_logit_softcapping": 0.5}
+    folder = make_scorer(tmp_path, "Gemma2", tokenizer, **keys)
+    conversation = [{"role": "user", "content": "1+23="}, {"role": "assistant", "content": "24"}]
+    ids = torch.tensor([tokenizer.apply_chat_template(conversation)["input_ids"]])
+    scores = {}
+    for attention in ("eager", "sdpa"):
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation=attention)
+        with torch.no_grad():
+            scores[attention] = model.eval()(input_ids=ids).logits.item()
+    assert abs(scores["eager"] - scores["sdpa"]) > 1e-3
+    [found] = classifier([conversation[:1]], [conversation[1:]], model=folder)
+    assert found == pytest.approx(scores["eager"], abs=1e-5)
+
+
 @pytest.mark.parametrize("size", [1, 3, 64])
 def test_a_score_does_not_depend_on_the_batch_it_is_computed_in(
     reward_model: str, moods: str, texts: Any, size: int
