@@ -61,9 +61,10 @@ def _work(context: Context) -> dict[str, Any]:
     )
     samples = pl.read_parquet(context.partial / "samples.parquet")
     first = samples.filter((pl.col("set") == HELD_OUT) & (pl.col("sample") == 0)).head(SAMPLES_SHOWN)
+    rows = json.loads(_side_by_side(first, report["policies"]).write_json())
     create_table_artifact(
         key="evaluation-samples",
-        table=json.loads(_side_by_side(first, report["policies"]).write_json()),
+        table=[{key: _shown(value) for key, value in row.items()} for row in rows],
         description=f"The first {first.height} held-out prompts, as {', '.join(report['policies'])} complete them",
     )
     address = run_address(TRAIN.path(context.run))
@@ -124,6 +125,13 @@ def _side_by_side(samples: pl.DataFrame, policies: list[str]) -> pl.DataFrame:
     figures = [column.removeprefix("trained/") for column in samples.columns if column.startswith("trained/")]
     pairs = [f"{policy}/{figure}" for figure in figures for policy in policies]
     return samples.select(pl.exclude(pairs, "set", "sample"), *(pair for pair in pairs if pair in samples.columns))
+
+
+def _shown(value: Any) -> Any:
+    """A value in a table artifact, whose cells Prefect's page renders as Markdown too."""
+    if isinstance(value, str | list | dict):
+        return escape((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).strip())
+    return value
 
 
 def _markdown(report: Mapping[str, Any], metric: str) -> str:

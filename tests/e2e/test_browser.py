@@ -11,15 +11,20 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 from playwright.sync_api import Locator, Page, ViewportSize, expect, sync_playwright
 
+from tasks.markdown import escape, table
 from tests.conftest import EXAMPLE
 from tests.serving import RUN_SECONDS, Served, serving
+from tests.tasks.test_markdown import HOSTILE, read
 
 pytestmark = pytest.mark.e2e
 
@@ -33,6 +38,33 @@ SHOWN: ViewportSize = {"width": 1280, "height": 800}
 PHONE: ViewportSize = {"width": 390, "height": 844}
 FINAL = re.compile(r"^\s*(Completed|Failed|Crashed|Cancelled)\s*$")
 Picture = Callable[[str], None]
+
+# What a page of another server tries, though it knows every id: JSON, which asks permission first, requests that ask
+# none, a form, websockets. Answers what it could read or open.
+ATTACK = """async ({url, id, changed}) => {
+    const read = [], api = url + "/api", path = `${api}/deployments/${id}`
+    const ask = async (address, options) => {
+        const answer = await fetch(address, {method: "POST", ...options}).catch(error => ({type: "error"}))
+        if (!["error", "opaque"].includes(answer.type)) read.push(address)
+    }
+    const json = {headers: {"Content-Type": "application/json"}}
+    await ask(`${api}/deployments/filter`, {...json, body: "{}"})
+    await ask(`${api}/deployments/`, {...json, body: JSON.stringify(changed)})
+    await ask(`${path}/create_flow_run`, {...json, body: "{}"})
+    await ask(`${api}/deployments/`, {mode: "no-cors", body: JSON.stringify(changed)})
+    await ask(`${path}/pause_deployment`, {mode: "no-cors"})
+    await ask(`${path}/pause_deployment`, {})
+    document.body.innerHTML = `<iframe name="frame"></iframe>
+        <form method="post" action="${path}/pause_deployment" target="frame"></form>`
+    const answered = new Promise(resolve => document.querySelector("iframe").onload = resolve)
+    document.querySelector("form").submit()
+    await answered
+    for (const name of ["events/in", "events/out", "logs/out"]) {
+        const socket = new WebSocket(`${api.replace("http", "ws")}/${name}`, "prefect")
+        await new Promise(resolve => { socket.onopen = () => resolve(read.push(name)); socket.onerror = resolve })
+    }
+    return read
+}"""
 
 # Without a GPU, 60 frames a second of Prefect's timeline take a core from the run that it shows.
 FEW_FRAMES = """
@@ -66,7 +98,8 @@ def page() -> Iterator[Page]:
     browser = shutil.which("chromium")
     assert browser, "no browser on this machine: install Debian's package `chromium`"
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        rebound = "--host-resolver-rules=MAP evil.example 127.0.0.1"
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox", rebound])
         context = chromium.new_context(viewport=TALL)
         context.add_init_script(SEEN_BEFORE)
         context.add_init_script(FEW_FRAMES)
@@ -157,6 +190,65 @@ def _open_artifact(page: Page, run: str, key: str) -> None:
 
 def _wait_for_updates(page: Page) -> None:
     page.get_by_text(re.compile(r"step \d+/\d+ ")).first.wait_for(timeout=RUN_SECONDS * MILLISECONDS)
+
+
+@pytest.fixture
+def foreign_page(page: Page, tmp_path: Path) -> Iterator[str]:
+    """Address of a page that another server of this machine has, open in the browser."""
+    (tmp_path / "index.html").write_text("<title>foreign</title><body>")
+
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=str(tmp_path))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page.goto(f"http://localhost:{server.server_port}/")
+        yield page.url
+        server.shutdown()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_foreign_page_runs_nothing_and_reads_nothing(
+    served: Served, page: Page, foreign_page: str, host: str, tmp_path: Path
+) -> None:
+    before = served.get("/deployments/name/rollback/local")
+    step = {"prefect.deployments.steps.run_shell_script": {"script": f"touch {tmp_path / 'ran'}"}}
+    changed = {"name": "local", "flow_id": before["flow_id"], "pull_steps": [step]}
+    url = served.prefect_url.replace("127.0.0.1", host)
+    assert page.evaluate(ATTACK, {"url": url, "id": before["id"], "changed": changed}) == []
+    assert served.get("/deployments/name/rollback/local") == before
+    assert not served.filter("flow_runs")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_foreign_name_that_points_here_shows_no_page_of_prefect_or_mlflow(served: Served, page: Page) -> None:
+    for url in (served.prefect_url, f"{served.prefect_url}/api/health", served.mlflow_url):
+        answer = page.goto(url.replace("127.0.0.1", "evil.example"))
+        assert answer and answer.status == 403
+
+
+def test_prefects_page_works_under_both_names_of_the_machine(served: Served, page: Page) -> None:
+    for host in ("localhost", "127.0.0.1"):
+        page.goto(served.prefect_url.replace("127.0.0.1", host) + "/deployments")
+        page.get_by_role("link", name="pipeline", exact=True).wait_for()
+
+
+def test_text_of_prompts_makes_no_element_in_prefects_page(served: Served, page: Page) -> None:
+    as_markdown = table([("value",), *((text,) for text in HOSTILE)])
+    as_table = json.dumps([{"value": escape(text)} for text in HOSTILE])
+    for kind, data in (("markdown", as_markdown), ("table", as_table)):
+        artifact = {"key": "hostile", "type": kind, "data": data}
+        made = served.api.post("/artifacts/", json=artifact).raise_for_status().json()
+        page.goto(f"{served.prefect_url}/artifacts/artifact/{made['id']}")
+        cells = page.get_by_role("cell")
+        expect(cells).to_have_count(len(HOSTILE))
+        for cell, text in zip(cells.all(), HOSTILE, strict=True):
+            assert cell.locator("a, img, script, code, strong, em, del, h1, li").count() == 0
+            assert "".join(cell.inner_text().split()) == read(text)
 
 
 def test_a_wrong_value_in_the_form_is_refused_by_the_name_of_its_key(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from markdown_it import MarkdownIt
 
 from grpo_core.statistics import Difference, Estimate
 from tasks.champion import present_champion
-from tasks.evaluate import _log_metrics, _markdown, rows_of, verdicts
+from tasks.evaluate import _log_metrics, _markdown, _shown, rows_of, verdicts
 from tasks.tracking import connect
 from tests.pages import Page
+from tests.tasks.test_markdown import HOSTILE, read, render
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +109,12 @@ def test_of_a_run_that_is_to_gain_in_reward_people_are_told_the_reward() -> None
     assert page.startswith(f"Evaluation{better}.")
     assert "category\nprompts\nreward, base\n" in page
     assert "even\n7\n-2.500\n" in page
+
+
+@pytest.mark.parametrize("hostile", [*HOSTILE, "    indented"])
+def test_samples_are_shown_as_text(hostile: str) -> None:
+    assert render(_shown(hostile)) == (["p"], read(hostile))
+    conversation = [{"role": "user", "content": hostile}]
+    elements, text = render(_shown(conversation))
+    assert (elements, json.loads(text)[0].keys()) == (["p"], {"role", "content"})
+    assert [_shown(value) for value in (None, 1, 0.5, True)] == [None, 1, 0.5, True]

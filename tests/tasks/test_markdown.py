@@ -32,13 +32,13 @@ TEXTS = st.sampled_from(HOSTILE) | MARKS | st.text(max_size=40)
 RENDERER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 
 
-def _render(source: str) -> tuple[list[str], str]:
+def render(source: str) -> tuple[list[str], str]:
     """Its elements, and its text without white space."""
     page = Page(RENDERER.render(source))
     return [tag for tag, _ in page.tags], "".join(page.text.split())
 
 
-def _read(text: str) -> str:
+def read(text: str) -> str:
     """`text` as it is to be read, without white space; nothing shows U+0000 (CommonMark 0.31, section 2.3)."""
     for line_break in ("\r\n", *"\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"):
         text = text.replace(line_break, "⏎")
@@ -52,13 +52,13 @@ def _read(text: str) -> str:
 @given(text=TEXTS)
 def test_escaped_text_is_shown_as_it_is_and_makes_no_element(around: str, elements: list[str], text: str) -> None:
     shown = around.strip("#-* ").format(text)
-    assert _render(around.format(escape(text))) == (elements, _read(shown))
+    assert render(around.format(escape(text))) == (elements, read(shown))
 
 
 @given(row=st.tuples(TEXTS, TEXTS))
 def test_a_table_shows_each_value_in_its_own_cell(row: tuple[str, str]) -> None:
     elements = ["table", "thead", "tr", "th", "th", "tbody", "tr", "td", "td"]
-    assert _render(table([("one", "two"), row])) == (elements, "onetwo" + _read(row[0]) + _read(row[1]))
+    assert render(table([("one", "two"), row])) == (elements, "onetwo" + read(row[0]) + read(row[1]))
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
@@ -73,6 +73,6 @@ def test_the_data_report_shows_a_prompt_and_a_columns_name_as_text(hostile: str,
         "findings": [broken],
         "lengths": {},
     }
-    elements, text = _render(markdown(report, pl.DataFrame([finding], schema=FINDING), tmp_path))
+    elements, text = render(markdown(report, pl.DataFrame([finding], schema=FINDING), tmp_path))
     assert set(elements) == {"h1", "h2", "p", "strong", "table", "thead", "tbody", "tr", "th", "td"}
-    assert text.count(_read(hostile)) == 5
+    assert text.count(read(hostile)) == 5
