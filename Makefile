@@ -14,6 +14,9 @@ UV := $(or $(shell command -v uv),$(BIN)/uv)
 export UV_FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS))
 TORCH := $(if $(UV_FIND_LINKS),,--torch-backend $(if $(filter gpu,$(HARDWARE)),auto,cpu))
 
+# Without cached bytecode each process, of the pipeline and of its tests, compiles all that it imports again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup quickstart ui test e2e pictures bench check format lock
 
 help: ## list the commands
