@@ -19,8 +19,8 @@ SHUTDOWN_SECONDS = 5  # for requests in progress, such as the event streams of o
 
 class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start; if told to end meanwhile, end once the database is made, as Prefect's services fail when they are
-        stopped before they have begun. Nothing has been asked of the server yet."""
+        """Start; if told to end meanwhile, end once the database is made: Prefect's services fail when they are stopped
+        before they have begun. No request has come yet that would be cut off."""
         await super().startup(sockets)
         if self.should_exit:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -17,7 +17,7 @@ from flows.environment import configure
 from flows.server import find_api, wait_until_healthy
 
 ENDING_SECONDS = 28  # that flow runs get when serving ends: a training takes 20 at most, and is to be gone in 30
-SERVER_ENDING_SECONDS = 60  # that a server gets, which may be making its database, and serving, all together
+SERVER_ENDING_SECONDS = 60  # that a server, which may be making its database, and serving each get to end
 
 console = Console()
 
@@ -43,8 +43,8 @@ def up(
     processes: list[subprocess.Popen[bytes]] = []
 
     def start(*command: str) -> None:
-        # In a session of its own, out of reach of the terminal's Ctrl-C, which would end all of them at once; with a
-        # pipe that ends it should this process die before it can.
+        # In a session of its own, out of reach of the terminal's Ctrl-C, which would end all of them at the same time.
+        # The end of the pipe tells the supervisor that this process has died.
         supervisor = [sys.executable, "-m", "tasks.supervise", str(SERVER_ENDING_SECONDS), sys.executable, "-m"]
         processes.append(subprocess.Popen([*supervisor, *command], stdin=subprocess.PIPE, start_new_session=True))
 

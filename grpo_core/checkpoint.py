@@ -37,7 +37,7 @@ class CheckpointError(RuntimeError):
 
 
 def require_shared(folder: Path, accelerator: Accelerator) -> None:
-    """Raises CheckpointError on every process unless all of them see the same `folder`, where their checkpoints go."""
+    """Raises CheckpointError on every process unless all of them see the same `folder`, where checkpoints go."""
     if accelerator.num_processes == 1:
         return
     probe, token = folder / ".shared", secrets.token_hex(8)
@@ -51,8 +51,8 @@ def require_shared(folder: Path, accelerator: Accelerator) -> None:
     if not all(sees):
         others = ", ".join(str(process) for process, there in enumerate(sees) if not there)
         raise CheckpointError(
-            f"{folder} of process 0 is not what process {others} finds under that path: checkpoints are written and "
-            "read by all processes, so that all machines need the run directory on one shared disk"
+            f"{folder} of process 0 is not what process {others} finds under that path. All processes write and read "
+            "checkpoints: put the run directory on a disk that all machines share"
         )
 
 

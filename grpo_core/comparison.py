@@ -13,7 +13,7 @@ from grpo_core.config import RunConfig
 from grpo_core.outcomes import bounds_of, majority, outcomes, per_prompt, prompt_numbers
 from grpo_core.statistics import Bounds, estimate, paired_difference, seen_bounds
 
-Outcomes = Mapping[str, Mapping[str, np.ndarray]]  # policy → metric → one value a prompt
+Outcomes = Mapping[str, Mapping[str, np.ndarray]]  # policy → metric → one value per row of the set
 
 
 def compare_policies(samples: pl.DataFrame, config: RunConfig, policies: Sequence[str]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _metrics(config: RunConfig) -> dict[str, Callable[[pl.DataFrame, str, str], 
 def _figures(
     found: Outcomes, metrics: Sequence[str], rows: np.ndarray, numbers: np.ndarray, config: RunConfig
 ) -> dict[str, Any]:
-    """Of the rows where `rows` is true."""
+    """Figures of all policies on the rows where `rows` is true. `numbers`: see `prompt_numbers`."""
     confidence = config.evaluation.confidence
     bounds = {metric: bounds_of(metric, config) for metric in metrics}
     of_prompts = {
@@ -87,7 +87,7 @@ def _figures(
 
 
 def _seen(bounds: Bounds, of_policies: Sequence[np.ndarray]) -> Bounds:
-    """Where a range is not known, of all policies: of one alone, outcomes that are all equal would say nothing."""
+    """The bounds; the outermost outcome of all policies replaces an infinite one: those of one policy may be equal."""
     values = np.concatenate(of_policies)
     return bounds if np.isnan(values).all() else seen_bounds(bounds, values)
 

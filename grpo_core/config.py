@@ -75,7 +75,7 @@ class RunConfig(Section):
         ]:
             if name not in sets:
                 raise ValueError(f"{key}={name!r} is not among the evaluation sets {sets}")
-        self._judged_on_unseen_prompts()
+        self._check_judging_sets()
         metrics = [*GUARDED, *(f"rewards/{name}/mean" for name in names)]
         for place, guard in enumerate(self.promotion.guards):
             if guard.metric not in metrics:
@@ -92,7 +92,8 @@ class RunConfig(Section):
             )
         return self
 
-    def _judged_on_unseen_prompts(self) -> None:
+    def _check_judging_sets(self) -> None:
+        """Raises ValueError if a promotion would judge by the prompts on which the training chose its model."""
         chosen_by = {
             "train.load_best_model_at_end": self.train.load_best_model_at_end,
             "train.early_stopping_patience": self.train.early_stopping_patience,
@@ -106,7 +107,7 @@ class RunConfig(Section):
         if choosing and judging:
             raise ValueError(
                 f"{', '.join(choosing)} with {', '.join(judging)}={HELD_OUT!r}: the training chooses its model on "
-                "data.eval, which would then judge the luckiest of its own choice; add other prompts as a set in "
+                "data.eval, so it would look better there than it is; add other prompts as a set in "
                 f"[[evaluation.sets]] and name it in {', '.join(judging)}, or remove {', '.join(choosing)}"
             )
 
@@ -147,7 +148,7 @@ class RunConfig(Section):
 
 
 def _check_json(values: dict[str, Any], prefix: str) -> None:
-    """ValueError for values of TOML that JSON, in which the judge is asked, does not have."""
+    """Raises ValueError for values that TOML has and JSON, in which requests to a judge are sent, does not."""
     for key, value in flatten(values, prefix).items():
         if not isinstance(value, (str, int, float, type(None))) or (isinstance(value, float) and not isfinite(value)):
             raise ValueError(f"{key}={value} cannot be sent as JSON; write dates and times as text, and no inf or nan")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 
 def usable_positions(config: Any) -> int | None:
-    """The model's positions, or, with RoPE of type dynamic or longrope, those before its frequencies change; None: no
-    limit.
+    """Most tokens that a sequence may have: the model's positions, or, with RoPE of type dynamic or longrope, those
+    before its frequencies change. None: no limit.
 
-    transformers chooses such frequencies by the longest sequence of a forward pass, so beyond that length the
+    transformers chooses such frequencies by the longest sequence of a forward pass. Beyond that length, the
     log-probabilities of one sequence would depend on the others.
     """
     text = config.get_text_config()
@@ -28,9 +27,9 @@ def usable_positions(config: Any) -> int | None:
 def check_context(config: Any, max_length: int) -> None:
     """Raises ValueError if the longest prompt plus completion of a run, in tokens, exceeds `usable_positions`."""
     positions = usable_positions(config)
-    if max_length > (math.inf if positions is None else positions):
+    if positions is not None and max_length > positions:
         raise ValueError(
             f"the longest prompt plus completion has {max_length} tokens, and the model takes {positions} (with RoPE "
-            "of type dynamic or longrope: those before its frequencies change, which depend on what shares a forward "
-            "pass from there on): lower max_completion_length, or leave out the longest prompts"
+            "of type dynamic or longrope: those before its frequencies change): lower max_completion_length, or leave "
+            "out the longest prompts"
         )

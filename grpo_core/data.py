@@ -50,8 +50,8 @@ def load_prompts(path: Path, tokenizer: Any) -> Prompts:
         raise ValueError(
             f"{path}, row {empty[0]}: the tokenizer makes no token of the prompt {prompts[empty[0]]!r}; leave it out"
         )
-    if wrong := ends_prompts(tokenizer, prompts[0]):
-        raise ValueError(wrong)
+    if problem := end_token_problem(tokenizer, prompts[0]):
+        raise ValueError(problem)
     return Prompts(rows, ids)
 
 
@@ -63,10 +63,10 @@ def encode_prompts(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
     return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def ends_prompts(tokenizer: Any, prompt: Any) -> str:
-    """What is wrong with a tokenizer that puts its end token after a prompt that is text; "" when it does not.
+def end_token_problem(tokenizer: Any, prompt: Any) -> str:
+    """What is wrong with a tokenizer that puts its end token after a prompt that is text; "" if it does not.
 
-    A chat template is free to end a prompt so: to a conversation the tokenizer itself adds nothing.
+    A chat template may end a conversation with that token: it belongs to the format that the model was trained on.
     """
     if not isinstance(prompt, str):
         return ""
@@ -89,8 +89,8 @@ def without_gaps(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 def decode_completions(
     rows: Sequence[Mapping[str, Any]], prompt_ids: Sequence[list[int]], ids: Sequence[list[int]], tokenizer: Any
 ) -> list[Any]:
-    """Completions as rewards see them: one assistant message where the prompt is a conversation, else the text by which
-    the prompt goes on."""
+    """Completions as rewards see them: one assistant message if the prompt is a conversation, else the text that
+    continues the prompt."""
     alone = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if not rows or not isinstance(rows[0]["prompt"], str):
         return [[{"role": "assistant", "content": text}] for text in alone]
@@ -100,7 +100,7 @@ def decode_completions(
     before = dict(zip(prompts, shown, strict=True))
     together = [prompt + completion for prompt, completion in zip(prompt_ids, ids, strict=True)]
     whole = tokenizer.batch_decode(together, skip_special_tokens=True)
-    # Bytes that complete no character may change how the prompt's last ones are shown.
+    # Bytes at the prompt's end that make no character alone may make one with the completion's first bytes.
     return [
         text.removeprefix(before[tuple(prompt)]) if text.startswith(before[tuple(prompt)]) else own
         for prompt, text, own in zip(prompt_ids, whole, alone, strict=True)

@@ -128,15 +128,15 @@ class Guard(Section):
 
 class PromotionConfig(Section):
     set: str = HELD_OUT
-    """Evaluation set on which a version has to be better; not `held-out` where a training chooses its model on that,
-    by load_best_model_at_end or early_stopping_patience."""
+    """Evaluation set on which a version has to be better. If the training chooses its model on `held-out` (by
+    load_best_model_at_end or early_stopping_patience), it must be another set."""
     metric: Literal["accuracy", "reward"] = "accuracy"
     """What it has to be better in, and what reports put first: share of right answers, or mean weighted reward."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
-    """1 - the highest probability that, over all attempts against the same champion, a version is promoted that is no
-    better."""
+    """1 - the highest probability that, in all attempts against the same champion, any version that is no better is
+    promoted."""
     min_gain: float = Field(0.0, ge=0)
-    """The least mean gain on these prompts that is worth a promotion; that the true gain reaches it is not tested."""
+    """The least mean gain on these prompts that is worth a promotion; the true gain may be smaller."""
     guards: list[Guard] = Field(default_factory=list)
     """Bounds that have to hold besides."""
     automatic: bool = False

@@ -1,4 +1,4 @@
-"""What an input is known by: its content, whatever its name and place."""
+"""Identity of inputs: a hash of their content, whatever their name and place."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from grpo_core.rewards.contract import source_of
 
 
 def content_hash(source: str) -> str:
-    """Hash of a file's or folder's content; of the name itself where it is no path (a hub name).
+    """Hash of a file's or folder's content; of the name itself if it is no path (a hub name).
 
-    Of a folder, README.md and hidden files and folders (.cache, .gitattributes) are left out, which no loader reads.
+    In a folder, README.md and hidden files and folders (.cache, .gitattributes) do not count: no loader reads them.
     """
     path = Path(source)
     digest = hashlib.blake2b(digest_size=16)
     if not path.exists():
         digest.update(source.encode())
         return digest.hexdigest()
-    files = [path.relative_to(path)] if path.is_file() else sorted(it.relative_to(path) for it in path.rglob("*"))
-    for name in files:
-        file = path / name
-        if not file.is_file() or name.name == "README.md" or any(part.startswith(".") for part in name.parts):
-            continue
+    # A file's suffix says how to read it, a name inside a folder what it is.
+    files = {path.suffix: path} if path.is_file() else {str(it.relative_to(path)): it for it in _files_read(path)}
+    for name, file in files.items():
         status = file.stat()
-        digest.update((str(name) if path.is_dir() else path.suffix).encode())  # which says how to read it
+        digest.update(name.encode())
         digest.update(_file_hash(file, status.st_size, status.st_mtime_ns))
     return digest.hexdigest()
+
+
+def _files_read(folder: Path) -> list[Path]:
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
+    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -40,8 +43,8 @@ def _file_hash(file: Path, size: int, modified_ns: int) -> bytes:
 
 
 def reward_parts(config: RunConfig) -> list[dict[str, Any]]:
-    """What scores follow from: each reward's determining keys and the hash of its source; a classifier's model is known
-    by its content."""
+    """What scores follow from: each reward's determining keys and the hash of its source; for a classifier's model, the
+    hash of its content."""
     parts: list[dict[str, Any]] = config.determining()["rewards"]
     for part, reward in zip(parts, config.rewards, strict=True):
         part["source"] = hashlib.blake2b(source_of(reward)).hexdigest()

@@ -39,8 +39,8 @@ def outcomes(
     accuracy: whether the sample is right, which is that `accuracy_reward` gave it 1. reward: the weighted sum of what
     `rewards` count. pass@K: the probability that one of K samples is right. kl: 0 of the base itself. The others are
     columns of `samples`. A sample that a reward left unscored is left out, a prompt without a scored one is NaN.
-    unscored_as: for each row of the set, in the order of `samples`, a value to take for the sample's own; null: its
-    own. Raises ValueError for a metric or a policy that the samples do not have.
+    unscored_as: one entry per row of the set, in the order of `samples`: a value that replaces the sample's own, or
+    null. Raises ValueError for a metric or a policy that the samples do not have.
     """
     of_set = samples.filter(pl.col("set") == set)
     if (policy, metric) == ("base", "kl"):
@@ -79,8 +79,8 @@ def rewards_in(metric: str, config: RunConfig) -> list[str]:
 def left_unscored(
     samples: pl.DataFrame, policy: str, others: pl.DataFrame, other: str, set: str, rewards: Sequence[str]
 ) -> pl.Series:
-    """For each row of a set, in the order of `samples`: whether one of `rewards` left the policy's sample unscored that
-    scored the other policy on the same prompt (its columns `other/…` in the samples `others`)."""
+    """Whether one of `rewards` left the policy's sample unscored, although it scored the other policy on that prompt:
+    one value per row of the set, in the order of `samples`. `others` has the columns `other/…` of the other policy."""
     of_set, theirs = samples.filter(pl.col("set") == set), others.filter(pl.col("set") == set)
     lost = pl.repeat(False, of_set.height, eager=True)
     for name in rewards:
@@ -90,7 +90,7 @@ def left_unscored(
 
 
 def prompt_numbers(samples: pl.DataFrame, set: str) -> np.ndarray:
-    """Which prompt each row of a set has, in the order of rows: the same number where the prompts are equal. (N,)"""
+    """Number of each row's prompt, in the order of the set's rows; equal prompts have the same number. (N,)"""
     of_set = samples.filter((pl.col("set") == set) & (pl.col("sample") == 0)).sort("row")
     numbers: dict[str, int] = {}
     return np.array(
@@ -101,7 +101,7 @@ def prompt_numbers(samples: pl.DataFrame, set: str) -> np.ndarray:
 def per_prompt(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """Outcomes of rows (N,) → of distinct prompts (P,): the mean over the rows that have the same prompt and a value.
 
-    Rows of the same prompt are not independent, and would pass for more evidence than they are.
+    Rows of the same prompt are not independent: counted one by one, they would look like more evidence.
     """
     scored = ~np.isnan(values)
     distinct, places = np.unique(numbers, return_inverse=True)

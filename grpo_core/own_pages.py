@@ -1,4 +1,4 @@
-"""Which web pages a server on this machine answers: its own."""
+"""Middleware with which a server on this machine answers no web pages except its own."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _split(url: str) -> SplitResult | None:
     """The parts of a URL; None if it is none."""
     try:
         parts = urlsplit(url)
-        _ = parts.port
+        _ = parts.port  # read here for the ValueError that a wrong one raises
     except ValueError:
         return None
     return parts

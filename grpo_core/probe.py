@@ -15,12 +15,11 @@ from torch import Tensor
 SEQUENCES = 16  # few and short: every weight except the rows of other tokens takes part, and both sides pay each sync
 TOKENS = 16
 SHORTEST = 2  # tokens: the first of a sequence has no log-probability
-# Difference between engine and trainer, mean over the probe, that is put down to rounding even where less was seen.
+# Mean difference between engine and trainer over the probe that counts as rounding even where less was seen.
 LEAST_ROUNDING = {"no": 1e-6, "bf16": 1e-3}  # by mixed_precision
-NOTICEABLE = (
-    0.1  # of the rounding: if most of the trainer's scores change by more, an engine's cannot all stay the same
-)
-GROWTH = 4.0  # of the rounding at the reference: by so much the two may come apart; independent rounding makes 1.4
+# Share of the rounding: if most of the trainer's scores change by more, an engine's cannot all stay the same.
+NOTICEABLE = 0.1
+GROWTH = 4.0  # times the rounding at the reference: how far the two may come apart; independent rounding makes 1.4
 SHARE = 0.25  # of the policy's movement that may be missing in the engine
 
 

@@ -28,9 +28,9 @@ from mlflow.exceptions import MlflowException
 
 from grpo_core.config import ConfigError, parse_config
 from grpo_core.evaluation_sections import CHAMPION, RegistryConfig
-from tasks import spending
 from tasks.gate import Contestant, Verdict, decide
 from tasks.history import ROLLED_BACK, Entry, bounded, reigns, written
+from tasks.spending import attempt_number, attempt_tag, attempt_text
 from tasks.storage import model_lock
 from tasks.tracking import connect
 
@@ -98,7 +98,7 @@ def promote(
             begun = candidate.tags
             _tag(client, candidate, {DECIDED_AT: _now()})
             return Outcome(begun[DECISION], name, number, begun[AGAINST], begun[REASON])
-        attempt = spending.attempt_number(client, candidate, champion or "base", rules)
+        attempt = attempt_number(client, candidate, champion or "base", rules)
         try:
             verdict = _judge(client, candidate, champion, rules, attempt)
         except _NotComparableError as error:
@@ -155,8 +155,8 @@ def rollback(name: str) -> tuple[str | None, str]:
 
 
 def identity(version: ModelVersion) -> dict[str, Any]:
-    """What an evaluation knows its champion by. Numbers begin at 1 again if a model is deleted and made again under its
-    name, so the MLflow run belongs to it."""
+    """What identifies a champion in an evaluation. The MLflow run is part of it: if a model is deleted and made again
+    under its name, its versions are numbered from 1 again."""
     return {"model_name": version.name, "version": str(version.version), "run_id": version.run_id}
 
 
@@ -261,13 +261,13 @@ def _why_no_champion(client: MlflowClient, name: str, history: list[Entry]) -> s
 
 
 def _refuse_another_champion(client: MlflowClient, name: str, seen: str | None) -> None:
-    """Raise PromotionError if the champion is not the one that was `seen`: machines that share no storage root do not
+    """Raises PromotionError if the champion is not the one that was `seen`: machines that share no storage root do not
     wait for each other's lock."""
     now = client.get_registered_model(name).aliases.get(CHAMPION)
     if (now and str(now)) != seen:
         raise PromotionError(
             f"the champion of {name} was {_called(seen)} when this began and is {_called(now)} now: another machine or "
-            "person has changed it meanwhile, and it is left so. Start this again"
+            "person has changed it meanwhile. Nothing was changed here; start this again"
         )
 
 
@@ -348,7 +348,7 @@ def _tags(outcome: Outcome, rules: Mapping[str, Any], attempt: int) -> dict[str,
     return {
         REASON: outcome.reason,
         AGAINST: outcome.against,
-        spending.TAG: str(attempt) if gain else None,
+        **({attempt_tag(outcome.against): attempt_text(attempt, rules)} if gain else {}),
         "promotion.metric": f"{gain.set}/{gain.metric}" if gain else None,
         "promotion.gain": f"{gain.difference.mean:.6g}" if gain else None,
         "promotion.p_value": f"{gain.difference.p_value:.6g}" if gain else None,

@@ -15,7 +15,7 @@ from typing import Any
 import pandera.polars as pa
 import polars as pl
 
-from grpo_core.data import ends_prompts
+from grpo_core.data import end_token_problem
 from grpo_core.rewards.contract import Reward
 from tasks.lengths import fit, has_tokens, renders
 
@@ -151,8 +151,8 @@ def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]
             "instruction-tuned model, or prompts that are text"
         )
     prompts = frames["train"]["prompt"].drop_nulls()
-    if not others and len(prompts) and (wrong := ends_prompts(tokenizer, prompts[0])):
-        yield wrong
+    if not others and len(prompts) and (problem := end_token_problem(tokenizer, prompts[0])):
+        yield problem
 
 
 def is_conversation(frame: pl.DataFrame) -> bool:

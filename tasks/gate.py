@@ -62,8 +62,8 @@ def decide(config: RunConfig, candidate: Contestant, rival: Contestant, attempt:
 
     attempt: how many comparisons with this rival there have been, this one included. Better: one-sided p-value of "not
     better in the mean" at most `level_of` this attempt, and a mean gain of at least `min_gain`. The levels of all
-    attempts together are 1 − confidence, so of candidates that are no better than a rival, the probability that any is
-    ever accepted is at most that; guards only ever refuse. A sample that a reward left unscored counts as the worst
+    attempts add up to 1 − confidence, so of candidates that are no better than a rival, the probability that any is
+    ever accepted is at most that; guards only refuse. A sample that a reward left unscored counts as the worst
     where it scored the rival on the same prompt. Raises ValueError for a guard on a metric that the samples lack.
     """
     rules, level = config.promotion, level_of(attempt, config.promotion.confidence)

@@ -15,12 +15,13 @@ CHARACTERS = 5000
 
 
 def written(history: Sequence[Entry]) -> str:
+    """The tag's text."""
     return json.dumps(history, separators=(",", ":"))
 
 
 def bounded(history: Sequence[Entry]) -> list[Entry]:
-    """As much of a history as its tag holds. First go the entries that no rollback leads back to, then the others, each
-    from the oldest on; never the last, which is the champion."""
+    """As much of a history as its tag holds. Entries that no rollback leads back to are dropped first, then the others,
+    both from the oldest on; the last, which is the champion, is never dropped."""
     kept = list(history)
     while len(written(kept)) > CHARACTERS:
         needed = {id(entry) for entry in reigns(kept)}

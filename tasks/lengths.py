@@ -56,8 +56,8 @@ def _is_rendered(conversation: list[dict[str, Any]], tokenizer: Any) -> bool:
 
 
 def has_tokens(texts: pl.Series, tokenizer: Any) -> pl.Series:
-    """Of which texts the tokenizer makes a token, special ones aside. Few beginnings are tokenized for many texts; only
-    those that begin with none are tokenized whole."""
+    """Whether the tokenizer makes a token of each text, special tokens aside. Few beginnings are
+    shared by many texts and tokenized first; only a text whose beginning makes no token is tokenized whole."""
     beginnings = texts.str.head(BEGINNING)
     known = beginnings.unique()
     found = dict(zip(known, _are_tokenized(known, tokenizer), strict=True))

@@ -68,8 +68,8 @@ def sending(folder: Path, tracked: Mapping[str, Any], log: Any) -> Iterator[None
 
 
 def send_rest(client: MlflowClient, run_id: str, folder: Path, log: Any) -> None:
-    """Send the rows of `folder`'s metrics.jsonl that MLflow has not taken; `log` is told how far it is. What the client
-    raises goes on."""
+    """Send the rows of `folder`'s metrics.jsonl that MLflow has not taken; `log` is told how far it is. Raises what the
+    client raises."""
     rows = [*_unsent(folder, Figures(folder / "metrics.jsonl"))]
     for first in range(0, len(rows), ROWS_AT_ONCE):
         if first % ROWS_BETWEEN_LINES == 0:

@@ -139,7 +139,7 @@ def _devices(config: RunConfig) -> list[dict[str, str]]:
 
 
 def hold_port() -> socket.socket:
-    """A free port of 127.0.0.1 that nothing else is given as long as the socket is open, though no server has it yet.
+    """Bind a free port of 127.0.0.1: no other process is given it as long as the socket is open.
 
     A server that sets SO_REUSEADDR, as vLLM's does, can listen on it all the same.
     """

@@ -9,19 +9,27 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
-TAG = "promotion.attempt"
+
+def attempt_tag(against: str) -> str:
+    """Tag of a version that says which attempt against a champion (its version, or "base") it was, by which rules."""
+    return f"promotion.attempt.{against}"
+
+
+def attempt_text(attempt: int, changes: Mapping[str, Any]) -> str:
+    """The tag's value."""
+    return json.dumps({"attempt": attempt, "changes": changes})
 
 
 def attempt_number(client: MlflowClient, candidate: ModelVersion, against: str, changes: Mapping[str, Any]) -> int:
-    """Which attempt against a champion (its version, or "base") a comparison of this version is, from 1 on.
+    """Number of this comparison among those with the same champion (its version, or "base"), from 1.
 
-    Counted over all versions of the model by their tags, whenever they were compared: a champion that returns by a
-    rollback goes on with its count. A version that has been compared with this champion under the same `changes` keeps
-    its number, since the same comparison gives the same answer.
+    Counted by the tags of all versions of the model, whenever they were compared: a champion that returns by a rollback
+    goes on with its count. A version that has been compared with this champion under the same `changes` keeps its
+    number, since the same comparison gives the same answer.
     """
-    versions = client.search_model_versions(f"name = {candidate.name!r}")
-    tried = [it for it in versions if it.tags.get("promotion.against") == against and TAG in it.tags]
-    for version in tried:
-        if version.version == candidate.version and json.loads(version.tags.get("promotion.changes", "{}")) == changes:
-            return int(version.tags[TAG])
-    return 1 + max((int(it.tags[TAG]) for it in tried), default=0)
+    tag, versions = attempt_tag(against), client.search_model_versions(f"name = {candidate.name!r}")
+    tried = {it.version: json.loads(it.tags[tag]) for it in versions if tag in it.tags}
+    own = tried.get(candidate.version)
+    if own and own["changes"] == changes:
+        return own["attempt"]
+    return 1 + max((it["attempt"] for it in tried.values()), default=0)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_core.config import RunConfig, load_config
+from grpo_core.files import publish
 from grpo_core.fingerprint import content_hash
 from tasks.lineage import key_of, lineage_keys
-from tasks.storage import publish, read_json, remove, set_aside, write_text
+from tasks.storage import read_json, remove, set_aside, write_text
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State

@@ -6,7 +6,7 @@
     STORAGE/prefect/       Prefect's home             (unless PREFECT_HOME is set)
 
 An output is written under a temporary name, flushed to the disk and renamed; what it replaces is kept under
-NAME/replaced/. Whoever writes into a run's directory holds its lock.
+NAME/replaced/. A process that writes into a run's directory holds its lock.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 
 from grpo_core.config import RunConfig, dump_config
+from grpo_core.files import publish
 
 # Longer than a supervised process gets to end, checkpoint included.
 ENDING_SECONDS = 60.0
@@ -166,29 +167,8 @@ def write_text(path: Path, text: str) -> None:
     publish(temporary, path)
 
 
-def publish(partial: Path, final: Path) -> None:
-    """Rename a file or folder once its content is on the disk: a file system may otherwise keep the rename, and lose
-    the content, when the power fails."""
-    if partial.is_dir():
-        for folder, _, names in os.walk(partial):
-            for path in (*(Path(folder, name) for name in names), Path(folder)):
-                _flush(path)
-    else:
-        _flush(partial)
-    partial.rename(final)
-    _flush(final.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is no such file or it is damaged, which is as if it were missing."""
+    """The JSON object in a file; empty if the file is missing or damaged."""
     try:
         found = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):

@@ -27,16 +27,16 @@ POLL_SECONDS = 0.02
 KILL_SECONDS = 10.0  # within which a process dies of SIGKILL, unless it sleeps uninterruptibly
 
 
-async def supervise(command: list[str], grace: float, guard: int) -> int:
+async def supervise(command: list[str], grace: float, from_guard: int) -> int:
     """Run the command to its end or until told to stop; its exit status, 128 + n if signal n ended it.
 
-    `guard`: a pipe whose end says that the guard has died.
+    `from_guard`: a pipe whose end says that the guard has died.
     """
     loop = asyncio.get_running_loop()
     told_to_stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
-    pipes = [guard, *([0] if stat.S_ISFIFO(os.fstat(0).st_mode) else [])]  # a terminal's end says nothing
+    pipes = [from_guard, *([0] if stat.S_ISFIFO(os.fstat(0).st_mode) else [])]  # a terminal's end says nothing
     for pipe in pipes:
         loop.add_reader(pipe, lambda pipe=pipe: os.read(pipe, 4096) or told_to_stop.set())
     child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
@@ -47,7 +47,7 @@ async def supervise(command: list[str], grace: float, guard: int) -> int:
         for pipe in pipes:
             loop.remove_reader(pipe)
         if not exited.done():
-            with suppress(ProcessLookupError):  # dead since, as when both were told to end
+            with suppress(ProcessLookupError):  # it has died since, as when both were told to end
                 os.killpg(child.pid, signal.SIGTERM)
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace):
@@ -116,7 +116,7 @@ def main() -> None:
     grace, command = float(sys.argv[1]), sys.argv[2:]
     from_guard, to_supervisor = os.pipe()
     supervisor = os.fork()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited: both are one
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited by fork: both call it
     if supervisor:
         sys.exit(guard(supervisor, grace))
     os.close(to_supervisor)

@@ -96,12 +96,12 @@ def open_tracking_run(config: RunConfig, run: Path, folder: Path) -> dict[str, A
 
 
 def read_tracking_run(training: Path) -> dict[str, Any]:
-    """run_id, experiment_id and start_time of a training's MLflow run. StageError where that is not known."""
+    """run_id, experiment_id and start_time of a training's MLflow run. Raises StageError if they are not known."""
     if known := read_json(training / RUN_FILE):
         return known
     raise StageError(
-        f"{training / RUN_FILE} is missing or damaged, which names the training's MLflow run: restore it from a backup "
-        f"(run_id, experiment_id and start_time in ms, of the run in MLflow), or train again with "
+        f"{training / RUN_FILE}, which names the training's MLflow run, is missing or damaged: restore it from a "
+        f"backup (run_id, experiment_id and start_time in ms, of the run in MLflow), or train again with "
         f"`grpo stage train --run {training.parent.name} --force`"
     )
 

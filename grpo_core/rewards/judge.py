@@ -165,13 +165,13 @@ class _Call:
 
     client: Any  # openai.AsyncOpenAI
     shared: _Shared
-    body: Mapping[str, Any]  # of a request, but for the messages
+    body: Mapping[str, Any]  # of a request, without the messages
     scale: range
     budget: Mapping[str, int | None]
-    hide: Callable[[str], str]  # gives a text without the key
+    hide: Callable[[str], str]  # returns a text without the key
 
     @property
-    def who(self) -> str:
+    def judge(self) -> str:
         return f"the judge {self.body['model']!r} at {self.shared.base_url}"
 
     def shown(self, text: str) -> str:
@@ -198,8 +198,8 @@ def _folder(cache: str | None) -> Path:
 
 
 async def _grade_all(call: _Call, questions: Collection[str], shortest: str) -> dict[str, int | None]:
-    """The grade of each question, or None. `shortest`: as short a question as the rubric allows, which is asked to see
-    whether a server that refuses another one answers at all.
+    """The grade of each question, or None. `shortest`: as short a question as the rubric allows; it is asked after a
+    refusal, to see whether the server answers at all.
 
     After the first failure nothing more is asked, in other calls either; what is under way, and paid for, is kept.
     """
@@ -235,7 +235,7 @@ async def _grade_all(call: _Call, questions: Collection[str], shortest: str) -> 
     except asyncio.CancelledError:
         failures.append(
             RewardError(
-                f"{call.who} has left {len(questions) - len(grades)} of {len(questions)} questions without an answer "
+                f"{call.judge} has left {len(questions) - len(grades)} of {len(questions)} questions without an answer "
                 f"until the reward's time was up; a request may take request_timeout={call.client.timeout:g} s, and "
                 f"max_retries={call.client.max_retries} more as long. No completion is scored for that; when it "
                 "answers again, run again: what was graded is kept"
@@ -246,7 +246,7 @@ async def _grade_all(call: _Call, questions: Collection[str], shortest: str) -> 
     if refusals:
         shared.refused += len(refusals)
         warnings.warn(
-            f"{call.who} refuses {len(refusals)} of {len(questions)} questions, which get no grade ({shared.refused} "
+            f"{call.judge} refuses {len(refusals)} of {len(questions)} questions, which get no grade ({shared.refused} "
             f"so far): {refusals[0]}",
             stacklevel=2,
         )
@@ -276,7 +276,7 @@ async def _grade(call: _Call, question: str) -> int | None:
     shared.ungraded += 1
     if shared.ungraded >= UNREADABLE:
         raise RewardError(
-            f"{call.who} gave {UNREADABLE} completions in a row no grade in the form asked for; last it said "
+            f"{call.judge} gave {UNREADABLE} completions in a row no grade in the form asked for; last it said "
             f"{call.shown(text)!r}. Take a model that follows instructions, give it more max_completion_tokens, or "
             "force the form (extra_body.structured_outputs of vLLM)"
         )
@@ -300,8 +300,8 @@ async def _ask(call: _Call, body: Mapping[str, Any], question: str) -> str:
         if status in REFUSALS:
             raise _RefusedError(said) from None
         raise RewardError(
-            f"{call.who} {'refuses' if status < 500 else 'does not answer'}: {said}. No completion is scored for that; "
-            "when it answers again, run again: what was graded is kept"
+            f"{call.judge} {'refuses' if status < 500 else 'does not answer'}: {said}. No completion is scored for "
+            "that; when it answers again, run again: what was graded is kept"
         ) from None
     try:
         (choice,) = response.choices
@@ -312,7 +312,7 @@ async def _ask(call: _Call, body: Mapping[str, Any], question: str) -> str:
     if not isinstance(tokens, int) or tokens < 0:
         tokens = None
     if tokens is None and call.budget["tokens"] is not None:
-        raise RewardError(f"{call.who} does not say how many tokens it used: budget_tokens cannot be kept; remove it")
+        raise RewardError(f"{call.judge} does not say how many tokens it used: budget_tokens cannot be kept; remove it")
     cache = call.shared.cache
     with cache.transact(retry=True):
         cache.set("tokens", cache.get("tokens", 0) + (tokens or 0))
@@ -320,11 +320,11 @@ async def _ask(call: _Call, body: Mapping[str, Any], question: str) -> str:
 
 
 async def _check_that_it_answers(call: _Call, question: str) -> None:
-    """RewardError when the server refuses this question too, which is as short as the rubric allows."""
+    """Raises RewardError if the server also refuses this question, which is as short as the rubric allows."""
     try:
         await _ask(call, call.body, question)
     except _RefusedError as refusal:
-        raise RewardError(f"{call.who} refuses whatever it is asked: {refusal}; correct the reward's args") from None
+        raise RewardError(f"{call.judge} refuses whatever it is asked: {refusal}; correct the reward's args") from None
 
 
 def _spend(cache: Any, budget: Mapping[str, int | None]) -> None:

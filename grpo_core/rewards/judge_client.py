@@ -17,6 +17,10 @@ KEY_NAME = re.compile(r"[A-Z0-9_]+_API_KEY")
 
 
 def api_key(name: str | None) -> str | None:
+    """The key in the environment variable `name`; None without a name.
+
+    Raises RewardError if the name is not that of a key, or the value is missing or cannot be sent.
+    """
     if name is None:
         return None
     if not KEY_NAME.fullmatch(name):
@@ -24,7 +28,7 @@ def api_key(name: str | None) -> str | None:
     key = os.environ.get(name, "").strip()
     if not key:
         raise RewardError(f"api_key_env={name!r}: the environment variable {name} is not set")
-    if not (key.isascii() and key.isprintable()) or set(key) & set(" \"'\\"):  # else an error could spell it otherwise
+    if not (key.isascii() and key.isprintable()) or set(key) & set(" \"'\\"):  # an error might escape it
         raise RewardError(
             f"api_key_env={name!r}: the value of {name} has a space, quote, backslash, control or non-ASCII character "
             "in it, and cannot be sent; set it to the key alone"
@@ -33,11 +37,11 @@ def api_key(name: str | None) -> str | None:
 
 
 def connect(base_url: str, key: str | None, max_retries: int, seconds: float) -> Any:
-    """One a call: connections belong to an event loop, and each generation batch has its own."""
+    """Client of one call: connections belong to an event loop, and each generation batch has its own."""
     import openai
 
-    # A redirect would take the question, and the client's default key the secret of another server, to who knows whom;
-    # so would a proxy (HTTP_PROXY), unless the connection through it is encrypted from end to end.
+    # A redirect would take the question to an unknown server, and the client's default key the secret of another one;
+    # a proxy (HTTP_PROXY) would read both, unless the connection through it is encrypted from end to end.
     key = key or "none"
     address = urlsplit(base_url)
     http = openai.DefaultAsyncHttpxClient(

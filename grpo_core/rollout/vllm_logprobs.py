@@ -47,7 +47,7 @@ def ignore_truncation(model_runner: Any) -> str:
 
 
 def _with_whole_logprobs(draw: Callable[..., Any], log_softmax: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """`draw` truncates, draws and gives the tokens and their distribution's log-probabilities. (B, V) → (B,), (B, V)"""
+    """Wrap vLLM's `draw`, which truncates, draws and returns tokens and log-probabilities. (B, V) → (B,), (B, V)"""
 
     def draw_and_report(
         logits: Tensor, generators: dict[int, Any], k: Tensor | None, p: Tensor | None
@@ -59,7 +59,7 @@ def _with_whole_logprobs(draw: Callable[..., Any], log_softmax: Callable[[Tensor
 
 
 def _with_whole_logits(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """`draw` truncates, draws and gives the tokens and the logits that log-probabilities follow from."""
+    """Wrap vLLM's `draw`, which truncates, draws and returns tokens and the logits of their log-probabilities."""
 
     def draw_and_report(
         logits: Tensor, rows: Tensor, rows_np: Any, pos: Tensor, top_k: Tensor | None, top_p: Tensor | None, fused: bool

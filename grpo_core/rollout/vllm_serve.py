@@ -19,7 +19,7 @@ from grpo_core.rollout.vllm_logprobs import LOGPROBS_MODE
 
 ADDRESSES = "GRPO_VLLM_SERVERS"  # environment variable of a training: the addresses of servers that were started for it
 
-LEAST_SEQUENCES = 128  # completions that vLLM takes at once without being told: 128 on a CPU, more on any GPU
+LEAST_SEQUENCES = 128  # completions that vLLM works on concurrently by default: 128 on a CPU, more on any GPU
 VLLM = "0.32"  # the release that weights are sent by: each changes that API
 
 
@@ -75,7 +75,7 @@ def server_command(config: RunConfig) -> list[str]:
         *("--worker-extension-cls", "grpo_core.rollout.vllm_worker.TrainerLease"),
         *("--tensor-parallel-size", str(rollout.vllm_tensor_parallel_size)),
         *("--data-parallel-size", str(rollout.vllm_data_parallel_size)),
-        # It refuses a request for more completions of a prompt than it works on at once.
+        # It refuses a request for more completions of a prompt than it works on concurrently.
         *(["--max-num-seqs", str(group)] if (group := largest_group(config)) > LEAST_SEQUENCES else []),
         *(
             # After a part of a prompt vLLM turns a seeded request's random stream back, which a CPU's cannot do.

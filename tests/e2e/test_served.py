@@ -38,7 +38,7 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def test_of_two_flow_runs_of_one_configuration_one_works_and_the_other_waits_and_skips_every_stage(
+def test_a_second_flow_run_of_a_configuration_waits_for_the_first_and_skips_every_stage(
     served: Served, changes: dict[str, Any]
 ) -> None:
     """As scheduled runs do that came due while nothing served."""

@@ -43,7 +43,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
     assert_same(run, whole)
 
 
-def test_a_training_of_which_only_damaged_checkpoints_are_left_starts_from_the_beginning_once_they_are_removed(
+def test_a_training_with_only_damaged_checkpoints_is_refused_and_begins_when_they_are_removed(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
     run, whole = interrupted(values, tmp_path)

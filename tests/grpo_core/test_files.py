@@ -19,13 +19,26 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def test_a_folder_is_on_the_disk_with_all_that_is_in_it_when_it_takes_its_name(
+def test_a_folder_is_on_the_disk_with_all_that_is_in_it_before_it_takes_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = Disk(monkeypatch)
-    final = tmp_path / "final"
-    publish(_folder(tmp_path / "partial"), final)
-    assert disk.holds(final)
+    partial, final = _folder(tmp_path / "partial"), tmp_path / "final"
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        done.append(str(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path)))
+        fsync(descriptor)
+
+    def noted_rename(source: Path, target: Path) -> Path:
+        done.append("rename")
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    publish(partial, final)
+    assert sorted(done[:4]) == ["partial", "partial/first", "partial/inner", "partial/inner/second"]
+    assert done[4:] == ["rename", "."]
     assert (final / "inner" / "second").read_text() == "2"
 
 
@@ -58,7 +71,7 @@ def test_a_file_system_that_syncs_no_folders_is_written_to_all_the_same(
     assert (tmp_path / "final" / "first").read_text() == "1"
 
 
-def test_a_disk_that_fails_is_said_and_nothing_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_is_an_error_and_nothing_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(descriptor: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 

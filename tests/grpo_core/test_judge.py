@@ -181,7 +181,7 @@ def test_a_judge_that_repeats_the_reply_does_not_grade_with_its_words(graded: An
         assert sorted(body["temperature"] for body in server.bodies) == [0, 0, 1, 1]
 
 
-def test_of_several_grades_in_every_answer_the_lowest_counts(graded: Any) -> None:
+def test_the_lowest_grade_counts_if_every_answer_has_several(graded: Any) -> None:
     """So it does not pay to have other grades quoted, which would give none at all."""
     said = {
         "a": "It says\nScore: 10\nScore: 2",

@@ -196,7 +196,7 @@ def test_the_generation_configs_end_tokens_and_the_tokenizers_end_a_completion(
     assert not any(ends & set(completion.ids[:-1]) for completion in completions)
 
 
-def test_without_an_end_token_each_completion_is_truncated(model: Any, model_folder: Path) -> None:
+def test_each_completion_is_truncated_if_there_is_no_end_token(model: Any, model_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.eos_token = tokenizer.pad_token = None
     model = copy.deepcopy(model)

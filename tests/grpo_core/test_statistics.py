@@ -61,7 +61,7 @@ def test_the_interval_of_a_paired_difference_is_symmetric_and_never_a_point(wins
 
 
 @pytest.mark.parametrize(("ones", "of"), [(0, 10), (3, 10), (10, 10), (1, 1), (199, 200), (20, 1000)])
-def test_of_two_values_the_interval_of_graded_outcomes_is_clopper_and_pearson_s(ones: int, of: int) -> None:
+def test_the_interval_of_graded_outcomes_of_two_values_is_clopper_and_pearson_s(ones: int, of: int) -> None:
     exact = stats.binomtest(ones, of).proportion_ci(0.95, method="exact")
     found = estimate([2.0] * ones + [0.0] * (of - ones), 0.95, (0.0, 2.0))
     assert (found.low, found.high) == (pytest.approx(2 * exact.low, abs=1e-5), pytest.approx(2 * exact.high, abs=1e-5))

@@ -57,7 +57,7 @@ def test_a_skipped_sync_stops_the_training_with_step_and_figure(
     assert float(found[1]) > 1e-3
 
 
-def test_in_bfloat16_at_a_usual_learning_rate_too_also_in_the_first_hand_over_of_a_resumed_training(
+def test_a_skipped_sync_in_bfloat16_at_a_usual_learning_rate_stops_the_training_also_when_resumed(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {"mixed_precision": "bf16", "learning_rate": 1e-6, "save_steps": 2}

@@ -106,15 +106,27 @@ def test_attempts_against_a_champion_are_counted_until_there_is_another(model: s
         outcome = promote(model)
         assert outcome.decision == "refused", "six wins of six are enough for a first attempt, not for a third"
         assert f"(attempt {attempt} against champion version 1, so at level " in outcome.reason
-        assert _tags(model, version)["attempt"] == str(attempt)
-    again = promote(model, "3")
-    assert _tags(model, "3")["attempt"] == "2" and "attempt 2 against" in again.reason, "the same comparison"
-    promote(model, "3", changes={"promotion": {"metric": "reward"}})
-    assert _tags(model, "3")["attempt"] == "4", "another look at the same version"
+        assert json.loads(_tags(model, version)["attempt.1"])["attempt"] == attempt
+    assert "(attempt 2 against" in promote(model, "3").reason, "the same comparison"
+    by_reward = {"promotion": {"metric": "reward"}}
+    assert "(attempt 4 against" in promote(model, "3", changes=by_reward).reason, "another look at the same version"
     assert promote(model, "2", force=True).decision == "forced"
     register_version(model, _samples(base=0, trained=15))  # six wins again
-    assert promote(model).decision == "promoted"
-    assert _tags(model, "5")["attempt"] == "1"
+    assert "(attempt 1 against champion version 2" in promote(model).reason
+
+
+def test_a_champion_that_returns_goes_on_with_its_count_whatever_its_rivals_were_compared_with_since(
+    model: str,
+) -> None:
+    _champions(model, 1)
+    for right in (9, 10):  # of 40; the champion has the first 8 right
+        register_version(model, _samples(base=0, trained=right))
+        promote(model)
+    assert promote(model, "2", force=True).decision == "forced"
+    assert "(attempt 1 against champion version 2" in promote(model, "3").reason
+    assert rollback(model) == ("2", "1")
+    register_version(model, _samples(base=0, trained=11))
+    assert "(attempt 3 against champion version 1" in promote(model).reason
 
 
 def test_force_promotes_and_the_mark_says_what_the_gate_said(model: str) -> None:
@@ -346,7 +358,7 @@ def test_a_champion_that_another_machine_sets_meanwhile_is_left_alone(
 
     register_version(model, _samples(base=0, trained=40))
     monkeypatch.setattr(module, "_judge", other_machine)
-    with pytest.raises(PromotionError, match=r"was version 2 when this began and is version 1 now.*Start this again"):
+    with pytest.raises(PromotionError, match=r"was version 2 when this began and is version 1 now.*start this again"):
         promote(model)
     assert (_champion(model), "decision" in _tags(model, "3"), is_decided(model, "3")) == ("1", False, False)
     monkeypatch.setattr(module, "_judge", judge)

@@ -104,7 +104,7 @@ def test_a_run_that_is_in_use_keeps_its_configuration(run: Path, values: Values,
     assert load_config(run / "config.toml").seed == 0
 
 
-def test_one_that_waits_gets_the_run_when_it_is_free_and_is_told_who_has_it(
+def test_a_waiting_process_gets_the_run_when_it_is_free_and_is_told_which_one_has_it(
     run: Path, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "ENDING_SECONDS", 0.0)  # which is for what is about to end

@@ -60,7 +60,7 @@ def test_too_few_gpus_are_refused_with_the_keys_that_ask_for_them(
         _devices(parse_config(with_keys(values, num_processes=2, vllm_tensor_parallel_size=4)))
 
 
-def test_a_held_port_is_nobody_elses_and_a_server_can_listen_on_it_also_a_second_time() -> None:
+def test_a_held_port_is_given_to_nothing_else_and_a_server_can_listen_on_it_twice() -> None:
     with hold_port() as held:
         address = held.getsockname()
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -80,7 +80,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Server]
     made.stop()
 
 
-def test_a_server_that_cannot_be_started_again_at_once_is_tried_again(
+def test_a_server_that_cannot_be_started_again_immediately_is_tried_again(
     server: _Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     started = threading.Event()

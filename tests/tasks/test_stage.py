@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -33,8 +32,9 @@ from tasks.stage import (
     conditions,
     run_stage,
 )
-from tasks.storage import UnknownRunError, find_run, publish, write_text
+from tasks.storage import UnknownRunError, find_run, write_text
 from tests.conftest import config_values, write_sums
+from tests.grpo_core.disk import Disk
 
 Values = dict[str, Any]
 
@@ -244,33 +244,12 @@ def test_an_unfinished_output_whose_marker_is_empty_is_set_aside(run: Path) -> N
     assert list((run / "replaced").glob("training.partial-unknown"))
 
 
-def test_an_output_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a machine that dies may leave a name without content."""
-    partial, final = tmp_path / "output.partial", tmp_path / "output"
-    (partial / "model").mkdir(parents=True)
-    for name in ("report.json", "model/weights"):
-        (partial / name).write_text(name)
-    done: list[str] = []
-    fsync, rename = os.fsync, Path.rename
-
-    def flush(descriptor: int) -> None:
-        done.append(str(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path)))
-        fsync(descriptor)
-
-    def move(source: Path, target: Path) -> Path:
-        done.append("rename")
-        return rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", flush)
-    monkeypatch.setattr(Path, "rename", move)
-    publish(partial, final)
-    before = ["", "/model", "/model/weights", "/report.json"]
-    assert sorted(done[:4]) == [f"output.partial{name}" for name in before]
-    assert done[4:] == ["rename", "."]
-    assert (final / "model" / "weights").read_text() == "model/weights"
-    done.clear()
-    write_text(tmp_path / "note", "text")
-    assert done == ["note.tmp", "rename", "."]
+def test_a_stages_output_and_a_written_file_survive_a_power_cut(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch)
+    assert _do(TRAIN, run, force=True)
+    assert disk.holds(TRAIN.path(run))
+    write_text(run / "note", "text")
+    assert disk.holds(run / "note")
 
 
 def test_receipts_that_say_nothing_of_their_making_are_judged_by_their_keys(run: Path) -> None:

@@ -48,7 +48,7 @@ def _config(run: Path, **changes: Any) -> RunConfig:
     return parse_config({**config_values(run / "model", run), **changes})
 
 
-def test_whatever_keys_a_reward_takes_in_its_arguments_a_training_is_tracked(run: Path) -> None:
+def test_a_training_is_tracked_whatever_keys_its_rewards_arguments_have(run: Path) -> None:
     """MLflow refuses names of parameters with other characters than letters, digits and _ - . / : and space."""
     schema = {"$defs": {"p": {"type": "integer"}}, "properties": {"a+b €": {"$ref": "#/$defs/p"}, "k" * 300: {}}}
     args = {"schema": schema, "keywords": ["x", "y"], "strict": True}
