@@ -70,14 +70,14 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     rewards = [resolve(reward) for reward in config.rewards]
     sampling, n = evaluation_sampling(config), config.evaluation.num_samples
 
-    def load(path: Path | str, revision: str | None = None) -> Any:
-        model = load_model(path, revision).to(device)
+    def in_precision(model: Any) -> Any:
         return in_bfloat16(model) if config.train.mixed_precision == "bf16" else model
 
-    base = load(config.model.name_or_path, config.model.revision)
+    base = load_model(config.model.name_or_path, config.model.revision).to(device)
     max_length = max(prompts.max_length for prompts in sets.values()) + config.evaluation_length
     check_context(base.config, max_length)
     check_padding(base, max_length)
+    base = in_precision(base)
     engine = make_engine(config, config.model.name_or_path, base, tokenizer, max_length)
     columns = {name: prompt_columns(name, prompts.rows, config) for name, prompts in sets.items()}
     policies: list[str] = []
@@ -97,14 +97,14 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
 
     sample("base", base)
     if champion is not None:
-        model = load(champion)
+        model = in_precision(load_model(champion).to(device))
         if unlike := _unlike(base, model, tokenizer, champion):
             print(f"the champion is left out: it has another {unlike} than {config.model.name_or_path}", flush=True)
         else:
             engine.sync_weights(model)
             sample("champion", model)
         del model  # one beside the base is enough
-    trained = load(run / "training" / "model")
+    trained = in_precision(load_model(run / "training" / "model").to(device))
     engine.sync_weights(trained)
     sample("trained", trained)
     engine.close()

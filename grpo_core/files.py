@@ -24,7 +24,8 @@ def sync_to_disk(path: Path) -> None:
     """Wait until a file, or a folder with everything in it, is on the disk."""
     if path.is_dir():
         for child in path.iterdir():
-            sync_to_disk(child)
+            if not child.is_symlink():  # what a link names is not this folder's
+                sync_to_disk(child)
     _sync(path)
 
 

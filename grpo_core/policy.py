@@ -150,7 +150,7 @@ def attends_to_all(config: Any, max_length: float = math.inf) -> bool:
 @torch.no_grad()
 def check_padding(model: Any, max_length: float) -> None:
     """Raises ValueError if padding on the right changes the hidden states of a row, as it can in sparse attention when
-    sequences are longer than the number of keys that it selects."""
+    sequences are longer than the number of keys that it selects. `model`: in float32, where rounding explains less."""
     config = decoder(model).config
     selected = getattr(config, "index_topk", None) or 0  # keys that DeepSeek's sparse attention selects
     width = _probe_width(config, max_length, max(PROBED, 2 * selected))
@@ -158,9 +158,8 @@ def check_padding(model: Any, max_length: float) -> None:
     row = torch.arange(width, device=model.device).remainder(config.vocab_size)[None]
     padded = row.repeat(2, 1)
     padded[1, length:] = 0
-    with in_float32(model):
-        bare = decoder(model)(input_ids=row[:, :length], use_cache=False).last_hidden_state[0]
-        states = decoder(model)(input_ids=padded, use_cache=False).last_hidden_state[1, :length]
+    bare = decoder(model)(input_ids=row[:, :length], use_cache=False).last_hidden_state[0]
+    states = decoder(model)(input_ids=padded, use_cache=False).last_hidden_state[1, :length]
     if not (states - bare).norm() < TOLERANCE[torch.float32] * bare.norm():
         raise ValueError(
             f"{type(model).__name__} gives a sequence of {length} tokens other hidden states when it is padded to "

@@ -108,6 +108,7 @@ def set_up(run: Path) -> Session:
     max_length = max(lengths)
     base = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
     check_context(base.config, max_length)
+    check_padding(base, max_length)
     model = with_adapter(base, config.model)
     policy = Policy(
         model,
@@ -116,8 +117,6 @@ def set_up(run: Path) -> Session:
         bf16=config.train.mixed_precision == "bf16",
         gradient_checkpointing=config.train.gradient_checkpointing,
     )
-    if not policy.packs:
-        check_padding(policy.model, max_length)
     engine = make_engine(config, config.model.name_or_path, policy.model, tokenizer, max_length)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     optimizer = _optimizer(model, config.train)

@@ -147,7 +147,9 @@ def rollback(name: str) -> tuple[str | None, str]:
         leaving = client.get_model_version(name, present) if present else None
         _refuse_another_champion(client, name, present)
         if leaving:
-            _tag(client, leaving, {ROLLED_BACK_AT: None, ROLLED_BACK_TO: previous})
+            # A promotion that a dying process left half done ends here too: otherwise a pipeline would try it again.
+            ended = {DECIDED_AT: _now()} if _is_being_promoted(leaving) else {}
+            _tag(client, leaving, {**ended, ROLLED_BACK_AT: None, ROLLED_BACK_TO: previous})
         _crown(client, name, previous, ROLLED_BACK, history)
         if leaving:
             _tag(client, leaving, {ROLLED_BACK_AT: _now()})

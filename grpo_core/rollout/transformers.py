@@ -46,9 +46,12 @@ class TransformersEngine:
 
     def _take(self, model: Any) -> None:
         """ValueError for a model that says something else when it goes on from what it has kept of prompts."""
-        with in_float32(model):  # where routing of experts does not differ by rounding
-            self.model, self.shares_cache = model, can_share_cache(model, self.max_length)
-            right = self.shares_cache or says_the_same(model, partial(PlainCache, model, pad_id=self.pad_id))
+        self.model, self.shares_cache = model, can_share_cache(model, self.max_length)
+        right = self.shares_cache
+        if not right:
+            with in_float32(model):  # where rounding sends no token to another expert; takes memory for a copy
+                self.shares_cache = can_share_cache(model, self.max_length)
+                right = self.shares_cache or says_the_same(model, partial(PlainCache, model, pad_id=self.pad_id))
         if not right:
             raise ValueError(
                 f"{type(model).__name__} says something else of a padded prompt than of the prompt alone, as layers do "

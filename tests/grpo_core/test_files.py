@@ -16,6 +16,7 @@ def _folder(path: Path) -> Path:
     (path / "inner").mkdir(parents=True)
     (path / "first").write_text("1")
     (path / "inner" / "second").write_text("2")
+    (path / "link").symlink_to("nothing")
     return path
 
 

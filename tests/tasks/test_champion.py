@@ -334,6 +334,15 @@ def test_a_promotion_and_a_rollback_that_are_killed_at_any_write_are_finished_by
     assert writes > 10
 
 
+def test_a_rollback_of_a_promotion_that_was_killed_is_not_undone_by_the_pipeline(model: str) -> None:
+    _champions(model, 2)
+    rollback(model)
+    killed = next(writes for writes in count() if _is_killed(promote, model, writes) and _champion(model) == "2")
+    assert killed > 0 and not is_decided(model, "2")
+    assert rollback(model) == ("2", "1")
+    assert is_decided(model, "2"), "a pipeline tries only what is not decided"
+
+
 @pytest.mark.parametrize("writes", [1, 2, 3])
 def test_a_promotion_that_follows_a_killed_rollback_knows_it_as_one(model: str, writes: int) -> None:
     _champions(model, 2)
