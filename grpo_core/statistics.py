@@ -137,7 +137,7 @@ def _is_binary(values: np.ndarray, bounds: Bounds) -> bool:
 
 
 def _interval(values: np.ndarray, lowest: float, highest: float, confidence: float) -> tuple[float, float]:
-    """Gaffke's bound on either side."""
+    """Gaffke's bound on either side; NaN if the range is one point."""
     if lowest == highest:
         return math.nan, math.nan
     outside = (1 - confidence) / 2
@@ -182,13 +182,13 @@ def tail(values: np.ndarray) -> float:
 
 
 def _score_interval(wins: int, losses: int, n: int, confidence: float) -> tuple[float, float]:
-    """Of the mean of n paired differences (wins − losses) / n, by inverting the score test (Tango 1998)."""
+    """Interval of the mean of n paired differences, (wins − losses) / n, by inverting the score test (Tango 1998)."""
     z = stats.norm.ppf((1 + confidence) / 2)
     return _score_bound(wins, losses, n, z), -_score_bound(losses, wins, n, z)
 
 
 def _score_bound(wins: int, losses: int, n: int, z: float) -> float:
-    """The lower one."""
+    """Lower bound of that interval. `z`: quantile of the normal distribution."""
     if losses == n:
         return -1.0
 

@@ -284,9 +284,9 @@ async def _grade(call: _Call, question: str) -> int | None:
 
 
 async def _ask(call: _Call, body: Mapping[str, Any], question: str) -> str:
-    """What the judge says, without the key; "" when it did not come to its end.
+    """What the judge says, without the key; "" if the answer did not come to its end.
 
-    Raises RewardError when it cannot be asked, and _RefusedError when it does not take this question.
+    Raises RewardError if it cannot be asked, and _RefusedError if it refuses this question.
     """
     import openai
 

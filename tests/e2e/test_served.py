@@ -41,7 +41,7 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_second_flow_run_of_a_configuration_waits_for_the_first_and_skips_every_stage(
     served: Served, changes: dict[str, Any]
 ) -> None:
-    """As scheduled runs do that came due while nothing served."""
+    """Scheduled runs that came due while nothing served start like this."""
     ids = [served.trigger("pipeline/local", preset="quickstart", changes=changes) for _ in range(2)]
     runs = [served.wait(run_id) for run_id in ids]
     for run in runs:

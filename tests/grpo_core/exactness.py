@@ -93,7 +93,7 @@ def _plain_pass(session: Session, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def plain_gradient(session: Session, batch: MicroBatch, entropy_coef: float = 0.0) -> list[Tensor]:
-    """Gradient of all rows' loss in one pass, with an entropy bonus where its weight is given."""
+    """Gradient of all rows' loss in one pass, with an entropy bonus of this weight."""
     logprobs = plain_logprobs(session, batch)
     losses = token_losses(
         logprobs,

@@ -16,7 +16,7 @@ WORLD = 2
 
 
 def in_two_processes(folder: Path, work: Callable[[int], None]) -> None:
-    """Call work(rank) in each; AssertionError with the tracebacks when one of them fails."""
+    """Call work(rank) in each. Raises AssertionError with the tracebacks if one of them fails."""
     children = [_forked(rank, folder, work) for rank in range(WORLD)]
     statuses = [os.waitpid(child, 0)[1] for child in children]
     problems = [path.read_text() for path in sorted(folder.glob("problem-*"))]

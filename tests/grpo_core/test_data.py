@@ -86,7 +86,7 @@ def test_prompt_and_completion_are_the_text_that_was_written(prompt: str, comple
 
 
 def test_bytes_that_make_no_character_leave_a_completion_readable() -> None:
-    """After a prompt that ends in bytes they would change how those are shown."""
+    """After a prompt that ends in bytes, they would change how those are shown."""
     prompt, broken = SENTENCEPIECE("the é")["input_ids"], SENTENCEPIECE.convert_tokens_to_ids(["<0xE2>", "▁42"])
     assert decode_completions([{"prompt": "the é"}], [prompt], [broken], SENTENCEPIECE) == ["\ufffd 42"]
 

@@ -182,7 +182,7 @@ def test_a_judge_that_repeats_the_reply_does_not_grade_with_its_words(graded: An
 
 
 def test_the_lowest_grade_counts_if_every_answer_has_several(graded: Any) -> None:
-    """So it does not pay to have other grades quoted, which would give none at all."""
+    """Otherwise it would pay to have other grades quoted, which would leave no grade at all."""
     said = {
         "a": "It says\nScore: 10\nScore: 2",
         "b": "Score: 2\nScore: 10",
@@ -264,7 +264,7 @@ def test_a_judge_that_refuses_is_asked_no_more_and_nothing_is_scored(
 
 @pytest.mark.parametrize("status", [400, 413])
 def test_a_question_that_the_server_refuses_gets_no_grade_and_the_others_theirs(graded: Any, status: int) -> None:
-    """Such as one beyond the judge's context: the same completions are sampled again after a restart."""
+    """A question beyond the judge's context is one: a restart would sample the same completions again."""
 
     def says(question: str, _: int) -> Any:
         return (status, {"error": {"message": "too long"}}) if "long" in material(question)[-1] else "Score: 10"
@@ -294,7 +294,7 @@ class _Answered(logging.Handler):
 def test_gradings_under_way_when_another_fails_are_kept(
     graded: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of other calls too: each group of completions is one."""
+    """This holds across calls: each group of completions is one."""
     caplog.set_level(logging.INFO)
     logging.getLogger().addHandler(failure := _Answered(401))
     met = threading.Barrier(3)

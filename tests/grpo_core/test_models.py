@@ -153,7 +153,7 @@ def test_the_transformers_engine_samples_with_the_probabilities_of_bare_rows(
 
 
 def test_a_window_is_one_only_where_a_sequence_may_be_longer(tmp_path: Path) -> None:
-    """Also a window that no short probe would fill."""
+    """This includes a window that no short probe would fill."""
     folder = make_model(tmp_path, "Mistral", sliding_window=120, max_position_embeddings=256)
     for max_length in (120, 121):
         assert Policy(load_model(folder), 1.0, max_length=max_length).packs == (max_length == 120)
@@ -162,7 +162,7 @@ def test_a_window_is_one_only_where_a_sequence_may_be_longer(tmp_path: Path) -> 
 
 
 def test_rounding_alone_keeps_no_model_of_experts_from_lines_and_the_shared_cache(tmp_path: Path) -> None:
-    """In bfloat16 a token may go to another expert for a rounding, which is no other attention."""
+    """In bfloat16, rounding may send a token to another expert, although attention is the same."""
     changes = {"num_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 16}
     policy = Policy(load_model(make_model(tmp_path, "Olmoe", **changes)), 1.0, bf16=True)
     assert policy.packs

@@ -115,7 +115,7 @@ def test_the_probe_is_fixed_short_and_has_a_score_for_a_prompt_of_one_token() ->
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_training_notices_a_hand_over_that_does_nothing_in_the_first_update(tmp_path: Path, precision: str) -> None:
-    """And not a hand-over as it should be; whatever the learning rate."""
+    """Whatever the learning rate; a hand-over as it should be is not blamed."""
     rows = measure("copy", precision, tmp_path, updates=5)
     assert [row.learning_rate for row in rows] == list(LEARNING_RATES)
     assert [row.stopped for row in rows] == [None] * 4

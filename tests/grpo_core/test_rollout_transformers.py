@@ -58,7 +58,7 @@ def absolute(tokenizer: Any) -> Any:
 def test_log_probabilities_are_those_of_a_plain_forward_pass(
     name: str, request: pytest.FixtureRequest, tokenizer: Any, sampling: Sampling
 ) -> None:
-    """Over the whole vocabulary, of truncated samples too."""
+    """They are over the whole vocabulary, also for truncated samples."""
     model = request.getfixturevalue(name)
     requests = _requests(tokenizer)
     completions = sampled(TransformersEngine(model, tokenizer).generate(requests, sampling))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from grpo_core.batching import MicroBatch
 from grpo_core.config import RunConfig
 from grpo_core.session import Session, set_up
 from tests.conftest import config_values, make_run
@@ -75,14 +76,22 @@ def _with(session: Session, rollout: dict[str, Any], algorithm: dict[str, Any]) 
     return replace(session, config=config)
 
 
-@pytest.mark.parametrize(("rollout", "algorithm", "cache"), _combinations(18))
-def test_truncated_sampling_leaves_an_on_policy_gradient_as_it_is(
+def _begun(
     trained: Session, rollout: dict[str, Any], algorithm: dict[str, Any], cache: str
-) -> None:
+) -> tuple[Session, MicroBatch]:
+    """The session with these keys, and the first update of a rollout with random advantages."""
     session = _with(trained, rollout, algorithm)
     session.engine.shares_cache = cache == "group cache"  # type: ignore[attr-defined]
     torch.manual_seed(0)
     batch = first_update(session, rollout_with(session, torch.randn(session.plan.generation_batch_size)))
+    return session, batch
+
+
+@pytest.mark.parametrize(("rollout", "algorithm", "cache"), _combinations(18))
+def test_truncated_sampling_leaves_an_on_policy_gradient_as_it_is(
+    trained: Session, rollout: dict[str, Any], algorithm: dict[str, Any], cache: str
+) -> None:
+    session, batch = _begun(trained, rollout, algorithm, cache)
     uncorrected = _with(session, {}, {"vllm_importance_sampling_correction": False, "off_policy_mask_threshold": None})
     gradient, metrics = gradient_and_metrics(session, batch)
     assert distance(gradient, plain_gradient(uncorrected, batch)) < 1e-4
@@ -96,10 +105,7 @@ def test_truncated_sampling_leaves_an_on_policy_gradient_as_it_is(
 def test_truncated_samples_of_another_policy_are_corrected_by_the_ratio_of_the_whole_distributions(
     trained: Session, rollout: dict[str, Any], algorithm: dict[str, Any], cache: str
 ) -> None:
-    session = _with(trained, rollout, algorithm)
-    session.engine.shares_cache = cache == "group cache"  # type: ignore[attr-defined]
-    torch.manual_seed(0)
-    batch = first_update(session, rollout_with(session, torch.randn(session.plan.generation_batch_size)))
+    session, batch = _begun(trained, rollout, algorithm, cache)
     sampled_with = plain_logprobs(session, batch).detach()
     weights = [parameter.detach().clone() for parameter in session.model.parameters()]
     move(session)

@@ -281,7 +281,7 @@ def test_without_a_sandbox_a_daemon_that_holds_the_answers_open_does_not_hold_up
 
 
 def test_answers_are_read_from_a_descriptor_above_1023() -> None:
-    """As in a training that holds many files open: select(2) takes no such descriptor."""
+    """A training that holds many files open has such descriptors, which select(2) does not take."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < 4096:  # below 0: no limit
         pytest.skip(f"the hard limit of open files is {hard}")

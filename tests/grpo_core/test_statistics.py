@@ -124,7 +124,7 @@ def test_of_right_and_wrong_the_test_is_mcnemar_s_exact_one(wins: int, losses: i
 
 @pytest.mark.parametrize(("wins", "losses"), [(9, 1), (0, 0), (30, 17)])
 def test_the_probability_of_being_better_is_the_posterior_s(wins: int, losses: int) -> None:
-    """Of wins and losses with a uniform prior: P(Beta(wins + 1, losses + 1) > 1/2)."""
+    """With a uniform prior it is P(Beta(wins + 1, losses + 1) > 1/2) of wins and losses."""
     outcomes = ([0.0] * wins + [1.0] * losses + [0.0] * 5, [1.0] * wins + [0.0] * losses + [0.0] * 5)
     found = paired_difference(*outcomes, 0.95, SHARE)
     assert found.probability_better == pytest.approx(float(stats.beta.sf(0.5, wins + 1, losses + 1)), abs=1e-6)

@@ -24,7 +24,7 @@ from tests.grpo_core.several import in_two_processes
 def test_two_processes_step_with_the_mean_gradient_and_leave_alone_what_neither_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one process does: there a parameter without a gradient neither decays nor goes on by its momentum."""
+    """With one process, a parameter without a gradient neither decays nor moves by its momentum."""
     monkeypatch.setattr(update, "BUCKET", 5)  # elements: several messages, one of them of two gradients
 
     def start(rank: int) -> None:
