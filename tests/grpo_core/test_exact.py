@@ -100,6 +100,50 @@ def test_an_entropy_bonus_adds_its_weight_times_the_gradient_of_the_mean_entropy
     assert distance(updating_gradient(session, batch), plain_gradient(session, batch, entropy_coef=0.3)) < BOUND
 
 
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize(
+    "session", [{"num_iterations": 2, "beta": 0.1, "vllm_importance_sampling_mode": "token_truncate"}], indirect=True
+)
+def test_an_update_s_figures_are_those_of_all_its_tokens(session: Session, sign: int) -> None:
+    """Every advantage has the sign, and every ratio is on the side that the clip bounds there."""
+    session.memory.rows = 3
+    batch = _batch(session, "none")
+    move(session)
+    with torch.no_grad():
+        logprobs = plain_logprobs(session, batch)
+        old = logprobs - sign * torch.rand_like(logprobs)
+        sampling = old + 0.1 * torch.randn_like(logprobs)
+        entropy = plain_entropy(session, batch)
+    batch = replace(batch, advantages=sign * batch.advantages.abs(), old_logprobs=old, sampling_logprobs=sampling)
+    _, metrics = gradient_and_metrics(session, batch)
+
+    assert batch.ref_logprobs is not None
+    inside = batch.mask > 0
+    ratio, distance_to_reference = (logprobs - old).exp(), batch.ref_logprobs - logprobs
+    clipped = inside & ((ratio < 0.8) | (ratio > 1.2))
+    by_completion = clipped.sum(1) / inside.sum(1)
+    differences = (old - sampling)[inside]
+    expected = {
+        "entropy": entropy,
+        "kl": (ratio * (distance_to_reference.exp() - distance_to_reference - 1))[inside].mean(),
+        "clip_ratio/region_mean": clipped[inside].float().mean(),
+        "clip_ratio/low_mean": clipped[inside].float().mean() if sign < 0 else 0,
+        "clip_ratio/low_min": by_completion.min() if sign < 0 else 0,
+        "clip_ratio/high_mean": clipped[inside].float().mean() if sign > 0 else 0,
+        "clip_ratio/high_max": by_completion.max() if sign > 0 else 0,
+        "log_ratio/max": (logprobs - sampling)[inside].abs().max(),
+        "sampling/sampling_logp_difference/mean": differences.abs().mean(),
+        "sampling/sampling_logp_difference/max": differences.abs().max(),
+        "sampling/importance_sampling_ratio/mean": differences.exp().mean(),
+        "sampling/importance_sampling_ratio/min": differences.exp().min(),
+        "sampling/importance_sampling_ratio/max": differences.exp().max(),
+    }
+    assert 0 < by_completion.min() < by_completion.max()
+    assert {name: metrics[name] for name in expected} == pytest.approx(
+        {name: float(v) for name, v in expected.items()}, rel=1e-4
+    )
+
+
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_target": 1.0}
 
 

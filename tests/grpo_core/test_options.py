@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -255,19 +256,33 @@ def only_odd_prompts(prompts: list[str], completion_ids: list[list[int]]) -> lis
     ]
 
 
+LENGTHS: list[int] = []
+
+
+def only_odd_prompts_counted(prompts: list[str], completion_ids: list[list[int]]) -> list[float | None]:
+    LENGTHS.extend(map(len, completion_ids))
+    return only_odd_prompts(prompts, completion_ids)
+
+
 def test_groups_without_signal_are_replaced_by_fresh_prompts(values: dict[str, Any], tmp_path: Path) -> None:
-    values["rewards"] = [{"function": "tests.grpo_core.test_options:only_odd_prompts"}]
+    LENGTHS.clear()
+    values["rewards"] = [{"function": "tests.grpo_core.test_options:only_odd_prompts_counted"}]
     run = trained_run(tmp_path / "run", values, dynamic_sample=True, max_resample_times=20)
     plan, result = load_plan(run / "plan.json"), result_of(run)
     for step in metrics_of(run):
         assert step["frac_reward_zero_std"] == 0
     assert sum(step["dynamic_sampling/resampled_groups"] for step in metrics_of(run)) > 0
     assert plan.completions < result["sampled_completions"] <= plan.max_completions
+    assert (result["sampled_completions"], result["sampled_tokens"]) == (len(LENGTHS), sum(LENGTHS))
     assert result["counted"] == plan.counts(plan.max_steps), "the schedule of prompts is not moved by replacements"
+    trained_tokens = []
     for index in range(plan.rollouts):
         table = pq.read_table(run / "training" / "completions" / f"rollout-{index:06d}.parquet").to_pydict()
         assert all(int(prompt.split("+")[0]) % 2 for prompt in table["prompt"])
         assert Counter(Counter(table["prompt"]).values()) == {4: 4}, "whole groups, each of another prompt"
+        # A prompt has one token per character.
+        trained_tokens.append(sum(map(len, table["prompt"])) + sum(table["completion_tokens"]))
+    assert [step["num_tokens"] for step in metrics_of(run)] == [*accumulate(trained_tokens)]
 
 
 def only_odd_prompts_apply(prompts: list[str], completion_ids: list[list[int]]) -> list[float | None]:

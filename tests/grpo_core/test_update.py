@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, T
 
 from grpo_core import update
 from grpo_core.progress import Progress
-from grpo_core.sections import TrainConfig
+from grpo_core.sections import AlgorithmConfig, TrainConfig
 from grpo_core.session import _optimizer
 from tests.grpo_core.several import in_two_processes
 
@@ -89,3 +89,13 @@ def test_patience_ends_when_that_of_transformers_ends_and_the_best_step_is_the_f
         if progress.stopped_early:
             return
     assert not Progress(rows_per_pass=1, evaluations_without_gain=99).with_evaluation(-1.0, 0.0, None).stopped_early
+
+
+def test_an_adaptive_bonus_is_raised_at_or_below_its_target_and_lowered_above_within_its_bounds() -> None:
+    keys = {"entropy_coef_min": 0.0625, "entropy_coef_max": 0.5, "entropy_coef_delta": 0.125, "entropy_target": 1.0}
+    config, progress = AlgorithmConfig(use_adaptive_entropy=True, **keys), Progress(rows_per_pass=1, entropy_coef=0.25)
+    assert update.applied_entropy_coef(config, progress) == 0, "no entropy is known yet"
+    for entropy, coef in [(0.5, 0.375), (1.0, 0.5), (0.9, 0.5), (1.1, 0.375), (3, 0.25), (3, 0.125), (3, 0.0625)]:
+        progress = update.adapt_entropy(config, progress, entropy)
+        assert progress.entropy_coef == coef
+        assert update.applied_entropy_coef(config, progress) == (coef if entropy <= 1.0 else 0)
