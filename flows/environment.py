@@ -14,9 +14,14 @@ TAG = "grpo"  # of every flow run, by which the server's watch knows ours
 FILE_LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 
 
+THIS_MACHINE = ["127.0.0.1", "localhost", "::1"]
+
+
 def configure() -> None:
-    """Put Prefect's home under the storage root unless the environment says where it is."""
+    """Put Prefect's home under the storage root unless the environment says where it is; have no proxy asked for what
+    is on this machine."""
     quiet_libraries()
+    _ask_this_machine_directly()
     os.environ.setdefault("PREFECT_HOME", str(storage_root() / "prefect"))
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # Prefect's database does not make its folder
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
@@ -26,3 +31,12 @@ def configure() -> None:
     os.environ.setdefault("PREFECT_RUNNER_POLL_FREQUENCY", str(POLL_SECONDS))
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # seven processes for features not used here
+
+
+def _ask_this_machine_directly() -> None:
+    """A proxy (HTTP_PROXY) has a 127.0.0.1 of its own, and would read what goes to Prefect and MLflow on ours."""
+    for name, other in [("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")]:  # some libraries read only one
+        listed = os.environ.get(name) or os.environ.get(other, "")
+        hosts = [host.strip() for host in listed.split(",") if host.strip()]
+        if "*" not in hosts:  # urllib takes it for all hosts only where it stands alone
+            os.environ[name] = ",".join(dict.fromkeys([*hosts, *THIS_MACHINE]))

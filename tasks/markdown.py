@@ -7,16 +7,26 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 PUNCTUATION = re.compile(r"([!-/:-@[-`{-~])")
+# Characters that show what follows in another order than it is in (Unicode Standard Annex 9, section 2).
+REORDERING = re.compile("[\u202a-\u202e\u2066-\u2069]")
+WHITE_ENDS = re.compile(r"^[^\S\x1f]+|[^\S\x1f]+$")  # U+001F is white space for Python, not for Markdown
 LINE_BREAK = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 
 
 def escape(text: str) -> str:
-    """Markdown that shows `text` and nothing else: no tag, link, picture or table cell of its own, line breaks as ⏎.
+    """Markdown that shows `text` and nothing else: no tag, link, picture or table cell of its own. Line breaks become ⏎,
+    and characters that change the direction of writing become their codes, such as \\u202e.
 
     A backslash makes each ASCII punctuation character literal (CommonMark 0.31, section 2.4); addresses that renderers
-    turn into links by themselves need one such character too.
+    turn into links by themselves need one such character too. As references, blanks and tabs at the ends neither begin
+    a block of code nor keep `**` around them from being marks (sections 2.5 and 6.2).
     """
-    return PUNCTUATION.sub(r"\\\1", LINE_BREAK.sub("⏎", text))
+    text = REORDERING.sub(lambda found: f"\\u{ord(found[0]):x}", LINE_BREAK.sub("⏎", text))
+    return WHITE_ENDS.sub(_references, PUNCTUATION.sub(r"\\\1", text))
+
+
+def _references(white: re.Match[str]) -> str:
+    return "".join(f"&#{ord(character)};" for character in white[0])
 
 
 def table(rows: Iterable[Sequence[Any]]) -> str:

@@ -269,7 +269,10 @@ async def _grade(call: _Call, question: str) -> int | None:
         text = await _ask(call, {**call.body, **again}, question)
         grade = grade_of(text, call.scale)
         if grade is not None:
-            shared.cache.set(digest, text, retry=True)
+            # A local server's made-up key, such as "0" or "e", may be a part of the grade's own line.
+            hidden = call.hide(text)
+            kept = hidden if grade_of(hidden, call.scale) == grade else f"Score: {grade}"
+            shared.cache.set(digest, kept, retry=True)
             shared.ungraded = 0
             return grade
         several += [grade for grade in grades_in(text, call.scale) if grade in call.scale]
@@ -284,7 +287,7 @@ async def _grade(call: _Call, question: str) -> int | None:
 
 
 async def _ask(call: _Call, body: Mapping[str, Any], question: str) -> str:
-    """What the judge says, without the key; "" if the answer did not come to its end.
+    """What the judge says, which may hold the key; "" if it did not come to its end.
 
     Raises RewardError if it cannot be asked, and _RefusedError if it refuses this question.
     """
@@ -316,7 +319,7 @@ async def _ask(call: _Call, body: Mapping[str, Any], question: str) -> str:
     cache = call.shared.cache
     with cache.transact(retry=True):
         cache.set("tokens", cache.get("tokens", 0) + (tokens or 0))
-    return call.hide(text) if isinstance(text, str) else ""
+    return text if isinstance(text, str) else ""
 
 
 async def _check_that_it_answers(call: _Call, question: str) -> None:

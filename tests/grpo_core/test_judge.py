@@ -419,6 +419,17 @@ def test_a_key_that_the_server_gives_back_is_in_no_error_log_or_file(
     assert KEY[:8] not in f"{shown}{caplog.text}{stored}"
 
 
+@pytest.mark.parametrize("value", ["0", "e", "10", "Score:"])
+def test_a_key_that_is_a_part_of_what_the_judge_says_changes_no_grade(
+    graded: Any, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("TEST_JUDGE_API_KEY", value)
+    with judging(lambda *_: "Here it is.\nScore: 10") as server:
+        for _ in range(2):  # the second is the stored one
+            assert graded(server.url, "a", api_key_env="TEST_JUDGE_API_KEY") == [1]
+        assert len(server.questions) == 1
+
+
 @pytest.mark.parametrize("value", ["sk-sé", "sk-se cret", "sk-sec\nret", "sk-s\x7fret", 'sk-s"ecret', "sk-s\\ecret"])
 def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
     graded: Any, monkeypatch: pytest.MonkeyPatch, value: str

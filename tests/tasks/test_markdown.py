@@ -6,7 +6,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
@@ -26,8 +26,11 @@ HOSTILE = [
     "a | b || c \\| d \\\\| e \\",
     "&lt;b&gt; &#60;b&#62;",
     "# one\n## two\r\n- three\n1. four\n> five\n    six\n---\n===\u2028seven\u0085eight\vnine",
+    "\tindented",
+    "    indented ",
+    "\u202egnp.exe\u202c \u2066isolated\u2069",
 ]
-MARKS = st.text("<>[]()!`*_~|\\&#;:/.@-+=>$^{}\"'?,% \n\r\t1ahtpw", max_size=40)
+MARKS = st.text("<>[]()!`*_~|\\&#;:/.@-+=>$^{}\"'?,% \n\r\t1ahtpw\xa0\u202a\u202e\u2066\u2069", max_size=40)
 TEXTS = st.sampled_from(HOSTILE) | MARKS | st.text(max_size=40)
 RENDERER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 
@@ -42,6 +45,8 @@ def read(text: str) -> str:
     """`text` as it is to be read, without white space; nothing shows U+0000 (CommonMark 0.31, section 2.3)."""
     for line_break in ("\r\n", *"\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"):
         text = text.replace(line_break, "⏎")
+    for code in ("202a", "202b", "202c", "202d", "202e", "2066", "2067", "2068", "2069"):
+        text = text.replace(chr(int(code, 16)), f"\\u{code}")
     return "".join(text.replace("\0", "\ufffd").split())
 
 
@@ -53,6 +58,15 @@ def read(text: str) -> str:
 def test_escaped_text_is_shown_as_it_is_and_makes_no_element(around: str, elements: list[str], text: str) -> None:
     shown = around.strip("#-* ").format(text)
     assert render(around.format(escape(text))) == (elements, read(shown))
+
+
+@pytest.mark.parametrize(("around", "elements"), [("{}", ["p"]), ("**{}**", ["p", "strong"]), ("- {}", ["ul", "li"])])
+@given(text=TEXTS.filter(bool) | st.text(" \t\xa0", min_size=1, max_size=8))
+@example(text="    indented")
+@example(text="\tindented")
+@example(text="  ")
+def test_escaped_text_may_begin_and_be_the_whole_of_a_block(around: str, elements: list[str], text: str) -> None:
+    assert render(around.format(escape(text))) == (elements, read(text))
 
 
 @given(row=st.tuples(TEXTS, TEXTS))

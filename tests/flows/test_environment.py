@@ -1,0 +1,92 @@
+"""What goes to a server on this machine stays there, whatever proxies the environment names."""
+
+from __future__ import annotations
+
+import os
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from flows.environment import configure
+from flows.server import _answers
+from tests.serving import free_ports
+
+
+@contextmanager
+def serving(status: int) -> Iterator[tuple[str, list[str]]]:
+    """A server's address, and the paths that it has been asked for, until the body ends."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        do_POST = do_CONNECT = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[None]:
+    """An environment without proxies, put back afterwards."""
+    with mock.patch.dict(os.environ, GRPO_STORAGE=str(tmp_path)):
+        for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+            del os.environ[name]
+        yield
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_prefect_and_mlflow_on_this_machine_are_asked_through_no_proxy(host: str) -> None:
+    from mlflow import MlflowClient
+    from prefect.client.orchestration import SyncPrefectClient
+
+    with serving(200) as (url, asked), serving(503) as (proxy, passed_on):
+        os.environ.update(http_proxy=proxy, HTTP_PROXY=proxy, ALL_PROXY=proxy)
+        configure()
+        url = url.replace("127.0.0.1", host)
+        assert _answers(f"{url}/api")
+        assert not _answers(f"http://{host}:{free_ports(1)[0]}/api")  # where nobody is; the proxy answers
+        with SyncPrefectClient(f"{url}/api") as prefect:
+            assert prefect.api_healthcheck() is None
+        MlflowClient(url).get_experiment("0")
+        os.environ.update(http_proxy="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9")  # where nobody is either
+        assert _answers(f"{url}/api")
+    assert passed_on == []
+    assert {path.split("?")[0] for path in asked} >= {"/api/health", "/api/2.0/mlflow/experiments/get"}
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize(
+    "named", [{}, {"NO_PROXY": "a.example, .b"}, {"no_proxy": "a.example"}, {"NO_PROXY": "c", "no_proxy": "a.example"}]
+)
+def test_hosts_that_need_no_proxy_already_still_need_none(named: dict[str, str]) -> None:
+    os.environ.update(named)
+    for _ in range(2):  # a process, and one that it starts
+        configure()
+        for host in ["127.0.0.1", "localhost", *(["a.example"] if named else [])]:
+            assert urllib.request.proxy_bypass(f"{host}:80"), host
+        for name, hosts in named.items():
+            assert set(hosts.replace(" ", "").split(",")) < set(os.environ[name].split(","))
+    assert not urllib.request.proxy_bypass("d.example")
+    os.environ.update(no_proxy="*", NO_PROXY="*")
+    configure()
+    assert urllib.request.proxy_bypass("d.example"), "* means all hosts"
