@@ -2,7 +2,7 @@
 
     STORAGE/runs/NAME/     config.toml, dataset/, plan.json, training/, evaluation/, registration.json, .lock
     STORAGE/mlflow/        mlflow.db, artifacts/      (unless MLFLOW_TRACKING_URI is set)
-    STORAGE/models/        NAME.lock of each registered model
+    STORAGE/models/        the lock of each registered model
     STORAGE/prefect/       Prefect's home             (unless PREFECT_HOME is set)
 
 An output is written under a temporary name, flushed to the disk and renamed; what it replaces is kept under
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -105,7 +106,8 @@ def model_lock(name: str) -> Iterator[None]:
     takes seconds."""
     folder = storage_root() / "models"
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{name}.lock").open("w") as lock:
+    # A model's name may have more bytes than a file system takes.
+    with (folder / f"{name[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -15,7 +15,7 @@ import pytest
 
 from grpo_core.config import dump_config, load_config, parse_config
 from tasks import storage
-from tasks.storage import RunInUseError, locked
+from tasks.storage import RunInUseError, locked, model_lock
 from tests.conftest import config_values
 
 Values = dict[str, Any]
@@ -158,3 +158,12 @@ def test_a_retry_waits_for_the_attempt_before_it_and_another_flow_run_does_not(
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "one")
     with locked(run, say=lambda line: attempt.stdin.close()):
         assert attempt.wait(timeout=20) == 0
+
+
+def test_every_model_has_its_own_lock_however_long_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    longest = "模" * 256  # characters of MLflow's column; 768 bytes, a file's name has 255 at most
+    for name in (longest, longest[:-1] + "型", "m", "m"):
+        with model_lock(name):
+            pass
+    assert len(list((tmp_path / "models").iterdir())) == 3
