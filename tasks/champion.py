@@ -1,12 +1,13 @@
 """The champion of a registered model: the version that the alias `champion` names, whoever set it there.
 
 Promotion and rollback move the alias, which is one write of the registry's. What was decided stands in tags of the
-version. The champions in their order are a tag of the registered model: it lives and is saved with the alias, whichever
-machine moves that, and the UI shows it.
+version. The champions in their order, and the number of attempts against each, are tags of the registered model: they
+live and are saved with the alias, whichever machine moves that, and the UI shows them.
 
 No two of these writes are one transaction, so their order lets the next promotion or rollback finish what a process
-that died has begun: first what is going to happen (DECISION, or ROLLED_BACK_TO), then the alias, then the history, last
-the time at which it had happened (DECIDED_AT, or ROLLED_BACK_AT).
+that died has begun: first that there was an attempt (ATTEMPTS), then what is going to happen (DECISION, or
+ROLLED_BACK_TO), then the alias, then the history, last the time at which it had happened (DECIDED_AT, or
+ROLLED_BACK_AT).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from grpo_core.config import ConfigError, parse_config
 from grpo_core.evaluation_sections import CHAMPION, RegistryConfig
 from tasks.gate import Contestant, Verdict, decide
 from tasks.history import ROLLED_BACK, Entry, bounded, reigns, written
-from tasks.spending import attempt_number, attempt_tag, attempt_text
+from tasks.spending import ATTEMPTS, take_number
 from tasks.storage import model_lock
 from tasks.tracking import connect
 
@@ -98,11 +99,15 @@ def promote(
             begun = candidate.tags
             _tag(client, candidate, {DECIDED_AT: _now()})
             return Outcome(begun[DECISION], name, number, begun[AGAINST], begun[REASON])
-        attempt = attempt_number(client, candidate, champion or "base", rules)
+        comparison = [number, candidate.run_id, candidate.tags.get(RECORD), rules]
+        returning = {"base", *(entry["version"] for entry in reigns(history))}
+        attempt, attempts = take_number(model.tags.get(ATTEMPTS, ""), champion or "base", comparison, returning)
         try:
             verdict = _judge(client, candidate, champion, rules, attempt)
         except _NotComparableError as error:
             verdict = Verdict(False, str(error))
+        else:
+            client.set_registered_model_tag(name, ATTEMPTS, attempts)
         decision = "promoted" if verdict.accepted else "forced" if force else "refused"
         reason = verdict.reason + _why_no_champion(client, name, history)
         outcome = Outcome(decision, name, number, champion or "base", reason, verdict)
@@ -348,7 +353,7 @@ def _tags(outcome: Outcome, rules: Mapping[str, Any], attempt: int) -> dict[str,
     return {
         REASON: outcome.reason,
         AGAINST: outcome.against,
-        **({attempt_tag(outcome.against): attempt_text(attempt, rules)} if gain else {}),
+        "promotion.attempt": str(attempt) if gain else None,
         "promotion.metric": f"{gain.set}/{gain.metric}" if gain else None,
         "promotion.gain": f"{gain.difference.mean:.6g}" if gain else None,
         "promotion.p_value": f"{gain.difference.p_value:.6g}" if gain else None,

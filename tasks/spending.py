@@ -1,35 +1,47 @@
-"""How many promotions have been tried against the same champion: each one is a further chance to be lucky."""
+"""How many comparisons there have been with the same champion: each one is a further chance to be lucky.
+
+A tag of the registered model keeps them as JSON: by champion (its version, or "base"), the number of `attempts` and the
+digests of the `latest` comparisons in their order, of which the last has that number. The champion asked for last comes
+last. The tag of a model outlives the versions that were compared.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any
 
-from mlflow import MlflowClient
-from mlflow.entities.model_registry import ModelVersion
+from tasks.history import CHARACTERS
+
+ATTEMPTS = "champion.attempts"
+DIGEST_CHARACTERS = 12
 
 
-def attempt_tag(against: str) -> str:
-    """Tag of a version that says which attempt against a champion (its version, or "base") it was, by which rules."""
-    return f"promotion.attempt.{against}"
+def take_number(text: str, against: str, comparison: Any, returning: Collection[str]) -> tuple[int, str]:
+    """The number of a comparison among all with the champion `against`, from 1, and the tag's new text.
 
+    text: the tag's, empty if there is none. comparison: any JSON that identifies it; the same one keeps its number, and
+    another one has a number above all that were ever given out against this champion. returning: champions that a
+    rollback may lead back to, or "base".
 
-def attempt_text(attempt: int, changes: Mapping[str, Any]) -> str:
-    """The tag's value."""
-    return json.dumps({"attempt": attempt, "changes": changes})
-
-
-def attempt_number(client: MlflowClient, candidate: ModelVersion, against: str, changes: Mapping[str, Any]) -> int:
-    """Number of this comparison among those with the same champion (its version, or "base"), from 1.
-
-    Counted by the tags of all versions of the model, whenever they were compared: a champion that returns by a rollback
-    goes on with its count. A version that has been compared with this champion under the same `changes` keeps its
-    number, since the same comparison gives the same answer.
+    What the column of MLflow's database cannot hold is forgotten in this order: digests of other champions, then of
+    this one, from the oldest on; a forgotten comparison counts as a new attempt. Then the counts of other champions,
+    those that are not in `returning` first.
     """
-    tag, versions = attempt_tag(against), client.search_model_versions(f"name = {candidate.name!r}")
-    tried = {it.version: json.loads(it.tags[tag]) for it in versions if tag in it.tags}
-    own = tried.get(candidate.version)
-    if own and own["changes"] == changes:
-        return own["attempt"]
-    return 1 + max((it["attempt"] for it in tried.values()), default=0)
+    tried: dict[str, Any] = json.loads(text or "{}")
+    own = tried[against] = tried.pop(against, {"attempts": 0, "latest": []})
+    latest = own["latest"]
+    digest = hashlib.sha256(json.dumps(comparison, sort_keys=True).encode()).hexdigest()[:DIGEST_CHARACTERS]
+    if digest not in latest:
+        own["attempts"] += 1
+        latest.append(digest)
+    number = own["attempts"] - len(latest) + 1 + latest.index(digest)
+    while len(text := json.dumps(tried, separators=(",", ":"))) > CHARACTERS:
+        others = [champion for champion in tried if champion != against]
+        remembered = [tried[it]["latest"] for it in others if tried[it]["latest"]] + [latest] * (len(latest) > 1)
+        if remembered:
+            del remembered[0][0]
+        else:
+            del tried[min(others, key=lambda champion: champion in returning)]
+    return number, text
