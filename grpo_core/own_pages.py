@@ -19,44 +19,60 @@ class OwnPagesOnly:
 
     CORS alone keeps a page from reading answers, not from sending requests without a body or opening websockets.
     Programs send no Origin and are answered. `Host` must be an address or a name that no foreign DNS can point here.
+    Where a request came to a loopback address, to which the local network's DNS can point names without a dot too, that
+    is a loopback address or localhost.
     """
 
     def __init__(self, app: ASGIApp):
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan" and (objection := _objection(Headers(scope=scope), scope.get("method"))):
+        if scope["type"] != "lifespan" and (objection := _objection(scope)):
             await PlainTextResponse(f"{objection}\n", status_code=403)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
 
-def _objection(headers: Headers, method: str | None) -> str:
-    """Why a request is refused; "" if it is not. `method`: None for a websocket."""
+def _objection(scope: Scope) -> str:
+    """Why a request is refused; "" if it is not."""
+    headers = Headers(scope=scope)
+    for name in ("host", "origin"):
+        if len(given := headers.getlist(name)) > 1:
+            return f"The request has {len(given)} headers {name.title()}; send one"
     host, origin = headers.get("host", ""), headers.get("origin")
     here = _split(f"//{host}")
-    if here is None or not _is_own_name(here.hostname or ""):
+    asked_at, _ = scope["server"]  # the address at which the connection was accepted
+    if here is None or not _is_own_name(here.hostname or "", asked_at):
         return (
-            f"Host {host!r} may be a foreign name that points to this machine; ask by the machine's address, such as "
-            "127.0.0.1, or put a server with a password in front (docs/operations.md#servers)"
+            f"Host {host!r} may be a foreign name that points to this machine; ask by the address {asked_at}, or put a "
+            "server with a password in front (docs/operations.md#servers)"
         )
     if origin is not None:
         there = _split(origin)
         return "" if there and _is_same(there, here) else f"Origin {origin!r} is a page of another server"
     # Browsers send no Origin with a GET for an image, a script or a frame, nor when a person follows a link.
-    follows_link = method == "GET" and headers.get("sec-fetch-dest") == "document"
+    follows_link = scope.get("method") == "GET" and headers.get("sec-fetch-dest") == "document"
     if headers.get("sec-fetch-site", "none") in ("none", "same-origin") or follows_link:
         return ""
     return "Sec-Fetch-Site says that a page of another server asks"
 
 
-def _is_own_name(name: str) -> bool:
-    """Whether `name` is an address, has no dot (no domain that anybody can register), or is the machine's own."""
+def _is_own_name(name: str, asked_at: str) -> bool:
+    """Whether `name` is an address, has no dot (no domain that anybody can register), or is the machine's own; where
+    `asked_at` is a loopback address, whether `name` is one too, or localhost."""
+    address, own = _address(name), _address(asked_at)
+    if own is not None and own.is_loopback:
+        return name == "localhost" or (address is not None and address.is_loopback)
+    return address is not None or (bool(name) and ("." not in name or name in _full_names()))
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that `name` is, if it is one; of ::ffff:127.0.0.1, 127.0.0.1."""
     try:
-        ipaddress.ip_address(name)
+        address = ipaddress.ip_address(name)
     except ValueError:
-        return bool(name) and ("." not in name or name in _full_names())
-    return True
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 @functools.cache

@@ -14,9 +14,9 @@ LINE_BREAK = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 
 
 def escape(text: str) -> str:
-    """Markdown that shows `text` and nothing else: no tag, link, picture or table cell of its own. Line breaks become ⏎,
-    and characters that change the direction of writing become their codes, such as \\u202e.
+    """Markdown that shows `text` and nothing else: no tag, link, picture or table cell of its own.
 
+    Line breaks become ⏎, and characters that change the direction of writing become their codes, such as \\u202e.
     A backslash makes each ASCII punctuation character literal (CommonMark 0.31, section 2.4); addresses that renderers
     turn into links by themselves need one such character too. As references, blanks and tabs at the ends neither begin
     a block of code nor keep `**` around them from being marks (sections 2.5 and 6.2).

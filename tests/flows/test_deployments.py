@@ -126,6 +126,7 @@ def test_all_is_deployed_to_its_pool_with_the_form_and_the_schedule_off(deployed
         {"Host": "evil.example:{port}"},  # rebinding: a name whose address becomes 127.0.0.1
         {"Host": "evil.example:{port}", "Origin": "http://evil.example:{port}"},
         {"Host": "localhost.evil.example"},
+        {"Host": "evil:{port}", "Origin": "http://evil:{port}"},  # the same, by the local network's DNS
         {"Host": "127.0.0.1@evil.example:{port}"},
         {"Host": "127.0.0.1:port"},
         {"Host": ""},
