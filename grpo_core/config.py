@@ -102,12 +102,15 @@ class RunConfig(Section):
             "promotion.set": self.promotion.set,
             **{f"promotion.guards.{place}.set": guard.set for place, guard in enumerate(self.promotion.guards)},
         }
+        sources = {HELD_OUT: (self.data.eval, self.data.eval_split)}
+        sources |= {each.name: (each.data, each.split) for each in self.evaluation.sets}
         choosing = [f"{key}={json.dumps(value)}" for key, value in chosen_by.items() if value]
-        judging = [key for key, name in judged_by.items() if name == HELD_OUT]
+        judging = {key: name for key, name in judged_by.items() if sources[name] == sources[HELD_OUT]}
         if choosing and judging:
+            named = ", ".join(f"{key}={name!r}" for key, name in judging.items())
             raise ValueError(
-                f"{', '.join(choosing)} with {', '.join(judging)}={HELD_OUT!r}: the training chooses its model on "
-                "data.eval, so it would look better there than it is; add other prompts as a set in "
+                f"{', '.join(choosing)} with {named}: the training chooses its model on "
+                "data.eval, which that set is, so it would look better there than it is; add other prompts as a set in "
                 f"[[evaluation.sets]] and name it in {', '.join(judging)}, or remove {', '.join(choosing)}"
             )
 

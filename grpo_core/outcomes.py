@@ -73,7 +73,9 @@ def rewards_in(metric: str, config: RunConfig) -> list[str]:
     """Names of the rewards that the metric follows from."""
     if metric == "accuracy":
         return [config.accuracy_reward]
-    return [it.name for it in config.rewards if metric in ("reward", f"rewards/{it.name}/mean")]
+    if metric == "reward":
+        return [it.name for it in config.rewards if it.weight]
+    return [it.name for it in config.rewards if metric == f"rewards/{it.name}/mean"]
 
 
 def left_unscored(

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 VLLM_MIN_TEMPERATURE = 0.01  # vLLM raises a lower one to this
 LONGEST_ARGUMENT = 200  # MLflow takes names of parameters up to 250 characters, rewards.0.args. included
+WIDEST_RANGE = 1e12  # of a reward
 
 
 class Section(BaseModel):
@@ -125,6 +126,11 @@ class RewardConfig(Section):
         for key, bounds in {"range": self.range, "clip": self.clip}.items():
             if bounds and bounds[0] >= bounds[1]:
                 raise ValueError(f"{key}={list(bounds)} is empty; give the lowest value first")
+        if self.range and not self.range[1] - self.range[0] <= WIDEST_RANGE:
+            raise ValueError(
+                f"range={list(self.range)} is wider than {WIDEST_RANGE:g}, which bounds nothing; give the lowest and "
+                "highest value that the function really gives, or leave it out"
+            )
         if self.normalize and not self.clip:
             raise ValueError("normalize=true needs to know which values become 0 and 1; set clip = [lowest, highest]")
         if self.gate == self.name:

@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize, special, stats
 
 POWER = 0.8
 BINARY = (0.0, 1.0)
-NODES = np.arange(0, 6, 0.12)  # of the integral in `tail`, whose variable is width · sinh(node)
+NODES = np.arange(0, 7, 0.06)  # of the integral in `tail`, see there
+SMALLEST = 1e-30  # share of the largest magnitude
+BLOCK = 1000  # values whose terms are computed at once, in the cache
 Values = Sequence[float] | np.ndarray
 Bounds = tuple[float, float]
 
@@ -65,12 +67,13 @@ def estimate(values: Values, confidence: float, bounds: Bounds) -> Estimate:
     values = _finite(values[~np.isnan(values)])
     if not len(values):
         return Estimate(math.nan, math.nan, math.nan, 0)
-    mean = float(values.mean())
     if _is_binary(values, bounds):
         interval = stats.binomtest(int(values.sum()), len(values)).proportion_ci(confidence, method="wilson")
-        return Estimate(mean, float(interval.low), float(interval.high), len(values))
-    low, high = _interval(values, *seen_bounds(bounds, values), confidence)
-    return Estimate(mean, low, high, len(values))
+        return Estimate(float(values.mean()), float(interval.low), float(interval.high), len(values))
+    unit = _unit(values, bounds)
+    values, (lowest, highest) = values / unit, np.array(seen_bounds(bounds, values)) / unit
+    low, high = _interval(values, lowest, highest, confidence)
+    return Estimate(float(values.mean()) * unit, low * unit, high * unit, len(values))
 
 
 def paired_difference(
@@ -87,27 +90,28 @@ def paired_difference(
         raise ValueError(f"outcomes of shape {before.shape} and {after.shape} are no pairs; give one value per prompt")
     compared = ~(np.isnan(before) | np.isnan(after))
     both = _finite(np.concatenate([before[compared], after[compared]]))
-    differences = after[compared] - before[compared]
+    unit = _unit(both, bounds)
+    differences = after[compared] / unit - before[compared] / unit
     n = len(differences)
     if not n:
         nan = math.nan
         return Difference(nan, nan, nan, 1.0, 0.5, nan, confidence, 0)
     lowest, highest = seen_bounds(bounds, both)
-    most = highest - lowest
+    most = highest / unit - lowest / unit
     if _is_binary(both, bounds):
         wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
-        low, high = _score_interval(wins, losses, n, confidence)
+        low, high = np.array(_score_interval(wins, losses, n, confidence)) / unit
         p_value = float(stats.binomtest(wins, wins + losses, alternative="greater").pvalue) if wins + losses else 1.0
     else:
         low, high = _interval(differences, -most, most, confidence)
         p_value = tail(np.append(differences, -most))
     return Difference(
-        mean=float(differences.mean()),
-        low=low,
-        high=high,
+        mean=float(differences.mean()) * unit,
+        low=float(low) * unit,
+        high=float(high) * unit,
         p_value=p_value,
         probability_better=1 - tail(np.append(differences, [-most, most])) if most else 0.5,
-        minimum_detectable=_minimum_detectable(differences, most, level or 1 - confidence),
+        minimum_detectable=_minimum_detectable(differences, most, level or 1 - confidence) * unit,
         confidence=confidence,
         num_prompts=n,
     )
@@ -136,6 +140,14 @@ def _is_binary(values: np.ndarray, bounds: Bounds) -> bool:
     return tuple(bounds) == BINARY and bool(np.isin(values, BINARY).all())
 
 
+def _unit(*values: np.ndarray | Bounds) -> float:
+    """The power of two above the largest finite magnitude: in this unit no square overflows, and none that matters
+    vanishes."""
+    finite = np.concatenate([np.asarray(each, dtype=float) for each in values])
+    largest = np.abs(finite[np.isfinite(finite)]).max(initial=0.0)
+    return math.ldexp(1.0, min(math.frexp(largest)[1], 1023))
+
+
 def _interval(values: np.ndarray, lowest: float, highest: float, confidence: float) -> tuple[float, float]:
     """Gaffke's bound on either side; NaN if the range is one point."""
     if lowest == highest:
@@ -149,8 +161,16 @@ def _quantile(values: np.ndarray, share: float) -> float:
     low, high = float(values.min()), float(values.max())
     if low == high:
         return low
-    close = 1e-4 * values.std() / math.sqrt(len(values))
-    return float(optimize.brentq(lambda mean: tail(values - mean) - share, low, high, xtol=close))
+    error = float(values.std()) / math.sqrt(len(values))
+
+    def excess(mean: float) -> float:  # on the normal scale, on which it is nearly a line
+        return float(special.ndtri(np.clip(tail(values - mean), 1e-300, 1 - 1e-16)) - special.ndtri(share))
+
+    near = float(values.mean()) + float(special.ndtri(share)) * error
+    ends = max(low, near - 2 * error), min(high, near + 2 * error)
+    if not excess(ends[0]) < 0 < excess(ends[1]):
+        ends = low, high
+    return float(optimize.brentq(excess, *ends, xtol=max(1e-4 * error, 1e-15 * (high - low))))
 
 
 def tail(values: np.ndarray) -> float:
@@ -161,23 +181,36 @@ def tail(values: np.ndarray) -> float:
 
         P(X ≤ 0) = −1 / (2πi) · ∫ M(z) / z dz from s − i∞ to s + i∞.
 
-    Through the saddle point the integrand does not oscillate: the sum keeps its relative precision however small it is.
+    The path goes through the saddle point and bends with the curvature of steepest descent, away from which the
+    integrand oscillates: the sum keeps its relative precision however small it is. A value below SMALLEST of the
+    largest magnitude counts as 0.
     """
+    values = np.where(np.abs(values) < SMALLEST * np.abs(values).max(), 0.0, values)
     distinct, counts = np.unique(values, return_counts=True)
     if distinct[-1] <= 0:
         return 1.0
     if distinct[0] >= 0:
         return 0.0
-    pole = 1 / distinct[0]
+    return _lower_tail(distinct, counts) if counts @ distinct > 0 else 1 - _lower_tail(-distinct, counts)
 
-    def slope(log_s: float) -> float:  # of log |M(s) / s|, whose least value is the saddle point
-        s = pole * math.exp(log_s)
+
+def _lower_tail(distinct: np.ndarray, counts: np.ndarray) -> float:
+    """P(X ≤ 0), see `tail`, where the mean of X is not below 0: else the saddle point is next to the pole at 0."""
+    pole = 1 / distinct.min()
+
+    def slope(place: float) -> float:  # of log |M(s) / s|, whose least value is the saddle point
+        s = pole * special.expit(place)
         return float((counts * distinct / (1 - s * distinct)).sum() - 1 / s)
 
-    saddle = pole * math.exp(optimize.brentq(slope, -30, -1e-12, xtol=1e-3))
-    width = 1 / math.sqrt((counts * (distinct / (1 - saddle * distinct)) ** 2).sum() + 1 / saddle**2)
-    z = saddle + 1j * width * np.sinh(NODES)
-    heights = np.exp(-counts @ np.log(1 - distinct[:, None] * z) - np.log(-z)).real * width * np.cosh(NODES)
+    saddle = pole * special.expit(optimize.brentq(slope, -100, 30, xtol=1e-3))
+    terms = distinct / (1 - saddle * distinct)
+    width = 1 / math.sqrt((counts * terms**2).sum() + 1 / saddle**2)
+    bend = min(0.0, 2 / 3 * width**3 * float((counts * terms**3).sum() - 1 / saddle**3))  # third derivative · width / 3
+    z = saddle + width * (1j * np.sinh(NODES) + bend * (np.cosh(NODES) - 1))
+    steps = width * (1j * np.cosh(NODES) + bend * np.sinh(NODES))
+    blocks = (slice(start, start + BLOCK) for start in range(0, len(distinct), BLOCK))
+    log_m = -sum(counts[block] @ np.log(1 - distinct[block, None] * z) for block in blocks)
+    heights = (np.exp(log_m - np.log(-z)) * steps).imag
     return float(min(1.0, (heights.sum() - heights[0] / 2) * NODES[1] / math.pi))
 
 

@@ -16,6 +16,7 @@ from grpo_core.outcomes import bounds_of, left_unscored, outcomes, per_prompt, p
 from grpo_core.statistics import POWER, Bounds, Difference, paired_difference
 from tasks import figures
 
+LEAST_COMPARED = 0.9  # share of a set's prompts, below which the unscored ones could decide
 LEAST_PROMPTS = 200  # with which an outcome of unknown range decides anything, see docs/evaluation.md
 
 
@@ -146,8 +147,8 @@ def _held_to_gain(rules: PromotionConfig, gain: Comparison, level: float) -> Com
     least = figures.size(metric, rules.min_gain)
     if not found.num_prompts:
         broken = "no prompt was scored by both"
-    elif too_few := _too_few(gain):
-        broken = too_few
+    elif undecided := _mostly_unscored(gain) or _too_few(gain):
+        broken = undecided
     elif found.p_value > level:
         broken = (
             f"not shown to be better (by chance it looks so with probability {found.p_value:.2g}, and {level:.2g} is "
@@ -158,6 +159,18 @@ def _held_to_gain(rules: PromotionConfig, gain: Comparison, level: float) -> Com
         broken = f"better, but min_gain asks for {least}"
     rule = f"better, p ≤ {level:.2g}" + (f", by {least}" if rules.min_gain else "")
     return replace(gain, rule=rule, broken=broken)
+
+
+def _mostly_unscored(found: Comparison) -> str | None:
+    """Why the prompts that were scored of both do not stand for their set, as part of a sentence."""
+    if found.difference.num_prompts >= LEAST_COMPARED * found.num_prompts:
+        return None
+    return (
+        f"{found.metric} on {found.set} was scored of both on {found.difference.num_prompts:,} of "
+        f"{found.num_prompts:,} prompts only, and a decision needs {LEAST_COMPARED:.0%} of them: see to it that the "
+        "reward can score the others, then evaluate again with `grpo stage evaluate --run RUN --force` and "
+        "`grpo stage register --run RUN`"
+    )
 
 
 def _too_few(found: Comparison) -> str | None:
@@ -187,8 +200,10 @@ def _held_to_guard(guard: Guard, config: RunConfig, candidate: Contestant, rival
     if exceeded:
         values = f"{figures.amount(found.metric, found.candidate)}, a change of {_change(found)}"
         broken = f"the guard {' and '.join(exceeded)} is broken: {found.metric} on {found.set} is {values}"
-    elif {"max_drop", "max_rise"} & bounds.keys():
-        broken = _too_few(found)
+    else:
+        broken = _mostly_unscored(found)
+        if {"max_drop", "max_rise"} & bounds.keys():
+            broken = broken or _too_few(found)
     return replace(found, rule=", ".join(f"{name} {bound:g}" for name, bound in bounds.items()), broken=broken)
 
 

@@ -71,6 +71,7 @@ VALUES: dict[str, Any] = {
         ),
         ({"rewards": [{"function": "length", "name": "a/b"}]}, "rewards.0.name = 'a/b'"),
         ({"rewards": [{"function": "length", "clip": [1, 0]}]}, "clip=[1.0, 0.0] is empty"),
+        ({"rewards": [{"function": "length", "range": [-1e155, 1e155]}]}, "is wider than 1e+12, which bounds nothing"),
         ({"rewards": [{"function": "length", "normalize": True}]}, "set clip = [lowest, highest]"),
         ({"rewards": [{"function": "length", "gate": "form"}]}, "rewards.0.gate='form' is not among the rewards"),
         ({"rewards": [{"function": "length", "gate": "length"}]}, "gate='length' is the reward itself"),
@@ -83,6 +84,15 @@ VALUES: dict[str, Any] = {
         (
             {"train": {"eval_steps": 5, "load_best_model_at_end": True}},
             "train.load_best_model_at_end=true with promotion.set='held-out': the training chooses its model on",
+        ),
+        (
+            {
+                "train": {"eval_steps": 5, "load_best_model_at_end": True},
+                "data": {"train": "t.parquet", "eval": "e.parquet"},
+                "evaluation": {"sets": [{"name": "final", "data": "e.parquet"}]},
+                "promotion": {"set": "final"},
+            },
+            "with promotion.set='final': the training chooses its model on data.eval, which that set is",
         ),
         ({"promotion": {"set": "hard"}}, "promotion.set='hard' is not among the evaluation sets ['held-out']"),
         ({"promotion": {"guards": [{"metric": "rewards/tone/mean", "min": 0}]}}, "guards.0.metric='rewards/tone/mean'"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_core.statistics import POWER, Bounds, estimate, paired_difference, pass_at_k
+from grpo_core.statistics import POWER, Bounds, estimate, paired_difference, pass_at_k, tail
 
 TRIALS = 200
 LEVEL = 0.05
@@ -84,6 +84,49 @@ def test_a_p_value_far_out_keeps_its_precision() -> None:
     """200 wins of 200 by a half: all weight beyond the worst prompt's, Beta(1, 200), has to be less than 1/3."""
     found = paired_difference([0.0] * 200, [0.5] * 200, 0.95, SHARE)
     assert found.p_value == pytest.approx(float(stats.beta.sf(1 / 3, 1, 200)), rel=1e-3)
+
+
+@pytest.mark.parametrize("n", [1_000, 5_000, 20_000, 100_000])
+@pytest.mark.parametrize("outliers", [1, 2, 3])
+@pytest.mark.parametrize("probability", [0.999, 0.5, 0.01, 1e-12])
+def test_few_outliers_among_equal_values_have_their_exact_probability(
+    n: int, outliers: int, probability: float
+) -> None:
+    """The outliers' share of all weight is Beta(outliers, n)."""
+    share = float(stats.beta.isf(probability, outliers, n))
+    values = np.append(np.full(n, share / (1 - share)), np.full(outliers, -1.0))
+    assert tail(values) == pytest.approx(probability, rel=2e-3)
+    assert tail(-values) == pytest.approx(float(stats.beta.cdf(share, outliers, n)), abs=2e-3)
+
+
+@pytest.mark.parametrize("n", [500, 2_000, 100_000])
+def test_a_policy_that_loses_every_prompt_is_better_with_probability_zero(n: int) -> None:
+    found = paired_difference(np.ones(n), np.zeros(n), 0.95, SHARE)
+    assert found.probability_better == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-160, 1e150])
+def test_the_unit_of_outcomes_changes_nothing(scale: float) -> None:
+    rng = np.random.default_rng(9)
+    before, after = rng.random(40), rng.random(40)
+    plain, scaled = (paired_difference(unit * before, unit * after, 0.95, (0.0, 2.0 * unit)) for unit in (1.0, scale))
+    assert (scaled.p_value, scaled.probability_better) == pytest.approx((plain.p_value, plain.probability_better))
+    for name in ("mean", "low", "high", "minimum_detectable"):
+        assert getattr(scaled, name) / scale == pytest.approx(getattr(plain, name), rel=1e-6)
+    one, other = (estimate(unit * before, 0.95, (0.0, 2.0 * unit)) for unit in (1.0, scale))
+    assert (other.mean / scale, other.low / scale, other.high / scale) == pytest.approx(
+        (one.mean, one.low, one.high), rel=1e-6
+    )
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_absurdly_wide_range_shows_nothing_instead_of_an_overflow() -> None:
+    before, after = np.zeros(50), np.random.default_rng(1).normal(0.02, 1, 50)
+    for end in (1e155, 1e307):
+        found = paired_difference(before, after, 0.95, (-end, end))
+        assert found.p_value == 1.0
+        assert found.probability_better == pytest.approx(0.5, abs=1e-3)
+        assert found.low < -end / 100 and found.high > end / 100
 
 
 def test_without_a_scored_prompt_nothing_is_claimed() -> None:

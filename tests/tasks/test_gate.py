@@ -168,13 +168,34 @@ def test_answers_that_only_the_candidate_left_unscored_count_as_wrong() -> None:
 
 
 def test_prompts_on_which_the_rival_was_not_scored_are_left_out_of_all_figures() -> None:
-    samples = fixed_samples({"champion": [None] * 10 + [0] * 20 + [1] * 10, "trained": [0] * 10 + [1] * 30})
+    samples = fixed_samples({"champion": [None] * 4 + [0] * 24 + [1] * 12, "trained": [0] * 4 + [1] * 36})
     verdict = _decide(promotion_config(), samples)
     assert verdict.accepted
     assert verdict.reason.startswith("accuracy on held-out 100.0% against 33.3% of version 1, +66.7 points (95% ")
-    assert ") on 30 of 40 prompts: better, p = " in verdict.reason
+    assert ") on 36 of 40 prompts: better, p = " in verdict.reason
     nothing = fixed_samples({"champion": [None] * 10, "trained": [1] * 10})
     assert "no prompt was scored by both" in _decide(promotion_config(), nothing).reason
+
+
+def test_prompts_most_of_which_were_not_scored_of_the_rival_decide_nothing() -> None:
+    samples = fixed_samples({"champion": [0] * 6 + [None] * 494, "trained": [1] * 6 + [0] * 494})
+    verdict = _decide(promotion_config(), samples)
+    assert not verdict.accepted
+    assert "scored of both on 6 of 500 prompts only, and a decision needs 90% of them" in verdict.reason
+    assert "grpo stage evaluate --run RUN --force" in verdict.reason
+    guards = [{"metric": "rewards/numeric_match/mean", "min": 0.5}]
+    guarded = _decide(promotion_config(metric="reward", guards=guards), samples)
+    assert guarded.comparisons[1].broken and "only, and a decision needs" in guarded.comparisons[1].broken
+
+
+def test_a_reward_that_does_not_count_leaves_nothing_unscored() -> None:
+    rewards = {"rewards": [{"function": "numeric_match"}, {"function": "length", "weight": 0}]}
+    config = parse_config({**promotion_config(metric="reward").model_dump(exclude_none=True), **rewards})
+    samples = fixed_samples({"champion": [0] * 40, "trained": [1] * 40})
+    unscored = samples.with_columns(pl.lit(None, pl.Float64).alias("trained/rewards/length"))
+    verdict = _decide(config, unscored)
+    assert verdict.accepted and verdict.comparisons[0].num_unscored == 0
+    assert verdict.comparisons[0].difference == _decide(config, samples).comparisons[0].difference
 
 
 def test_a_prompt_that_comes_twice_counts_once() -> None:
