@@ -20,7 +20,7 @@ from scipy import optimize, special, stats
 
 POWER = 0.8
 BINARY = (0.0, 1.0)
-NODES = np.arange(0, 7, 0.06)  # of the integral in `tail`, see there
+NODES = np.arange(0, 9, 0.06)  # of the integral in `tail`, see there
 SMALLEST = 1e-30  # share of the largest magnitude
 BLOCK = 1000  # values whose terms are computed at once, in the cache
 Values = Sequence[float] | np.ndarray
