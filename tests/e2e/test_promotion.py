@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from tasks.markdown import escape
 from tests.evaluations import fixed_samples, register_version
 
 
@@ -34,8 +35,9 @@ def test_a_refusal_is_the_named_answer_of_a_completed_flow_run(storage: Path) ->
     assert (refused.is_completed(), refused.name) == (True, "Refused")
     assert "not shown to be better" in refused.message
     shown = _artifact("promotion")
-    assert shown.description == "flows version 2: refused"
-    assert "| held-out accuracy | broken | 80.0% | 70.0% | +10.0 points | " in shown.data
+    assert shown.description == escape("flows version 2: refused")
+    cells = ["held-out accuracy", "broken", "80.0%", "70.0%", "+10.0 points"]
+    assert f"| {' | '.join(map(escape, cells))} | " in shown.data
     forced = promote("flows", force=True)
     assert (forced.decision, forced.version) == ("forced", "2")
     assert rollback("flows") == "flows version 1 is champion again, version 2 is not"

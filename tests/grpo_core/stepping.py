@@ -10,7 +10,6 @@ import json
 import math
 import random
 import sys
-import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,8 +103,8 @@ def random_settings(seed: int, num_processes: int) -> dict[str, Any]:
     return {"keys": keys, "num_prompts": b * num_processes * s // g + draw.randint(0, 8)}
 
 
-def step_through(settings: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
-    """Train as set; what this process's engine, model and optimizer were asked to do."""
+def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    """Train as set, into a folder of all processes; what this one's engine, model and optimizer were asked to do."""
     config = parse_config(config_values(Path("model"), Path("data"), **{"max_steps": None, **settings["keys"]}))
     plan = make_plan(plan_inputs(config, settings["num_prompts"]))
     model = FourLogits()
@@ -132,13 +131,12 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator) -> dict[str
         probe=Probe([[0, 1]], config.train.mixed_precision),
     )
     with (
-        tempfile.TemporaryDirectory() as folder,
         mock.patch.object(trainer, "set_up", return_value=session),
         mock.patch.object(trainer, "fingerprint", return_value=""),
         mock.patch.object(accelerator, "end_training"),
         mock.patch.object(trainer, "_micro_batch", wraps=trainer._micro_batch) as micro_batch,
     ):
-        result = trainer.train(Path(folder), Path(folder))
+        result = trainer.train(folder, folder)
     return {
         "updates": steps.call_count,
         "micro_steps": micro_batch.call_count,
@@ -150,7 +148,10 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator) -> dict[str
 def main() -> None:
     seed, count, output = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     accelerator = Accelerator(cpu=True)
-    done = [step_through(random_settings(n, accelerator.num_processes), accelerator) for n in range(seed, seed + count)]
+    done = [
+        step_through(random_settings(n, accelerator.num_processes), accelerator, output / f"run-{n}")
+        for n in range(seed, seed + count)
+    ]
     (output / f"{accelerator.process_index}.json").write_text(json.dumps(done))
 
 

@@ -30,11 +30,13 @@ def accelerator() -> Iterator[Accelerator]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_one_process_does_what_was_planned(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_does_what_was_planned(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("builtins.print", lambda *_, **__: None)
     for seed in range(140):
         settings = random_settings(seed, 1)
-        _expect_as_planned(settings, [step_through(settings, accelerator)])
+        _expect_as_planned(settings, [step_through(settings, accelerator, tmp_path / str(seed))])
 
 
 @pytest.mark.slow
