@@ -73,7 +73,10 @@ def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # n
     """
     close_left_open()
     config = resolve_allowed(preset, changes) if deployment.id else resolve(preset, changes)
-    say, wait = get_run_logger().warning, bool(deployment.id)  # nobody is there to start a refused flow run again
+    say, wait = (
+        get_run_logger().warning,
+        bool(deployment.id),
+    )  # a refused flow run of a deployment is not started again by itself
     with open_run(config, say, wait) as run:
         validate(run)
         plan(run)

@@ -243,7 +243,7 @@ def _see_champion(client: MlflowClient, model: RegisteredModel) -> tuple[str | N
 
 
 def _is_being_promoted(version: ModelVersion) -> bool:
-    """Whether it was decided to make the version champion, and a process died before all of that was written."""
+    """Was promoting this version decided, and interrupted before all of it was written?"""
     return version.tags.get(DECISION) in MADE_CHAMPION and DECIDED_AT not in version.tags
 
 

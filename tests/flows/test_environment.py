@@ -64,11 +64,11 @@ def test_prefect_and_mlflow_on_this_machine_are_asked_through_no_proxy(host: str
         configure()
         url = url.replace("127.0.0.1", host)
         assert _answers(f"{url}/api")
-        assert not _answers(f"http://{host}:{free_ports(1)[0]}/api")  # where nobody is; the proxy answers
+        assert not _answers(f"http://{host}:{free_ports(1)[0]}/api")  # not there; the proxy answers
         with SyncPrefectClient(f"{url}/api") as prefect:
             assert prefect.api_healthcheck() is None
         MlflowClient(url).get_experiment("0")
-        os.environ.update(http_proxy="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9")  # where nobody is either
+        os.environ.update(http_proxy="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9")  # not there either
         assert _answers(f"{url}/api")
     assert passed_on == []
     assert {path.split("?")[0] for path in asked} >= {"/api/health", "/api/2.0/mlflow/experiments/get"}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from grpo_core.rewards.judge import judge
 from grpo_core.rollout.transformers import TransformersEngine
 from tests.conftest import config_values, make_model
 
@@ -35,3 +37,14 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
 def smooth_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights so small that a float32 gradient is 5e-7 from that of float64; with `model_folder`'s it is 4e-6."""
     return make_model(tmp_path_factory.mktemp("smooth"), initializer_range=0.03)
+
+
+@pytest.fixture
+def graded(tmp_path: Path) -> Any:
+    """The rewards of completions of the prompt "p"."""
+
+    def run(url: str, *completions: str, **arguments: Any) -> list[float | None]:
+        keys = {"model": "m", "base_url": url, "cache": str(tmp_path / "cache"), "max_retries": 0, **arguments}
+        return asyncio.run(judge(["p"] * len(completions), list(completions), **keys))
+
+    return run

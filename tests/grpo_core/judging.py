@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+import diskcache
 
 USED = {"prompt_tokens": 90, "completion_tokens": 10, "total_tokens": 100}
 
@@ -40,6 +43,17 @@ def material(question: str) -> list[str]:
     mark = re.search(r"\[\[[0-9a-f]{16}\]\]", question)
     assert mark is not None
     return [part.strip("\n") for part in question.split(mark[0])[2::2]]  # after the first, which explains it
+
+
+def by_length(question: str, _: int) -> str:
+    """A sound judge: the more letters the better."""
+    return f"I count them.\nScore: {min(len(material(question)[-1]), 10)}"
+
+
+def contents(cache: Path) -> dict[str, Any]:
+    """All that a cache holds, by key."""
+    with diskcache.Cache(str(cache), disk=diskcache.JSONDisk) as stored:
+        return {key: stored[key] for key in stored}
 
 
 @contextmanager

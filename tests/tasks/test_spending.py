@@ -40,7 +40,7 @@ def test_no_two_comparisons_with_a_champion_share_a_number_whatever_was_forgotte
         if number == before:
             num_kept += 1
         else:
-            assert number == 1 + len(numbers[champion]), "the next one that nobody has"
+            assert number == 1 + len(numbers[champion]), "the next one that is free"
             num_forgotten += before is not None
         numbers[champion][number] = comparison
         latest[champion, comparison] = number
