@@ -53,6 +53,9 @@ def assert_same(run: Path, whole: Path) -> None:
     kept, expected = result_of(run), result_of(whole)
     for name in ("counted", "best_step", "best_value", "sampled_completions", "sampled_tokens"):
         assert kept[name] == expected[name]
+    for each in (run, whole):
+        seconds = sum(row["step_time"] for row in metrics_of(each))
+        assert abs(result_of(each)["train_seconds"] - seconds) < 0.01, "each update's time once"
 
 
 def interrupted(values: dict[str, Any], tmp_path: Path) -> tuple[Path, Path]:
