@@ -47,7 +47,10 @@ def tracking_uri() -> str:
 def connect() -> mlflow.MlflowClient:
     """A client of the tracking store, which is made when it is not there."""
     (storage_root() / "mlflow").mkdir(parents=True, exist_ok=True)
+    named = "MLFLOW_TRACKING_URI" in os.environ
     mlflow.set_tracking_uri(tracking_uri())
+    if not named:  # MLflow sets it, and another storage root would no longer have a store of its own
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
     return mlflow.MlflowClient()
 
 

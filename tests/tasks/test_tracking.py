@@ -23,6 +23,13 @@ def test_a_tracking_uri_with_a_password_is_refused_without_saying_it(monkeypatch
     assert "hidden" not in str(error.value)
 
 
+def test_each_storage_root_has_a_store_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name in ("first", "second"):
+        monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / name))
+        assert connect().tracking_uri == f"sqlite:///{tmp_path / name / 'mlflow' / 'mlflow.db'}"
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """An embedded MLflow, in a storage root of its own."""
