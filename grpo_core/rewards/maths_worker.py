@@ -10,13 +10,17 @@ import functools
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from grpo_core.rewards.answers import NEGATION
-from grpo_core.rewards.maths_text import LATEX, alone, dated_or_based, final_statement, is_expression, plain, words
+from grpo_core.rewards.maths_spelling import alone, dated_or_based, plain, words
+from grpo_core.rewards.maths_text import LATEX, final_statement, is_expression
 
 SECONDS = 2.0  # of CPU time for an answer
 MEMORY = 2 << 30  # bytes
@@ -69,8 +73,12 @@ def compare(text: str, answer: str, tolerance: float = 0.0) -> float | None:
         return float(dated_or_based(wanted) == written)
     if (wanted_words := words(wanted)) and (given_words := words(given)):
         return float(wanted_words == given_words)
-    found = _expression(given, prose)
-    return float(found is not None and _holds(found) and _is_equal(expected, found, tolerance))
+    found = [
+        _expression(part, prose, _has_unit(wanted)) for part in given.split(r"\approx") if part.strip() or not given
+    ]
+    if None in found or not all(map(_holds, found)) or not _agree(list(map(_right_side, found))):
+        return 0.0
+    return float(any(_is_equal(expected, part, tolerance) for part in found))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,33 +89,49 @@ def _expected(answer: str) -> tuple[str, Any]:
         return wanted, AS_WRITTEN
     if (wanted_words := words(wanted)) and len(wanted_words) > 1:
         return wanted, _parsed(f"\\boxed{{\\text{{{wanted_words}}}}}") or wanted
-    if is_expression(wanted) and (expected := _parsed(f"\\boxed{{{wanted}}}")) is not None:
+    if is_expression(wanted) and (expected := _parsed(f"\\boxed{{{wanted}}}", _has_unit(wanted))) is not None:
         return wanted, expected
     given, prose = final_statement(answer)
-    return given, _expression(given, prose)
+    return given, _expression(given, prose, _has_unit(given))
 
 
-def _expression(answer: str, prose: tuple[str, ...]) -> Any:
+def _has_unit(wanted: str) -> bool:
+    """Whether a last letter may be a unit: m in 5 m, but not t in 2t."""
+    return not re.search(r"[\d}][A-Za-z]\Z", wanted)
+
+
+def _expression(answer: str, prose: tuple[str, ...], has_unit: bool) -> Any:
     """The answer by itself if it is an expression, else what math-verify finds in the prose."""
     boxed = [f"\\boxed{{{answer}}}"] if answer and not NEGATION.search(answer) and not LATEX.search(answer) else []
     readings = [*boxed, *prose] if is_expression(answer) else [*prose, *boxed]
-    return next((found for reading in readings if (found := _parsed(reading)) is not None), None)
+    return next((found for reading in readings if (found := _parsed(reading, has_unit)) is not None), None)
 
 
-def _parsed(text: str) -> Any:
-    from math_verify import parse
+def _parsed(text: str, has_unit: bool = True) -> Any:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
+    latex = LatexExtractionConfig()
+    latex = replace(latex, normalization_config=replace(latex.normalization_config, units=has_unit))
     # No fallback to text, and the first only: another one would be a second answer.
-    return next(iter(parse(text, fallback_mode="no_fallback", parsing_timeout=None)), None)
+    found = parse(text, [latex, ExprExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+    return found[0] if found else None
 
 
 def _holds(found: Any) -> bool:
-    """Whether all equations between numbers are true: 5 = 4 is no answer."""
-    from sympy import Basic, Eq, Float
+    """Whether the numbers in each chain of equations are equal: 5 = 4 and 72 = x = 73 are no answers."""
+    from sympy import And, Basic, Eq
 
-    equations = found.atoms(Eq) if isinstance(found, Basic) else ()
-    sides = [equation.args for equation in equations if None not in map(_real, equation.args)]
-    return all(_same_number(*pair, ROUGHLY if any(side.has(Float) for side in pair) else 0.0) for pair in sides)
+    chains = (found.atoms(And) or found.atoms(Eq)) if isinstance(found, Basic) else ()
+    return all(_agree([side for equation in chain.atoms(Eq) for side in equation.args]) for chain in chains)
+
+
+def _agree(expressions: Sequence[Any]) -> bool:
+    """Whether those of the expressions that are numbers are equal, roughly if one is a decimal."""
+    from sympy import Float
+
+    numbers = [expression for expression in expressions if _real(expression) is not None]
+    roughly = ROUGHLY if any(number.has(Float) for number in numbers) else 0.0
+    return all(_same_number(numbers[0], number, roughly) for number in numbers)
 
 
 def _is_equal(expected: Any, found: Any, tolerance: float) -> bool:
@@ -118,7 +142,7 @@ def _is_equal(expected: Any, found: Any, tolerance: float) -> bool:
         (expected, found) if _is_equation(expected) == _is_equation(found) else map(_right_side, (expected, found))
     )
     if _real(wanted) is None or _real(given) is None:
-        return verify(expected, found, timeout_seconds=None)
+        return verify(expected, found, allow_set_relation_comp=True, timeout_seconds=None)
     (wanted, wanted_percent), (given, given_percent) = _without_percent(wanted), _without_percent(given)
     pairs = [(wanted, given)]
     if wanted_percent != given_percent:  # 50 % counts as 50 and as 0.5
