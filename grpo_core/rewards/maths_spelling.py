@@ -46,8 +46,8 @@ ANYWHERE: Rules = [
     (re.compile(r"\\[,;: ]|\\q?quad\b|~"), " "),
     (re.compile(r"\{([,:])\}"), r"\1"),  # 1{,}234
     (re.compile(r"(?<![\w.,])\d{1,3}(?: \d{3})+(?![\w,/])"), lambda number: number[0].replace(" ", "")),  # 1\,234
-    (re.compile(r"(?<![\w.,^{/])(\d+) (\d+)/(\d+)(?![\w,/])"), r"(\1+\2/\3)"),  # 1 1/2
-    (re.compile(r"(?<![\w.,^{/])(\d+) ?\\[dt]?frac\{(\d+)\}\{(\d+)\}"), r"(\1+\\frac{\2}{\3})"),
+    (re.compile(r"(?<![\w.,^{/])(\d+) (\d+)/(\d+)(?![\w,/])"), lambda number: _mixed(*number.groups())),  # 1 1/2
+    (re.compile(r"(?<![\w.,^{/])(\d+) ?\\[dt]?frac\{(\d+)\}\{(\d+)\}"), lambda number: _mixed(*number.groups())),
     (re.compile(r"(?<![A-Za-z}\]_^\\])\{([^{}]*)\}(?![_^])"), r"(\1)"),  # 1{71}
     (  # 2(3), which math-verify takes for 2 + 3
         re.compile(r"(?<=[\d)])(?<![_^]\d)\s*(?=[(\[])|(?<=\))\s*(?=\d)"),
@@ -63,6 +63,7 @@ ANYWHERE: Rules = [
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi"),
     (re.compile(r"\\varnothing\b"), r"\\emptyset"),
 ]
+LEAD = re.compile(r"(?i)\A[a-z ]*\b(?:is|are|equals|about|approximately|exactly)\b[\s:]*|\A[a-z ]*\banswer\s*[:=]\s*")
 ALONE: Rules = [
     (re.compile(r"\A\\[(\[](.*)\\[)\]]\Z|\A\$\$?([^$]*)\$\$?\Z", re.DOTALL), r"\1\2"),
     (re.compile(rf"(?:(?<=[\d}})])|(?<=circ))\s*{FONT}\{{{NO_UNIT}[^{{}}\d]*\}}{POWER}\Z", re.I), ""),  # \text{ cm}^2
@@ -70,7 +71,7 @@ ALONE: Rules = [
     (re.compile(r"(?<=\d) \([A-Za-z -]+\)\Z"), ""),  # 72 (seventy-two)
     *ANYWHERE,
     (re.compile(r"\A[\s*_`]+|[\s*_`.,;:?]+\Z"), ""),
-    (re.compile(r"\A[A-Za-z ]*\b(?:is|are|equals)\b[\s:]*|\A[A-Za-z ]*\banswer\s*[:=]\s*", re.I), ""),
+    (LEAD, ""),
     (re.compile(r"\\?\$|[€£¥₹]\s*|\A(?:USD|EUR|GBP|INR|Rs)\b\.?\s*"), ""),
     (
         re.compile(
@@ -80,7 +81,7 @@ ALONE: Rules = [
         "",
     ),
     (re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*[CF]?\Z"), ""),
-    (re.compile(r"\A\(\s*([A-Za-z])\s*\)\Z"), r"\1"),  # (A)
+    (re.compile(r"\A\(?\s*([A-Za-z])\s*\)\Z"), r"\1"),  # (A)
     (re.compile(r"(?<=\d)_\{?10\}?\Z"), ""),
 ]
 JUXTAPOSED = re.compile(r"(?<![_^\d.])\d[\d.]*\s+\d|\)\s*\{")
@@ -123,10 +124,14 @@ def alone(answer: str) -> str:
         return ""
     answer = answer.strip()
     if NEGATION.search(answer):
-        return re.sub(rf"{FONT}\{{([^{{}}]*)\}}", r"\1", answer).strip(" .")
+        return LEAD.sub("", re.sub(rf"{FONT}\{{([^{{}}]*)\}}", r"\1", answer)).strip(" .")
     for pattern, spelling in ALONE:
         answer = pattern.sub(spelling, answer).strip()
     return "" if JUXTAPOSED.search(answer) else answer
+
+
+def _mixed(whole: str, numerator: str, denominator: str) -> str:
+    return f"\\frac{{{int(whole) * int(denominator) + int(numerator)}}}{{{denominator}}}"
 
 
 def _repeating(whole: str, once: str, again: str) -> str:

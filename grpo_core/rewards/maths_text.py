@@ -46,9 +46,12 @@ def final_statement(text: str) -> Statement:
     final = list(FINAL.finditer(text, end))
     if boxed is not None and not final:
         return Statement(alone(boxed))
+    last = text.strip().rpartition("\n")[2]
     clauses = CLAUSE_END.split(text[final[-1].start() :] if final else text)
     text = "".join("" if NEGATION.search(clause) else clause for clause in clauses).strip()
     prose = _as_sets(spelled(text[-PROSE:]))
+    if NEGATION.search(last) and words(alone(last)) and not re.search(r"\d", last):  # "no solution" is an answer
+        return Statement(alone(last), (prose,))
     stated = list(STATED.finditer(text))
     if not stated:
         return Statement(_unless_several(text.rpartition("\n")[2]), (prose,))

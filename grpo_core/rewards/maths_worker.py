@@ -1,4 +1,4 @@
-"""Compares mathematical answers, a line of JSON [completion, answer] each: answers 1.0, 0.0 or null.
+"""Compares mathematical answers: reads lines of JSON [completion, answer, relative tolerance], writes 1.0, 0.0 or null.
 
 A child does the work, and is ended by the system when it takes too long for an answer, which is wrong then; the next
 child goes on with the next line.
