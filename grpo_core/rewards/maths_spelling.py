@@ -35,15 +35,15 @@ FUNCTIONS = (
     "sin|cos|tan|log|ln|exp|sqrt|mod|pi|inf|infinity|infty|or|and|times|plus|minus|over|choose|squared|cubed|dozen"
 )
 SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-FONT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*"
+FONT = r"\\(?:underline|text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*"
 NO_UNIT = rf"(?!\s*(?:{FUNCTIONS}|{'|'.join(SCALES)}|per ?cent|[ap]\.?\s*m)\b)"
 POWER = r"(?:\^\s*\{?\d\}?)?"
 
 Rules = list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
 
 ANYWHERE: Rules = [
-    (re.compile(r"\\!"), ""),
-    (re.compile(r"\\[,;: ]|\\q?quad\b|~"), " "),
+    (re.compile(r"(?<!\\)\\!"), ""),
+    (re.compile(r"(?<!\\)\\[,;: ]|\\q?quad\b|~"), " "),
     (re.compile(r"\{([,:])\}"), r"\1"),  # 1{,}234
     (re.compile(r"(?<![\w.,])\d{1,3}(?: \d{3})+(?![\w,/])"), lambda number: number[0].replace(" ", "")),  # 1\,234
     (re.compile(r"(?<![\w.,^{/])(\d+) (\d+)/(\d+)(?![\w,/])"), lambda number: _mixed(*number.groups())),  # 1 1/2
@@ -66,7 +66,12 @@ ANYWHERE: Rules = [
 LEAD = re.compile(r"(?i)\A[a-z ]*\b(?:is|are|equals|about|approximately|exactly)\b[\s:]*|\A[a-z ]*\banswer\s*[:=]\s*")
 ALONE: Rules = [
     (re.compile(r"\A\\[(\[](.*)\\[)\]]\Z|\A\$\$?([^$]*)\$\$?\Z", re.DOTALL), r"\1\2"),
-    (re.compile(rf"(?:(?<=[\d}})])|(?<=circ))\s*{FONT}\{{{NO_UNIT}[^{{}}\d]*\}}{POWER}\Z", re.I), ""),  # \text{ cm}^2
+    (
+        re.compile(
+            rf"(?:(?<=[\d}})])|(?<=circ)|(?<=\\pi))(?:\s|\\[,;: ]|~)*{FONT}\{{{NO_UNIT}[^{{}}\d]*\}}{POWER}\Z", re.I
+        ),
+        "",
+    ),  # \text{ cm}^2
     (re.compile(rf"{FONT}\{{([^{{}}]*)\}}"), r" \1 "),
     (re.compile(r"(?<=\d) \([A-Za-z -]+\)\Z"), ""),  # 72 (seventy-two)
     *ANYWHERE,
@@ -84,13 +89,13 @@ ALONE: Rules = [
     (re.compile(r"\A\(?\s*([A-Za-z])\s*\)\Z"), r"\1"),  # (A)
     (re.compile(r"(?<=\d)_\{?10\}?\Z"), ""),
 ]
-JUXTAPOSED = re.compile(r"(?<![_^\d.])\d[\d.]*\s+\d|\)\s*\{")
+JUXTAPOSED = re.compile(r"(?<![_^\d.])\d[\d.]*\s+\d|\)\s*\{|\A(?!.*\\begin).*\d\s*\\\\\s*\d")
 
 PHRASE = re.compile(r"[^\W\d_]+|(?:[^\W\d_]+|\d+)(?:[\s,.'-]+(?:[^\W\d_]+|\d+))*")
 DATE = re.compile(r"(?<![\w/-])(?:(\d{4})([-/.])(\d\d?)\2(\d\d?)|(\d\d?)([-/.])(\d\d?)\6(\d{4}))(?![\w/-])")
 TIME = re.compile(r"(?i)(?<![\w:])([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d))?(?![\d:])(?:\s*([ap])\.?\s?m\b\.?)?")
-DIGITS = r"(\d[\da-f]*|[\da-f]+(?=\)?_\{?16))"
-BASED = re.compile(rf"(?i)(?<![\w.])(?:\(?{DIGITS}\)?_(?:\{{\s*(\d+|[a-z]+)\s*\}}|(\d+))|0([xbo])([\da-f]+))(?![\w.])")
+NUMERAL = r"(\d[\da-f]*|[\da-f]+(?=\)?_\{?16))"
+BASED = re.compile(rf"(?i)(?<![\w.])(?:\(?{NUMERAL}\)?_(?:\{{\s*(\d+|[a-z]+)\s*\}}|(\d+))|0([xbo])([\da-f]+))(?![\w.])")
 BASES = {"two": "2", "three": "3", "five": "5", "eight": "8", "sixteen": "16", "b": "2", "o": "8", "x": "16"}
 
 

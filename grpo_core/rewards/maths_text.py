@@ -63,7 +63,11 @@ def final_statement(text: str) -> Statement:
 
 def is_expression(answer: str) -> bool:
     """Whether an answer is nothing but mathematics."""
-    is_prose = (words(answer) or "")[1:] or SMALL_WORD.search(answer) or len(LETTERS.findall(answer)) > 1
+    is_prose = (
+        (words(answer) or "")[1:]
+        or SMALL_WORD.search(answer)
+        or len(LETTERS.findall(re.sub(r"\\(?:begin|end)\{\w+\}", "", answer))) > 1
+    )
     return bool(answer) and not is_prose and not LATEX.search(answer)
 
 
