@@ -76,7 +76,7 @@ def _unless_several(answer: str) -> str:
 
 
 def _as_sets(text: str) -> str:
-    """ "71 or 72" as the set that no single number equals."""
+    """Writes alternatives such as "71 or 72" as a set, which no single number equals."""
     return SEVERAL_LATEX.sub(r"\1 or ", SEVERAL.sub(r" $\1, \2$ ", text))
 
 

@@ -151,6 +151,7 @@ def _is_equal(expected: Any, found: Any, tolerance: float) -> bool:
 
 
 def _same_number(wanted: Any, given: Any, tolerance: float) -> bool:
+    """Whether two real numbers are equal: exactly if neither is a decimal, else within DIGITS or NOISE."""
     from math_verify import verify
     from sympy import Float
 
