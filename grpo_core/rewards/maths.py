@@ -18,15 +18,19 @@ from grpo_core.rewards.answers import TAGGED
 from grpo_core.rewards.basics import Rewards, text_of
 
 
-def math_answer(completions: Sequence[Any], answer: Sequence[str | int | float]) -> list[float | None]:
+def math_answer(
+    completions: Sequence[Any], answer: Sequence[str | int | float], relative_tolerance: float = 0.0
+) -> list[float | None]:
     """1 when the completion's final answer is mathematically equal to the answer, else 0; None where the answer is
     missing or cannot be read as mathematics.
 
-    Read is one answer, in the last `<answer>` where there is one: the one after "the final answer is", else the content
-    of the last `\\boxed{}` (several side by side are one set), else other LaTeX, or the last number or expression, by
-    the rules of math-verify. 1/2, 0.5 and `\\frac{1}{2}` are equal; decimals agree to five digits and six decimals.
-    What takes more than 2 s of CPU time or 2 GiB is wrong. RuntimeError when the process that compares cannot be
-    started.
+    One answer is read, from the last `<answer>` if there is one: the content of the last `\\boxed{}` (several side by
+    side are one set), else what follows "the answer is", else the last line, expression or number. Two decimals are
+    equal when they differ by at most 1e-6, and by 1 in 20,000; a decimal and a number that no decimal writes out (pi,
+    1/3) by 1 in 20,000; numbers without a decimal point only when exactly equal. `relative_tolerance` allows any two
+    real numbers to differ by this share of the right one. Words, dates, times and numbers with a base are compared as
+    they are written. An answer that takes more than 2 s of CPU time or 2 GiB is wrong. Raises RuntimeError if the
+    process that compares cannot be started.
     """
     worker = _worker()
     pairs = [
@@ -34,7 +38,7 @@ def math_answer(completions: Sequence[Any], answer: Sequence[str | int | float])
         for completion, expected in zip(completions, answer, strict=True)
     ]
     try:  # each pair once: what takes its 2 s is often what a policy says again and again
-        compared = {pair: _compared(worker, *pair) for pair in dict.fromkeys(pairs) if pair}
+        compared = {pair: _compared(worker, *pair, relative_tolerance) for pair in dict.fromkeys(pairs) if pair}
     except BaseException:  # an answer may be under way, which is nobody's then
         _worker.cache_clear()
         worker.kill()
@@ -48,9 +52,9 @@ def _answer_in(text: str) -> str:
     return (TAGGED.findall(text) or [text])[-1]
 
 
-def _compared(worker: subprocess.Popen[str], text: str, answer: str) -> float | None:
+def _compared(worker: subprocess.Popen[str], text: str, answer: str, tolerance: float) -> float | None:
     assert worker.stdin and worker.stdout
-    worker.stdin.write(json.dumps([text, answer]) + "\n")
+    worker.stdin.write(json.dumps([text, answer, tolerance]) + "\n")
     worker.stdin.flush()
     verdict = worker.stdout.readline()
     if not verdict:

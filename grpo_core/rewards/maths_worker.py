@@ -1,4 +1,4 @@
-"""Compares mathematical answers, a line of JSON [completion, answer] each: answers 1.0, 0.0 or null.
+"""Compares mathematical answers: reads lines of JSON [completion, answer, relative tolerance], writes 1.0, 0.0 or null.
 
 A child does the work, and is ended by the system when it takes too long for an answer, which is wrong then; the next
 child goes on with the next line.
@@ -9,21 +9,25 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import math
 import os
 import re
 import resource
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+from grpo_core.rewards.answers import NEGATION
+from grpo_core.rewards.maths_spelling import alone, dated_or_based, plain, words
+from grpo_core.rewards.maths_text import LATEX, final_statement, is_expression
 
 SECONDS = 2.0  # of CPU time for an answer
 MEMORY = 2 << 30  # bytes
-DELIMITERS = re.compile(r"\$|\\\(|\\\[|\\boxed\b")
-MIXED = re.compile(r"(?<![\d.,/^{])(\d+) (\d+)/(\d+)(?![\d.,/])")
-PROSE = re.compile(r"(?<!\\)(?<![A-Za-z])[A-Za-z]{2,}")
-WORD = re.compile(r"(?!(?i:infinity)$)[A-Za-z]{3,}")  # read as a product of variables, which any anagram equals
-EXPONENT = re.compile(r"(?<![\w.])([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d+)\b")
+DIGITS = 5e-5  # relative difference between a decimal and a number that has no last digit, as 3.1416 and pi
+NOISE = 1e-6  # and in absolute terms between two decimals
+ROUGHLY = 0.01  # relative difference that an equation such as 22/7 = 3.14 may have
+AS_WRITTEN = object()
 
 
 def main() -> None:
@@ -58,54 +62,143 @@ def _answer(verdict: float | None) -> None:
     sys.stdout.flush()
 
 
-def compare(text: str, answer: str) -> float | None:
+def compare(text: str, answer: str, tolerance: float = 0.0) -> float | None:
     """1 when the text's answer is equal to the right one, 0 when it is not, None when the right one cannot be read."""
-    from math_verify import verify
-
-    expected = _expected(answer)
-    if not expected:
+    wanted, expected = _expected(answer)
+    if expected is None:
         return None
-    found = _read(text)
-    if not found or not verify(expected, found, timeout_seconds=None):
+    given, prose = final_statement(text)
+    if expected is AS_WRITTEN or dated_or_based(given):
+        written = dated_or_based(given) or (dated_or_based(prose[0], whole=False) if prose else None)
+        return float(dated_or_based(wanted) == written)
+    if (wanted_words := words(wanted)) and (given_words := words(given)):
+        return float(wanted_words == given_words)
+    found = [
+        _expression(part, prose, _has_unit(wanted)) for part in given.split(r"\approx") if part.strip() or not given
+    ]
+    if None in found or not all(map(_holds, found)) or not _agree(list(map(_right_side, found))):
         return 0.0
-    return float(_is_near(expected[0], found[0]))
+    return float(any(_is_equal(expected, part, tolerance) for part in found))
 
 
 @functools.lru_cache(maxsize=1024)
-def _expected(answer: str) -> list[Any]:
-    if WORD.fullmatch(answer.strip()):
-        return _parsed(f"\\boxed{{\\text{{{answer.strip()}}}}}")
-    return ([] if DELIMITERS.search(answer) else _parsed(f"\\boxed{{{answer.strip()}}}")) or _read(answer)
+def _expected(answer: str) -> tuple[str, Any]:
+    """The right answer as written and as an expression: AS_WRITTEN for dates, times and bases, None for nothing."""
+    wanted = alone(plain(answer))
+    if dated_or_based(wanted):
+        return wanted, AS_WRITTEN
+    if (wanted_words := words(wanted)) and len(wanted_words) > 1:
+        return wanted, _parsed(f"\\boxed{{\\text{{{wanted_words}}}}}") or wanted
+    if is_expression(wanted) and (expected := _parsed(f"\\boxed{{{wanted}}}", _has_unit(wanted))) is not None:
+        return wanted, expected
+    given, prose = final_statement(answer)
+    return given, _expression(given, prose, _has_unit(given))
 
 
-def _read(text: str) -> list[Any]:
-    """The one expression that math-verify finds in the text, or that the whole text is when it is bare LaTeX."""
-    plain = EXPONENT.sub(r"\1*10^(\2)", MIXED.sub(r"(\1+\2/\3)", text.replace("\\$", "").strip()))
-    if DELIMITERS.search(plain):
-        return _parsed(plain)
-    readings = [plain, f"\\boxed{{{plain}}}"]
-    if "\\" in plain and not PROSE.search(plain):  # in 2\sqrt{3} there is no number 3 to be found
-        readings.reverse()
-    return _parsed(readings[0]) or _parsed(readings[1])
+def _has_unit(wanted: str) -> bool:
+    """Whether a last letter may be a unit: m in 5 m, but not t in 2t."""
+    return not re.search(r"[\d}][A-Za-z]\Z", wanted)
 
 
-def _parsed(text: str) -> list[Any]:
-    from math_verify import parse
+def _expression(answer: str, prose: tuple[str, ...], has_unit: bool) -> Any:
+    """The answer by itself if it is an expression, else what math-verify finds in the prose."""
+    boxed = [f"\\boxed{{{answer}}}"] if answer and not NEGATION.search(answer) and not LATEX.search(answer) else []
+    readings = [*boxed, *prose] if is_expression(answer) else [*prose, *boxed]
+    return next((found for reading in readings if (found := _parsed(reading, has_unit)) is not None), None)
 
+
+def _parsed(text: str, has_unit: bool = True) -> Any:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    latex = LatexExtractionConfig()
+    latex = replace(latex, normalization_config=replace(latex.normalization_config, units=has_unit))
     # No fallback to text, and the first only: another one would be a second answer.
-    return parse(text, fallback_mode="no_fallback", parsing_timeout=None)[:1]
+    found = parse(text, [latex, ExprExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+    return found[0] if found else None
 
 
-def _is_near(expected: Any, found: Any) -> bool:
-    """Whether two real numbers agree to five digits; math-verify rounds to six decimals, and calls 1e-7 and 0 equal.
+def _holds(found: Any) -> bool:
+    """Whether the numbers in each chain of equations are equal: 5 = 4 and 72 = x = 73 are no answers."""
+    from sympy import And, Basic, Eq
 
-    Percentages count with and without their sign. True for what is no real number.
-    """
-    try:
-        wanted, given = float(expected.evalf()), float(found.evalf())
-    except (TypeError, ValueError, AttributeError):
+    chains = (found.atoms(And) or found.atoms(Eq)) if isinstance(found, Basic) else ()
+    return all(_agree([side for equation in chain.atoms(Eq) for side in equation.args]) for chain in chains)
+
+
+def _agree(expressions: Sequence[Any]) -> bool:
+    """Whether those of the expressions that are numbers are equal, roughly if one is a decimal."""
+    from sympy import Float
+
+    numbers = [expression for expression in expressions if _real(expression) is not None]
+    roughly = ROUGHLY if any(number.has(Float) for number in numbers) else 0.0
+    return all(_same_number(numbers[0], number, roughly) for number in numbers)
+
+
+def _is_equal(expected: Any, found: Any, tolerance: float) -> bool:
+    """By the rule for numbers if both are real numbers, x = 5 as 5; else by math-verify's."""
+    from math_verify import verify
+
+    wanted, given = (
+        (expected, found) if _is_equation(expected) == _is_equation(found) else map(_right_side, (expected, found))
+    )
+    if _real(wanted) is None or _real(given) is None:
+        return verify(expected, found, allow_set_relation_comp=True, timeout_seconds=None)
+    (wanted, wanted_percent), (given, given_percent) = _without_percent(wanted), _without_percent(given)
+    pairs = [(wanted, given)]
+    if wanted_percent != given_percent:  # 50 % counts as 50 and as 0.5
+        pairs.append((wanted, given / 100) if given_percent else (wanted / 100, given))
+    return any(_same_number(*pair, tolerance) for pair in pairs)
+
+
+def _same_number(wanted: Any, given: Any, tolerance: float) -> bool:
+    """Whether two real numbers are equal: exactly if neither is a decimal, else within DIGITS or NOISE."""
+    from math_verify import verify
+    from sympy import Float
+
+    size, difference = abs(_real(wanted)), abs(_real(wanted) - _real(given))
+    if difference <= tolerance * size:
         return True
-    return any(math.isclose(given * scale, wanted, rel_tol=1e-5) for scale in (1, 100, 0.01))
+    if not wanted.has(Float) and not given.has(Float):
+        return difference <= DIGITS * size and verify(wanted, given, timeout_seconds=None)
+    if _has_last_digit(wanted) and _has_last_digit(given):
+        return difference <= max(min(NOISE, DIGITS * size), 1e-12 * size)
+    return difference <= DIGITS * size
+
+
+def _has_last_digit(number: Any) -> bool:
+    """Whether a number can be written out as a decimal: 1/8, but not 1/3 or the root of 2."""
+    number = number.doit()
+    return number.is_Float or (number.is_Rational and pow(10, int(number.q).bit_length(), int(number.q)) == 0)
+
+
+def _real(expression: Any) -> Any:
+    """The value of an expression without symbols to 30 digits; None for what is no finite real number."""
+    try:
+        value = expression.doit().evalf(30)
+        return value if (value.is_Float and value.is_finite) or value.is_Integer else None
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+def _is_equation(expression: Any) -> bool:
+    from math_verify.grader import is_equation
+
+    return is_equation(expression)
+
+
+def _right_side(expression: Any) -> Any:
+    from math_verify.grader import take_last_relation
+
+    return take_last_relation(expression).rhs if _is_equation(expression) else expression
+
+
+def _without_percent(expression: Any) -> tuple[Any, bool]:
+    from sympy import Mul, Rational, UnevaluatedExpr
+
+    sign = UnevaluatedExpr(Rational(1, 100))
+    if not isinstance(expression, Mul) or sign not in expression.args:
+        return expression, False
+    return Mul(*(factor for factor in expression.args if factor != sign)), True
 
 
 if __name__ == "__main__":

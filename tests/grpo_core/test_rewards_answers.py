@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+from math_verify import parse, verify
 
 from grpo_core.rewards.answers import multiple_choice, normalized_match
 from grpo_core.rewards.contract import RewardError, resolve
@@ -209,13 +211,58 @@ def test_math_answer_is_not_fooled(completion: str, answer: str) -> None:
     assert math_answer([completion], [answer]) == [0]
 
 
+CASES = Path(__file__).with_name("math_cases.txt").read_text(encoding="utf-8")
+
+
+def test_math_answer_judges_every_case_of_the_table_rightly_but_the_known_limits() -> None:
+    lines = [line for line in CASES.splitlines() if " ;; " in line and not line.startswith("# ")]
+    cases = [line.replace("⏎", "\n").split(" ;; ") for line in lines]
+    ours = math_answer([case[0] for case in cases], [case[1] for case in cases])
+    assert len(cases) > 600
+    for (completion, answer, truth, *reason), verdict in zip(cases, ours, strict=True):
+        (why,) = reason or [""]
+        theirs = verify(
+            parse(f"\\boxed{{{answer}}}", parsing_timeout=None),
+            parse(completion, parsing_timeout=None),
+            timeout_seconds=None,
+        )
+        right = {"1": 1, "0": 0, "-": None}[truth]
+        assert (verdict == right) == (not why.startswith("limit")), (completion, answer, why)
+        assert (theirs == bool(right)) == (not why or why.startswith("limit: ")), (completion, answer, why)
+
+
+@pytest.mark.parametrize(
+    ("completion", "right"),
+    [
+        ("(" * 3000 + "42" + ")" * 3000, 0),
+        (r"\boxed{" * 2000 + "42" + "}" * 2000, 1),
+        (r"\boxed{" * 20_000, 0),
+        ("$" * 20_001 + "42", 0),
+        ("answer " * 5000 + "is 42", 1),
+        ("so " * 20_000 + r"\boxed{42}", 1),
+        (r"\boxed{42}" + " and so on" * 5000, 1),
+        ("1 " * 20_000, 0),
+        ("1,000 or " * 2000 + "42", 0),
+        (r"\boxed{(10^8)!}", 0),
+    ],
+)
+def test_math_answer_reads_long_texts(completion: str, right: int) -> None:
+    assert math_answer([completion], ["42"]) == [right]
+
+
+def test_a_relative_tolerance_lets_rounded_answers_pass() -> None:
+    completions, answer = ["3.46", "3.5", r"\boxed{\sqrt{12}}"], "3.4641"
+    assert math_answer(completions, [answer] * 3) == [0, 0, 1]
+    assert math_answer(completions, [answer] * 3, relative_tolerance=0.002) == [1, 0, 1]
+
+
 def test_math_answer_does_not_apply_where_there_is_nothing_to_compare_with() -> None:
     assert math_answer(["42"] * 3, [None, "", "  "]) == [None] * 3  # type: ignore[list-item]
 
 
 def test_an_endless_computation_is_a_wrong_answer_and_costs_the_others_nothing() -> None:
     before = signal.getsignal(signal.SIGALRM)
-    completions = [r"\boxed{42}", "41", *["9^9^9^9"] * 100]  # said again and again it takes its time once
+    completions = [r"\boxed{42}", "41", *[r"\boxed{9^{9^{9^9}}}"] * 100]  # said again and again it takes its time once
     assert math_answer(completions, ["42"] * 102) == [1, 0, *[0] * 100]
     assert signal.getsignal(signal.SIGALRM) is before
 
@@ -223,7 +270,7 @@ def test_an_endless_computation_is_a_wrong_answer_and_costs_the_others_nothing()
 def test_the_time_limit_of_a_reward_holds_for_math_answer_and_the_next_call_gets_its_own_answers() -> None:
     assert math_answer(["42"], ["42"]) == [1]
     reward = resolve(RewardConfig(function="math_answer", timeout=0.05))
-    batch = Batch([{"prompt": "", "answer": "41"}], ["9^9^9^9"], [[1]])
+    batch = Batch([{"prompt": "", "answer": "41"}], [r"\boxed{9^{9^{9^9}}}"], [[1]])
     with pytest.raises(RewardError, match=r"did not come back within 0\.05 s"):
         score([reward], batch)
     assert math_answer(["42", "41"], ["42", "42"]) == [1, 0]
