@@ -68,7 +68,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
             folder = pipeline(str(config), changes_of(config, overrides))
     except (StageError, PlanError, RewardError, RunInUseError) as error:
         _fail(f"{resolved.name}: {error}", code=1)
-    _summary(folder, resolved.promotion.metric, time.monotonic() - start)
+    _summary(folder, resolved, time.monotonic() - start)
 
 
 @app.command()
@@ -174,9 +174,10 @@ def _fail(message: str, code: int) -> None:
     raise typer.Exit(code)
 
 
-def _summary(folder: Path, metric: str, seconds: float) -> None:
+def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
     """What happened and where to look."""
     from tasks.evaluate import rows_of, verdicts
+    from tasks.figures import metric_of
     from tasks.report import PAGE
 
     report, training, registration = (stage.read_receipt(folder) for stage in (EVALUATE, TRAIN, REGISTER))
@@ -189,7 +190,7 @@ def _summary(folder: Path, metric: str, seconds: float) -> None:
             table.add_row(*row)
         console.print(table)
     console.print(
-        "\n".join(f"{sentence}." for sentence in verdicts(report, metric)) + "\n"
+        "\n".join(f"{sentence}." for sentence in verdicts(report, metric_of(config, report))) + "\n"
         f"{counted['updates']} of {training['planned']['updates']} planned updates, "
         f"{counted['completions']:,} completions; pipeline took {seconds:.0f} s\n"
         f"registered  {registration['model_name']} version {registration['version']}, "

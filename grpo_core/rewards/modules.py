@@ -9,6 +9,7 @@ import importlib.machinery
 import symtable
 import sys
 import sysconfig
+from importlib.abc import InspectLoader
 from pathlib import Path
 
 from grpo_core.rewards.basics import RewardError
@@ -57,7 +58,7 @@ def check_source(function: str) -> None:
     spec = _spec(module)
     if spec is None:
         raise missing(function, module)
-    source = spec.loader.get_source(module) if hasattr(spec.loader, "get_source") else None
+    source = spec.loader.get_source(module) if isinstance(spec.loader, InspectLoader) else None
     if source is None:  # compiled
         return
     try:
