@@ -29,7 +29,7 @@ from grpo_core.evaluation_sections import RegistryConfig
 from grpo_core.plan import PlanError
 from grpo_core.rewards.contract import RewardError
 from tasks.stage import EVALUATE, REGISTER, TRAIN, StageError
-from tasks.storage import RunInUseError, UnknownRunError, find_run
+from tasks.storage import RunInUseError, UnknownRunError, find_run, storage_root
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(init)
@@ -47,7 +47,7 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key, such as train.max_steps=50")
 ]
 
-RegisteredModel = Annotated[str, typer.Argument(help="name of a registered model in MLflow")]
+RegisteredModel = Annotated[str, typer.Argument(help="name of a registered model, or of a run that registered one")]
 
 
 @app.command()
@@ -99,7 +99,9 @@ def stage(
 @app.command()
 def promote(
     model: RegisteredModel,
-    version: Annotated[str, typer.Option(help="number of the version, or an alias of it")] = RegistryConfig().alias,
+    version: Annotated[
+        str | None, typer.Option(help="its number or an alias; default: the newest, or the run's", show_default=False)
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="whatever the gate says; the version's tags keep it")] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a rule, such as promotion.confidence=0.9")
@@ -107,6 +109,8 @@ def promote(
 ) -> None:
     """Make a version the champion if it is better than the present one. Exit status 1: refused, 2: cannot be tried."""
     configure()
+    model, registered = _find_model(model)
+    version = version or registered or RegistryConfig().alias
     _check_registered(model, version)
     with prefect_api():
         from prefect import tags
@@ -129,7 +133,7 @@ def promote(
 def rollback(model: RegisteredModel) -> None:
     """Make the previous champion of a registered model champion again. Exit status 2: there is none."""
     configure()
-    _check_registered(model)
+    model, _ = _find_model(model)
     with prefect_api():
         from prefect import tags
 
@@ -159,7 +163,20 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
         _fail(f"{path}: not a valid configuration\n{error}", code=2)
 
 
-def _check_registered(model: str, version: str | None = None) -> None:
+def _find_model(name: str) -> tuple[str, str | None]:
+    """The registered model of this name; else the one that the run of this name has registered, and the version."""
+    from tasks.champion import PromotionError, check
+
+    try:
+        check(name)
+    except PromotionError as error:
+        if registered := REGISTER.read_receipt(storage_root() / "runs" / name):
+            return registered["model_name"], registered["version"]
+        _fail(f"{error}; nor has a run of this name registered one", code=2)
+    return name, None
+
+
+def _check_registered(model: str, version: str) -> None:
     """Before Prefect, which logs a flow run that fails with all its tracebacks."""
     from tasks.champion import PromotionError, check
 
