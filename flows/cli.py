@@ -214,7 +214,7 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
         f"alias {registration['alias']}\n"
         f"run         {folder}\n"
         f"report      {EVALUATE.path(folder) / PAGE}\n"
-        "look at it  make ui: http://127.0.0.1:4200 (Prefect), http://127.0.0.1:5000 (MLflow)",
+        "look at it  grpo up: http://127.0.0.1:4200 (Prefect), http://127.0.0.1:5000 (MLflow)",
         soft_wrap=True,
         highlight=False,
     )

@@ -116,7 +116,7 @@ def is_builtin(function: str) -> bool:
     if function not in BUILTIN and ":" not in function:
         raise RewardError(
             f"no built-in reward is called {function!r}; there are {', '.join(BUILTIN)}; "
-            "your own is written package.module:function"
+            "your own is written module:function"
         )
     return function in BUILTIN
 
