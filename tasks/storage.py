@@ -32,7 +32,7 @@ import psutil
 from grpo_core.config import RunConfig, dump_config
 from grpo_core.files import publish
 from grpo_core.rewards.contract import files_of
-from grpo_core.rewards.modules import KEPT
+from grpo_core.rewards.modules import KEPT, place_of
 
 # Longer than a supervised process gets to end, checkpoint included.
 ENDING_SECONDS = 60.0
@@ -59,7 +59,9 @@ def storage_root() -> Path:
 def open_run(config: RunConfig, say: Callable[[str], None] = print, wait: bool = False) -> Iterator[Path]:
     """The run's directory, locked as by `locked`, with its resolved configuration and copies of its own rewards' files
     written. Raises RewardError if a reward cannot be imported."""
-    files = {place: path.read_bytes() for reward in config.rewards for place, path in files_of(reward).items()}
+    own = [reward for reward in config.rewards if ":" in reward.function]
+    paths = {place_of(Path(file), reward.function): Path(file) for reward in own for file in files_of(reward)}
+    files = {place: path.read_bytes() for place, path in paths.items()}
     run = storage_root() / "runs" / config.name
     run.mkdir(parents=True, exist_ok=True)
     with locked(run, say, wait):

@@ -80,29 +80,19 @@ def range_of(config: RewardConfig) -> Range | None:
 
 
 def source_of(config: RewardConfig) -> bytes:
-    """Bytes that change when the reward does: the files of the module that names it and of the function itself; of a
-    built-in one this package's, since some take their work to other modules and processes."""
-    if config.function in BUILTIN:
-        return b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
-    return b"".join(sorted(file.read_bytes() for file in files_of(config).values()))
+    """Bytes that change when the reward does, wherever its files lie: the files of the module that names it and of the
+    function itself; of a built-in one this package's, since some take their work to other modules and processes."""
+    return b"".join(sorted(Path(file).read_bytes() for file in files_of(config)))
 
 
-def files_of(config: RewardConfig) -> dict[str, Path]:
-    """The files of the module that names an own reward and of the function itself, by where below a folder they have to
-    lie to be imported from there (my_rewards.py, house/style.py); none of a built-in one."""
+def files_of(config: RewardConfig) -> list[str]:
+    """What `source_of` reads."""
     function = find(config.function)
     module, separator, _ = config.function.partition(":")
     if not separator:
-        return {}
-    found = {module: sys.modules[module].__file__}
-    if _is_python(function) and (source := inspect.getsourcefile(code_of(function))) not in found.values():
-        found[code_of(function).__module__] = source
-    return {_place(name, Path(file)): Path(file) for name, file in found.items() if file}
-
-
-def _place(module: str, file: Path) -> str:
-    folder = module.replace(".", "/")
-    return f"{folder}/{file.name}" if file.stem == "__init__" else f"{folder}{file.suffix}"
+        return sorted(map(str, Path(__file__).parent.glob("*.py")))
+    files = {sys.modules[module].__file__, inspect.getsourcefile(code_of(function)) if _is_python(function) else None}
+    return sorted(filter(None, files))
 
 
 def check(config: RewardConfig) -> None:

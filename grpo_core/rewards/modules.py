@@ -35,6 +35,16 @@ def searched() -> str:
     return ", ".join(str(folder) for folder in dict.fromkeys(own))
 
 
+def place_of(file: Path, function: str) -> str:
+    """Where below a folder a file of a reward has to lie to be imported from there: my_rewards.py, house/tone.py."""
+    module = function.partition(":")[0].replace(".", "/")
+    for place in (f"{module}{file.suffix}", f"{module}/{file.name}"):
+        if file.as_posix().endswith(f"/{place}"):
+            return place
+    folders = [folder for folder in sys.path if folder and file.is_relative_to(folder)]  # of another module
+    return file.relative_to(max(folders, key=len)).as_posix() if folders else file.name
+
+
 def missing(function: str, module: str) -> RewardError:
     """The error for a module that is in none of the folders."""
     file = f"{module.replace('.', '/')}.py"

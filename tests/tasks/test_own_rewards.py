@@ -100,7 +100,8 @@ def test_a_run_keeps_its_rewards_and_its_stages_find_them(tmp_path: Path, monkey
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
     folder = tmp_path / "project"
     (folder / "house").mkdir(parents=True)
-    (folder / "house" / "tone.py").write_text("def polite(completions): return [1.0 for _ in completions]\n")
+    (folder / "house" / "tone.py").write_text("from house.kind import polite\n")
+    (folder / "house" / "kind.py").write_text("def polite(completions): return [1.0 for _ in completions]\n")
     path = _project(folder, "kept_reward", SHORTER)
     both = 'rewards=[{function="kept_reward:shorter"}, {function="house.tone:polite"}]'
     with open_run(load_config(path, [both])) as run:
@@ -108,6 +109,7 @@ def test_a_run_keeps_its_rewards_and_its_stages_find_them(tmp_path: Path, monkey
     assert kept_rewards(run) == {
         "kept_reward.py": run / "rewards" / "kept_reward.py",
         "house/tone.py": run / "rewards" / "house" / "tone.py",
+        "house/kind.py": run / "rewards" / "house" / "kind.py",  # in which the function is defined
     }
     (folder / "kept_reward.py").unlink()
     code = (
