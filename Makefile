@@ -3,10 +3,11 @@
 
 SHELL := /bin/bash
 HARDWARE ?= cpu
+VERSION := 3.11# of Python, which requirements/*.txt are compiled for
+PYTHON ?= $(or $(shell command -v python$(VERSION)),python3)
 ENGINE ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
-STORAGE := $(or $(GRPO_STORAGE),storage)
 STAMP := $(VENV)/.installed-$(HARDWARE)
 UV := $(or $(shell command -v uv),$(BIN)/uv)
 
@@ -22,10 +23,20 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the commands
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
+version_of = $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+
 setup: $(STAMP) ## make .venv and install everything into it
 
 $(STAMP): pyproject.toml requirements/$(HARDWARE).txt
-	@test -x $(BIN)/python || python3 -m venv $(VENV)
+	@test "$$($(call version_of,$(BIN)/python))" = $(VERSION) || { \
+		found=$$($(call version_of,$(PYTHON))); \
+		test "$$found" = $(VERSION) || { \
+			echo "Python $(VERSION) is needed, and $(PYTHON) is $${found:-not there}: install it, or say where it is:" \
+				"make setup PYTHON=/path/to/python$(VERSION)" >&2; \
+			exit 1; \
+		}; \
+		$(PYTHON) -m venv --clear $(VENV); \
+	}
 	@command -v uv >/dev/null || $(BIN)/python -m pip install --quiet uv
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps $(TORCH) -r requirements/$(HARDWARE).txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
@@ -33,7 +44,7 @@ $(STAMP): pyproject.toml requirements/$(HARDWARE).txt
 
 quickstart: setup ## build the example's inputs, run the pipeline, say what happened
 	@start=$$SECONDS; \
-	$(BIN)/python examples/arithmetic/make.py --out $(STORAGE)/examples/arithmetic && \
+	$(BIN)/python examples/arithmetic/make.py && \
 	$(BIN)/grpo run configs/quickstart.toml --set rollout.engine=$(ENGINE) && \
 	echo "make quickstart took $$((SECONDS - start)) s after installation"
 

@@ -71,8 +71,14 @@ GATED = [
     Case("tiny", "0.8M, end to end, natural lengths", TINY, _sides(2, 1.4), _sides(3, 2)),
     Case("small", "5.8M, end to end", GENERATE, _sides(2.5, 2), _sides(5, 4)),
     Case("training", "5.8M, training phase", SMALL, _sides(2.5, 2), _sides(4, 3)),
-    Case("half-silent", "half of the groups without signal", replace(SMALL, silent=0.5), _sides(4, 3), _sides(7, 5)),
-    Case("long-prompts", "prompts 8× the completions", LONG_PROMPTS, _sides(4, 3), _sides(7, 5)),
+    Case(
+        "half-silent",
+        "training phase, half of the groups silent",
+        replace(SMALL, silent=0.5),
+        _sides(4, 3),
+        _sides(7, 5),
+    ),
+    Case("long-prompts", "training phase, prompts 8× the completions", LONG_PROMPTS, _sides(4, 3), _sides(7, 5)),
     Case("memory", "peak memory, V = 152k", LARGE_VOCABULARY, {"TRL tuned": 1}, {"TRL tuned": 1 / 0.6}, memory, "MiB"),
     Case(
         "threshold",

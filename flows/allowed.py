@@ -14,6 +14,7 @@ from flows.form import CONFIGS, PRESETS, resolve
 from grpo_core.config import ConfigError, RunConfig, read_values
 from grpo_core.rewards.builtin import BUILTIN
 from grpo_core.rewards.contract import RewardError, code_of, find
+from grpo_core.rewards.modules import search_beside
 from grpo_core.sections import RewardConfig
 
 MODULES = "GRPO_REWARD_MODULES"  # comma-separated; a deployment's parameters may name any reward defined in them
@@ -27,7 +28,9 @@ def resolve_allowed(preset: str, changes: dict[str, Any]) -> RunConfig:
     """`resolve` for a deployment's parameters; ConfigError also for what they may not name, all of it at once."""
     if preset not in PRESETS:
         raise ConfigError(f"preset = {preset!r}: a deployment takes a preset of its worker: {', '.join(PRESETS)}")
-    config, own = resolve(preset, changes), read_values(CONFIGS / f"{preset}.toml")
+    path = CONFIGS / f"{preset}.toml"
+    search_beside(path)
+    config, own = resolve(preset, changes), read_values(path)
     if problems := [*_rewards(config, own), *_addresses(changes, own)]:
         raise ConfigError("\n".join(problems))
     return config

@@ -29,7 +29,7 @@ from grpo_core.evaluation_sections import RegistryConfig
 from grpo_core.plan import PlanError
 from grpo_core.rewards.contract import RewardError
 from tasks.stage import EVALUATE, REGISTER, TRAIN, StageError
-from tasks.storage import RunInUseError, UnknownRunError, find_run
+from tasks.storage import RunInUseError, UnknownRunError, find_run, storage_root
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(init)
@@ -47,7 +47,7 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key, such as train.max_steps=50")
 ]
 
-RegisteredModel = Annotated[str, typer.Argument(help="name of a registered model in MLflow")]
+RegisteredModel = Annotated[str, typer.Argument(help="name of a registered model, or of a run that registered one")]
 
 
 @app.command()
@@ -68,7 +68,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
             folder = pipeline(str(config), changes_of(config, overrides))
     except (StageError, PlanError, RewardError, RunInUseError) as error:
         _fail(f"{resolved.name}: {error}", code=1)
-    _summary(folder, resolved.promotion.metric, time.monotonic() - start)
+    _summary(folder, resolved, time.monotonic() - start)
 
 
 @app.command()
@@ -99,7 +99,9 @@ def stage(
 @app.command()
 def promote(
     model: RegisteredModel,
-    version: Annotated[str, typer.Option(help="number of the version, or an alias of it")] = RegistryConfig().alias,
+    version: Annotated[
+        str | None, typer.Option(help="its number or an alias; default: the newest, or the run's", show_default=False)
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="whatever the gate says; the version's tags keep it")] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a rule, such as promotion.confidence=0.9")
@@ -107,6 +109,8 @@ def promote(
 ) -> None:
     """Make a version the champion if it is better than the present one. Exit status 1: refused, 2: cannot be tried."""
     configure()
+    model, registered = _find_model(model)
+    version = version or registered or RegistryConfig().alias
     _check_registered(model, version)
     with prefect_api():
         from prefect import tags
@@ -129,7 +133,7 @@ def promote(
 def rollback(model: RegisteredModel) -> None:
     """Make the previous champion of a registered model champion again. Exit status 2: there is none."""
     configure()
-    _check_registered(model)
+    model, _ = _find_model(model)
     with prefect_api():
         from prefect import tags
 
@@ -159,7 +163,20 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
         _fail(f"{path}: not a valid configuration\n{error}", code=2)
 
 
-def _check_registered(model: str, version: str | None = None) -> None:
+def _find_model(name: str) -> tuple[str, str | None]:
+    """The registered model of this name; else the one that the run of this name has registered, and the version."""
+    from tasks.champion import PromotionError, check
+
+    try:
+        check(name)
+    except PromotionError as error:
+        if registered := REGISTER.read_receipt(storage_root() / "runs" / name):
+            return registered["model_name"], registered["version"]
+        _fail(f"{error}; nor has a run of this name registered one", code=2)
+    return name, None
+
+
+def _check_registered(model: str, version: str) -> None:
     """Before Prefect, which logs a flow run that fails with all its tracebacks."""
     from tasks.champion import PromotionError, check
 
@@ -174,9 +191,10 @@ def _fail(message: str, code: int) -> None:
     raise typer.Exit(code)
 
 
-def _summary(folder: Path, metric: str, seconds: float) -> None:
+def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
     """What happened and where to look."""
     from tasks.evaluate import rows_of, verdicts
+    from tasks.figures import metric_of
     from tasks.report import PAGE
 
     report, training, registration = (stage.read_receipt(folder) for stage in (EVALUATE, TRAIN, REGISTER))
@@ -189,14 +207,14 @@ def _summary(folder: Path, metric: str, seconds: float) -> None:
             table.add_row(*row)
         console.print(table)
     console.print(
-        "\n".join(f"{sentence}." for sentence in verdicts(report, metric)) + "\n"
+        "\n".join(f"{sentence}." for sentence in verdicts(report, metric_of(config, report))) + "\n"
         f"{counted['updates']} of {training['planned']['updates']} planned updates, "
         f"{counted['completions']:,} completions; pipeline took {seconds:.0f} s\n"
         f"registered  {registration['model_name']} version {registration['version']}, "
         f"alias {registration['alias']}\n"
         f"run         {folder}\n"
         f"report      {EVALUATE.path(folder) / PAGE}\n"
-        "look at it  make ui: http://127.0.0.1:4200 (Prefect), http://127.0.0.1:5000 (MLflow)",
+        "look at it  grpo up: http://127.0.0.1:4200 (Prefect), http://127.0.0.1:5000 (MLflow)",
         soft_wrap=True,
         highlight=False,
     )

@@ -17,6 +17,8 @@ from grpo_core.config import ConfigError, RunConfig, load_config, parse_config
 from grpo_core.forecast import PromptLengths, forecast, forecast_rows, useful_groups
 from grpo_core.plan import Plan, PlanError, make_plan, plan_inputs, updates_done
 from grpo_core.recipes import NEWEST, Recipe, RecipeError, System, read_recipe, recipe_inputs
+from grpo_core.rewards.basics import RewardError
+from grpo_core.rewards.contract import check
 from grpo_core.rules import PlanInputs, Rules
 from grpo_core.sections import RolloutConfig, TrainConfig
 from tasks.sources import SourceError, count_prompts, list_pass_rates
@@ -84,7 +86,7 @@ def plan(
         fixes = [dataclasses.asdict(fix) for fix in error.fixes]
         given = {key: value for key, value in dataclasses.asdict(error.inputs).items() if value is not None}
         answer |= {"errors": error.problems, "fixes": fixes, **given}
-    except (ConfigError, RecipeError, SourceError, StageError) as error:
+    except (ConfigError, RecipeError, RewardError, SourceError, StageError) as error:
         answer["errors"] = str(error).splitlines()
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
@@ -108,6 +110,8 @@ def _own_plan(
             f"{', '.join(sorted(ignored))}: this project evaluates prompt by prompt, without such a setting"
         )
     config = _configuration(file, given, overrides)
+    for reward in config.rewards:
+        check(reward)
     source = ("data.train", config.data.train, config.data.train_split)
     num_prompts = given.get("num_prompts")
     if num_prompts is None:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from grpo_core.config import ConfigError, load_config
+from grpo_core.config import ConfigError, RunConfig, load_config
 from grpo_core.evaluation_sections import HELD_OUT
 from grpo_core.rewards.contract import RewardError
 from tasks import figures
@@ -34,20 +34,20 @@ def status(run: Annotated[str, typer.Argument(help="name of a run")]) -> None:
 
 def show_status(folder: Path) -> bool:
     """Print the table; whether every stage is up to date."""
-    now, metric = conditions(folder), load_config(folder / "config.toml").promotion.metric
+    now, config = conditions(folder), load_config(folder / "config.toml")
     table = Table("stage", "condition", "because", "made", "figure", title=f"run {folder.name}")
     for stage in STAGES:
         condition, receipt = now[stage.name], stage.read_receipt(folder)
         made = figure = ""
         if receipt:
             made = f"{datetime.fromtimestamp(stage.receipt_path(folder).stat().st_mtime):%Y-%m-%d %H:%M}"
-            figure = _key_figure(stage.name, receipt, metric)
+            figure = _key_figure(stage.name, receipt, config)
         table.add_row(stage.name, condition.state, condition.reason, made, figure, style=COLOURS[condition.state])
     Console().print(table)
     return all(condition.is_up_to_date for condition in now.values())
 
 
-def _key_figure(stage: str, receipt: Mapping[str, Any], metric: str) -> str:
+def _key_figure(stage: str, receipt: Mapping[str, Any], config: RunConfig) -> str:
     match stage:
         case "validate":
             counts = receipt["num_prompts"]
@@ -57,6 +57,7 @@ def _key_figure(stage: str, receipt: Mapping[str, Any], metric: str) -> str:
         case "train":
             return f"{receipt['counted']['updates']:,} updates"
         case "evaluate":
+            metric = figures.metric_of(config, receipt)
             found = receipt["sets"][HELD_OUT]["differences"]["base"][metric]
             return f"{metric} {figures.gain(metric, found)} {figures.interval(metric, found)}"
         case _:

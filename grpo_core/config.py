@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from grpo_core.evaluation_sections import GUARDED, HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
 from grpo_core.rewards.builtin import OPERATIONAL
+from grpo_core.rewards.modules import search_beside
 from grpo_core.sections import (
     AlgorithmConfig,
     DataConfig,
@@ -167,7 +168,9 @@ def parse_config(values: dict[str, Any]) -> RunConfig:
 
 
 def load_config(path: Path | str, overrides: list[str] | None = None) -> RunConfig:
-    """Read a TOML file and apply `section.key=value` overrides (values in TOML syntax, bare strings allowed)."""
+    """Read a TOML file and apply `section.key=value` overrides (values in TOML syntax, bare strings allowed). Makes the
+    modules beside the file importable, for its rewards."""
+    search_beside(Path(path))
     return parse_config(read_values(path, overrides))
 
 

@@ -56,6 +56,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     from grpo_core.data import load_prompts, load_tokenizer
     from grpo_core.divergence import mean_kl
     from grpo_core.held_out import evaluation_request, evaluation_sampling
+    from grpo_core.outcomes import deciding_metric
     from grpo_core.policy import check_padding, load_model
     from grpo_core.precision import in_bfloat16
     from grpo_core.rewards.contract import resolve
@@ -113,7 +114,8 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     table = pl.concat([samples_table(values, scores) for values in columns.values()], how="diagonal")
     table.write_parquet(output / "samples.parquet")
     found = compare_policies(table, config, policies)
-    metric = config.promotion.metric
+    default_metric = deciding_metric(table, config.accuracy_reward)
+    metric = config.promotion.metric or default_metric
     unit = ".1%" if metric == "accuracy" else ".3f"
     for name, of_set in found.items():
         means = [f"{policy} {of_set['policies'][policy][metric]['mean']:{unit}}" for policy in policies]
@@ -123,6 +125,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
         "policies": policies,
         "champion": None,
         "accuracy_reward": config.accuracy_reward,
+        "deciding_metric": default_metric,
         "temperature": config.evaluation.temperature,
         "num_samples": n,
         "confidence": config.evaluation.confidence,

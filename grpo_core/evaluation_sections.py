@@ -130,8 +130,9 @@ class PromotionConfig(Section):
     set: str = HELD_OUT
     """Evaluation set on which a version has to be better. If the training chooses its model on `held-out` (by
     load_best_model_at_end or early_stopping_patience), it must be another set."""
-    metric: Literal["accuracy", "reward"] = "accuracy"
-    """What it has to be better in, and what reports put first: share of right answers, or mean weighted reward."""
+    metric: Literal["accuracy", "reward"] | None = None
+    """What it has to be better in, and what reports put first: share of right answers, or mean weighted reward.
+    Default: accuracy if evaluation.accuracy_reward gives the evaluated completions nothing but 0 and 1, else reward."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
     """1 - the highest probability that, in all attempts against the same champion, any version that is no better is
     promoted."""

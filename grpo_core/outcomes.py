@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import polars as pl
+import polars.selectors as cs
 
 from grpo_core.config import RunConfig
 from grpo_core.rewards.composition import range_of_sum, weighted_sum
@@ -55,6 +56,13 @@ def outcomes(
         values = unscored_as.zip_with(unscored_as.is_not_null(), values)
     means = of_set.select("row", it=values).group_by("row").agg(pl.col("it").mean())
     return means.sort("row")["it"].fill_null(np.nan).to_numpy()
+
+
+def deciding_metric(samples: pl.DataFrame, accuracy_reward: str) -> str:
+    """What policies are compared by where `promotion.metric` does not say it: accuracy if `accuracy_reward` gave all
+    samples, of every policy, 0 or 1, or did not score them; else reward, since its other values are not "wrong"."""
+    given = samples.select(cs.ends_with(f"/rewards/{accuracy_reward}").cast(pl.Float64))
+    return "accuracy" if all(column.drop_nulls().is_in([0.0, 1.0]).all() for column in given) else "reward"
 
 
 def bounds_of(metric: str, config: RunConfig) -> Bounds:

@@ -5,9 +5,10 @@ Keys that mean the same as in TRL's GRPOConfig carry TRL's names.
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 VLLM_MIN_TEMPERATURE = 0.01  # vLLM raises a lower one to this
 LONGEST_ARGUMENT = 200  # MLflow takes names of parameters up to 250 characters, rewards.0.args. included
@@ -83,7 +84,8 @@ class DataConfig(Section):
 
 class RewardConfig(Section):
     function: str
-    """A built-in reward's name, or `package.module:function` with TRL's signature."""
+    """A built-in reward's name, or `package.module:function` with TRL's signature, of a module that is installed, or a
+    file in the working folder or beside the configuration."""
     name: str = Field(default_factory=lambda given: given["function"].rsplit(":", 1)[-1], pattern=r"^[.-]*\w[\w.-]*$")
     """Name in metrics, records and gates; default: the function's own. A function listed twice needs two names."""
     weight: float = 1.0
@@ -104,6 +106,18 @@ class RewardConfig(Section):
     range: tuple[float, float] | None = None
     """Lowest and highest value that the function may give; another one stops the run. Default: any, and for a built-in
     reward the range it documents."""
+
+    @field_validator("function")
+    @classmethod
+    def _is_no_path(cls, function: str) -> str:
+        module, _, name = function.partition(":")
+        if "/" in module or module.endswith(".py"):
+            path = PurePath(module).with_suffix("")
+            raise ValueError(
+                f"{function!r} names a file; write '{path.name}:{name or 'FUNCTION'}', with {path.name}.py in the "
+                "working folder or beside the configuration"
+            )
+        return function
 
     @model_validator(mode="after")
     def _args_can_be_written_as_toml(self) -> RewardConfig:

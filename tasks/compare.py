@@ -227,7 +227,7 @@ def _verdicts(records: Records) -> Iterator[Verdict]:
 
 def _metric(records: Records) -> str:
     """What the first run, which the others are held against, is to be better in."""
-    return next(iter(records.values())).config.promotion.metric
+    return next(iter(records.values())).metric
 
 
 def _overlaid(records: Records, colours: Mapping[str, str]) -> Iterator[Chart]:

@@ -55,7 +55,7 @@ def _work(context: Context) -> dict[str, Any]:
     if champion is not None and CHAMPION in report["policies"]:
         report["champion"] = identity(champion)
     _log_metrics(client, training_run_id(TRAIN.path(context.run)), report)
-    metric = config.promotion.metric
+    metric = as_text.metric_of(config, report)
     create_markdown_artifact(
         key="evaluation", markdown=_markdown(report, metric), description=escape("; ".join(verdicts(report, metric)))
     )

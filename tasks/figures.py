@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_core.config import RunConfig
+
 SHARES = ("accuracy", "completions/clipped_ratio")  # metrics that are shares of prompts; pass@K and majority@n besides
 NAMES = {
     "accuracy": "accuracy",
@@ -15,6 +17,11 @@ NAMES = {
     "kl": "KL to the base, nats a token",
 }
 NONE = "–"
+
+
+def metric_of(config: RunConfig, evaluation: Mapping[str, Any]) -> str:
+    """What the run's policies are compared by, accuracy or reward. `evaluation`: the receipt of evaluate."""
+    return config.promotion.metric or str(evaluation["deciding_metric"])
 
 
 def is_share(metric: str) -> bool:

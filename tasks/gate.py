@@ -12,7 +12,15 @@ import polars as pl
 
 from grpo_core.config import RunConfig
 from grpo_core.evaluation_sections import Guard, PromotionConfig
-from grpo_core.outcomes import bounds_of, left_unscored, outcomes, per_prompt, prompt_numbers, rewards_in
+from grpo_core.outcomes import (
+    bounds_of,
+    deciding_metric,
+    left_unscored,
+    outcomes,
+    per_prompt,
+    prompt_numbers,
+    rewards_in,
+)
 from grpo_core.statistics import POWER, Bounds, Difference, paired_difference
 from tasks import figures
 
@@ -68,7 +76,8 @@ def decide(config: RunConfig, candidate: Contestant, rival: Contestant, attempt:
     where it scored the rival on the same prompt. Raises ValueError for a guard on a metric that the samples lack.
     """
     rules, level = config.promotion, level_of(attempt, config.promotion.confidence)
-    found = _compare(config, candidate, rival, rules.set, rules.metric, "lowest", level)
+    metric = rules.metric or deciding_metric(candidate.samples, config.accuracy_reward)
+    found = _compare(config, candidate, rival, rules.set, metric, "lowest", level)
     gain = _held_to_gain(rules, found, level)
     guards = [_held_to_guard(guard, config, candidate, rival) for guard in rules.guards]
     comparisons = (gain, *guards)

@@ -14,6 +14,7 @@ import polars as pl
 
 from grpo_core.config import RunConfig, load_config
 from tasks.drawing import Row
+from tasks.figures import metric_of
 from tasks.stage import EVALUATE, PLAN, TRAIN, VALIDATE
 from tasks.storage import UnknownRunError, find_run
 
@@ -38,6 +39,11 @@ class Record:
     metrics: list[Row]
     findings: list[dict[str, Any]]
     samples: pl.DataFrame
+
+    @property
+    def metric(self) -> str:
+        """What policies are compared by: accuracy or reward."""
+        return metric_of(self.config, self.evaluation)
 
 
 def load_record(reference: str) -> Record:

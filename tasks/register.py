@@ -53,7 +53,7 @@ def _work(context: Context) -> dict[str, Any]:
     client.set_registered_model_alias(name, config.registry.alias, number)
     client.set_terminated(run_id)
     log.info("registered %s version %s, alias %s", name, number, config.registry.alias)
-    metric, policies = config.promotion.metric, report["sets"][HELD_OUT]["policies"]
+    metric, policies = figures.metric_of(config, report), report["sets"][HELD_OUT]["policies"]
     base, trained = (figures.amount(metric, policies[policy][metric]["mean"]) for policy in ("base", "trained"))
     create_markdown_artifact(
         key="registration",
@@ -95,7 +95,7 @@ def _example(config: RunConfig, run: Path) -> Example:
 
 def _tags(config: RunConfig, run: Path, report: dict[str, Any]) -> dict[str, Any]:
     """Of the model version: where it comes from, and how it did."""
-    plan, metric = PLAN.read_receipt(run)["plan"], config.promotion.metric
+    plan, metric = PLAN.read_receipt(run)["plan"], figures.metric_of(config, report)
     return {
         "run": config.name,
         **{

@@ -54,9 +54,9 @@ def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_
     return render(
         record.config.name,
         f"{record.config.model.name_or_path} · {made}",
-        [headline(record.evaluation, record.config.promotion.metric)],
+        [headline(record.evaluation, record.metric)],
         sections,
-        _tiles(record.evaluation, record.config.promotion.metric),
+        _tiles(record.evaluation, record.metric),
         {"MLflow run": mlflow_run},
     )
 
@@ -105,7 +105,7 @@ def _tiles(evaluation: Mapping[str, Any], metric: str) -> list[Tile]:
 
 
 def _evaluation(record: Record) -> Section:
-    evaluation, metric = record.evaluation, record.config.promotion.metric
+    evaluation, metric = record.evaluation, record.metric
     drawn = f"temperature {evaluation['temperature']:g}" if evaluation["temperature"] else "greedily"
     each = (
         f"{evaluation['num_samples']} completions of each prompt"
@@ -206,7 +206,7 @@ def _before_and_after(record: Record) -> Section:
 
 def _kinds(record: Record, name: str) -> dict[str, dict[str, Any]]:
     """The prompts by what became of them from base to trained: how many, and a few of each, spread over the set."""
-    of_set, metric = record.samples.filter(pl.col("set") == name), record.config.promotion.metric
+    of_set, metric = record.samples.filter(pl.col("set") == name), record.metric
     before, after = (_outcomes(record, of_set, policy) for policy in ("base", "trained"))
     same = after == before
     kinds = {"better": after > before, "worse": after < before}
@@ -231,7 +231,7 @@ def _spread(rows: np.ndarray, count: int) -> np.ndarray:
 
 def _outcomes(record: Record, of_set: pl.DataFrame, policy: str) -> np.ndarray:
     """What the policy did on each prompt of a set's samples, by the run's metric. (N,)"""
-    keys = (record.config.promotion.metric, record.config.rewards, record.evaluation["accuracy_reward"])
+    keys = (record.metric, record.config.rewards, record.evaluation["accuracy_reward"])
     return outcomes(of_set, of_set["set"][0], policy, *keys)
 
 
@@ -267,13 +267,13 @@ def _mark(record: Record, sample: pl.DataFrame, policy: str) -> tuple[str, str]:
     [outcome] = _outcomes(record, sample, policy)
     if np.isnan(outcome):
         return "not scored", ""
-    if record.config.promotion.metric == "reward":
+    if record.metric == "reward":
         return f"reward {figures.number(outcome)}", ""
     return ("✓ right", "right") if outcome == 1 else ("✗ wrong", "wrong")
 
 
 def _of_all(record: Record, of_prompt: pl.DataFrame, policy: str) -> str:
-    if record.config.promotion.metric == "reward":
+    if record.metric == "reward":
         [mean] = _outcomes(record, of_prompt, policy)
         return f"mean of {of_prompt.height}: {figures.number(mean)}, the first:"
     right = (of_prompt[f"{policy}/rewards/{record.evaluation['accuracy_reward']}"] == 1).sum()

@@ -1,6 +1,7 @@
 """The storage root and the run directory, the contract between stages.
 
-    STORAGE/runs/NAME/     config.toml, dataset/, plan.json, training/, evaluation/, registration.json, .lock
+    STORAGE/runs/NAME/     config.toml, rewards/ (copies of its own rewards' modules), dataset/, plan.json, training/,
+                           evaluation/, registration.json, .lock
     STORAGE/mlflow/        mlflow.db, artifacts/      (unless MLFLOW_TRACKING_URI is set)
     STORAGE/models/        the lock of each registered model
     STORAGE/prefect/       Prefect's home             (unless PREFECT_HOME is set)
@@ -20,7 +21,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +31,8 @@ import psutil
 
 from grpo_core.config import RunConfig, dump_config
 from grpo_core.files import publish
+from grpo_core.rewards.contract import files_of
+from grpo_core.rewards.modules import KEPT, place_of
 
 # Longer than a supervised process gets to end, checkpoint included.
 ENDING_SECONDS = 60.0
@@ -54,12 +57,24 @@ def storage_root() -> Path:
 
 @contextmanager
 def open_run(config: RunConfig, say: Callable[[str], None] = print, wait: bool = False) -> Iterator[Path]:
-    """The run's directory, locked as by `locked`, with its resolved configuration written."""
+    """The run's directory, locked as by `locked`, with its resolved configuration and copies of its own rewards' files
+    written. Raises RewardError if a reward cannot be imported."""
+    own = [reward for reward in config.rewards if ":" in reward.function]
+    paths = {place_of(Path(file), reward.function): Path(file) for reward in own for file in files_of(reward)}
+    files = {place: path.read_bytes() for place, path in paths.items()}
     run = storage_root() / "runs" / config.name
     run.mkdir(parents=True, exist_ok=True)
     with locked(run, say, wait):
+        _keep(files, run / KEPT)
         write_text(run / "config.toml", dump_config(config))
         yield run
+
+
+def kept_rewards(run: Path) -> dict[str, Path]:
+    """The copies of the run's own rewards' files, by where below that folder they lie."""
+    folder = run / KEPT
+    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix(): path for path in files}
 
 
 def find_run(name: str) -> Path:
@@ -110,6 +125,19 @@ def model_lock(name: str) -> Iterator[None]:
     with (folder / f"{name[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _keep(files: Mapping[str, bytes], folder: Path) -> None:
+    if files == {place: path.read_bytes() for place, path in kept_rewards(folder.parent).items()}:
+        return
+    partial = folder.with_name(folder.name + ".partial")
+    remove(partial)
+    for place, content in files.items():
+        (partial / place).parent.mkdir(parents=True, exist_ok=True)
+        (partial / place).write_bytes(content)
+    remove(folder)
+    if files:
+        publish(partial, folder)
 
 
 def _acquire(descriptor: int, run: Path, say: Callable[[str], None], wait: bool) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,9 +21,10 @@ from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_GIT_COMMIT, 
 from grpo_core.config import RunConfig, flatten
 from grpo_core.fingerprint import content_hash
 from grpo_core.forecast import Throughput
+from grpo_core.rewards.modules import KEPT
 from tasks.lineage import lineage_keys
 from tasks.stage import PLAN, VALIDATE, StageError
-from tasks.storage import read_json, storage_root, write_text
+from tasks.storage import kept_rewards, read_json, storage_root, write_text
 
 RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start_time (ms) of its MLflow run
 PARAMS_AT_ONCE = 100  # as many as MLflow takes
@@ -128,7 +129,7 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
 
 
 def _describe(client: mlflow.MlflowClient, run_id: str, config: RunConfig, run: Path) -> None:
-    """Log what a training begins with: parameters, plan, data."""
+    """Log what a training begins with: parameters, plan, data, the source of its own rewards."""
     params = [Param(key, value) for key, value in parameters(config).items()]
     for first in range(0, len(params), PARAMS_AT_ONCE):
         client.log_batch(run_id, params=params[first : first + PARAMS_AT_ONCE])
@@ -139,6 +140,8 @@ def _describe(client: mlflow.MlflowClient, run_id: str, config: RunConfig, run: 
     for file in VALIDATE.path(run).iterdir():
         if file.suffix != ".parquet":  # the report, its picture, the findings
             client.log_artifact(run_id, str(file), "dataset")
+    for place, path in kept_rewards(run).items():
+        client.log_artifact(run_id, str(path), str(PurePosixPath(KEPT, place).parent))
 
 
 def parameters(config: RunConfig) -> dict[str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -14,10 +15,13 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config import RunConfig
+from grpo_core.outcomes import bounds_of
+from grpo_core.rewards.composition import range_of_sum
 from grpo_core.rewards.contract import RewardError, resolve
 from grpo_core.sections import DataChecks
 from tasks.contract import check, needed_columns
 from tasks.data_report import FINDINGS, count_findings, length_figures, markdown, write_report
+from tasks.gate import LEAST_PROMPTS
 from tasks.lengths import ModelError, load_tokenizer_and_context, sample_lengths
 from tasks.process import run_process
 from tasks.sources import SourceError, load_sources
@@ -72,11 +76,29 @@ def _work(context: Context) -> dict[str, Any]:
         done = {"warn": "kept", "drop": "dropped"}[found["severity"]]
         rule = f"{found['check']} ({found['column']} {found['rule']})"
         log.warning("%s: %d rows break %s; they are %s", found["dataset"], found["rows"], rule, done)
-    report["rehearsal"] = _rehearse(context)
-    for warning in report["rehearsal"]["warnings"]:
+    rehearsal = report["rehearsal"] = _rehearse(context)
+    rehearsal["warnings"] += too_few_to_promote(context.config, report["num_prompts"], rehearsal["zero_or_one"])
+    for warning in rehearsal["warnings"]:
         log.warning(warning)
     _show(report, markdown(report, screened.findings, context.partial))
     return report
+
+
+def too_few_to_promote(config: RunConfig, num_prompts: Mapping[str, int], zero_or_one: Sequence[str]) -> list[str]:
+    """A warning where no promotion can follow: versions are compared by a reward of unknown range, on few prompts.
+
+    zero_or_one: the rewards that gave nothing but 0 and 1 in the rehearsal.
+    """
+    metric = config.promotion.metric or ("accuracy" if config.accuracy_reward in zero_or_one else "reward")
+    held_out = num_prompts[config.evaluation_files[config.promotion.set]]
+    if held_out >= LEAST_PROMPTS or all(map(math.isfinite, bounds_of(metric, config))):
+        return []
+    unbounded = [repr(it.name) for it in config.rewards if not all(map(math.isfinite, range_of_sum([it])))]
+    return [
+        f"versions are compared by their mean reward, and no range is known of {', '.join(unbounded)}: with "
+        f"{held_out:,} prompts in {config.promotion.set!r} none can be promoted. Hold out {LEAST_PROMPTS} prompts or "
+        "more, or give each such reward its range = [lowest, highest], or a clip"
+    ]
 
 
 def _show(report: dict[str, Any], page: str) -> None:

@@ -13,6 +13,7 @@ import polars as pl
 
 from grpo_core.comparison import compare_policies
 from grpo_core.config import dump_config, parse_config
+from grpo_core.outcomes import deciding_metric
 from grpo_core.plan import make_plan, plan_inputs
 
 NUM_PROMPTS = 60
@@ -110,6 +111,7 @@ def made_up_run(
         "policies": policies,
         "champion": {"model_name": "sums", "version": "3"} if "champion" in policies else None,
         "accuracy_reward": config.accuracy_reward,
+        "deciding_metric": deciding_metric(samples, config.accuracy_reward),
         "temperature": config.evaluation.temperature,
         "num_samples": config.evaluation.num_samples,
         "confidence": config.evaluation.confidence,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from examples import tiny
 
-TRAIN_ROWS, EVAL_ROWS = 2000, 100
+TRAIN_ROWS, EVAL_ROWS = 2000, 200
 STEPS = 150
 WHO = ("my brother", "my boss", "a friend", "our neighbour", "my cat", "the dentist", "my teacher", "a stranger")
 DID = ("broke", "sold", "lost", "found", "painted", "borrowed", "hid", "ate")

@@ -25,6 +25,7 @@ from typing import Any
 
 from grpo_core.rewards.basics import Range, RewardError, RewardFunction
 from grpo_core.rewards.builtin import BUILTIN
+from grpo_core.rewards.modules import check_source, missing, not_defined, searched
 from grpo_core.sections import RewardConfig
 
 ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -79,14 +80,35 @@ def range_of(config: RewardConfig) -> Range | None:
 
 
 def source_of(config: RewardConfig) -> bytes:
-    """Bytes that change when the reward does: the files of the module that names it and of the function itself; of a
-    built-in one this package's, since some take their work to other modules and processes."""
+    """Bytes that change when the reward does, wherever its files lie: the files of the module that names it and of the
+    function itself; of a built-in one this package's, since some take their work to other modules and processes."""
+    return b"".join(sorted(Path(file).read_bytes() for file in files_of(config)))
+
+
+def files_of(config: RewardConfig) -> list[str]:
+    """What `source_of` reads."""
     function = find(config.function)
     module, separator, _ = config.function.partition(":")
     if not separator:
-        return b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+        return sorted(map(str, Path(__file__).parent.glob("*.py")))
     files = {sys.modules[module].__file__, inspect.getsourcefile(code_of(function)) if _is_python(function) else None}
-    return b"".join(Path(file).read_bytes() for file in sorted(filter(None, files)))
+    return sorted(filter(None, files))
+
+
+def check(config: RewardConfig) -> None:
+    """RewardError when there is no such reward, as far as that can be told without running its module."""
+    if not is_builtin(config.function):
+        check_source(config.function)
+
+
+def is_builtin(function: str) -> bool:
+    """Whether a reward of this name comes with grpo_core, or is `module:function`; RewardError when it is neither."""
+    if function not in BUILTIN and ":" not in function:
+        raise RewardError(
+            f"no built-in reward is called {function!r}; there are {', '.join(BUILTIN)}; "
+            "your own is written module:function"
+        )
+    return function in BUILTIN
 
 
 def code_of(function: Any) -> Any:
@@ -119,18 +141,23 @@ def _value_type(parameter: inspect.Parameter, function: RewardFunction) -> Any:
 
 def find(function: str) -> RewardFunction:
     """The function of this name; RewardError when there is none, or it cannot be imported or called."""
-    if function in BUILTIN:
+    if is_builtin(function):
         return BUILTIN[function][0]
-    module, separator, name = function.partition(":")
-    if not separator:
-        raise RewardError(
-            f"no built-in reward is called {function!r}; there are {', '.join(BUILTIN)}; "
-            "your own is written package.module:function"
-        )
+    module, _, name = function.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        loaded = importlib.import_module(module)
+        found = getattr(loaded, name, None)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            raise missing(function, module) from error
+        raise RewardError(
+            f"reward {function!r} cannot be imported: it imports {error.name!r}, which is not there (searched: the "
+            f"installed packages, {searched()})"
+        ) from error
     except (Exception, SystemExit) as error:  # the module is a user's code, which may do anything
         raise RewardError(f"reward {function!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if found is None:
+        raise not_defined(function, getattr(loaded, "__file__", None))
     if inspect.isclass(found) or not callable(found):
         raise RewardError(f"reward {function!r} is a {type(found).__name__}, not a function or an object to be called")
     return found

@@ -54,7 +54,8 @@ def main() -> None:
 
 
 def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> dict[str, Any]:
-    """What each reward gives for each kind of completion, its pace, and warnings; RewardError names all that fail."""
+    """What each reward gives for each kind of completion, its pace, which gave nothing but 0 and 1, and warnings;
+    RewardError names all that fail."""
     answered = [row for row in rows if isinstance(row.get(config.data.answer_column), (str, int, float))]
     groups = {
         "right": [(row, str(row[config.data.answer_column])) for row in answered],
@@ -71,6 +72,7 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
     whole = Batch(batch, completions, ids)
     resolved = [resolve(reward) for reward in config.rewards]
     rewards: dict[str, Any] = {}
+    zero_or_one: list[str] = []
     errors, warnings = _gates(config.rewards, {reward.name: reward.range for reward in resolved})
     warnings += [
         f"reward {reward.name!r} has weight {reward.weight:g}: what gets no grade counts as 0, which is the best then; "
@@ -95,10 +97,12 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
             **{kind: _mean(given) for kind, given in by_kind.items()},
             "seconds_per_completion": seconds,
         }
+        if all(value in (0, 1) or math.isnan(value) for value in values):
+            zero_or_one.append(reward.name)
         warnings += _suspicions(reward, by_kind, seconds * _completions_per_process(config), config)
     if errors:
         raise RewardError("\n".join(errors))
-    return {"rows": len(rows), "rewards": rewards, "warnings": warnings}
+    return {"rows": len(rows), "rewards": rewards, "zero_or_one": zero_or_one, "warnings": warnings}
 
 
 def _within(seconds: float, reward: Reward) -> Reward:

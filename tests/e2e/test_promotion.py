@@ -67,6 +67,11 @@ def test_the_commands_exit_by_what_became_of_it(storage: Path, monkeypatch: pyte
     code, said = grpo("promote", "command")
     assert code == 2
     assert "no registered model 'command' in MLflow; the nearest there: commands" in said
+    run = storage / "runs" / "their-run"
+    run.mkdir(parents=True)
+    (run / "registration.json").write_text('{"model_name": "commands", "version": "1"}')
+    code, said = grpo("promote", "their-run")
+    assert (code, "commands version 1: unchanged" in said) == (0, True), said
     code, said = grpo("rollback", "commands")
     assert code == 2
     assert "commands has had no champion before version 1" in said

@@ -14,6 +14,7 @@ import pytest
 
 from flows import allowed
 from flows.allowed import HARMLESS, resolve_allowed
+from flows.form import resolve
 from grpo_core.config import ConfigError, describe_keys
 from grpo_core.policy import load_model
 from grpo_core.rewards.builtin import BUILTIN
@@ -87,12 +88,31 @@ def test_a_preset_s_own_reward_as_it_stands_there_and_not_with_other_arguments(f
         resolve_allowed("team", _rewards("house:graded", args={"path": "/etc/passwd"}))
 
 
-def test_no_file_as_a_preset(folder: Path) -> None:
-    evil = folder / "evil.toml"
+def test_no_file_as_a_preset_nor_a_module_from_its_folder(folder: Path) -> None:
+    evil = folder / "elsewhere" / "evil.toml"
+    evil.parent.mkdir()
     evil.write_text((folder / "team.toml").read_text().replace("house:graded", "house:doubled"))
+    resolve(str(evil), {})  # for the flow run's name
     for preset in (str(evil), "../team", "team.toml", ""):
         with pytest.raises(ConfigError, match="a deployment takes a preset of its worker: team"):
             resolve_allowed(preset, {})
+    assert str(evil.parent) not in sys.path
+
+
+def test_a_module_beside_the_worker_s_presets_only_if_it_is_listed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    presets = folder / "presets"
+    presets.mkdir()
+    (folder / "team.toml").rename(presets / "team.toml")
+    (presets / "beside_presets.py").write_text(OWN)
+    for module in ("flows.form", "flows.allowed"):
+        monkeypatch.setattr(f"{module}.CONFIGS", presets)
+    with pytest.raises(ConfigError, match="GRPO_REWARD_MODULES lists"):
+        resolve_allowed("team", _rewards("beside_presets:graded"))
+    assert {path.name for path in presets.iterdir()} == {"beside_presets.py", "team.toml"}
+    monkeypatch.setenv(allowed.MODULES, "beside_presets")
+    assert resolve_allowed("team", _rewards("beside_presets:graded")).rewards[0].name == "graded"
 
 
 @pytest.mark.usefixtures("folder")

@@ -59,7 +59,6 @@ def test_the_reward_is_composed_alike_in_training_in_its_evaluations_and_after_i
         {"function": "tests.grpo_core.test_evaluation:recorded", "clip": [-4, 0], "normalize": True},
     ]
     values["rewards"][1] |= {"gate": "near", "gate_threshold": 0.5}
-    values["promotion"] = {"metric": "reward"}
     run = trained_run(tmp_path / "run", values, eval_steps=4)
 
     def reward(row: dict[str, Any]) -> float:

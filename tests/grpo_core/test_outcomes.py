@@ -14,7 +14,7 @@ import pytest
 
 from grpo_core.comparison import compare_policies
 from grpo_core.config import RunConfig, parse_config
-from grpo_core.outcomes import majority, outcomes
+from grpo_core.outcomes import deciding_metric, majority, outcomes
 from grpo_core.sections import RewardConfig
 
 WEIGHTS = {"right": 1.0, "style": 0.5}
@@ -94,6 +94,24 @@ def test_an_outcome_is_the_mean_over_a_prompt_s_scored_samples_in_the_order_of_r
         found = outcomes(shuffled, name, "trained", metric, REWARDS, "right")
         assert found == pytest.approx(expected, nan_ok=True)
         assert np.isnan(found[0]) == (metric in ("accuracy", "reward", "rewards/style/mean")), "nothing scored row 0"
+
+
+@pytest.mark.parametrize(
+    ("base", "trained", "metric"),
+    [
+        ([0, 1, None], [1, 1, 0], "accuracy"),
+        ([0, 0], [0, 0], "accuracy"),
+        ([None, None], [None, None], "accuracy"),
+        ([0, 1, 1], [0, 0.5, 1], "reward"),
+        ([-4.0, -2.0], [-1.0, 0.0], "reward"),
+        ([0.5, 1], [1, 1], "reward"),
+    ],
+)
+def test_policies_are_compared_by_accuracy_where_a_reward_says_nothing_but_right_or_wrong(
+    base: list[float | None], trained: list[float | None], metric: str
+) -> None:
+    values = {"base/rewards/right": base, "trained/rewards/right": trained, "trained/rewards/style": [0.3] * len(base)}
+    assert deciding_metric(pl.DataFrame(values, strict=False), "right") == metric
 
 
 def test_pass_at_k_of_a_prompt_is_that_of_all_subsets_of_its_samples() -> None:

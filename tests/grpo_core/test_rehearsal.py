@@ -50,7 +50,7 @@ def test_a_right_answer_an_empty_and_a_garbage_completion_are_scored(rehearsed: 
     assert (numeric["right"], numeric["empty"], numeric["garbage"]) == (1.0, 0.0, 0.0)
     assert length["right"] == pytest.approx(2 / 3)  # two digits
     assert length["empty"] == 0.0
-    assert (report["rows"], report["warnings"]) == (8, [])
+    assert (report["rows"], report["zero_or_one"], report["warnings"]) == (8, ["numeric_match"], [])
 
 
 def test_a_judge_whose_silence_would_pay_is_warned_of(rehearsed: Any, tmp_path: Path) -> None:

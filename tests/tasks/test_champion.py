@@ -22,6 +22,7 @@ from grpo_core.config import ConfigError, dump_config
 from tasks import champion as module
 from tasks.champion import PromotionError, identity, is_decided, promote, rollback
 from tasks.register import keep_record
+from tasks.storage import storage_root
 from tasks.tracking import connect
 from tests.evaluations import fixed_samples, promotion_config, register_version
 
@@ -201,7 +202,20 @@ def test_a_command_for_a_model_that_is_not_there_answers_in_a_sentence(command: 
     """Prefect would say it with tracebacks."""
     done = CliRunner().invoke(app, [command, "nobody"])
     assert done.exit_code == 2
-    assert re.fullmatch("no registered model 'nobody' in MLflow; .*\n", done.output)
+    *_, sentence = done.output.splitlines()  # a new MLflow says before it that it makes its tables
+    assert re.fullmatch("no registered model 'nobody' in MLflow; .*; nor has a run of this name .*", sentence)
+
+
+def test_a_promotion_takes_the_name_of_a_run_for_the_version_that_it_registered(model: str) -> None:
+    """Refused before Prefect starts: the model is known by the run's receipt, its version 7 is not there."""
+    register_version(model, _samples(base=0, trained=40))
+    run = storage_root() / "runs" / "slower"
+    run.mkdir(parents=True)
+    (run / "registration.json").write_text(json.dumps({"model_name": model, "version": "7"}))
+    assert CliRunner().invoke(app, ["promote", "slower"]).output == f"{model} has no version 7\n"
+    assert CliRunner().invoke(app, ["promote", "slower", "--version", "8"]).output == f"{model} has no version 8\n"
+    register_version("slower", _samples(base=0, trained=40))
+    assert CliRunner().invoke(app, ["promote", "slower", "--version", "9"]).output == "slower has no version 9\n"
 
 
 def test_rollbacks_lead_back_through_the_champions(model: str) -> None:

@@ -220,6 +220,17 @@ def test_a_reward_without_a_range_decides_nothing_on_few_prompts() -> None:
     assert _decide(bounded, fixed_samples({"champion": [0] * 50, "trained": [1] * 50})).accepted
 
 
+def test_a_version_with_better_grades_is_promoted_though_none_is_a_right_answer() -> None:
+    """The reward of TRL's first example: never 1, so that no answer is right."""
+    samples = fixed_samples({"champion": [-3.0] * 200, "trained": [-2.0] * 200})
+    grades = {"rewards": [{"function": "char_length", "name": "numeric_match"}]}
+    config = parse_config({**promotion_config().model_dump(exclude_none=True), **grades})
+    verdict = _decide(config, samples)
+    assert verdict.accepted and verdict.comparisons[0].metric == "reward"
+    by_accuracy = parse_config({**config.model_dump(exclude_none=True), "promotion": {"metric": "accuracy"}})
+    assert not _decide(by_accuracy, samples).accepted
+
+
 def test_a_refusal_says_what_would_have_been_found() -> None:
     samples = simulated_samples(0, {"champion": {}, "trained": {}}, num_prompts=100)
     verdict = _decide(promotion_config(), samples)

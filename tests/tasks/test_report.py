@@ -133,7 +133,7 @@ def test_of_several_completions_the_page_shows_pass_at_k_and_how_many_are_right(
         assert shown in page.text
 
 
-def test_a_run_that_is_to_gain_in_reward_is_headlined_by_it(tmp_path: Path) -> None:
+def test_a_run_whose_rewards_are_grades_is_headlined_by_its_reward(tmp_path: Path) -> None:
     base, gain = outcomes_of(0, 0.5) - 4, 2.5 * outcomes_of(1, 0.6) - 0.5 * outcomes_of(2, 0.5)
     drawn = [
         samples_of({"base": base - sample, "trained": base + gain - sample}, categories=("short", "long")).with_columns(
@@ -142,7 +142,7 @@ def test_a_run_that_is_to_gain_in_reward_is_headlined_by_it(tmp_path: Path) -> N
         for sample in (0, 1)
     ]
     keys = {"num_samples": 2, "temperature": 0.7}
-    values = values_of("graded", evaluation=keys, promotion={"metric": "reward"})
+    values = values_of("graded", evaluation=keys)
     html = _html(read_record(made_up_run(tmp_path, values, pl.concat(drawn), metrics_of())))
     text = Page(html).text
     for shown in (

@@ -91,7 +91,8 @@ def _train(context: Context) -> Values:
 
 def _evaluate(context: Context) -> Values:
     difference = {"mean": 0.25, "low": 0.125, "high": 0.375}
-    return {"sets": {"held-out": {"differences": {"base": dict.fromkeys(("accuracy", "reward"), difference)}}}}
+    differences = {"base": dict.fromkeys(("accuracy", "reward"), difference)}
+    return {"sets": {"held-out": {"differences": differences}}, "deciding_metric": "accuracy"}
 
 
 def _register(context: Context) -> Values:

@@ -66,6 +66,18 @@ def test_a_training_is_tracked_whatever_keys_its_rewards_arguments_have(run: Pat
     assert (params["rewards.0.args.strict"], params["train.max_steps"]) == ("True", "4")
 
 
+def test_a_training_is_tracked_with_the_source_of_its_own_rewards(run: Path) -> None:
+    for place in ("mine.py", "house/tone.py", "__pycache__/mine.cpython-311.pyc"):
+        (run / "rewards" / place).parent.mkdir(parents=True, exist_ok=True)
+        (run / "rewards" / place).write_text(place)
+    run_id = open_tracking_run(_config(run), run, run / "training")["run_id"]
+    copied = Path(connect().download_artifacts(run_id, "rewards"))
+    files = [path for path in copied.rglob("*") if path.is_file()]
+    assert {path.relative_to(copied).as_posix(): path.read_text() for path in files} == {
+        place: place for place in ("mine.py", "house/tone.py")
+    }
+
+
 def test_what_mlflow_refuses_is_not_called_a_server_that_does_not_answer_and_leaves_no_run_running(run: Path) -> None:
     (run / "plan.json").write_text(json.dumps({"plan": {"steps%": 4}}))
     config = _config(run, registry={"experiment": "refused"})

@@ -1,0 +1,48 @@
+"""What validate warns of before a training: prompts too few for the promotion that is to follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_core.config import parse_config
+from tasks.validate import too_few_to_promote
+from tests.conftest import config_values
+
+GRADES = {"function": "char_length"}  # without a lowest value
+RIGHT = {"function": "numeric_match"}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "zero_or_one", "num_prompts", "promotion", "warns"),
+    [
+        ([GRADES], [], 199, {}, True),
+        ([GRADES], [], 200, {}, False),
+        ([{**GRADES, "clip": [-50, 0]}], [], 10, {}, False),
+        ([{"function": "my_rewards:f"}], ["f"], 10, {}, False),
+        ([{"function": "my_rewards:f"}], [], 10, {}, True),
+        ([{"function": "my_rewards:f", "range": [-9, 0]}], [], 10, {}, False),
+        ([RIGHT, GRADES], ["numeric_match"], 10, {}, False),
+        ([RIGHT, GRADES], ["numeric_match"], 10, {"metric": "reward"}, True),
+        ([GRADES], [], 10, {"metric": "accuracy"}, False),
+        ([GRADES], [], 10, {"set": "other"}, False),
+    ],
+)
+def test_held_out_prompts_that_cannot_promote_a_grade_without_range_are_named_before_the_training(
+    tmp_path: Path,
+    rewards: list[dict[str, Any]],
+    zero_or_one: list[str],
+    num_prompts: int,
+    promotion: dict[str, Any],
+    warns: bool,
+) -> None:
+    sets = {"sets": [{"name": "other", "data": "other.parquet"}]}
+    values = {**config_values(tmp_path, tmp_path), "rewards": rewards, "promotion": promotion, "evaluation": sets}
+    counts = {"train": 500, "eval": num_prompts, "eval-other": 300}
+    warnings = too_few_to_promote(parse_config(values), counts, zero_or_one)
+    assert bool(warnings) == warns
+    if warns:
+        name = rewards[-1]["function"].rpartition(":")[2]
+        assert f"no range is known of '{name}': with {num_prompts} prompts in 'held-out'" in warnings[0]

@@ -1,0 +1,83 @@
+"""`make setup` with the wrong Python, and `make quickstart` with the storage elsewhere: as a person meets them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from grpo_core.config import load_config
+
+ROOT = Path(__file__).parents[1]
+PYTHON = """#!/bin/bash
+echo "$0 $*" >> calls
+if [ "$1" = -c ]; then echo {version}; fi
+if [ "$1" = -m ]; then rm -rf "${{@: -1}}"; mkdir -p "${{@: -1}}/bin"; cp "$0" "${{@: -1}}/bin/python"; fi
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A clone whose PATH has nothing but a `python3` of version 3.12 and a `uv` that does nothing."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "requirements").mkdir()
+    for name in ("pyproject.toml", "requirements/cpu.txt"):
+        (tmp_path / name).touch()
+    _executable(tmp_path / "bin" / "python3", PYTHON.format(version="3.12"))
+    _executable(tmp_path / "bin" / "uv", "#!/bin/bash\n")
+    for name in ("mkdir", "rm", "cp", "touch"):
+        (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
+    return tmp_path
+
+
+def _executable(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def _make(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [str(shutil.which("make")), "--no-print-directory", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize(("python", "found"), [([], "python3 is 3.12"), (["PYTHON=python9"], "python9 is not there")])
+def test_another_python_is_refused_before_anything_is_made(folder: Path, python: list[str], found: str) -> None:
+    done = _make(folder, "setup", *python, PATH=f"{folder}/bin")
+    assert done.returncode == 2
+    sentence, stopped = done.stderr.splitlines()
+    assert sentence == (
+        f"Python 3.11 is needed, and {found}: install it, or say where it is: make setup PYTHON=/path/to/python3.11"
+    )
+    assert stopped.startswith("make: ***")
+    assert not (folder / ".venv").exists()
+
+
+def test_the_right_python_is_found_and_takes_the_place_of_another_one_s_environment(folder: Path) -> None:
+    _executable(folder / "bin" / "python3.11", PYTHON.format(version="3.11"))
+    _executable(folder / ".venv" / "bin" / "python", PYTHON.format(version="3.12"))
+    (folder / ".venv" / "left").touch()
+    done = _make(folder, "setup", PATH=f"{folder}/bin")
+    assert done.returncode == 0, done.stderr
+    assert not (folder / ".venv" / "left").exists()
+    assert "echo 3.11" in (folder / ".venv" / "bin" / "python").read_text()
+    (folder / "requirements" / "cpu.txt").touch()
+    (folder / ".venv" / "kept").touch()
+    assert _make(folder, "setup", PATH=f"{folder}/bin").returncode == 0
+    assert (folder / ".venv" / "kept").exists(), "an environment of the right version is kept"
+
+
+def test_the_quickstart_s_inputs_are_where_its_configuration_reads_them_wherever_the_storage_is(tmp_path: Path) -> None:
+    done = _make(ROOT, "--dry-run", "quickstart", **{**os.environ, "GRPO_STORAGE": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    made, ran = (
+        line for line in done.stdout.splitlines() if "examples/arithmetic/make.py" in line or "grpo run" in line
+    )
+    assert "--out" not in made and str(tmp_path) not in made + ran
+    config = load_config(ROOT / "configs" / "quickstart.toml")
+    assert {Path(it).parent for it in (config.data.train, config.data.eval, config.model.name_or_path)} == {
+        Path("storage/examples/arithmetic")
+    }
