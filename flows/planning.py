@@ -15,8 +15,10 @@ from rich.table import Table
 
 from grpo_core.config import ConfigError, RunConfig, load_config, parse_config
 from grpo_core.forecast import PromptLengths, forecast, forecast_rows, useful_groups
+from grpo_core.launches import RecipeError
+from grpo_core.megatron import megatron_notes, megatron_plan
 from grpo_core.plan import Plan, PlanError, make_plan, plan_inputs, updates_done
-from grpo_core.recipes import NEWEST, Recipe, RecipeError, System, read_recipe, recipe_inputs
+from grpo_core.recipes import NEWEST, Recipe, System, megatron_inputs, read_recipe, recipe_inputs
 from grpo_core.rewards.basics import RewardError
 from grpo_core.rewards.contract import check
 from grpo_core.rules import PlanInputs, Rules
@@ -129,28 +131,39 @@ def _own_plan(
     if config.model.name_or_path:
         forecasts = forecast(config, figures, _prompt_lengths(config, prompt_tokens), known, pass_rates)
     else:
-        forecasts = _useful(pass_rates, figures)
+        forecasts = _useful(pass_rates, figures.num_generations)
     return {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
 
 
 def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pass_rates: list[float]) -> dict[str, Any]:
     """The answer for another system's recipe; what depends on this project's loop is left out."""
     recipe = read_recipe(file, rules) if file else Recipe(rules, {})
-    rows: list[int | None] = [given["num_prompts"]] if "num_prompts" in given else [None]
-    if "num_prompts" in given and len(recipe.datasets) > 1:
-        recipe = dataclasses.replace(recipe, arguments={**recipe.arguments, "dataset": []})
-    elif "num_prompts" not in given and recipe.datasets:
+    rows: list[int | None] = [None]
+    if "num_prompts" not in given and recipe.datasets:
         paths = [name.partition("#")[0] for name in recipe.datasets]
         rows = [count_prompts("dataset", path, recipe.split) if Path(path).exists() else None for path in paths]
-    inputs = recipe_inputs(recipe, rows, given)
-    figures = make_plan(inputs)
-    answer = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": _useful(pass_rates, figures)}
+    answer = _megatron(recipe, rows, given) if recipe.algorithm == "megatron" else _plain(recipe, rows, given)
+    answer["forecasts"] = _useful(pass_rates, answer["num_generations"])
     del answer["evaluations"]
+    answer["notes"] += recipe.notes
     if not recipe.processes and "num_processes" not in given:
         answer["notes"].insert(
             0, "the recipe does not say how many processes train: 1 is assumed; give --num-processes"
         )
     return answer
+
+
+def _plain(recipe: Recipe, rows: list[int | None], given: Mapping[str, Any]) -> dict[str, Any]:
+    inputs = recipe_inputs(recipe, rows, given)
+    figures = make_plan(inputs)
+    return {**_valid(inputs, figures), **dataclasses.asdict(figures)}
+
+
+def _megatron(recipe: Recipe, rows: list[int | None], given: Mapping[str, Any]) -> dict[str, Any]:
+    inputs = megatron_inputs(recipe, rows, given)
+    figures = megatron_plan(inputs)
+    notes = megatron_notes(inputs, figures)
+    return {"valid": True, "rules": inputs.rules, "notes": notes, **dataclasses.asdict(figures)}
 
 
 def _rules(recipe: System | None, rules: Rules | None) -> Rules:
@@ -167,8 +180,8 @@ def _valid(inputs: PlanInputs, figures: Plan) -> dict[str, Any]:
     return {"valid": True, "rules": inputs.rules, "notes": _notes(inputs, figures)}
 
 
-def _useful(pass_rates: list[float], figures: Plan) -> dict[str, Any]:
-    return {"useful_groups": useful_groups(pass_rates, figures.num_generations)} if pass_rates else {}
+def _useful(pass_rates: list[float], num_generations: int) -> dict[str, Any]:
+    return {"useful_groups": useful_groups(pass_rates, num_generations)} if pass_rates else {}
 
 
 def _configuration(file: Path | None, given: Mapping[str, Any], overrides: list[str] | None) -> RunConfig:
@@ -192,6 +205,11 @@ def _notes(inputs: PlanInputs, figures: Plan) -> list[str]:
         notes.append(
             f"{inputs.rules} plans {figures.max_steps} updates but ends after {done}: it counts the prompts that "
             "it then drops, and its learning rate never reaches the end of its schedule"
+        )
+    if figures.warmup_steps > figures.max_steps:
+        notes.append(
+            f"the warm-up of {figures.warmup_steps} updates is longer than the run: the learning rate never reaches "
+            "its value"
         )
     return notes
 

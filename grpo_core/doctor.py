@@ -1,4 +1,8 @@
-"""The nearest valid runs to one that is refused: what to change, how much it changes, whether the batch stays."""
+"""The nearest valid runs to one that is refused: what to change, how much it changes, whether the batch stays.
+
+The number of runs that are tried has a bound, however large the numbers: of each key its smallest values, those that
+the rules single out near the present one, and the divisors of the batch that divisors() finds.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_core.rules import (
+    LARGEST,
     LEGACY,
     POSITIVE,
     PlanInputs,
@@ -16,14 +21,15 @@ from grpo_core.rules import (
     divisors,
     evaluation_problem,
     problems,
+    total_updates,
+    warmup_problem,
 )
 
 Changes = Mapping[str, int | None]
 
 SHOWN = 6
-TRIED = 5_000  # values, from 1 on and on both sides of the present one
-PAIRED = 40  # values of each of two keys
-REACH = 4  # values up to this many times the present one, or G, are tried
+SMALLEST = 64  # values of a key that are tried from 1 on
+PAIRED = 16  # values of each of two keys
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,10 @@ def fixes(inputs: PlanInputs) -> list[Fix]:
 
     Distance: one for each key that changes, plus how often the value doubles or halves, the generation batch's too.
     """
-    if any(value is not None and value <= 0 for value in (getattr(inputs, key) for key in POSITIVE)):
+    if any(value is not None and not 0 < value <= LARGEST for value in (getattr(inputs, key) for key in POSITIVE)):
         return []
+    if not batch_problem(inputs) and not evaluation_problem(inputs):  # the warm-up alone
+        return _nearest(inputs, iter([{}]))
     found: list[Fix] = []
     for tried in (_changes, _pairs):
         candidates = ({**removed, **more} for removed in _removals(inputs) for more in tried(_with(inputs, removed)))
@@ -91,11 +99,32 @@ def _pairs(inputs: PlanInputs) -> Iterator[Changes]:
 
 
 def _values(inputs: PlanInputs, key: str) -> Iterator[int]:
-    """Small values, and those around the present one."""
-    present = getattr(inputs, key)
-    top = REACH * max(present, inputs.num_generations)
-    yield from range(1, min(top, TRIED) + 1)
-    yield from range(max(TRIED, present - TRIED) + 1, min(top, present + TRIED) + 1)
+    """The smallest values of a key; then those near the present one, and near the largest, that keep groups whole."""
+    g, present = inputs.num_generations, getattr(inputs, key)
+    yield from range(1, SMALLEST + 1)
+    if key == "num_generations":
+        yield from divisors(inputs.generation_batch)
+    elif key == "generation_batch_size":
+        micro_step = inputs.per_device_train_batch_size * inputs.num_processes
+        yield from _multiples(math.lcm(micro_step, g), present, inputs.num_prompts * g)
+    elif inputs.generation_batch_size:
+        yield from divisors(max(inputs.generation_batch_size // _other(inputs, key), 1))
+    else:
+        alone = _with(inputs, {key: 1})
+        unit = g // math.gcd(g, alone.generation_batch)
+        yield from _multiples(unit, present, inputs.num_prompts * g // alone.prompt_batch)
+
+
+def _other(inputs: PlanInputs, key: str) -> int:
+    """The one of b and W that `key` is not."""
+    return inputs.num_processes if key == "per_device_train_batch_size" else inputs.per_device_train_batch_size
+
+
+def _multiples(unit: int, *near: int) -> Iterator[int]:
+    """The multiples of `unit` on both sides of each number."""
+    for number in near:
+        below = number // unit * unit
+        yield from (value for value in (below, below + unit) if value)
 
 
 def _keys(inputs: PlanInputs) -> list[str]:
@@ -109,24 +138,28 @@ def _keys(inputs: PlanInputs) -> list[str]:
 
 
 def _repaired(inputs: PlanInputs, changes: Changes) -> Iterator[Changes]:
-    """The change, with one of the evaluation batch where that is needed too; nothing if neither helps."""
+    """The change, with one of the evaluation batch or the warm-up where that is needed too; nothing if none helps."""
     changed = _with(inputs, changes)
     if batch_problem(changed):
         return
+    if warmup_problem(changed):
+        changes = {**changes, "warmup_steps": total_updates(changed)}
+        changed = _with(inputs, changes)
     if not evaluation_problem(changed):
         yield changes
         return
-    for key in ("per_device_eval_batch_size", "num_generations_eval"):
-        present = (
-            changed.per_device_eval_batch_size if key == "per_device_eval_batch_size" else changed.eval_generations
-        )
-        assert present is not None
-        for value in sorted(
-            range(1, REACH * max(present, changed.eval_generations) + 1), key=lambda n: abs(n - present)
-        ):
-            if not problems(_with(changed, {key: value})):
-                yield {**changes, key: value}
-                break
+    for key, value in _evaluation_values(changed):
+        if not problems(_with(changed, {key: value})):
+            yield {**changes, key: value}
+
+
+def _evaluation_values(inputs: PlanInputs) -> Iterator[tuple[str, int]]:
+    """Evaluation batches of whole groups near the present and the largest one; groups that divide the present one."""
+    b, w, g = inputs.per_device_eval_batch_size, inputs.num_processes, inputs.eval_generations
+    assert b is not None
+    largest = b if inputs.num_eval_prompts is None else inputs.num_eval_prompts * g // w
+    yield from (("per_device_eval_batch_size", value) for value in _multiples(g // math.gcd(g, w), b, largest))
+    yield from (("num_generations_eval", value) for value in divisors(b * w))
 
 
 def _with(inputs: PlanInputs, changes: Changes) -> PlanInputs:
@@ -139,5 +172,5 @@ def _fix(inputs: PlanInputs, changes: Changes) -> Fix:
     cost = len(changes) + abs(math.log2(after / before))
     for key, value in changes.items():
         present = inputs.eval_generations if key == "num_generations_eval" else getattr(inputs, key)
-        cost += abs(math.log2(value / present)) if value else 0
+        cost += abs(math.log2(value / present)) if value and key != "warmup_steps" else 0
     return Fix(changes, after, after == before, round(cost, 3))

@@ -13,16 +13,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_core.config import RunConfig
 from grpo_core.doctor import Fix, fixes
-from grpo_core.rules import LEGACY, PlanInputs, problems
+from grpo_core.rules import LEGACY, PlanInputs, problems, total_updates, updates_per_epoch
 
 
 class PlanError(ValueError):
     """An invalid combination. `problems`: which value breaks which rule; `fixes`: the nearest valid ones."""
 
-    def __init__(self, inputs: PlanInputs, problems: list[str], fixes: list[Fix]):
+    def __init__(self, inputs: Any, problems: list[str], fixes: list[Fix]):
         self.inputs = inputs
         self.problems = problems
         self.fixes = fixes
@@ -124,8 +125,8 @@ def make_plan(inputs: PlanInputs) -> Plan:
     dropped = inputs.num_prompts % (inputs.prompt_batch // inputs.num_generations)
     rollouts_per_epoch = (inputs.num_prompts - dropped) // p
     micro_steps = rollouts_per_epoch * inputs.num_iterations * s
-    updates = _legacy_updates_per_epoch(inputs) if legacy else math.ceil(micro_steps / a)
-    max_steps = inputs.max_steps or math.ceil(inputs.num_train_epochs * updates)
+    updates = updates_per_epoch(inputs)
+    max_steps = total_updates(inputs)
     if legacy:
         rollouts = _legacy_rollouts(inputs, max_steps)
     else:
@@ -179,21 +180,13 @@ def updates_done(inputs: PlanInputs) -> int:
     return min(plan.max_steps, _legacy_epochs(inputs, plan.max_steps) * _legacy_real_updates(inputs))
 
 
-def _legacy_updates_per_epoch(inputs: PlanInputs) -> int:
-    """transformers up to 4.51: floor(L/A), with L the batches of a sampler that counts the dropped prompts too."""
-    b, w, a = inputs.per_device_train_batch_size, inputs.num_processes, inputs.gradient_accumulation_steps
-    repeats = inputs.num_generations * inputs.num_iterations * (a if inputs.rules == "trl-0.17" else 1)
-    batch = b * a if inputs.rules == "trl-0.17" else b
-    return max(math.ceil(math.ceil(inputs.num_prompts * repeats / batch) / w) // a, 1)
-
-
 def _legacy_real_updates(inputs: PlanInputs) -> int:
     """Updates that an epoch really has: mu for each whole chunk of prompts."""
     return inputs.num_prompts // (inputs.prompt_batch // inputs.num_generations) * inputs.num_iterations
 
 
 def _legacy_epochs(inputs: PlanInputs, max_steps: int) -> int:
-    updates = _legacy_updates_per_epoch(inputs)
+    updates = updates_per_epoch(inputs)
     return math.ceil(max_steps / updates) if inputs.max_steps else math.ceil(inputs.num_train_epochs)
 
 

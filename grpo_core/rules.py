@@ -28,6 +28,10 @@ POSITIVE = (
     "per_device_eval_batch_size",
     "num_generations_eval",
 )
+LARGEST_DIVISOR = 1_000
+SHOWN_DIVISORS = 20
+WHOLE_GROUPS = "every group must be whole"
+LARGEST = 10**18  # of any number: beyond it there is no run, and floating-point arithmetic ends
 LEGACY = ("trl-0.17", "trl-0.16")  # a rollout belongs to an update: no steps_per_generation, no generation_batch_size
 
 
@@ -51,6 +55,7 @@ class PlanInputs:
     max_resample_times: int = 0
     eval_steps: int | None = None
     rules: Rules = "grpo"
+    has_teacher: bool = False  # ms-swift: a teacher's signal needs no group to compare with
     # Other systems evaluate in batches of groups; None: this run does not.
     per_device_eval_batch_size: int | None = None
     num_generations_eval: int | None = None
@@ -80,7 +85,10 @@ class PlanInputs:
 
 def problems(inputs: PlanInputs) -> list[str]:
     """Every rule that is broken, with the values that break it; none for a valid run."""
-    broken = (batch_problem(inputs), evaluation_problem(inputs))
+    first = batch_problem(inputs)
+    if first and first.endswith(WHOLE_GROUPS):
+        first += f". Valid num_generations for this batch: {_some_divisors(inputs.generation_batch)}"
+    broken = (first, evaluation_problem(inputs), None if first else warmup_problem(inputs))
     return [problem for problem in broken if problem]
 
 
@@ -94,10 +102,47 @@ def evaluation_problem(inputs: PlanInputs) -> str | None:
     return next(_evaluation_problems(inputs), None)
 
 
+def warmup_problem(inputs: PlanInputs) -> str | None:
+    """A warm-up that is longer than the run, of valid batches; other systems go on without a word."""
+    if inputs.rules != "grpo" or inputs.warmup_steps <= (updates := total_updates(inputs)):
+        return None
+    return (
+        f"warmup_steps={inputs.warmup_steps:g} is longer than the run's {updates} updates: the learning rate would "
+        f"never reach its value. Give at most {updates}, or a share of the run, below 1"
+    )
+
+
 def divisors(n: int) -> list[int]:
-    """All of them, ascending."""
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    """Those up to LARGEST_DIVISOR and their counterparts, ascending: all divisors of any n up to its square."""
+    small = [d for d in range(1, min(math.isqrt(n), LARGEST_DIVISOR) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def _some_divisors(n: int) -> str:
+    valid = [str(divisor) for divisor in divisors(n)[1:]]
+    return ", ".join([*valid[:SHOWN_DIVISORS], *(["…"] if len(valid) > SHOWN_DIVISORS else [])]) or "none"
+
+
+def updates_per_epoch(inputs: PlanInputs) -> int:
+    """Updates of one pass over the prompts, of valid batches."""
+    if inputs.rules in LEGACY:
+        return _legacy_updates_per_epoch(inputs)
+    steps = inputs.generation_batch // (inputs.per_device_train_batch_size * inputs.num_processes)
+    rollouts = inputs.num_prompts // (inputs.generation_batch // inputs.num_generations)
+    return math.ceil(rollouts * inputs.num_iterations * steps / inputs.gradient_accumulation_steps)
+
+
+def total_updates(inputs: PlanInputs) -> int:
+    """Updates that a run of valid batches is planned for."""
+    return inputs.max_steps or math.ceil(inputs.num_train_epochs * updates_per_epoch(inputs))
+
+
+def _legacy_updates_per_epoch(inputs: PlanInputs) -> int:
+    """transformers up to 4.51: floor(L/A), with L the batches of a sampler that counts the dropped prompts too."""
+    b, w, a = inputs.per_device_train_batch_size, inputs.num_processes, inputs.gradient_accumulation_steps
+    repeats = inputs.num_generations * inputs.num_iterations * (a if inputs.rules == "trl-0.17" else 1)
+    batch = b * a if inputs.rules == "trl-0.17" else b
+    return max(math.ceil(math.ceil(inputs.num_prompts * repeats / batch) / w) // a, 1)
 
 
 def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
@@ -105,10 +150,12 @@ def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
     s, batch = inputs.steps_per_generation, inputs.generation_batch_size
     for name in POSITIVE:
         value = getattr(inputs, name)
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:
             yield f"{name}={value:g} is not positive"
-    if inputs.warmup_steps < 0:
-        yield f"warmup_steps={inputs.warmup_steps:g} is negative"
+        if value is not None and value > LARGEST:
+            yield f"{name}={value:g} is beyond {LARGEST:g}: no run has so many"
+    if not 0 <= inputs.warmup_steps <= LARGEST:
+        yield f"warmup_steps={inputs.warmup_steps:g} is no number of updates: it lies between 0 and {LARGEST:g}"
     if inputs.rules in LEGACY and (s or batch):
         given = f"steps_per_generation={s}" if s else f"generation_batch_size={batch}"
         yield f"{given}: {inputs.rules} has no such setting, a rollout belongs to one update there; remove it"
@@ -123,14 +170,12 @@ def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
             f"generation_batch_size={inputs.generation_batch} is not a multiple of per_device_train_batch_size·"
             f"num_processes={b}·{w}={b * w}: it must be cut into whole micro-steps"
         )
-    if g < 2:
+    if g < 2 and not inputs.has_teacher:
         yield f"num_generations={g} leaves nothing to compare: a group needs at least 2 completions"
     if inputs.generation_batch % g:
-        valid = divisors(inputs.generation_batch)[1:]
         yield (
             f"generation_batch_size={inputs.generation_batch} ({_factors(inputs)}) is not divisible by "
-            f"num_generations={g}: every group must be whole. Valid num_generations for this batch: "
-            f"{', '.join(map(str, valid)) or 'none'}"
+            f"num_generations={g}: {WHOLE_GROUPS}"
         )
     if inputs.num_prompts < inputs.prompt_batch // g:
         yield (
@@ -141,7 +186,7 @@ def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
 
 def _evaluation_problems(inputs: PlanInputs) -> Iterator[str]:
     b, w, g = inputs.per_device_eval_batch_size, inputs.num_processes, inputs.eval_generations
-    if b is None:
+    if b is None or g < 1:
         return
     if b * w % g:
         yield (

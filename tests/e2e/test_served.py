@@ -79,7 +79,7 @@ def test_values_that_do_not_go_together_fail_at_once_by_name(served: Served) -> 
     changes = {"name": "refused", "train": {"lr_scheduler_type": "constant"}}
     run = served.wait(served.trigger("pipeline/local", changes=changes))
     assert (run["state_type"], served.tasks(run["id"], 0)) == ("FAILED", [])
-    assert "lr_scheduler_type='constant' ignores warmup_steps=5" in run["state"]["message"]
+    assert "lr_scheduler_type='constant' ignores warmup_steps=0.06" in run["state"]["message"]
     assert not (served.storage / "runs" / "refused").exists()
 
 

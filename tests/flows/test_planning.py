@@ -136,6 +136,7 @@ def test_an_invalid_run_says_why_and_what_works() -> None:
         (["--recipe", "trl", "gone.yaml"], "No such file"),
         (["--num-prompts", 3, "--per-device-train-batch-size", 64], "3 prompts do not fill one generation batch of 8"),
         (["--num-prompts", 0], "num_prompts=0 is not positive"),
+        (["--num-prompts", 80, "--max-steps", 5, "--warmup-steps", 9], "longer than the run's 5 updates"),
         (["--num-prompts", 9, "--rules", "trl-1.16", "--num-processes", -1], "num_processes=-1 is not positive"),
         (["--recipe", "trl", "--rules", "grpo", "--num-prompts", 9], "--rules grpo does not go with --recipe trl"),
         (["--num-prompts", 9, "--per-device-eval-batch-size", 3], "per_device_eval_batch_size: this project evaluates"),
@@ -166,6 +167,21 @@ def test_the_same_recipe_under_the_rules_of_another_version(tmp_path: Path, rule
     recipe.write_text("num_generations: 8\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\n")
     arguments = ["--recipe", "trl", recipe, "--rules", rules, "--num-processes", 7, "--num-prompts", 8000]
     assert _json(*arguments, status=status)["rules"] == rules
+
+
+def test_a_megatron_recipe_is_planned_by_its_own_arithmetic(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "swift rollout --model m &\nNPROC_PER_NODE=4 megatron rlhf --rlhf_type grpo --dataset hub/name#1000 "
+        "--tensor_model_parallel_size 2 --global_batch_size 32 --num_generations 8 --num_train_epochs 1\n"
+    )
+    answer = _json("--recipe", "swift", script)
+    assert (answer["rules"], answer["num_processes"], answer["max_steps"]) == ("swift-4.6 (Megatron)", 2, 250)
+    assert any("2 replicas of the model that 4 processes hold" in note for note in answer["notes"])
+    assert _json("--recipe", "swift", script, "--num-prompts", 100)["max_steps"] == 25
+    refused = _json("--recipe", "swift", script, "--num-generations", 5, status=2)
+    assert "not divisible by num_generations=5" in refused["errors"][0]
+    assert {"num_generations": 4} in [fix["changes"] for fix in refused["fixes"]]
 
 
 def test_a_schedule_that_another_system_never_finishes_is_noted() -> None:

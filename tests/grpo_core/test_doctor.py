@@ -7,10 +7,10 @@ import math
 from typing import Any, get_args
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from grpo_core.doctor import fixes
+from grpo_core.doctor import _changes, _pairs, fixes
 from grpo_core.plan import PlanError, make_plan
 from grpo_core.rules import LEGACY, PlanInputs, Rules, problems
 
@@ -105,6 +105,51 @@ def test_a_value_that_is_not_positive_is_named(field: str, value: int, rules: Ru
     inputs = dataclasses.replace(PlanInputs(100, 4, 4, max_completion_length=10, rules=rules), **{field: value})
     with pytest.raises(PlanError, match=rf"{field}={value} is not positive"):
         make_plan(inputs)
+
+
+NUMBERS = st.integers(1, 20) | st.integers(1, 10**18) | st.sampled_from([10**18, 2**59, 10_007, 10**18 - 11])
+
+
+@settings(max_examples=25)
+@given(
+    st.builds(
+        PlanInputs,
+        *[NUMBERS] * 4,
+        num_processes=NUMBERS,
+        gradient_accumulation_steps=NUMBERS,
+        steps_per_generation=st.none() | NUMBERS,
+        generation_batch_size=st.none() | NUMBERS,
+        warmup_steps=st.just(0) | NUMBERS,
+        per_device_eval_batch_size=st.none() | NUMBERS,
+        num_generations_eval=st.none() | NUMBERS,
+        rules=st.sampled_from(get_args(Rules)),
+    )
+)
+def test_the_search_has_a_bound_and_its_fixes_are_valid_whatever_the_numbers(inputs: PlanInputs) -> None:
+    assert sum(1 for tried in (_changes, _pairs) for _ in tried(inputs)) < 15_000
+    for fix in fixes(inputs):
+        assert make_plan(dataclasses.replace(inputs, **fix.changes)).max_steps > 0
+
+
+def test_one_value_beyond_reach_is_mended_by_the_nearest_that_is_not() -> None:
+    inputs = PlanInputs(8000, 8, 10**18 - 11, max_completion_length=10, num_processes=4)
+    assert {"per_device_train_batch_size": 16_000} in [fix.changes for fix in fixes(inputs)]
+
+
+@pytest.mark.parametrize("value", [10**19, math.inf, math.nan])
+def test_numbers_that_no_run_has_are_refused(value: float) -> None:
+    inputs = PlanInputs(8000, 8, 8, max_completion_length=10, num_train_epochs=value)
+    with pytest.raises(PlanError, match=r"num_train_epochs=\S+ is (beyond 1e\+18|not positive)"):
+        make_plan(inputs)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused_before_it() -> None:
+    inputs = PlanInputs(640, 8, 8, max_completion_length=10, warmup_steps=1000)
+    with pytest.raises(PlanError, match="warmup_steps=1000 is longer than the run's 640 updates") as error:
+        make_plan(inputs)
+    assert [fix.changes for fix in error.value.fixes] == [{"warmup_steps": 640}]
+    assert make_plan(dataclasses.replace(inputs, warmup_steps=640)).warmup_steps == 640
+    assert make_plan(dataclasses.replace(inputs, rules="trl-1.16")).warmup_steps == 1000
 
 
 @pytest.mark.parametrize("batch", [{"per_device_train_batch_size": 1_000_003}, {"generation_batch_size": 65_536}])

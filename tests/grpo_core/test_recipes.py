@@ -14,8 +14,9 @@ from typing import Any, get_args
 
 import pytest
 
+from grpo_core.launches import RecipeError
 from grpo_core.plan import PlanError, make_plan, updates_done
-from grpo_core.recipes import DEFAULTS, Recipe, RecipeError, read_recipe, recipe_inputs
+from grpo_core.recipes import DEFAULTS, Recipe, read_recipe, recipe_inputs
 from grpo_core.rules import Rules
 
 PLANS = Path(__file__).parent / "plans"
@@ -107,9 +108,9 @@ def test_each_swift_data_set_is_sampled_and_split_by_itself() -> None:
 @pytest.mark.parametrize(
     "launch",
     [
-        "torchrun --nproc-per-node 2 --nnodes 2 swift/cli/rlhf.py --num_generations 4 2>&1 | tee log",
-        "export NPROC_PER_NODE=4; swift rlhf --num_generations 4 && echo done",
-        "# eight? no\nNPROC_PER_NODE=4 swift rlhf --num_generations 4\nswift export --num_generations 9",
+        "torchrun --nproc-per-node 2 --nnodes 2 swift/cli/rlhf.py --rlhf_type grpo --num_generations 4 2>&1 | tee log",
+        "export NPROC_PER_NODE=4; swift rlhf --rlhf_type grpo --num_generations 4 && echo done",
+        "# 8? no\nNPROC_PER_NODE=4 swift rlhf --rlhf_type grpo --num_generations 4\nswift export --num_generations 9",
     ],
 )
 def test_launch_scripts_as_people_write_them(tmp_path: Path, launch: str) -> None:
@@ -119,11 +120,14 @@ def test_launch_scripts_as_people_write_them(tmp_path: Path, launch: str) -> Non
 
 
 def test_an_unquoted_number_of_rows_is_no_comment(tmp_path: Path) -> None:
-    assert _read(tmp_path / "run.sh", "swift rlhf --dataset hub/name#500", "swift-4.6").num_prompts == 500
+    assert (
+        _read(tmp_path / "run.sh", "swift rlhf --rlhf_type grpo --dataset hub/name#500", "swift-4.6").num_prompts == 500
+    )
 
 
 def test_swift_dynamic_sampling_states_the_most_it_can_cost(tmp_path: Path) -> None:
-    text = "swift rlhf --dynamic_sample true --max_resample_times 2 --num_generations 4 --per_device_train_batch_size 4"
+    text = "swift rlhf --rlhf_type grpo --dynamic_sample true --max_resample_times 2 --num_generations 4"
+    text += " --per_device_train_batch_size 4"
     plan = make_plan(_read(tmp_path / "run.sh", text, "swift-4.6", 100))
     assert plan.max_completions == 3 * plan.completions
 
@@ -151,9 +155,9 @@ def test_values_given_by_hand_come_before_the_recipe(tmp_path: Path) -> None:
         ("r.yaml", "num_generations: many", "num_generations = 'many' is not a number"),
         ("r.yaml", "num_generations: 2.5", "not a whole number"),
         ("r.json", "{", "a recipe is YAML, JSON"),
-        ("r.sh", "swift rlhf --dataset 'x", "cannot be read"),
-        ("r.sh", "echo nothing", "launches nothing with arguments"),
-        ("r.sh", "NPROC_PER_NODE=$N swift rlhf --num_generations 4", r"NPROC_PER_NODE = '\$N' is not a number"),
+        ("r.sh", "trl grpo --dataset 'x", "cannot be read"),
+        ("r.sh", "echo nothing", "none of its commands starts a program"),
+        ("r.sh", "torchrun --nproc_per_node=$N my_grpo.py --max_steps 4", r"NPROC_PER_NODE = '\$N' is not a number"),
         ("r.json", '{"global_world_size": "many"}', "global_world_size = 'many' is not a number"),
         ("r.yaml", "dataset_name: hub/name", "hub/name is not here; give it by --num-prompts"),
     ],

@@ -1,0 +1,66 @@
+"""Commands of a shell script as bash would run them: each case was compared with bash itself."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from grpo_core.shell import ShellError, commands
+
+SCRIPT = r"""
+TEXT="it's one # text
+of two lines"
+export G=4 NAME='a "b"'; LIST=(--first 1   # of an array
+  --second "two words")
+FOLDER="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+cat > /dev/null <<'END'
+don't read "this
+END
+B=2 show "$TEXT" --g $G ${G} "${NAME}" "${LIST[@]}" "${A:-8}" x#y "" \
+  'p'"q"r\ s "$@" 2>&1 > /dev/null | cat   # a comment: it's not read
+if true; then show in "$G"; fi; show a && show b; false || show c
+show "p1"\
+"p2" $LIST
+"""
+
+
+def test_words_are_those_that_bash_gives_a_program(tmp_path: Path) -> None:
+    if not shutil.which("bash"):
+        pytest.skip("needs bash")
+    program = tmp_path / "show"
+    program.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" END >> {tmp_path}/seen\n')
+    program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    subprocess.run(["bash", "-c", SCRIPT], env=environment, cwd=tmp_path, check=True)
+    said = (tmp_path / "seen").read_text().split("END\0")[:-1]
+    theirs = [text.split("\0")[:-1] for text in said]
+    ours = [command.words[1:] for command in commands(SCRIPT) if command.words[0] == "show"]
+    assert len(theirs) == 6
+    assert ours == theirs
+
+
+def test_environment_is_what_the_script_sets_before_and_in_front() -> None:
+    [first, second] = commands("export A=1\nB=2 swift rlhf\nC=3\nB=${B:-7} swift rlhf --b $B\n")
+    assert first.environment == {"A": "1", "B": "2"}
+    assert second.environment == {"A": "1", "C": "3", "B": "7"}
+    assert second.words == ["swift", "rlhf", "--b", "$B"]
+
+
+def test_the_script_s_own_folder_is_the_folder_it_stands_in() -> None:
+    for folder in ('"$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"', '$(dirname "$0")'):
+        [command] = commands(f'HERE={folder}\nrun --config "$HERE/x.yaml"')
+        assert command.words[-1] == "./x.yaml"
+
+
+def test_what_a_reader_is_to_fill_in_is_a_word() -> None:
+    [command] = commands("run --host <first-ip> <second-ip> \\\n --port 8000")
+    assert command.words == ["run", "--host", "<first-ip>", "<second-ip>", "--port", "8000"]
+
+
+@pytest.mark.parametrize("script", ["run 'x", 'run "x', "run `x", 'run "' + "$(a)" * 200])
+def test_a_quote_that_is_never_closed_is_named(script: str) -> None:
+    with pytest.raises(ShellError, match="a quote is never closed"):
+        list(commands(script))
