@@ -149,7 +149,7 @@ def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], seconds: 
     scored = {value for given in values.values() for value in given if not math.isnan(value)}
     if len(scored) == 1 and ("right" in values or not reward.columns):
         found.append(
-            f"reward {reward.name!r} gave {scored.pop():g} to {_listed(values)} alike: if it does so for all that the "
+            f"reward {reward.name!r} gave {min(scored):g} to {_listed(values)} alike: if it does so for all that the "
             "model writes, there is nothing to learn from it"
         )
     if reward.name == config.accuracy_reward and scored and "right" in values and reward.columns:
