@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_core.config import ConfigError, RunConfig, load_config, parse_config
-from grpo_core.forecast import PromptLengths, forecast, forecast_rows, useful_groups
+from grpo_core.forecast import PromptLengths, forecast, forecast_rows, load_positions, useful_groups
 from grpo_core.launches import RecipeError
 from grpo_core.megatron import megatron_notes, megatron_plan
 from grpo_core.plan import Plan, PlanError, make_plan, plan_inputs, updates_done
@@ -114,6 +114,7 @@ def _own_plan(
     config = _configuration(file, given, overrides)
     for reward in config.rewards:
         check(reward)
+    _check_positions(config)
     source = ("data.train", config.data.train, config.data.train_split)
     num_prompts = given.get("num_prompts")
     if num_prompts is None:
@@ -192,6 +193,23 @@ def _configuration(file: Path | None, given: Mapping[str, Any], overrides: list[
         return load_config(file, [*(overrides or []), *(f"{s}.{key}={given[key]}" for s, key in placed)])
     values = NO_FILE | {section: {key: given[key] for s, key in placed if s == section} for section in sections}
     return parse_config(values)
+
+
+def _check_positions(config: RunConfig) -> None:
+    """Raises ConfigError if a completion alone fills the positions of the model, where its config.json is here."""
+    if not config.model.name_or_path:
+        return
+    positions = load_positions(config.model.name_or_path, config.model.revision)
+    lengths = {
+        "rollout.max_completion_length": config.rollout.max_completion_length,
+        "evaluation.max_completion_length": config.evaluation_length,
+    }
+    for key, length in lengths.items():
+        if positions is not None and length >= positions:
+            raise ConfigError(
+                f"{key} = {length}: the model {config.model.name_or_path!r} takes {positions} tokens, the prompt's "
+                "among them; lower it"
+            )
 
 
 def _notes(inputs: PlanInputs, figures: Plan) -> list[str]:

@@ -102,7 +102,7 @@ def _batch(config: RunConfig, rewards: Sequence[Reward], row: int, texts: Sequen
     """These texts as completions of a row of the training prompts."""
     from tasks.sources import load_source
 
-    frame = load_source("data.train", config.data.train, config.data.train_split)
+    frame = load_source("data.train", config.data.train, config.data.train_split, config.data.prompt_column)
     if row >= frame.height:
         raise ConfigError(f"--row {row}: data.train has {frame.height:,} rows, counted from 0")
     for reward in rewards:

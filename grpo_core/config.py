@@ -32,6 +32,7 @@ from grpo_core.sections import (
 
 # Which servers sample, not what.
 SERVERS = {key for key in RolloutConfig.model_fields if key.startswith("vllm_")}
+SHOWN = 200  # characters of a wrong value
 
 
 class ConfigError(ValueError):
@@ -39,7 +40,7 @@ class ConfigError(ValueError):
 
 
 class RunConfig(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """Name of the run and of its directory."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seeds prompt order and sampling."""
@@ -277,7 +278,8 @@ def _sentence(error: Any) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{key}: {message}" if key else message
-    return f"{key} = {error['input']!r}: {message}"
+    value = repr(error["input"])
+    return f"{key} = {value if len(value) <= SHOWN else value[:SHOWN] + '…'}: {message}"
 
 
 def _model_at(location: tuple[int | str, ...]) -> type[BaseModel]:

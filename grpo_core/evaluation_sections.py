@@ -16,7 +16,7 @@ GUARDED = ("accuracy", "reward", "completions/mean_length", "completions/clipped
 
 
 class EvaluationSet(Section):
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)
     """Name of the set in reports, metrics and guards; `held-out` is the one of data.eval."""
     data: str
     """Prompts, in any of the forms of data.train, with the columns that the rewards read."""

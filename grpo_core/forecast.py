@@ -64,25 +64,40 @@ class PromptLengths:
 
 def load_shape(name_or_path: str, revision: str | None = None) -> ModelShape:
     """Read config.json of a model folder or of the local Hugging Face cache; ForecastError when there is none."""
-    path = Path(name_or_path) / "config.json"
-    if not path.is_file():
-        from huggingface_hub import try_to_load_from_cache
-
-        try:
-            cached = try_to_load_from_cache(name_or_path, "config.json", revision=revision)
-        except ValueError:  # a path, not a hub name
-            cached = None
-        if not isinstance(cached, str):
-            raise ForecastError(
-                f"model {name_or_path!r}: no such folder with a config.json, nor is one in the Hugging Face cache"
-            )
-        path = Path(cached)
+    path = _config_file(name_or_path, revision)
     try:
         return model_shape(json.loads(path.read_text()))
     except (ValueError, KeyError, TypeError) as error:
         raise ForecastError(
             f"{path}: {'' if isinstance(error, ForecastError) else 'not a model config: '}{error}"
         ) from None
+
+
+def load_positions(name_or_path: str, revision: str | None = None) -> int | None:
+    """Tokens that a model has positions for, by its config.json; None if that says nothing, or is not here."""
+    try:
+        values = json.loads(_config_file(name_or_path, revision).read_text())
+        positions = values.get("text_config", values).get("max_position_embeddings")
+    except (ValueError, AttributeError):
+        return None
+    return positions if isinstance(positions, int) else None
+
+
+def _config_file(name_or_path: str, revision: str | None) -> Path:
+    path = Path(name_or_path) / "config.json"
+    if path.is_file():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(name_or_path, "config.json", revision=revision)
+    except ValueError:  # a path, not a hub name
+        cached = None
+    if not isinstance(cached, str):
+        raise ForecastError(
+            f"model {name_or_path!r}: no such folder with a config.json, nor is one in the Hugging Face cache"
+        )
+    return Path(cached)
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:

@@ -6,7 +6,7 @@ Keys that mean the same as in TRL's GRPOConfig carry TRL's names.
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -15,8 +15,25 @@ LONGEST_ARGUMENT = 200  # MLflow takes names of parameters up to 250 characters,
 WIDEST_RANGE = 1e12  # of a reward
 
 
+MOST = 2**31 - 1
+HIGHEST_ENTROPY = 20.0  # nats: more than ln of any vocabulary
+
+Bounds = Annotated[tuple[float, float], Field(strict=False)]  # a list in TOML
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    """Numbers are numbers: neither text such as "1e9" nor true is taken for one."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, strict=True, use_attribute_docstrings=True
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _is_sane(cls, value: Any) -> Any:
+        if type(value) in (int, float) and abs(value) > MOST:
+            raise ValueError(f"{value} is beyond {MOST:,}, the bound of every number here")
+        return value
 
 
 class ModelConfig(Section):
@@ -77,6 +94,8 @@ class DataConfig(Section):
     """Split to take when `train` is a hub name or a saved DatasetDict."""
     eval_split: str = "test"
     """Split to take when `eval` is a hub name or a saved DatasetDict."""
+    prompt_column: str = "prompt"
+    """Column with the prompts, in `train`, `eval` and `evaluation.sets` alike; rewards get it as `prompts`."""
     answer_column: str = "answer"
     """Column with the right answer, if there is one: rewards are rehearsed on it before training."""
     checks: DataChecks = DataChecks()
@@ -90,7 +109,7 @@ class RewardConfig(Section):
     """Name in metrics, records and gates; default: the function's own. A function listed twice needs two names."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
-    clip: tuple[float, float] | None = None
+    clip: Bounds | None = None
     """Lowest and highest value that count: one beyond them counts as the nearer. Default: none."""
     normalize: bool = False
     """Count on a scale on which the bounds of `clip` are 0 and 1."""
@@ -103,7 +122,7 @@ class RewardConfig(Section):
     """Keyword arguments given to the function at each call."""
     timeout: float = Field(300.0, gt=0)
     """Seconds after which a call of the function counts as hung and stops the training."""
-    range: tuple[float, float] | None = None
+    range: Bounds | None = None
     """Lowest and highest value that the function may give; another one stops the run. Default: any, and for a built-in
     reward the range it documents."""
 
@@ -305,7 +324,7 @@ class AlgorithmConfig(Section):
     """Adaptive entropy: upper bound of the weight."""
     entropy_coef_delta: float = Field(0.005, gt=0)
     """Adaptive entropy: change of the weight after an update."""
-    entropy_target: float = Field(0.2, ge=0)
+    entropy_target: float = Field(0.2, ge=0, le=HIGHEST_ENTROPY)
     """Adaptive entropy: mean entropy of a token to keep, in nats."""
 
     @model_validator(mode="after")
@@ -378,7 +397,7 @@ class HealthConfig(Section):
     """Limit: updates in a row in which no completion has an advantage."""
     zero_advantages_action: HealthAction = "warn"
     """What then."""
-    min_entropy: float = Field(1e-3, ge=0)
+    min_entropy: float = Field(1e-3, ge=0, le=HIGHEST_ENTROPY)
     """Limit: mean entropy of a token, in nats; below, the policy says one thing only."""
     entropy_action: HealthAction = "warn"
     """What then."""

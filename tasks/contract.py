@@ -6,6 +6,7 @@ rows are those of `DataChecks`, each with a severity; every row that breaks one 
 
 from __future__ import annotations
 
+import difflib
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,8 +17,10 @@ import pandera.polars as pa
 import polars as pl
 
 from grpo_core.data import end_token_problem
+from grpo_core.rewards.builtin import VALUE_PROBLEMS
 from grpo_core.rewards.contract import Reward
-from tasks.lengths import fit, has_tokens, renders
+from tasks.lengths import fit, has_tokens, may_fit, renders
+from tasks.sources import is_unstorable
 
 ROLES = ("system", "user", "assistant")
 # U+FFFD; control characters but for tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or
@@ -41,6 +44,8 @@ RULES = {
 }
 FINDING = {"dataset": pl.String, "row": pl.UInt32, "column": pl.String, "check": pl.String, "value": pl.String}
 SLICE = 100_000  # rows whose texts are in memory at once to be compared
+USUAL_PROMPTS = ("question", "problem", "instruction", "messages", "query", "input", "text")
+UNSTORABLE = "has integers beyond 64 bits, or objects without fields, which cannot be stored: write them as text"
 SHOWN = 80  # characters of a value in a finding
 
 
@@ -50,15 +55,19 @@ def check(
     tokenizer: Any,
     room: Mapping[str, int | None],
     dropped: Collection[str],
+    prompt_column: str,
 ) -> tuple[list[str], pl.DataFrame]:
     """Hold `frames` (train, eval, and eval-NAME of further evaluation sets) against the contract; `room`: the most
-    tokens that a prompt of each may have.
+    tokens that a prompt of each may have; `prompt_column`: what the sources call the column `prompt`.
 
     What is wrong with columns and types, in sentences; where nothing is, every row that breaks a rule (FINDING). A
     prompt is only compared with those that stay: not with rows that break one of the rules `dropped`.
     """
-    shape = [problem for name, frame in frames.items() for problem in _shape(name, frame, rewards)]
-    shape = shape or list(_unlike(frames, tokenizer))
+    shape = [problem for name, frame in frames.items() for problem in _shape(name, frame, rewards, prompt_column)]
+    shape = shape or [
+        *_unlike(frames, tokenizer),
+        *(problem for name, frame in frames.items() for problem in _unusable(name, frame, rewards)),
+    ]
     if shape:
         return shape, pl.DataFrame(schema=FINDING)
     schemas = {name: build_schema(frame, rewards, tokenizer, room[name]) for name, frame in frames.items()}
@@ -76,12 +85,15 @@ def build_schema(frame: pl.DataFrame, rewards: list[Reward], tokenizer: Any, roo
     """The rules that a row breaks by itself: those of the prompt, and that no value which a reward reads is missing."""
     answerable = _answerable(frame)  # what else is wrong with a blank or malformed prompt says nothing new
     accepted = _where(answerable if is_conversation(frame) else None, frame, lambda p: renders(p, tokenizer))
+    short = _where(answerable, frame, lambda p: may_fit(p, tokenizer, room))  # a giant is not even tokenized
     rules = {
         "blank_prompt": lambda frame: frame.select(~_is_blank(frame)).to_series(),
         "malformed_conversation": lambda frame: frame.select(_is_blank(frame) | _is_well_formed(frame)).to_series(),
         "chat_template": lambda _: accepted,
-        "no_tokens": lambda frame: _where(answerable, frame, lambda p: has_tokens(_asked(p), tokenizer)),
-        "long_prompt": lambda frame: _where(answerable & accepted, frame, lambda p: fit(p, tokenizer, room)),
+        "no_tokens": lambda frame: _where(answerable & short, frame, lambda p: has_tokens(_asked(p), tokenizer)),
+        "long_prompt": lambda frame: (
+            short & _where(answerable & accepted & short, frame, lambda p: fit(p, tokenizer, room))
+        ),
         "encoding": lambda frame: ~prompt_text(frame).str.contains(WRONGLY_DECODED).fill_null(False),
     }
     read = needed_columns(rewards)
@@ -112,24 +124,32 @@ def prompt_text(frame: pl.DataFrame) -> pl.Series:
     return frame.select(pl.col("prompt").list.eval(line).list.join(" ␞ ")).to_series()
 
 
-def _shape(name: str, frame: pl.DataFrame, rewards: list[Reward]) -> Iterator[str]:
+def _shape(name: str, frame: pl.DataFrame, rewards: list[Reward], prompt_column: str) -> Iterator[str]:
     """What is wrong with a dataset's columns."""
+    read = needed_columns(rewards)
     if frame.is_empty():
         yield f"{name} has no rows; it needs at least one"
         return
     if "prompt" not in frame.columns:
-        yield f"{name} has no column 'prompt'; its columns are {', '.join(frame.columns)}"
+        likely = _likely_prompts(frame, prompt_column, read)
+        hint = f"set data.prompt_column = {likely!r}" if likely else "data.prompt_column says which holds the prompts"
+        yield f"{name} has no column {prompt_column!r}; its columns are {', '.join(frame.columns)}: {hint}"
     elif not (frame.schema["prompt"] == pl.String or is_conversation(frame)):
         yield (
             f"{name}, column 'prompt': its type is {_type_name(frame.schema['prompt'])}; a prompt is text, or a list "
             "of messages {role: text, content: text}"
         )
-    for column, readers in needed_columns(rewards).items():
+    elif is_unstorable(frame.schema["prompt"]):
+        yield f"{name}, column 'prompt': a field of the messages {UNSTORABLE}"
+    for column, readers in read.items():
         if column not in frame.columns:
             yield (
                 f"{name} has no column {column!r}, which {', '.join(readers)} reads; its columns are "
                 f"{', '.join(frame.columns)}"
             )
+            continue
+        if is_unstorable(frame.schema[column]):
+            yield f"{name}, column {column!r}, which {', '.join(readers)} reads, {UNSTORABLE}"
             continue
         for reader, kind in readers.items():
             if not _accepts(kind, frame.schema[column]):
@@ -137,6 +157,18 @@ def _shape(name: str, frame: pl.DataFrame, rewards: list[Reward]) -> Iterator[st
                     f"{name}, column {column!r}: its type is {_type_name(frame.schema[column])}; the reward {reader} "
                     f"takes {getattr(kind, '__name__', kind)}"
                 )
+
+
+def _likely_prompts(frame: pl.DataFrame, wanted: str, read: Collection[str]) -> str | None:
+    """The column that seems to hold the prompts: of a like name, of a usual one, or the first that could."""
+    able = [
+        name
+        for name, kind in frame.schema.items()
+        if name not in read and (kind == pl.String or is_conversation(frame, name))
+    ]
+    like = difflib.get_close_matches(wanted, able, n=1)
+    usual = [name for name in USUAL_PROMPTS if name in able]
+    return next(iter([*like, *usual, *able]), None)
 
 
 def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]:
@@ -151,13 +183,26 @@ def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]
             "instruction-tuned model, or prompts that are text"
         )
     prompts = frames["train"]["prompt"].drop_nulls()
-    if not others and len(prompts) and (problem := end_token_problem(tokenizer, prompts[0])):
+    if not others and len(prompts) and (problem := end_token_problem(tokenizer, prompts[0][:SHOWN])):
         yield problem
 
 
-def is_conversation(frame: pl.DataFrame) -> bool:
+def _unusable(name: str, frame: pl.DataFrame, rewards: list[Reward]) -> Iterator[str]:
+    """The first value of each column that a built-in reward would fail on in the middle of a training."""
+    for reward in rewards:
+        for column, problem_of in VALUE_PROBLEMS.get(reward.function, {}).items():
+            if column not in reward.columns:
+                continue
+            for value in frame[column].drop_nulls().unique(maintain_order=True):
+                if problem := problem_of(value):
+                    row = frame[column].eq_missing(value).arg_max()
+                    yield f"{name} row {row}, column {column!r}, which {reward.name} reads: {problem}"
+                    break
+
+
+def is_conversation(frame: pl.DataFrame, column: str = "prompt") -> bool:
     """Whether the prompts are lists of messages."""
-    kind = frame.schema["prompt"]
+    kind = frame.schema[column]
     if not (isinstance(kind, pl.List) and isinstance(kind.inner, pl.Struct)):
         return False
     fields = {field.name: field.dtype for field in kind.inner.fields}

@@ -28,6 +28,7 @@ PAGE_COLOURS = {  # in a page: variables of its style sheet, so that they follow
 }
 STYLE = {
     "font.size": 9,
+    "text.parse_math": False,  # "$5 to $10" is what a category may be called
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "axes.spines.top": False,

@@ -15,6 +15,7 @@ LONGEST = 100  # prompts, by bytes, that are always among them
 # A byte-level or byte-fallback tokenizer makes at most one token of a byte; a Unicode normalisation before it makes
 # at most 11 bytes of one (NFKC; unicode.org/faq/normalization.html).
 GROWTH = 11
+SHRINKAGE = 4  # bytes of which a Unicode normalisation makes one at most: 𝐀 becomes A by NFKC
 UNKNOWN = 2**20  # bytes
 BEGINNING = 4  # characters of a text that are looked at first for a token
 SPECIAL_TOKENS = 16  # more than any tokenizer puts around a text
@@ -70,6 +71,16 @@ def _are_tokenized(texts: pl.Series, tokenizer: Any) -> list[bool]:
     return [bool(ids) for ids in tokenizer(texts.to_list(), add_special_tokens=False)["input_ids"]]
 
 
+def may_fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:
+    """Which prompts have no more bytes than `room` of the vocabulary's longest tokens: a longer one is too long, and
+    tokenizing it might take minutes and gigabytes."""
+    size = _bytes(prompts)
+    if room is None or prompts.is_empty() or size.max() <= room:
+        return pl.repeat(True, len(prompts), eager=True)
+    longest = max(len(token.encode()) for token in tokenizer.get_vocab())
+    return size <= room * longest * SHRINKAGE
+
+
 def fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:
     """Which prompts take at most `room` tokens; the template accepts all of them."""
     fits = pl.repeat(True, len(prompts), eager=True)
@@ -105,13 +116,18 @@ def _most_tokens(prompts: pl.Series, tokenizer: Any) -> pl.Series:
     """An upper bound of each prompt's tokens, from its bytes."""
     growth = 1 if tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is None else GROWTH
     if prompts.dtype == pl.String:
-        return prompts.str.len_bytes() * growth + SPECIAL_TOKENS
-    message = pl.element().struct
-    content = prompts.list.eval(message.field("content").str.len_bytes()).list.sum()
-    roles = prompts.list.eval(message.field("role"))
+        return _bytes(prompts) * growth + SPECIAL_TOKENS
+    roles = prompts.list.eval(pl.element().struct.field("role"))
     overhead = {order: _overhead(order, tokenizer) for order in _orders(roles)}
     # Twice, for templates that add text for some contents only.
-    return 2 * (content + roles.list.join(",").replace_strict(overhead, return_dtype=pl.UInt32)) * growth
+    return 2 * (_bytes(prompts) + roles.list.join(",").replace_strict(overhead, return_dtype=pl.UInt32)) * growth
+
+
+def _bytes(prompts: pl.Series) -> pl.Series:
+    """Bytes of each prompt's text, or of its messages'."""
+    if prompts.dtype == pl.String:
+        return prompts.str.len_bytes()
+    return prompts.list.eval(pl.element().struct.field("content").str.len_bytes()).list.sum()
 
 
 def _orders(roles: pl.Series) -> list[str]:

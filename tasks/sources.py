@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import glob
-import json
+import re
 from pathlib import Path
 
 import polars as pl
 
 from grpo_core.config import RunConfig
+from tasks.text_sources import Fault, find_fault, scan_text
 
 PASS_RATE = "pass_rate"
-READERS = {
-    ".parquet": lambda path: pl.scan_parquet(path, glob=False),
-    ".jsonl": lambda path: pl.scan_ndjson(glob.escape(str(path)), infer_schema_length=None),
-    # Strict: a column whose values are of several kinds is refused, not made text of.
-    ".json": lambda path: pl.DataFrame(json.loads(path.read_text()), infer_schema_length=None).lazy(),
-    # Text stays text: "007" keeps its zeros, and "NA" is an answer, not a gap.
-    ".csv": lambda path: pl.scan_csv(path, infer_schema=False, glob=False),
-}
-LONGEST_LINE = 2**24  # bytes
+TEXT_KINDS = (".jsonl", ".json", ".csv")
+KINDS = (".parquet", *TEXT_KINDS)
+FORMS = (
+    f"a source is a file ending in {', '.join(KINDS)} (all but .parquet also with .gz), a folder written by datasets' "
+    "save_to_disk, or a dataset's name on the hub"
+)
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+FILE_NAME = re.compile(r"\.(parquet|jsonl?|ndjson|csv|tsv|txt|arrow|xlsx?|gz|bz2|xz|zst|zip)$", re.IGNORECASE)
 
 
 class SourceError(ValueError):
@@ -29,25 +28,30 @@ class SourceError(ValueError):
 def load_sources(config: RunConfig) -> dict[str, pl.DataFrame]:
     """The prompts of each data set: train, eval and those of `evaluation.sets`."""
     data = config.data
-    frames = {
-        "train": load_source("data.train", data.train, data.train_split),
-        "eval": load_source("data.eval", data.eval, data.eval_split),
+    sources = {
+        "train": ("data.train", data.train, data.train_split),
+        "eval": ("data.eval", data.eval, data.eval_split),
+        **{
+            config.evaluation_files[each.name]: (f"evaluation.sets.{place}.data", each.data, each.split)
+            for place, each in enumerate(config.evaluation.sets)
+        },
     }
-    for place, each in enumerate(config.evaluation.sets):
-        key = f"evaluation.sets.{place}.data"
-        frames[config.evaluation_files[each.name]] = load_source(key, each.data, each.split)
-    return frames
+    return {name: load_source(*source, data.prompt_column) for name, source in sources.items()}
 
 
-def load_source(key: str, source: str, split: str) -> pl.DataFrame:
-    """Read the prompts that configuration key `key` names; SourceError says what is wrong with the source."""
-    frame = _open(key, source, split)
+def load_source(key: str, source: str, split: str, prompt_column: str = "prompt") -> pl.DataFrame:
+    """Read the prompts that configuration key `key` names; SourceError says what is wrong with the source.
+
+    The column `prompt` of what is read is the source's `prompt_column`; without such a column there is none.
+    """
     try:
-        if Path(source).suffix == ".jsonl":
-            _refuse_mixed_columns(source)
-        return _plain(frame.collect())
-    except (pl.exceptions.PolarsError, ArithmeticError, ValueError) as error:
+        frame = _plain(_open(key, source, split, checked=True).collect())
+    except (pl.exceptions.PolarsError, ArithmeticError) as error:
         raise _unreadable(key, source, error) from error
+    if prompt_column == "prompt":
+        return frame
+    named = [pl.col(prompt_column).alias("prompt")] if prompt_column in frame.columns else []
+    return frame.select(*named, pl.exclude("prompt"))
 
 
 def count_prompts(key: str, source: str, split: str) -> int:
@@ -67,16 +71,35 @@ def list_pass_rates(key: str, source: str, split: str) -> list[float]:
     return frame.select(pl.col(PASS_RATE).cast(pl.Float64, strict=False).drop_nulls()).collect()[PASS_RATE].to_list()
 
 
-def _open(key: str, source: str, split: str) -> pl.LazyFrame:
+def without_unstorable(frame: pl.DataFrame) -> pl.DataFrame:
+    """The columns that Parquet knows: none of integers beyond 64 bits, structs without fields, Python objects."""
+    return frame.select(name for name, kind in frame.schema.items() if not is_unstorable(kind))
+
+
+def is_unstorable(kind: pl.DataType) -> bool:
+    """Whether Parquet has no type for a column's values."""
+    if isinstance(kind, (pl.List, pl.Array)):
+        return is_unstorable(kind.inner)
+    if isinstance(kind, pl.Struct):
+        return not kind.fields or any(is_unstorable(field.dtype) for field in kind.fields)
+    return isinstance(kind, (pl.Int128, pl.UInt128, pl.Object))
+
+
+def _open(key: str, source: str, split: str, checked: bool = False) -> pl.LazyFrame:
+    """`checked`: columns of text files with values of several kinds are refused."""
     path = Path(source)
-    reader = READERS.get(path.suffix)
-    if reader and not path.is_dir():
-        if not path.is_file():
-            raise SourceError(f"{key} = {source!r}: no such file (looked in {Path.cwd()})")
+    if path.is_file():
+        kind = _kind(path)
         try:
-            return reader(path)
-        except Exception as error:
+            if kind == ".parquet":
+                return pl.scan_parquet(path, glob=False)
+            if kind in TEXT_KINDS:
+                return scan_text(path, kind, checked)
+        except (OSError, ValueError) as error:
             raise _unreadable(key, source, error) from error
+        raise SourceError(f"{key} = {source!r}: a file of no known kind; {FORMS}")
+    if not path.is_dir() and not _may_be_on_the_hub(source):
+        raise SourceError(f"{key} = {source!r}: no such file or folder (looked in {Path.cwd()}); {FORMS}")
     import datasets
 
     try:
@@ -87,41 +110,32 @@ def _open(key: str, source: str, split: str) -> pl.LazyFrame:
             loaded = datasets.load_dataset(source, split=split)
         return loaded.to_polars().lazy()
     except Exception as error:
-        raise SourceError(
-            f"{key} = {source!r}, split {split!r}: {error}. A source is a file ending in {', '.join(READERS)}, "
-            "a folder written by datasets' save_to_disk, or a dataset's name on the hub"
-        ) from error
+        raise SourceError(f"{key} = {source!r}, split {split!r}: {error}; {FORMS}") from error
 
 
-def _refuse_mixed_columns(source: str) -> None:
-    """ValueError for a column with values of several kinds: polars would make text of them all."""
-    from pyarrow import ArrowInvalid, json  # takes half a second to import, which planning does not need
+def _kind(path: Path) -> str:
+    """The ending that says how a file is read, in lower case and without .gz."""
+    name = path.name.lower()
+    return Path(name.removesuffix(".gz")).suffix
 
-    try:
-        json.read_json(source, json.ReadOptions(block_size=LONGEST_LINE))
-    except ArrowInvalid as error:
-        raise ValueError(f"{error}; a column holds values of one kind") from error
+
+def _may_be_on_the_hub(source: str) -> bool:
+    """Whether a name that is no path here may be a dataset's: NAME or OWNER/NAME, and unlike a file's or folder's."""
+    owner, separator, _ = source.partition("/")
+    here = bool(separator) and Path(owner).is_dir()
+    return HUB_NAME.fullmatch(source) is not None and FILE_NAME.search(source) is None and not here
 
 
 def _plain(frame: pl.DataFrame) -> pl.DataFrame:
-    """Columns of the types that Parquet and rewards know: encoded text as text, arrays of one length as lists.
-
-    Without those that neither knows: integers beyond 64 bits, structs without fields, Python objects.
-    """
-    storable = [name for name, kind in frame.schema.items() if not _is_unstorable(kind)]
-    encoded = [name for name in storable if isinstance(frame.schema[name], (pl.Categorical, pl.Enum))]
+    """Columns of the types that rewards know: encoded text as text, arrays of one length as lists."""
+    encoded = [name for name, kind in frame.schema.items() if isinstance(kind, (pl.Categorical, pl.Enum))]
     arrays = {name: kind for name, kind in frame.schema.items() if isinstance(kind, pl.Array)}
     casts = [pl.col(encoded).cast(pl.String), *(pl.col(n).cast(pl.List(kind.inner)) for n, kind in arrays.items())]
-    return frame.select(storable).with_columns(casts)
-
-
-def _is_unstorable(kind: pl.DataType) -> bool:
-    if isinstance(kind, (pl.List, pl.Array)):
-        return _is_unstorable(kind.inner)
-    if isinstance(kind, pl.Struct):
-        return not kind.fields or any(_is_unstorable(field.dtype) for field in kind.fields)
-    return isinstance(kind, (pl.Int128, pl.UInt128, pl.Object))
+    return frame.with_columns(casts)
 
 
 def _unreadable(key: str, source: str, error: Exception) -> SourceError:
-    return SourceError(f"{key} = {source!r} cannot be read as {Path(source).suffix}: {error}")
+    path, said = Path(source), str(error)
+    if not isinstance(error, Fault) and path.is_file() and _kind(path) in (".jsonl", ".json"):
+        said = find_fault(path, _kind(path)) or said
+    return SourceError(f"{key} = {source!r} cannot be read as {_kind(path)}: {said}")

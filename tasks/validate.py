@@ -24,7 +24,7 @@ from tasks.data_report import FINDINGS, count_findings, length_figures, markdown
 from tasks.gate import LEAST_PROMPTS
 from tasks.lengths import ModelError, load_tokenizer_and_context, sample_lengths
 from tasks.process import run_process
-from tasks.sources import SourceError, load_sources
+from tasks.sources import SourceError, load_sources, without_unstorable
 from tasks.stage import VALIDATE, Context, StageError, run_stage
 from tasks.storage import remove
 
@@ -126,7 +126,8 @@ def screen(config: RunConfig) -> Screened:
     frames = load_sources(config)
     checks = config.data.checks.model_dump()
     dropping = [name for name, severity in checks.items() if severity == "drop"]
-    shape, findings = check(frames, rewards, tokenizer, room, dropping)
+    shape, findings = check(frames, rewards, tokenizer, room, dropping, config.data.prompt_column)
+    frames = {name: without_unstorable(frame) for name, frame in frames.items()}
     bad = {severity: _of(severity, findings, checks) for severity in ("error", "drop")}
     dropped = {name: _dropped(frame, bad["drop"].filter(dataset=name)) for name, frame in frames.items()}
     kept = {name: _without(frame, pl.concat(bad.values()).filter(dataset=name)) for name, frame in frames.items()}

@@ -5,7 +5,8 @@ Their modules import what is heavy inside the functions: a configuration that na
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from grpo_core.rewards import answers, classifier, code, form, judge, maths, quality, structured
 from grpo_core.rewards.basics import Rewards
@@ -25,4 +26,9 @@ BUILTIN: Rewards = {
 OPERATIONAL: Mapping[str, frozenset[str]] = {
     "classifier": classifier.OPERATIONAL,
     "judge": judge.OPERATIONAL,
+}
+
+# Columns whose values a reward cannot take all of: what is wrong with one of them, "" if nothing is.
+VALUE_PROBLEMS: Mapping[Any, Mapping[str, Callable[[str], str]]] = {
+    structured.json_schema: {"schema": structured.schema_problem},
 }

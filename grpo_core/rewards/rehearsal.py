@@ -29,6 +29,7 @@ ROWS = 8
 FIRST_SECONDS = 60.0  # for one reward on one completion, with all that it imports or loads for that
 SECONDS = 20.0  # and then on 3·ROWS completions
 ASKS_A_MODEL = (classifier, judge)  # and has its whole timeout for that
+SHOWN = 120  # characters of a value in a warning
 # Unbalanced brackets, a number beyond any float, a format directive, a lost character: what breaks a careless parser.
 GARBAGE = "]}) \\frac{1 <answer> 1e999 %s ,,\n-\ufffd </think> NaN '\""
 
@@ -100,6 +101,17 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
         if all(value in (0, 1) or math.isnan(value) for value in values):
             zero_or_one.append(reward.name)
         warnings += _suspicions(reward, by_kind, seconds * _completions_per_process(config), config)
+        if all(map(math.isnan, values)):
+            warnings.append(
+                f"reward {reward.name!r} applies to none of the rehearsed completions: it gave only None"
+                + "".join(f"; row 0 has {column} = {_short(rows[0][column])}" for column in reward.columns)
+            )
+    if answered and not errors and all(given["right"] is None for given in rewards.values()):
+        errors += [
+            f"no reward applies to the right answer of any of the first {len(rows)} rows, so nothing could be learnt "
+            f"from them: {config.data.answer_column} has to hold what the rewards take as an answer",
+            *warnings,
+        ]
     if errors:
         raise RewardError("\n".join(errors))
     return {"rows": len(rows), "rewards": rewards, "zero_or_one": zero_or_one, "warnings": warnings}
@@ -139,14 +151,12 @@ def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], seconds: 
     """What looks wrong; `seconds`: what a generation batch would take at this pace."""
     found = []
     scored = {value for given in values.values() for value in given if not math.isnan(value)}
-    if not scored:
-        found.append(f"reward {reward.name!r} applies to none of the rehearsed completions: it gave only None")
-    elif len(scored) == 1 and ("right" in values or not reward.columns):
+    if len(scored) == 1 and ("right" in values or not reward.columns):
         found.append(
-            f"reward {reward.name!r} gave {scored.pop():g} to {_listed(values)} alike: if it does so for all that the "
+            f"reward {reward.name!r} gave {min(scored):g} to {_listed(values)} alike: if it does so for all that the "
             "model writes, there is nothing to learn from it"
         )
-    if reward.name == config.accuracy_reward and "right" in values and reward.columns:
+    if reward.name == config.accuracy_reward and scored and "right" in values and reward.columns:
         wrong = [row for row, value in enumerate(values["right"]) if value != 1]
         if wrong:
             found.append(
@@ -165,6 +175,11 @@ def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], seconds: 
 def _completions_per_process(config: RunConfig) -> int:
     inputs = plan_inputs(config, num_prompts=0)
     return math.ceil(inputs.generation_batch / inputs.num_processes)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
 
 
 def _listed(kinds: Mapping[str, Any]) -> str:

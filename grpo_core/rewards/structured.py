@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_core.rewards.basics import Rewards, text_of
 
+REFERENCES = {"$ref", "$dynamicRef"}
 FENCED = re.compile(r"^[ \t]*```[ \t]*\w*[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 
 
@@ -44,34 +45,57 @@ def _validator(schema: str) -> Any:
             raise ValueError("it is neither an object nor true or false")
         kind = validator_for(parsed, default=Draft202012Validator)
         kind.check_schema(parsed)
-        if '"$id"' not in schema:  # references are relative to it
-            _follow_references(parsed, kind.META_SCHEMA["$schema"])
-    except (ValueError, SchemaError) as error:
-        (message, *_) = str(error).splitlines()
+        _follow_references(parsed, kind)
+    except (ValueError, SchemaError, RecursionError) as error:
+        message = str(error).partition("\n")[0]
         raise ValueError(f"no JSON Schema: {schema[:200]!r}: {message}") from error
     # An own registry: the default one would fetch what a reference names.
     return kind(parsed, registry=Registry(), format_checker=FormatChecker())
 
 
-def _follow_references(schema: Any, dialect: str) -> None:
-    """ValueError where a reference within the schema leads nowhere: else only a completion that meets it would tell."""
+def schema_problem(schema: str) -> str:
+    """What is wrong with JSON text that is to be a schema; "" if nothing is."""
+    try:
+        _validator(schema)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _follow_references(schema: Any, kind: Any) -> None:
+    """ValueError where a reference leads to no schema: else only a completion that meets it would tell.
+
+    Looked at are the schema, the schemas within it and those that references lead to, each with its own base URI.
+    """
     from referencing import Registry
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import specification_with
 
-    resolver = Registry().with_resource("", specification_with(dialect).create_resource(schema)).resolver()
-    inside = [schema]
-    while inside:
-        part = inside.pop()
-        inside += part.values() if isinstance(part, dict) else part if isinstance(part, list) else []
-        if isinstance(part, dict) and isinstance(reference := part.get("$ref"), str):
+    specification = specification_with(kind.META_SCHEMA["$schema"])
+    root = specification.create_resource(schema)
+    to_do = [(schema, Registry().resolver_with_root(root))]
+    seen: set[int] = set()
+    while to_do:
+        part, resolver = to_do.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        for keyword in REFERENCES & part.keys():
             try:
-                resolver.lookup(reference)
-            except Unresolvable:
-                raise ValueError(f"its reference {reference!r} leads nowhere") from None
+                target = resolver.lookup(part[keyword])
+            except (Unresolvable, TypeError, AttributeError, ValueError):  # also what is no text, or no URI
+                raise ValueError(f"its reference {part[keyword]!r} leads nowhere") from None
+            if not isinstance(target.contents, (dict, bool)):
+                raise ValueError(f"its reference {part[keyword]!r} leads to no schema")
+            kind.check_schema(target.contents)  # it may be in a place where no schema is looked for
+            to_do.append((target.contents, target.resolver))
+        for inside in specification.create_resource(part).subresources():
+            to_do.append((inside.contents, resolver.in_subresource(inside)))
 
 
 def _is_valid(text: str, validator: Any) -> float:
+    from referencing.exceptions import Unresolvable
+
     blocks = FENCED.findall(text)
     if len(blocks) > 1:
         return 0.0
@@ -83,8 +107,9 @@ def _is_valid(text: str, validator: Any) -> float:
             parse_constant=_finite,
         )
         return float(validator.is_valid(document))
-    # RecursionError: a thousand opening brackets; ArithmeticError: 400 digits, of which a multiple is asked
-    except (ValueError, ArithmeticError, RecursionError):
+    # RecursionError: a thousand opening brackets; ArithmeticError: 400 digits, of which a multiple is asked;
+    # Unresolvable and re.error: faults of a schema that only a completion meets
+    except (ValueError, ArithmeticError, RecursionError, Unresolvable, re.error):
         return 0.0
 
 

@@ -138,6 +138,7 @@ def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
     read = {"model.name_or_path", "data.train", "data.eval", "evaluation.sets.data"}
     names = {"model.revision", "data.train_split", "data.eval_split", "evaluation.sets.split", "data.answer_column"}
     names |= {"name", "evaluation.accuracy_reward", "evaluation.sets.name", "evaluation.category_column"}
+    names |= {"data.prompt_column"}
     names |= {"registry.experiment", "registry.model_name", "registry.alias", "promotion.set", "promotion.guards.set"}
     names |= {"promotion.guards.metric", "evaluation.answer_pattern", "model.lora_target_modules"}
     refused = {".".join(address) for address in allowed.ADDRESSES}

@@ -88,6 +88,12 @@ def test_a_configuration_s_plan_as_json(config: Path, tmp_path: Path) -> None:
     assert all("how" in forecast for forecast in answer["forecasts"].values())
 
 
+def test_a_completion_longer_than_the_model_s_positions_is_refused(config: Path) -> None:
+    answer = _json(config, "--max-completion-length", 64, status=2)
+    assert "rollout.max_completion_length = 64: the model" in answer["errors"][0]
+    assert "takes 64 tokens, the prompt's among them" in answer["errors"][0]
+
+
 def test_data_that_is_elsewhere_is_planned_by_its_number_of_prompts(config: Path, tmp_path: Path) -> None:
     answer = _json(config, "--set", "data.train=gone.parquet", "--num-prompts", 40, GRPO_STORAGE=str(tmp_path))
     assert (answer["num_prompts"], set(answer["forecasts"])) == (40, {"memory", "time"})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_core.config import ConfigError, RunConfig, describe_keys, dump_config, load_config, parse_config
 
@@ -18,6 +21,24 @@ VALUES: dict[str, Any] = {
     "data": {"train": "a", "eval": "b"},
     "rewards": [{"function": "exact_match"}],
 }
+
+
+NUMBERS = [
+    key.replace("rewards.", "rewards.0.")
+    for key, _, accepts, _ in describe_keys()
+    if accepts.startswith(("number", "integer")) and not key.startswith(("evaluation.sets", "promotion.guards"))
+]
+
+
+def _with(key: str, value: Any) -> dict[str, Any]:
+    """VALUES with one key set."""
+    values = copy.deepcopy(VALUES)
+    *sections, last = key.split(".")
+    part: Any = values
+    for section in sections:
+        part = part[int(section)] if isinstance(part, list) else part.setdefault(section, {})
+    part[last] = value
+    return values
 
 
 @pytest.mark.parametrize(
@@ -130,6 +151,14 @@ VALUES: dict[str, Any] = {
             "algorithm.vllm_importance_sampling_correction has to be true",
         ),
         ({"name": "../up"}, "name = '../up'"),
+        ({"name": 5000 * "x"}, "xx…: String should have at most 200 characters"),
+        ({"train": {"max_steps": 10**18}}, "train.max_steps: 1000000000000000000 is beyond 2,147,483,647"),
+        (
+            {"rollout": {"max_completion_length": 10**18}},
+            "rollout.max_completion_length: 1000000000000000000 is beyond",
+        ),
+        ({"train": {"num_train_epochs": 1e300}}, "train.num_train_epochs: 1e+300 is beyond 2,147,483,647"),
+        ({"health": {"min_entropy": 1e308}}, "health.min_entropy = 1e+308: Input should be less than or equal to 20"),
         ({"registry": {"model_name": "Qwen/mine"}}, "registry.model_name = 'Qwen/mine': String should match"),
         ({"registry": {"model_name": "a:b"}}, "registry.model_name = 'a:b'"),
         ({"registry": {"model_name": " "}}, "leave it out to have the run's name"),
@@ -151,6 +180,26 @@ def test_a_mistake_is_named_with_its_key_and_a_way_out(change: dict[str, Any], m
     with pytest.raises(ConfigError) as error:
         parse_config({**VALUES, **change})
     assert message in str(error.value)
+
+
+@given(key=st.sampled_from(NUMBERS), value=st.booleans() | st.sampled_from(["1", "1e9", "true", "yes", ""]))
+def test_neither_text_nor_truth_values_are_taken_for_numbers(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(_with(key, value))
+    assert f"{key} = {value!r}: Input should be a valid" in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["rewards.0.clip", "rewards.0.range"])
+@pytest.mark.parametrize("bounds", [[True, 2], [0, "1"]])
+def test_bounds_are_numbers(key: str, bounds: list[Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}\.[01] = .*: Input should be a valid number"):
+        parse_config(_with(key, bounds))
+
+
+@pytest.mark.parametrize("value", ["true", "no", 1, 0])
+def test_truth_values_are_true_or_false(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model\.use_peft = .*: Input should be a valid boolean"):
+        parse_config(_with("model.use_peft", value))
 
 
 def test_the_transformers_engine_takes_a_temperature_that_vllm_would_raise() -> None:

@@ -79,7 +79,6 @@ def test_conversations_are_answered_by_a_message(rehearsed: Any) -> None:
             {},
             "'same' gave 0.5 to the right answer, an empty completion and garbage",
         ),
-        ({"function": "rehearsed_rewards:never"}, {}, "'never' applies to none of the rehearsed completions"),
         (
             {"function": "rehearsed_rewards:tagged"},
             {},
@@ -96,6 +95,22 @@ def test_what_looks_wrong_is_a_warning(
     rehearsed: Any, reward: dict[str, Any], keys: dict[str, Any], warning: str
 ) -> None:
     assert any(warning in found for found in rehearsed(reward, **keys)["warnings"])
+
+
+# The first problem of GSM8K, whose answers are solutions.
+SOLUTION = "48/2 = <<48/2=24>>24 clips in May.\n48+24 = <<48+24=72>>72 clips altogether in April and May.\n#### 72"
+
+
+def test_answers_that_a_reward_takes_for_none_are_shown(rehearsed: Any) -> None:
+    rows = [{"prompt": "How many clips?", "answer": SOLUTION}] * 3
+    shown = "it gave only None; row 0 has answer = '48/2 = <<48/2=24>>24 clips"
+    numeric, length = {"function": "numeric_match"}, {"function": "length", "args": {"target": 3}}
+    (warning,) = rehearsed(numeric, length, rows=rows)["warnings"]
+    assert f"'numeric_match' applies to none of the rehearsed completions: {shown}" in warning
+    with pytest.raises(RewardError, match="no reward applies to the right answer of any of the first 3 rows") as error:
+        rehearsed(numeric, rows=rows)
+    assert shown in str(error.value)
+    assert rehearsed({"function": "math_answer"}, rows=rows)["rewards"]["math_answer"]["right"] == 1
 
 
 RIGHT = {"function": "numeric_match"}  # 0 to 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -352,8 +353,61 @@ def test_json_schema_survives_values_that_its_library_does_not(completion: str, 
 
 @pytest.mark.parametrize(
     "schema",
-    ["{", '{"type": "text"}', "3", '{"properties": {"a": {"$ref": "#/$defs/b"}}}', '{"$ref": "https://a.example/b"}'],
+    [
+        "{",
+        '{"type": "text"}',
+        "3",
+        '{"$ref": "https://a.example/b"}',
+        '{"$ref": "http://[a"}',
+        '{"title": "a", "properties": {"a": {"$ref": "#/title"}}}',
+        '{"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"a": {"$ref": 5}}}',
+        '{"kept": {"type": "text"}, "properties": {"a": {"$ref": "#/kept"}}}',
+        '{"not":' * 3000 + "{}" + "}" * 3000,
+    ],
 )
 def test_a_schema_that_is_none_is_named(schema: str) -> None:
     with pytest.raises(ValueError, match="no JSON Schema: "):
         json_schema(["1"], [schema])
+
+
+TARGET = {"$anchor": "here", "$dynamicAnchor": "moving", "type": "integer"}
+INSIDE: dict[str, Any] = {
+    "properties": lambda part: ({"properties": {"a": part}}, '{"a": 1}'),
+    "items": lambda part: ({"items": part}, "[1]"),
+    "a condition": lambda part: ({"if": {"const": 1}, "then": part}, "1"),
+    "a definition": lambda part: ({"$ref": "#/$defs/other", "$defs": {"other": part}}, "1"),
+    "an unknown keyword": lambda part: ({"$ref": "#/kept/here", "kept": {"here": part}}, "1"),
+}
+REFERENCES = [
+    ("$ref", "#/$defs/target", "#/$defs/gone"),
+    ("$ref", "#here", "#gone"),
+    ("$dynamicRef", "#moving", "#gone"),
+    ("$dynamicRef", "#/$defs/target", "#/$defs/gone"),
+    ("$ref", "inner", "gone"),
+    ("$ref", "inner#/$defs/deep", "inner#/$defs/gone"),
+]
+
+
+@pytest.mark.parametrize("base", [None, "https://a.example/schema"])
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize(("keyword", "sound", "dangling"), REFERENCES)
+def test_a_reference_that_leads_nowhere_is_found_before_a_completion_meets_it(
+    base: str | None, inside: str, keyword: str, sound: str, dangling: str
+) -> None:
+    def schema(reference: str) -> tuple[dict[str, Any], str]:
+        outer, completion = INSIDE[inside]({keyword: reference})
+        inner = {"$id": "inner", "type": "integer", "$defs": {"deep": {"type": "integer"}}}
+        definitions = outer.pop("$defs", {}) | {"target": TARGET, "inner": inner}
+        return {**({"$id": base} if base else {}), **outer, "$defs": definitions}, completion
+
+    found, completion = schema(sound)
+    assert json_schema([completion, completion.replace("1", '"x"')], found) == [1, 1 if inside == "a condition" else 0]
+    found, _ = schema(dangling)
+    with pytest.raises(ValueError, match=re.escape(f"its reference {dangling!r} leads nowhere")):
+        json_schema(["a completion that is no JSON"], found)
+
+
+def test_a_fault_of_a_schema_that_only_a_completion_meets_ends_no_training() -> None:
+    """Draft 4 does not say that names of patternProperties are regular expressions."""
+    schema = {"$schema": "http://json-schema.org/draft-04/schema#", "patternProperties": {"(": {}}}
+    assert json_schema(['{"a": 1}', "1"], schema) == [0, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -9,7 +10,7 @@ from typing import Any, get_args
 import polars as pl
 import pytest
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from grpo_core.config import RunConfig, parse_config
 from grpo_core.sections import DataChecks
@@ -202,7 +203,11 @@ def test_every_rule_has_a_fault_above() -> None:
             lambda f: f.update(train=f["train"].drop("answer")),
             "train has no column 'answer', which numeric_match reads",
         ),
-        (lambda f: f.update(eval=f["eval"].drop("prompt")), "eval has no column 'prompt'"),
+        (lambda f: f.update(eval=f["eval"].drop("prompt")), "eval has no column 'prompt'; its columns are answer"),
+        (
+            lambda f: f.update(train=f["train"].rename({"prompt": "question"}).select("answer", "question")),
+            "train has no column 'prompt'; its columns are answer, question: set data.prompt_column = 'question'",
+        ),
         (lambda f: f.update(eval=f["eval"].head(0)), "eval has no rows"),
         (lambda f: f.update(train=f["train"].with_columns(prompt=pl.lit(5))), "column 'prompt': its type is Int32"),
         (
@@ -232,6 +237,78 @@ def test_columns_of_the_wrong_shape_are_named(
     screened = screen(_config(model_folder, tmp_path, frames))
     assert screened.refused
     assert sentence in "\n".join(screened.shape)
+
+
+@pytest.mark.parametrize("severity", ["error", "drop"])
+@pytest.mark.parametrize("conversations", [False, True])
+def test_a_giant_prompt_is_too_long_and_not_tokenized(
+    model_folder: Path,
+    chat_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    severity: str,
+    conversations: bool,
+) -> None:
+    """Of digits, and of letters that the tokenizer leaves out; the first row is looked at for end tokens, too."""
+    frames = _conversations(_frames()) if conversations else _frames()
+    for row, text in ((0, "1" * 100_000), (7, "x " * 100_000)):
+        _set("train", row, "prompt", _messages(("user", text)) if conversations else text)(frames)
+    tokenized: list[int] = []
+    encode = PreTrainedTokenizerFast._encode_plus
+
+    def watched(self: Any, text: Any, *arguments: Any, **options: Any) -> Any:
+        tokenized.extend(map(len, [text] if isinstance(text, str) else text))
+        return encode(self, text, *arguments, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", watched)
+    config = _config(chat_model if conversations else model_folder, tmp_path, frames, long_prompt=severity)
+    screened = screen(config)
+    assert screened.findings.select("row", "check").rows() == [(0, "long_prompt"), (7, "long_prompt")]
+    assert screened.refused == (severity == "error")
+    assert tokenized
+    assert max(tokenized) < 1000
+
+
+def test_integers_that_cannot_be_stored_are_named_where_they_are_read(model_folder: Path, tmp_path: Path) -> None:
+    values = _config(model_folder, tmp_path, _frames()).model_dump(mode="json")
+    values["data"]["train"] = str(tmp_path / "train.jsonl")
+    rows = [{"prompt": f"{n}+1=", "answer": 10**25 + n, "id": 2**64 - n} for n in range(10, 20)]
+    Path(values["data"]["train"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert screen(parse_config(values)).shape == [
+        "train, column 'answer', which numeric_match reads, has integers beyond 64 bits, or objects without fields, "
+        "which cannot be stored: write them as text"
+    ]
+    Path(values["data"]["train"]).write_text("".join(json.dumps(row | {"answer": 5}) + "\n" for row in rows))
+    assert screen(parse_config(values)).kept["train"].columns == ["prompt", "answer"]
+
+
+def test_prompts_are_read_from_the_column_that_is_named(model_folder: Path, tmp_path: Path) -> None:
+    frames = _frames()
+    frames["hard"] = pl.DataFrame({"prompt": ["40+1="], "answer": ["41"]})
+    frames = {name: frame.rename({"prompt": "problem"}) for name, frame in frames.items()}
+    values = _config(model_folder, tmp_path, frames).model_dump(mode="json")
+    values["evaluation"]["sets"] = [{"name": "hard", "data": str(tmp_path / "hard.parquet")}]
+    values["data"]["prompt_column"] = "problem"
+    screened = screen(parse_config(values))
+    assert not screened.refused
+    for name, frame in screened.kept.items():
+        assert frame["prompt"].to_list() == frames[name.removeprefix("eval-")]["problem"].to_list()
+    values["data"]["prompt_column"] = "problm"
+    assert [sentence.partition(": ")[2] for sentence in screen(parse_config(values)).shape] == 3 * [
+        "set data.prompt_column = 'problem'"
+    ]
+
+
+def test_a_row_s_schema_that_only_a_completion_would_tell_of_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    schemas = ['{"type": "object"}'] * 8 + [None, '{"$id": "http://x/y", "properties": {"a": {"$ref": "#/nope"}}}']
+    frames = _frames()
+    frames["train"] = frames["train"].with_columns(schema=pl.Series(schemas))
+    frames["eval"] = frames["eval"].with_columns(schema=pl.lit("{}"))
+    values = _config(model_folder, tmp_path, frames).model_dump(mode="json")
+    values["rewards"] = [{"function": "json_schema"}]
+    (sentence,) = screen(parse_config(values)).shape
+    assert sentence.startswith("train row 9, column 'schema', which json_schema reads: no JSON Schema")
+    assert sentence.endswith("its reference '#/nope' leads nowhere")
 
 
 def test_data_of_which_nothing_is_left_is_refused(model_folder: Path, tmp_path: Path) -> None:

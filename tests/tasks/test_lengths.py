@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tasks.lengths import LONGEST, SAMPLED, fit, renders, sample_lengths, token_lengths
+from tasks.lengths import LONGEST, SAMPLED, fit, may_fit, renders, sample_lengths, token_lengths
 
 CORPUS = ["the sum of two numbers is a number", "la somme de deux nombres", "и сумма двух чисел"]
 TEMPLATE = (
@@ -78,6 +78,16 @@ def test_a_conversation_fits_just_when_its_tokens_do(
 ) -> None:
     prompts = pl.Series([[{"role": role, "content": text} for role, text in turns] for turns in conversations])
     _expect_the_tokenizer_s_word(prompts, TOKENIZERS[name], spare)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(texts=st.lists(TEXT, min_size=1, max_size=8), room=st.integers(1, 20))
+def test_a_text_with_too_many_bytes_for_any_tokens_is_too_long(name: str, texts: list[str], room: int) -> None:
+    """No text that fits is among them, also where a normalisation makes fewer bytes of it."""
+    prompts = pl.Series([*texts, "𝐀" * room, "Ａ" * room, " " * room, "x" * 10**4])
+    may = may_fit(prompts, TOKENIZERS[name], room)
+    assert (may | (token_lengths(prompts, TOKENIZERS[name]) > room)).all()
+    assert not may[-1]
 
 
 def test_what_the_template_refuses_is_found_by_the_order_of_roles() -> None:

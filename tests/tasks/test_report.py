@@ -103,6 +103,14 @@ def test_what_others_wrote_is_text_and_nothing_comes_from_elsewhere(full_html: s
     assert not re.search(r"@import|url\((?!#)", full_html)
 
 
+def test_what_a_category_is_called_is_drawn_as_it_stands(tmp_path: Path) -> None:
+    names = (r"$\frac$", "costs $5 to $10", "_a", "50%", "^{2}", "a\nb", r"\alpha")
+    samples = samples_of({"base": outcomes_of(0, 0.4), "trained": outcomes_of(1, 0.6)}, categories=names)
+    page = Page(_html(read_record(made_up_run(tmp_path, values_of("named"), samples, metrics_of()))))
+    for name in names:
+        assert all(f"· {line}" in page.text for line in name.splitlines()[:1])
+
+
 def test_a_part_without_data_is_left_out(bare: Record, full_page: Page, bare_page: Page) -> None:
     parts = ("champion", "KL to the reference", "held out", "accuracy by category", "Accuracy, %")
     assert all(part in full_page.text for part in parts)

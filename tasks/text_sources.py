@@ -1,0 +1,245 @@
+"""JSON lines, JSON and CSV, plain or compressed by gzip, as Arrow columns; a fault is named with the first row that has
+it.
+
+JSON is read by polars and checked by pyarrow. What either refuses is looked for row by row, to say it in plain words.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+GZIP = b"\x1f\x8b"
+BLOCK = 2**24  # bytes that pyarrow reads at once; a line that is longer has to fit too
+LONGEST_INTEGER = 2**127  # polars' widest
+BLANKS = re.compile(r"[ \t\n\r]*")
+SURROGATE = re.compile("[\ud800-\udfff]")
+SHOWN = 40  # characters around a fault
+OTHER_SEPARATORS = (";", "\t", "|")
+csv.field_size_limit(2**31 - 1)  # a long prompt is for the contract to judge
+
+
+class Fault(ValueError):
+    """What is wrong with a file, with the first row at fault."""
+
+
+def scan_text(path: Path, kind: str, checked: bool) -> pl.LazyFrame:
+    """The rows of a file of kind .jsonl, .json or .csv; `checked`: refuse columns with values of several kinds, too.
+
+    Raises Fault for what is found at once. Faults that polars finds when it collects are named by `find_fault`.
+    """
+    content = _content(path)
+    if kind == ".csv":
+        return _read_csv(content).lazy()
+    rows = _json_rows(content, kind)
+    if checked:
+        _refuse_mixed_columns(rows)
+    return pl.scan_ndjson(io.BytesIO(rows), infer_schema_length=None)
+
+
+def find_fault(path: Path, kind: str) -> str:
+    """What is wrong with a file of JSON rows, with the first row at fault; "" if nothing is found."""
+    seen: dict[str, tuple[str, str]] = {}  # path of a value → its kind, and where that was met first
+    row = 0
+    for line, text in enumerate(io.BytesIO(_json_rows(_content(path), kind)), 1):
+        if not text.strip():
+            continue
+        place = f"row {row} (line {line})" if kind == ".jsonl" else f"row {row}"
+        if problem := _problem_of_row(text, place, seen):
+            return f"{place}: {problem}"
+        row += 1
+    return ""
+
+
+def _content(path: Path) -> bytes:
+    content = path.read_bytes()
+    if content.startswith(GZIP):
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise Fault(f"it is compressed by gzip, and damaged: {error}") from error
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def _json_rows(content: bytes, kind: str) -> bytes:
+    rows = _cut_list(content) if kind == ".json" and content.strip() else content
+    if not rows.strip():
+        raise Fault("it has no rows")
+    return rows
+
+
+def _cut_list(content: bytes) -> bytes:
+    """A JSON list with each of its elements, as it stands, on a line of its own."""
+    text = content.decode(errors="surrogateescape")  # what is no UTF-8 is found row by row
+    decoder = json.JSONDecoder(parse_int=len, parse_float=len)
+    rows: list[str] = []
+    before, at = "[", _after_blanks(text, 0)
+    while text[at : at + 1] == before:
+        at = _after_blanks(text, at + 1)
+        if not rows and text[at : at + 1] == "]":
+            break
+        try:
+            _, end = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise Fault(f"row {len(rows)}: {_syntax(error)}") from error
+        except RecursionError as error:
+            raise Fault(f"row {len(rows)}: nested too deeply") from error
+        rows.append(text[at:end].replace("\n", " ").replace("\r", " "))
+        before, at = ",", _after_blanks(text, end)
+    if not rows and text[at : at + 1] != "]":
+        raise Fault('it is not a list of objects, [{"prompt": …}, …]; for an object on each line use the ending .jsonl')
+    if text[at : at + 1] != "]" or _after_blanks(text, at + 1) < len(text):
+        found = repr(text[at : at + SHOWN]) if at < len(text) else "the end of the file"
+        raise Fault(f"after row {len(rows) - 1} comes {found}, not ',' and a further row, or ']' and the end")
+    return "\n".join(rows).encode(errors="surrogateescape")
+
+
+def _after_blanks(text: str, at: int) -> int:
+    found = BLANKS.match(text, at)
+    assert found
+    return found.end()
+
+
+def _refuse_mixed_columns(rows: bytes) -> None:
+    """ValueError for a column with values of several kinds: polars would make text of them all."""
+    from pyarrow import json as arrow_json  # takes half a second to import, which planning does not need
+
+    longest = max(map(len, io.BytesIO(rows)))
+    arrow_json.read_json(io.BytesIO(rows), arrow_json.ReadOptions(block_size=max(BLOCK, longest + 1)))
+
+
+def _problem_of_row(text: bytes, place: str, seen: dict[str, tuple[str, str]]) -> str:
+    try:
+        row = json.loads(
+            text.decode().rstrip(),
+            object_pairs_hook=_different_names,
+            parse_int=_integer,
+            parse_float=_finite,
+            parse_constant=_refuse_constant,
+        )
+        if not isinstance(row, dict):
+            return f'it is {_kind(row)}, not an object with the columns as names, {{"prompt": …}}'
+        for name, value in _values(row, ""):
+            kind = _kind(value)
+            first, where = seen.setdefault(name, (kind, place))
+            if kind != first:
+                return f"column {name!r} has {kind} here and {first} in {where}; a column holds values of one kind"
+    except UnicodeDecodeError as error:
+        return f"byte {error.start + 1} of it is not UTF-8: {text[error.start : error.start + 1]!r}"
+    except json.JSONDecodeError as error:
+        return _syntax(error)
+    except RecursionError:
+        return "nested too deeply"
+    except Fault as fault:
+        return str(fault)
+    return ""
+
+
+def _syntax(error: json.JSONDecodeError) -> str:
+    """An error of Python's parser: what it found, and where."""
+    found = error.doc[error.pos : error.pos + SHOWN]
+    ends = found[:1] in ("]", "}") or error.msg.startswith("Expecting property")
+    if error.msg == "Extra data":
+        said = "nothing may follow the object: one object on each line, without commas between"
+    elif ends and error.doc[: error.pos].rstrip().endswith(","):
+        said = "after a comma something has to follow"
+    else:
+        said = (error.msg[0].lower() + error.msg[1:]).removesuffix(" starting at")
+    return f"no JSON: {said}; found {found!r}" if found else f"no JSON: {said}; it ends there"
+
+
+def _values(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Each value inside a row that is not null, by its path, such as prompt[].content."""
+    if isinstance(value, str) and (lone := SURROGATE.search(value)):
+        raise Fault(f"column {name!r} has half a character: \\u{ord(lone[0]):x} without its pair")
+    if value is not None and name:
+        yield name, value
+    if isinstance(value, dict):
+        for key, inside in value.items():
+            yield from _values(inside, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for inside in value:
+            yield from _values(inside, f"{name}[]")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true or false"
+    kinds = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object", type(None): "null"}
+    return kinds[type(value)]
+
+
+def _different_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise Fault(f"the name {name!r} is given twice")
+        found[name] = value
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > len(str(LONGEST_INTEGER)) or not -LONGEST_INTEGER <= int(digits) < LONGEST_INTEGER:
+        raise Fault(f"an integer of {len(digits.lstrip('-'))} digits is beyond what a column holds; write it as text")
+    return int(digits)
+
+
+def _finite(number: str) -> float:
+    if abs(value := float(number)) == float("inf"):
+        raise Fault(f"{number} is beyond any number that a column holds; write it as text")
+    return value
+
+
+def _refuse_constant(name: str) -> float:
+    raise Fault(f"{name} is no JSON; write null for a gap")
+
+
+def _read_csv(content: bytes) -> pl.DataFrame:
+    """Columns of text: "007" keeps its zeros, and "NA" is an answer, not a gap. An empty field is a gap."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise Fault(f"line {line}: not UTF-8: {content[error.start : error.start + 1]!r}") from error
+    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+    header: list[str] = []
+    rows: list[list[str | None]] = []
+    first = 1  # line on which a row begins; with line breaks in its fields it ends on a later one
+    try:
+        for fields in lines:
+            if fields and not header:
+                header = _checked_header(fields)
+            elif len(fields) > len(header):
+                raise Fault(f"{len(fields)} fields, and the header has {len(header)}: a field with commas wants quotes")
+            elif fields:
+                rows.append([field or None for field in fields] + [None] * (len(header) - len(fields)))
+            first = lines.line_num + 1
+    except (csv.Error, Fault) as error:
+        said = {
+            "unexpected end of data": "a quote is opened and never closed",
+            "',' expected after '\"'": 'after a closing quote comes no comma; a quote inside quotes is written ""',
+        }.get(str(error), str(error))
+        raise Fault(f"row {len(rows)} (line {first}): {said}" if header else f"header: {said}") from error
+    if not header:
+        raise Fault("it has no rows")
+    columns = zip(*rows, strict=True) if rows else [()] * len(header)
+    return pl.DataFrame(dict(zip(header, columns, strict=True)), schema=dict.fromkeys(header, pl.String))
+
+
+def _checked_header(fields: list[str]) -> list[str]:
+    other = [separator for separator in OTHER_SEPARATORS if len(fields) == 1 and separator in fields[0]]
+    if other:
+        raise Fault(f"{fields[0]!r} is one column: fields are separated by commas, not by {other[0]!r}")
+    if twice := [name for place, name in enumerate(fields) if name in fields[:place]]:
+        raise Fault(f"the column {twice[0]!r} is there twice")
+    return fields
