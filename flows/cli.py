@@ -6,7 +6,11 @@ Heavy libraries are imported by the command that needs them.
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,9 +25,12 @@ from flows.compare import compare
 from flows.environment import TAG, configure
 from flows.planning import plan
 from flows.project import init
-from flows.server import prefect_api
-from flows.serving import serve, up, worker
+from flows.running import ServerError, find_up
+from flows.server import find_api, prefect_api
+from flows.serving import serve, worker
 from flows.status import show_status, status
+from flows.terminal import say
+from flows.up import up
 from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config, read_overrides
 from grpo_core.evaluation_sections import RegistryConfig
 from grpo_core.plan import PlanError
@@ -50,14 +57,23 @@ Overrides = Annotated[
 RegisteredModel = Annotated[str, typer.Argument(help="name of a registered model, or of a run that registered one")]
 
 
+@app.callback(invoke_without_command=True)
+def grpo(version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False) -> None:
+    """GRPO training as a workflow: from a prompt dataset and a base model to a registered, evaluated policy."""
+    if version:
+        typer.echo(f"grpo-flows {metadata.version('grpo-flows')}")
+        raise typer.Exit
+
+
 @app.command()
 def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Run the pipeline here: validate, plan, train, evaluate, register. Finished stages are skipped."""
     resolved = _load(config, overrides)
     configure()
     start = time.monotonic()
-    with prefect_api() as url:
-        console.print(f"Prefect's UI while this runs: {url.removesuffix('/api')}", highlight=False)
+    with _prefect() as url:
+        page = url.removesuffix("/api")
+        say(f"Run {resolved.name} starts; Prefect's UI, in some seconds and while this runs: {page}")
         from prefect import tags
 
         from flows.form import changes_of
@@ -83,7 +99,7 @@ def stage(
     except UnknownRunError as error:
         _fail(str(error), code=2)
     configure()
-    with prefect_api():
+    with _prefect():
         from prefect import tags
 
         from flows import stages
@@ -112,16 +128,20 @@ def promote(
     model, registered = _find_model(model)
     version = version or registered or RegistryConfig().alias
     _check_registered(model, version)
-    with prefect_api():
-        from prefect import tags
-
-        from flows import promotion
-        from tasks.champion import PromotionError
+    from tasks import champion
 
     try:
-        with tags(TAG):
-            outcome = promotion.promote(model, version, force, read_overrides(overrides))
-    except (ConfigError, PromotionError) as error:
+        changes = read_overrides(overrides)
+        if _has_server():
+            from prefect import tags
+
+            from flows import promotion
+
+            with tags(TAG):
+                outcome = promotion.promote(model, version, force, changes)
+        else:
+            outcome = champion.promote(model, version, force, changes)
+    except (ConfigError, champion.PromotionError) as error:
         _fail(f"{model}: {error}", code=2)
     text = f"{model} version {outcome.version}: {outcome.decision}: {outcome.reason}"
     if outcome.decision == "refused":
@@ -134,16 +154,19 @@ def rollback(model: RegisteredModel) -> None:
     """Make the previous champion of a registered model champion again. Exit status 2: there is none."""
     configure()
     model, _ = _find_model(model)
-    with prefect_api():
-        from prefect import tags
-
-        from flows import promotion
-        from tasks.champion import PromotionError
+    from tasks import champion
 
     try:
-        with tags(TAG):
-            text = promotion.rollback(model)
-    except PromotionError as error:
+        if _has_server():
+            from prefect import tags
+
+            from flows import promotion
+
+            with tags(TAG):
+                text = promotion.rollback(model)
+        else:
+            text = champion.describe_rollback(model, *champion.rollback(model))
+    except champion.PromotionError as error:
         _fail(str(error), code=2)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -176,6 +199,37 @@ def _find_model(name: str) -> tuple[str, str | None]:
     return name, None
 
 
+@contextmanager
+def _prefect() -> Iterator[str]:
+    """The URL of Prefect's API, as `prefect_api` gives it. After the body, the server has the limit of one training at
+    a time. Ends the command if there is no server to work with."""
+    try:
+        with prefect_api() as url:
+            yield url
+        from flows.set_up import ensure_training_limit, password_asked_for
+
+        with password_asked_for():
+            ensure_training_limit()
+    except ServerError as error:
+        _fail(str(error), code=2)
+
+
+def _has_server() -> bool:
+    """Whether a Prefect server runs for this storage, which then records what is done as a flow run and tells its
+    automations; the log of that goes there alone."""
+    try:
+        if (api := find_api()) is None:
+            return False
+        os.environ["PREFECT_API_URL"] = api
+        os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
+        from flows.set_up import check_access
+
+        check_access()
+    except ServerError as error:
+        _fail(str(error), code=2)
+    return True
+
+
 def _check_registered(model: str, version: str) -> None:
     """Before Prefect, which logs a flow run that fails with all its tracebacks."""
     from tasks.champion import PromotionError, check
@@ -199,6 +253,8 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
 
     report, training, registration = (stage.read_receipt(folder) for stage in (EVALUATE, TRAIN, REGISTER))
     counted = training["counted"]
+    up = find_up()
+    where = f"{up.prefect_url} (Prefect), {up.mlflow_url} (MLflow)" if up else "grpo up   (serves Prefect and MLflow)"
     drawn = f"temperature {report['temperature']:g}" if report["temperature"] else "greedy"
     for name, figures in report["sets"].items():
         head, *rows = rows_of(figures)
@@ -214,7 +270,7 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
         f"alias {registration['alias']}\n"
         f"run         {folder}\n"
         f"report      {EVALUATE.path(folder) / PAGE}\n"
-        "look at it  grpo up: http://127.0.0.1:4200 (Prefect), http://127.0.0.1:5000 (MLflow)",
+        f"look at it  {where}",
         soft_wrap=True,
         highlight=False,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_core.config import ConfigError
-from tasks import page
 from tasks.storage import UnknownRunError, write_text
+
+if TYPE_CHECKING:
+    from tasks import page
 
 MOST_RUNS = 6  # more lines in one picture cannot be told apart
 

@@ -16,6 +16,7 @@ from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.runner import Runner
 from prefect.schedules import Cron
+from prefect.settings import PREFECT_API_URL
 
 from flows.environment import TAG
 from flows.pipeline import pipeline
@@ -47,9 +48,12 @@ def serve() -> None:
     """Run what is triggered, until SIGTERM."""
     # A schedule stays as its user left it: switching it off at the end would need somebody to switch it on again.
     runner = Runner(pause_on_shutdown=False)
+    names = []
     for offered in deployments():
         runner.add_deployment(offered)
-        print(f"serving {offered.full_name}", flush=True)
+        names.append(offered.full_name)
+    page = f"{PREFECT_API_URL.value().removesuffix('/api')}/deployments"
+    print(f"Serving {', '.join(names)}\nReady: start a run at {page}. Ctrl-C ends all of it.", flush=True)
     with suppress(asyncio.CancelledError):
         asyncio.run(_run(runner))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -23,7 +25,6 @@ from grpo_core.rewards.basics import RewardError
 from grpo_core.rewards.contract import check
 from grpo_core.rules import PlanInputs, Rules
 from grpo_core.sections import RolloutConfig, TrainConfig
-from tasks.sources import SourceError, count_prompts, list_pass_rates
 from tasks.stage import StageError
 from tasks.storage import storage_root
 
@@ -88,7 +89,7 @@ def plan(
         fixes = [dataclasses.asdict(fix) for fix in error.fixes]
         given = {key: value for key, value in dataclasses.asdict(error.inputs).items() if value is not None}
         answer |= {"errors": error.problems, "fixes": fixes, **given}
-    except (ConfigError, RecipeError, RewardError, SourceError, StageError) as error:
+    except (ConfigError, RecipeError, RewardError, StageError) as error:
         answer["errors"] = str(error).splitlines()
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
@@ -120,8 +121,9 @@ def _own_plan(
     if num_prompts is None:
         if file is None:
             raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
-        num_prompts = count_prompts(*source)
-        pass_rates = pass_rates or list_pass_rates(*source)
+        with _sources() as sources:
+            num_prompts = sources.count_prompts(*source)
+            pass_rates = pass_rates or sources.list_pass_rates(*source)
     inputs = plan_inputs(config, num_prompts)
     figures = make_plan(inputs)
     known = None
@@ -142,7 +144,9 @@ def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pas
     rows: list[int | None] = [None]
     if "num_prompts" not in given and recipe.datasets:
         paths = [name.partition("#")[0] for name in recipe.datasets]
-        rows = [count_prompts("dataset", path, recipe.split) if Path(path).exists() else None for path in paths]
+        with _sources() as sources:
+            count = sources.count_prompts
+            rows = [count("dataset", path, recipe.split) if Path(path).exists() else None for path in paths]
     answer = _megatron(recipe, rows, given) if recipe.algorithm == "megatron" else _plain(recipe, rows, given)
     answer["forecasts"] = _useful(pass_rates, answer["num_generations"])
     del answer["evaluations"]
@@ -165,6 +169,17 @@ def _megatron(recipe: Recipe, rows: list[int | None], given: Mapping[str, Any]) 
     figures = megatron_plan(inputs)
     notes = megatron_notes(inputs, figures)
     return {"valid": True, "rules": inputs.rules, "notes": notes, **dataclasses.asdict(figures)}
+
+
+@contextmanager
+def _sources() -> Iterator[ModuleType]:
+    """`tasks.sources`, imported only where data is read, since it imports polars; its errors as ConfigError."""
+    from tasks import sources
+
+    try:
+        yield sources
+    except sources.SourceError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _rules(recipe: System | None, rules: Rules | None) -> Rules:

@@ -6,15 +6,37 @@ create a deployment whose steps are shell commands.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
+import urllib.parse
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flows.server import ID_HEADER, SERVER_ID, STORAGE_HEADER
 from grpo_core.own_pages import OwnPagesOnly
+from tasks.storage import storage_root
 
 SHUTDOWN_SECONDS = 5  # for requests in progress, such as the event streams of open pages
+
+
+class Named:
+    """ASGI middleware: each answer says over which storage the server is, and which id it was given when started."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+        values = {ID_HEADER: os.environ.get(SERVER_ID, ""), STORAGE_HEADER: urllib.parse.quote(str(storage_root()))}
+        self.headers = [(name.encode(), value.encode()) for name, value in values.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *self.headers]}
+            await send(message)
+
+        await self.app(scope, receive, send_named)
 
 
 class Server(uvicorn.Server):
@@ -33,7 +55,7 @@ def main() -> None:
 
     settings = get_current_settings().server
     config = uvicorn.Config(
-        OwnPagesOnly(create_app(final=True)),
+        OwnPagesOnly(Named(create_app(final=True))),
         host="127.0.0.1",
         port=int(sys.argv[1]),
         log_level=settings.logging_level.lower(),

@@ -7,9 +7,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -20,10 +19,12 @@ from rich.text import Text
 from grpo_core.config import ConfigError, RunConfig, load_config
 from grpo_core.environment import quiet_libraries
 from grpo_core.rewards.builtin import BUILTIN
-from grpo_core.rewards.composition import counted, weighted_sum
 from grpo_core.rewards.contract import Reward, RewardError, resolve
 from grpo_core.rewards.scoring import Batch, score
 from grpo_core.sections import RewardConfig
+
+if TYPE_CHECKING:
+    import numpy as np
 
 app = typer.Typer(no_args_is_help=True, help="The built-in rewards, and what a configuration's rewards give.")
 
@@ -56,6 +57,9 @@ def try_rewards(
     Exit status 1: a reward failed, 2: it cannot be tried.
     """
     quiet_libraries()
+    import numpy as np
+
+    from grpo_core.rewards.composition import counted, weighted_sum
     from tasks.lengths import ModelError
     from tasks.sources import SourceError
 

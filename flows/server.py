@@ -1,53 +1,92 @@
-"""Prefect's API for the length of one command, when no server runs already."""
+"""Prefect's API for the length of one command: of a server that runs already, or of one started for it.
+
+A command never takes whatever answers at Prefect's usual port: that may be a colleague's server, whose runs would go to
+another storage.
+"""
 
 from __future__ import annotations
 
 import atexit
+import http.client
 import os
+import secrets
 import socket
 import ssl
 import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+from flows.running import ServerError, Up, find_up
+from tasks.storage import storage_root
 
 START_SECONDS = 180
 STOP_SECONDS = 10
+USUAL_API = "http://127.0.0.1:4200/api"
+SERVER_ID = "GRPO_SERVER_ID"  # in the environment of our Prefect server, which answers with it
+ID_HEADER, STORAGE_HEADER = "grpo-server-id", "grpo-storage"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server says of itself: id and storage are those of our own Prefect servers, empty of any other."""
+
+    server_id: str
+    storage: str
 
 
 @contextmanager
 def prefect_api() -> Iterator[str]:
-    """The URL of Prefect's API: $PREFECT_API_URL, else a new server on 127.0.0.1 over $PREFECT_HOME that ends with us.
+    """The URL of Prefect's API: of $PREFECT_API_URL, of the `grpo up` of this storage, or of a new server on 127.0.0.1
+    over $PREFECT_HOME that ends with this process.
 
-    The server starts while the body runs, which should import what is needed, Prefect first of all; leaving waits until
-    it answers. Prefect's own ephemeral mode leaves its server running when the caller is killed. Ours stops after
-    Prefect's exit handlers have sent what they still had to send.
+    A server may be starting while the body runs, which should import what is needed, Prefect first of all; leaving
+    waits until it answers. Prefect's own ephemeral mode leaves its server running when the caller is killed. Ours stops
+    after Prefect's exit handlers have sent what they still had to send. Raises ServerError if it does not start.
     """
     if url := os.environ.get("PREFECT_API_URL"):
         yield url
         return
+    if up := find_up():
+        url = os.environ["PREFECT_API_URL"] = f"{up.prefect_url}/api"
+        yield url
+        _wait_for(up)
+        return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = ["-m", "flows.prefect_server", str(port)]
-    log = Path(os.environ["PREFECT_HOME"]) / "server.log"
-    with log.open("w") as output:
+    server_id = secrets.token_hex(8)
+    log = server_log()
+    with log.open("a") as output:
         server = subprocess.Popen(
-            [sys.executable, "-m", "tasks.supervise", str(STOP_SECONDS), sys.executable, *command],
+            [sys.executable, "-m", "tasks.supervise", str(STOP_SECONDS), sys.executable, "-m", *server_command(port)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env={**os.environ, SERVER_ID: server_id},
         )
     atexit.register(_stop, server)
     url = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
     yield url
-    if not wait_until_healthy(url, server):
-        raise RuntimeError(f"Prefect's server did not start; it wrote to {log}:\n{log.read_text()[-2000:]}")
+    if not wait_until_healthy(url, server_id, lambda: server.poll() is None):
+        raise ServerError(f"Prefect's server did not start; it wrote to {log}:\n{log.read_text()[-2000:]}")
+
+
+def server_command(port: int) -> list[str]:
+    """Module and arguments of our Prefect server."""
+    return ["flows.prefect_server", str(port)]
+
+
+def server_log() -> Path:
+    """What our Prefect server writes."""
+    return Path(os.environ["PREFECT_HOME"]) / "server.log"
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
@@ -56,27 +95,70 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def find_api() -> str | None:
-    """The API of the server that runs already: $PREFECT_API_URL, else Prefect's usual place; None when none answers."""
-    url = os.environ.get("PREFECT_API_URL", "http://127.0.0.1:4200/api")
-    return url if _answers(url) else None
+    """The API of the server that runs already: $PREFECT_API_URL, else that of the `grpo up` of this storage; None if
+    neither is given. Raises ServerError if the given one does not answer."""
+    if url := os.environ.get("PREFECT_API_URL"):
+        if ask(url) is None:
+            raise ServerError(f"no Prefect server answers at PREFECT_API_URL={url}: start it, or unset the variable")
+        return url
+    up = find_up()
+    if up is None:
+        return None
+    _wait_for(up)
+    return f"{up.prefect_url}/api"
 
 
-def wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> bool:
-    """Wait until the API answers; False when the server ended before, or takes too long."""
+def find_api_to_serve() -> str:
+    """The API of the server whose flow runs are to be run here. Raises ServerError if there is none, or if it belongs
+    to the `grpo up` of another storage: two that serve one server take each other's runs."""
+    url, here = find_api(), str(storage_root())
+    if url is None:
+        stranger = ask(USUAL_API)
+        of = f", of {stranger.storage or 'somebody else'}, is not used unasked" if stranger else ""
+        there = f" (what answers at {USUAL_API}{of})" if stranger else ""
+        raise ServerError(
+            f"no `grpo up` serves {here}{there}: start `grpo up` (it serves too), or set PREFECT_API_URL to the server "
+            "that is meant"
+        )
+    answer = ask(url)
+    if answer and answer.storage not in ("", here):
+        raise ServerError(
+            f"the Prefect server at {url} is of the storage {answer.storage}, and this is {here}: runs triggered there "
+            f"would run in either. Set GRPO_STORAGE={answer.storage} to work there together, or start a `grpo up` of "
+            "your own (--prefect-port, --mlflow-port)"
+        )
+    return url
+
+
+def _wait_for(up: Up) -> None:
+    url = f"{up.prefect_url}/api"
+    if not wait_until_healthy(url, up.server_id, lambda: find_up() == up):
+        raise ServerError(f"the Prefect server of {up} does not answer at {url}: end it (Ctrl-C) and start it again")
+
+
+def wait_until_healthy(url: str, server_id: str, is_running: Callable[[], bool]) -> bool:
+    """Wait until the API of the server with this id answers; False if it ended before, or takes too long."""
     deadline = time.monotonic() + START_SECONDS
-    while server.poll() is None and time.monotonic() < deadline:
-        if _answers(url):
+    while is_running() and time.monotonic() < deadline:
+        if is_ours(url, server_id):
             return True
         time.sleep(0.1)
     return False
 
 
-def _answers(url: str) -> bool:
+def is_ours(url: str, server_id: str) -> bool:
+    """Whether the server with this id answers there, and not one that has taken its port."""
+    answer = ask(url)
+    return answer is not None and answer.server_id == server_id
+
+
+def ask(url: str) -> Answer | None:
+    """What the API at this URL says of itself; None if nothing answers."""
     trusted = ssl.create_default_context(cafile=os.environ.get("PREFECT_API_SSL_CERT_FILE"))
     try:
-        urllib.request.urlopen(f"{url}/health", timeout=5, context=trusted)
-    except urllib.error.HTTPError:  # it is there, and the client will say what it does not like
-        return True
-    except (urllib.error.URLError, OSError):
-        return False
-    return True
+        headers = urllib.request.urlopen(f"{url}/health", timeout=5, context=trusted).headers
+    except urllib.error.HTTPError as error:  # it is there, and the client will say what it does not like
+        headers = error.headers
+    except (urllib.error.URLError, OSError, http.client.HTTPException):
+        return None
+    return Answer(headers.get(ID_HEADER, ""), urllib.parse.unquote(headers.get(STORAGE_HEADER, "")))

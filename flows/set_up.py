@@ -5,6 +5,8 @@ The crash watch is for a flow run whose process and runner are both gone: nobody
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 from prefect.client.orchestration import get_client
@@ -12,15 +14,37 @@ from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.objects import StateType
 from prefect.events import AutomationCore, EventTrigger, Posture
 from prefect.events.actions import ChangeFlowRunState
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.settings import PREFECT_API_URL
 
 from flows.environment import HEARTBEAT_SECONDS, TAG
+from flows.running import ServerError
 from tasks.train import TRAINING_LIMIT
 
 CRASH_WATCH = "grpo: runs whose process is gone are crashed"
 SILENCE = timedelta(seconds=2.5 * HEARTBEAT_SECONDS)  # two missed
 # The end of an attempt, or the next one asked for: the end may be heard of before the attempt's last heartbeat.
 ENDED = [f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed", "AwaitingRetry")]
+
+
+@contextmanager
+def password_asked_for() -> Iterator[None]:
+    """Raises ServerError if the server asks for a password in the body that it was not given."""
+    try:
+        yield
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code != 401:
+            raise
+        raise ServerError(
+            f"the Prefect server at {PREFECT_API_URL.value()} wants a password: set "
+            "PREFECT_API_AUTH_STRING=USER:PASSWORD as it has it"
+        ) from error
+
+
+def check_access() -> None:
+    """Raises ServerError if the server asks for a password that it was not given."""
+    with password_asked_for(), get_client(sync_client=True) as client:
+        client.api_version()
 
 
 def set_up() -> None:

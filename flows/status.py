@@ -1,4 +1,5 @@
-"""`grpo status`: what of a run is up to date, what the pipeline would do again, and why. No torch, under a second."""
+"""`grpo status`: what of a run is up to date, what the pipeline would do again, and why; without a name, the runs.
+Imports neither torch nor Prefect."""
 
 from __future__ import annotations
 
@@ -11,18 +12,23 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from flows.terminal import say
 from grpo_core.config import ConfigError, RunConfig, load_config
 from grpo_core.evaluation_sections import HELD_OUT
 from grpo_core.rewards.contract import RewardError
 from tasks import figures
-from tasks.stage import STAGES, conditions
-from tasks.storage import UnknownRunError, find_run
+from tasks.stage import EVALUATE, STAGES, conditions
+from tasks.storage import UnknownRunError, find_run, find_runs, storage_root
 
+WHEN = "%Y-%m-%d %H:%M"
 COLOURS = {"up to date": "green", "stale": "yellow", "missing": "dim"}
 
 
-def status(run: Annotated[str, typer.Argument(help="name of a run")]) -> None:
-    """Show which stages of a run are up to date. Exit status 0: all are, 1: not all, 2: no such run."""
+def status(run: Annotated[str | None, typer.Argument(help="name of a run; default: list the runs")] = None) -> None:
+    """List the runs, or show which stages of one are up to date. Exit status 0: all are, 1: not all, 2: no such run."""
+    if run is None:
+        list_runs()
+        return
     try:
         complete = show_status(find_run(run))
     except (UnknownRunError, ConfigError, RewardError) as error:
@@ -30,6 +36,43 @@ def status(run: Annotated[str, typer.Argument(help="name of a run")]) -> None:
         raise typer.Exit(2) from None
     if not complete:
         raise typer.Exit(1)
+
+
+def list_runs() -> None:
+    """Print a table of the runs, the one worked on last first. What is done may be stale, which only a run's own status
+    looks into."""
+    runs = [(folder, _done(folder)) for folder in find_runs().values()]
+    if not runs:
+        say(f"no runs in {storage_root()} yet; `grpo run CONFIG` makes one")
+        return
+    table = Table("run", "stages done", "last", "figure", title=f"runs in {storage_root()}")
+    for folder, done in sorted(runs, key=lambda it: _last(*it), reverse=True):
+        stages = "all" if len(done) == len(STAGES) else ", ".join(done) or "none"
+        last = datetime.fromtimestamp(_last(folder, done))
+        table.add_row(folder.name, stages, f"{last:{WHEN}}", _figure(folder, done))
+    Console().print(table)
+
+
+def _done(folder: Path) -> dict[str, dict[str, Any]]:
+    """The receipts of the stages that have been done, by stage."""
+    return {stage.name: receipt for stage in STAGES if (receipt := stage.read_receipt(folder))}
+
+
+def _last(folder: Path, done: Mapping[str, Any]) -> float:
+    """When the last stage was done, else when the run was started."""
+    made = [stage.receipt_path(folder).stat().st_mtime for stage in STAGES if stage.name in done]
+    return max(made, default=(folder / "config.toml").stat().st_mtime)
+
+
+def _figure(folder: Path, done: Mapping[str, dict[str, Any]]) -> str:
+    """The figure that decides on the run, where it has been evaluated."""
+    if EVALUATE.name not in done:
+        return ""
+    try:
+        config = load_config(folder / "config.toml")
+    except ConfigError:  # of another version of this project
+        return ""
+    return _key_figure(EVALUATE.name, done[EVALUATE.name], config)
 
 
 def show_status(folder: Path) -> bool:
@@ -40,7 +83,7 @@ def show_status(folder: Path) -> bool:
         condition, receipt = now[stage.name], stage.read_receipt(folder)
         made = figure = ""
         if receipt:
-            made = f"{datetime.fromtimestamp(stage.receipt_path(folder).stat().st_mtime):%Y-%m-%d %H:%M}"
+            made = f"{datetime.fromtimestamp(stage.receipt_path(folder).stat().st_mtime):{WHEN}}"
             figure = _key_figure(stage.name, receipt, config)
         table.add_row(stage.name, condition.state, condition.reason, made, figure, style=COLOURS[condition.state])
     Console().print(table)

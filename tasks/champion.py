@@ -161,6 +161,10 @@ def rollback(name: str) -> tuple[str | None, str]:
         return present, previous
 
 
+def describe_rollback(name: str, left: str | None, version: str) -> str:
+    return f"{name} version {version} is champion again" + (f", version {left} is not" if left else "")
+
+
 def identity(version: ModelVersion) -> dict[str, Any]:
     """What identifies a champion in an evaluation. The MLflow run is part of it: if a model is deleted and made again
     under its name, its versions are numbered from 1 again."""

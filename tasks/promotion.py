@@ -33,7 +33,7 @@ def promote(model: str, version: str, force: bool, changes: dict[str, Any]) -> S
 @task(name="rollback")
 def rollback(model: str) -> State[str]:
     left, version = champion.rollback(model)
-    text = f"{model} version {version} is champion again" + (f", version {left} is not" if left else "")
+    text = champion.describe_rollback(model, left, version)
     get_run_logger().info(text)
     _announce(ROLLED_BACK, model, version, text)
     return Completed(message=text, data=text)

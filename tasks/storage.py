@@ -5,6 +5,7 @@
     STORAGE/mlflow/        mlflow.db, artifacts/      (unless MLFLOW_TRACKING_URI is set)
     STORAGE/models/        the lock of each registered model
     STORAGE/prefect/       Prefect's home             (unless PREFECT_HOME is set)
+    STORAGE/up.json        the `grpo up` that serves all this, locked while it runs
 
 An output is written under a temporary name, flushed to the disk and renamed; what it replaces is kept under
 NAME/replaced/. A process that writes into a run's directory holds its lock.
@@ -77,10 +78,14 @@ def kept_rewards(run: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in files}
 
 
+def find_runs() -> dict[str, Path]:
+    """The directories of all runs, by name."""
+    return {path.parent.name: path.parent for path in (storage_root() / "runs").glob("*/config.toml")}
+
+
 def find_run(name: str) -> Path:
     """The directory of an earlier run; UnknownRunError names the nearest ones there are."""
-    folder = storage_root() / "runs"
-    runs = {path.parent.name: path.parent for path in folder.glob("*/config.toml")}
+    folder, runs = storage_root() / "runs", find_runs()
     if name in runs:
         return runs[name]
     near = difflib.get_close_matches(name, runs, n=NAMES_SHOWN) or sorted(runs)[:NAMES_SHOWN]

@@ -125,7 +125,8 @@ def _launcher(context: Context) -> list[str]:
 
 def _process_environment(context: Context) -> dict[str, str]:
     """Several processes without a GPU: Accelerate's launcher starts them as for GPUs, on the CPU (gloo)."""
+    if context.config.train.num_processes == 1:
+        return {}
     import torch
 
-    several_on_cpu = context.config.train.num_processes > 1 and not torch.cuda.is_available()
-    return {"ACCELERATE_USE_CPU": "true"} if several_on_cpu else {}
+    return {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}

@@ -40,7 +40,7 @@ class Patient(httpx.HTTPTransport):
 
 @dataclass(frozen=True)
 class Served:
-    """`process`: what runs; `log`: what it and its children print; `environment`: of a process that is to find the
+    """`process`: what runs; `log`: what it prints; `environment`: of a process that is to find the
     servers; `api`: a client of Prefect's API. Without MLflow's server, `mlflow_url` is empty."""
 
     prefect_url: str
@@ -50,6 +50,12 @@ class Served:
     log: Path
     environment: dict[str, str]
     api: httpx.Client
+
+    @property
+    def logs(self) -> list[Path]:
+        """What `grpo up` and its servers print."""
+        servers = [self.storage / name / "server.log" for name in ("prefect", "mlflow")]
+        return [self.log, *(log for log in servers if log.exists())]
 
     def trigger(self, deployment: str, **parameters: Any) -> str:
         """Id of a new flow run of `FLOW/NAME`."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:  # whatever starts a server imports this without torch
+    from torch import Tensor
 
 LOGPROBS_MODE = "processed_logprobs"  # as an engine has to be started
 

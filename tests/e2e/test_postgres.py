@@ -303,7 +303,7 @@ def _serving(worker: Mapping[str, str], log: Path, prefect: Served) -> Iterator[
     with _process([sys.executable, "-m", "flows.cli", "serve"], log, worker) as process:
 
         def is_ready() -> bool:
-            is_said = "serving rollback/local" in log.read_text()
+            is_said = "rollback/local" in log.read_text()
             return is_said and len(prefect.filter("deployments")) == OFFERED
 
         _until(is_ready, process, log)

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from prefect.flows import load_flow_from_entrypoint
 
+from flows.server import STORAGE_HEADER, ask
 from tests.conftest import config_values, write_sums
 from tests.serving import Served, prefect_server
 
@@ -149,7 +150,7 @@ def test_a_foreign_page_changes_nothing_in_prefect_and_reads_nothing(deployed: S
         deployed.api.options("/deployments/", headers={**sent, **preflight}),
     ):
         assert answer.status_code == 403, answer.request
-        assert "access-control-allow-origin" not in answer.headers
+        assert not {"access-control-allow-origin", STORAGE_HEADER} & answer.headers.keys()
     for name in ("events/in", "events/out", "logs/out"):
         assert _websocket_status(deployed, name, sent) == 403
     if "document" not in sent.values():  # a link that somebody follows
@@ -172,6 +173,12 @@ def test_prefects_own_page_and_programs_are_answered(server: Served, host: str, 
     assert server.api.post("/flows/filter", json={}, headers=headers).status_code == 200
     for name in ("events/in", "events/out", "logs/out"):
         assert _websocket_status(server, name, headers) == 101
+
+
+def test_a_server_says_over_which_storage_it_is(server: Served) -> None:
+    answer = ask(f"{server.prefect_url}/api")
+    assert answer is not None
+    assert answer.storage == str(server.storage)
 
 
 def test_a_link_from_elsewhere_opens_prefects_page(server: Served) -> None:

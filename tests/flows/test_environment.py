@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from flows.environment import configure
-from flows.server import _answers
+from flows.server import ask
 from tests.serving import free_ports
 
 
@@ -63,13 +63,13 @@ def test_prefect_and_mlflow_on_this_machine_are_asked_through_no_proxy(host: str
         os.environ.update(http_proxy=proxy, HTTP_PROXY=proxy, ALL_PROXY=proxy)
         configure()
         url = url.replace("127.0.0.1", host)
-        assert _answers(f"{url}/api")
-        assert not _answers(f"http://{host}:{free_ports(1)[0]}/api")  # not there; the proxy answers
+        assert ask(f"{url}/api")
+        assert not ask(f"http://{host}:{free_ports(1)[0]}/api")  # not there; the proxy answers
         with SyncPrefectClient(f"{url}/api") as prefect:
             assert prefect.api_healthcheck() is None
         MlflowClient(url).get_experiment("0")
         os.environ.update(http_proxy="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9")  # not there either
-        assert _answers(f"{url}/api")
+        assert ask(f"{url}/api")
     assert passed_on == []
     assert {path.split("?")[0] for path in asked} >= {"/api/health", "/api/2.0/mlflow/experiments/get"}
 

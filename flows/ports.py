@@ -1,0 +1,83 @@
+"""Ports of this machine: whether they are free, and what listens where they are not."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from flows.running import ServerError
+from flows.server import SERVER_ID, ask
+from tasks.storage import storage_root
+
+HOST = "127.0.0.1"
+LEAST_PORT = 1024  # that is not the administrator's
+COMMAND_SHOWN = 100  # characters
+
+
+def refuse_taken(ports: Mapping[str, int]) -> None:
+    """Raises ServerError if one of the ports, by the options that set them, cannot be listened on."""
+    if len(set(ports.values())) < len(ports):
+        raise ServerError(f"{' and '.join(ports)} are the same port: give each server one of its own")
+    for option, port in ports.items():
+        if problem := _why_not(port):
+            raise ServerError(f"{option} {port}: {problem}. Nothing was started. Ports that are free: {_free(ports)}")
+
+
+def is_listening(process: psutil.Process, port: int) -> bool:
+    """Whether what listens on the port is the process, or one that it has started."""
+    with suppress(psutil.NoSuchProcess):
+        return not _listeners(port).isdisjoint({process.pid, *(it.pid for it in process.children(recursive=True))})
+    return False
+
+
+def _listeners(port: int) -> set[int | None]:
+    """Ids of the processes that listen on the port; None stands for one of another user."""
+    listening = [it for it in psutil.net_connections("tcp") if it.status == psutil.CONN_LISTEN]
+    return {it.pid for it in listening if it.laddr.port == port}
+
+
+def _why_not(port: int) -> str:
+    try:
+        socket.create_server((HOST, port)).close()
+    except PermissionError:
+        return "only the administrator's processes may listen there"
+    except OSError:
+        return f"the port is taken by {_owner(port)}"
+    return ""
+
+
+def _free(ports: Mapping[str, int]) -> str:
+    """The options with the ports from these on that are free."""
+    found: dict[str, int] = {}
+    for option, first in ports.items():
+        later = range(max(first, LEAST_PORT), 65536)
+        found[option] = next((it for it in later if it not in found.values() and not _is_taken(it)), 0)
+    return " ".join(f"{option} {port}" for option, port in found.items())
+
+
+def _is_taken(port: int) -> bool:
+    try:
+        socket.create_server((HOST, port)).close()
+    except OSError:
+        return True
+    return False
+
+
+def _owner(port: int) -> str:
+    """What listens on the port, as far as this user can know."""
+    answer = ask(f"http://{HOST}:{port}/api")
+    storage, process = answer.storage if answer else "", "a process of another user"
+    with suppress(psutil.Error, StopIteration):
+        found = psutil.Process(next(filter(None, _listeners(port))))
+        process = f"process {found.pid} of {found.username()}, {shlex.join(found.cmdline())[:COMMAND_SHOWN]}"
+        if SERVER_ID in (environment := found.environ()):
+            storage = environment["GRPO_STORAGE"]
+    if not storage:
+        return process
+    whose = "this storage" if Path(storage) == storage_root() else f"another storage, {storage}"
+    return f"a server of grpo over {whose} ({process})"

@@ -1,0 +1,92 @@
+"""Which `grpo up` serves a storage root: STORAGE/up.json names it, and is locked by it as long as it runs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+from tasks.storage import storage_root
+
+
+class ServerError(RuntimeError):
+    """No server to work with, or one that must not be used; the message says which and what to do."""
+
+
+@dataclass(frozen=True)
+class Up:
+    """A running `grpo up`. `server_id`: what its Prefect server answers with, by which no other is taken for it."""
+
+    prefect_url: str
+    mlflow_url: str
+    server_id: str
+    pid: int
+    user: str
+    host: str
+    since: str
+
+    def __str__(self) -> str:
+        return f"`grpo up` (process {self.pid} of {self.user} on {self.host}, since {self.since})"
+
+
+def new_up(prefect_url: str, mlflow_url: str) -> Up:
+    """This process as the `grpo up` that serves at these addresses."""
+    since = f"{datetime.now().astimezone():%Y-%m-%d %H:%M}"
+    user = psutil.Process().username()
+    return Up(prefect_url, mlflow_url, secrets.token_hex(8), os.getpid(), user, socket.gethostname(), since)
+
+
+@contextmanager
+def announced(up: Up) -> Iterator[None]:
+    """Be known as the one that serves this storage. Raises ServerError if another does."""
+    storage_root().mkdir(parents=True, exist_ok=True)
+    with _file().open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            other = _read() or "another `grpo up`"
+            where = f" at {other.prefect_url} and {other.mlflow_url}" if isinstance(other, Up) else ""
+            raise ServerError(
+                f"{storage_root()} is served already{where}, by {other}: use that one, or end it first (Ctrl-C)"
+            ) from None
+        file.truncate(0)
+        file.write(json.dumps(asdict(up)) + "\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
+
+
+def find_up() -> Up | None:
+    """The `grpo up` that serves this storage on this machine, be it still starting; None if there is none."""
+    try:
+        with _file().open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        up = _read()
+        return up if up and up.host == socket.gethostname() else None
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def _read() -> Up | None:
+    """What the file says; None in the instant before it says anything."""
+    try:
+        return Up(**json.loads(_file().read_text()))
+    except ValueError:
+        return None
+
+
+def _file() -> Path:
+    return storage_root() / "up.json"

@@ -1,0 +1,141 @@
+"""`grpo up`: Prefect and MLflow on one machine, over one storage, and `grpo serve`."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+
+from flows.environment import configure
+from flows.ports import HOST, is_listening, refuse_taken
+from flows.running import ServerError, Up, announced, new_up
+from flows.server import SERVER_ID, START_SECONDS, is_ours, server_command, server_log
+from flows.terminal import refuse, say
+from tasks.storage import storage_root
+
+ENDING_SECONDS = 60  # that a server, which may be making its database, and serving each get to end
+LINES_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process of `grpo up` by the name that a person knows it by; `log`: where it writes, None for the terminal."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path | None = None
+
+
+def up(
+    prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the Prefect UI")] = 4200,
+    mlflow_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the MLflow UI")] = 5000,
+) -> None:
+    """Start the Prefect and MLflow servers on 127.0.0.1 over this storage, and `grpo serve`, until Ctrl-C."""
+    configure()
+    this = new_up(f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}")
+    try:
+        with announced(this):
+            refuse_taken({"--prefect-port": prefect_port, "--mlflow-port": mlflow_port})
+            _serve(this, prefect_port, mlflow_port)
+    except ServerError as error:
+        refuse(str(error))
+
+
+def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
+    from tasks.tracking import SERVED_AT, connect, tracking_uri
+
+    if (uri := tracking_uri()).startswith("http"):
+        refuse(f"MLFLOW_TRACKING_URI={uri} is a server that runs already: start `grpo serve` alone")
+    # SIGINT too: the handler that polars, imported above, puts before Python's has let it get lost.
+    _on_signals(lambda *_: sys.exit(0))
+    api = f"{this.prefect_url}/api"
+    os.environ |= {
+        "GRPO_STORAGE": str(storage_root()),
+        SERVER_ID: this.server_id,
+        SERVED_AT: this.mlflow_url,
+        "PREFECT_API_URL": api,
+        "PREFECT_UI_API_URL": api,  # Prefect's pages ask the default port otherwise, whatever port they are served on
+        "PREFECT_UI_URL": this.prefect_url,  # for links in notifications
+    }
+    mlflow_log = storage_root() / "mlflow" / "server.log"
+    store = ("--backend-store-uri", uri, "--host", HOST, "--uvicorn-opts", "--no-access-log")
+    mlflow = ["mlflow", "server", "--port", str(mlflow_port), "--workers", "1", *store]
+    say(f"Starting Prefect and MLflow over {storage_root()}")
+    children: list[Child] = []
+    try:
+        children.append(_start("Prefect's server", server_command(prefect_port), server_log()))
+        connect()  # makes the database, which server and trainings would make at the same time
+        children.append(_start("MLflow's server", mlflow, mlflow_log))
+        _wait(children, lambda: is_ours(api, this.server_id))
+        say(f"Prefect  {this.prefect_url}  ready; writes to {server_log()}")
+        mlflow_process = psutil.Process(children[1].process.pid)
+        _wait(children, lambda: _answers(f"{this.mlflow_url}/health") and is_listening(mlflow_process, mlflow_port))
+        say(f"MLflow   {this.mlflow_url}  ready; writes to {mlflow_log}")
+        children.append(_start("grpo serve", ["flows.cli", "serve"]))
+        _wait_for_end(children)
+    finally:
+        _on_signals(signal.SIG_IGN)  # a second Ctrl-C would leave some behind; none takes long
+        for child in reversed(children):  # what runs says how it ended while there is a server to hear it
+            child.process.terminate()
+            child.process.wait()
+
+
+def _start(name: str, module: Sequence[str], log: Path | None = None) -> Child:
+    """Start `python -m MODULE…` under supervision, in a session of its own: out of reach of the terminal's Ctrl-C,
+    which would end all of them together. The end of the pipe tells the supervisor that this process has died."""
+    command = [sys.executable, "-m", "tasks.supervise", str(ENDING_SECONDS), sys.executable, "-m", *module]
+    with log.open("ab") if log else nullcontext() as output:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
+    return Child(name, process, log)
+
+
+def _wait(children: Sequence[Child], is_ready: Callable[[], bool]) -> None:
+    """Until it is ready. Ends the command if one of the children ends, or if that takes too long."""
+    deadline = time.monotonic() + START_SECONDS
+    while not is_ready():
+        for child in children:
+            if child.process.poll() is not None:
+                _end(child)
+        if time.monotonic() > deadline:
+            refuse(f"{children[-1].name} does not answer after {START_SECONDS} s; everything is ended", code=1)
+        time.sleep(0.1)
+
+
+def _wait_for_end(children: Sequence[Child]) -> None:
+    """Until one of the children has ended, which ends the command."""
+    ends = {os.pidfd_open(child.process.pid): child for child in children}
+    ended, _, _ = select.select(list(ends), [], [])
+    _end(ends[ended[0]])
+
+
+def _end(child: Child) -> None:
+    code = child.process.wait()
+    status = code if code >= 0 else 128 - code
+    lines = child.log.read_text(errors="replace").splitlines()[-LINES_SHOWN:] if child.log else []
+    wrote = "\n".join([f". It wrote to {child.log}:", *lines]) if lines else ""
+    refuse(f"{child.name} has ended, with status {status}; everything else is ended too{wrote}", code=1)
+
+
+def _answers(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(url, timeout=5):
+        return True
+    return False
+
+
+def _on_signals(handler: Callable[..., object] | signal.Handlers) -> None:
+    """Handle what ends a command in a terminal, except signals that are ignored, as SIGHUP is under nohup."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)

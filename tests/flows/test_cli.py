@@ -1,0 +1,81 @@
+"""The command line as a whole: what it imports, and what it says without being given a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from tests.conftest import config_values, make_run
+
+HEAVY = {
+    "torch",
+    "transformers",
+    "vllm",
+    "prefect",
+    "mlflow",
+    "pandera",
+    "pandas",
+    "scipy",
+    "polars",
+    "numpy",
+    "jinja2",
+}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["plan", "--num-prompts", "64", "--num-generations", "8"], ["status"], ["keys"], ["up", "--help"]],
+    ids=" ".join,
+)
+def test_commands_that_only_answer_import_no_heavy_library(arguments: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys; from flows.cli import app\n"
+        f"try: app({arguments!r})\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        f"loaded = {HEAVY!r} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+    environment = {**os.environ, "GRPO_STORAGE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_starting_a_pipeline_imports_no_torch() -> None:
+    code = "import sys, flows.pipeline; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_version_is_known() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output.startswith("grpo-flows 0.")
+
+
+def test_status_without_a_name_lists_the_runs_and_how_far_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    none = CliRunner().invoke(app, ["status"])
+    assert (none.exit_code, "no runs in" in none.output) == (0, True)
+    values = config_values(tmp_path / "model", tmp_path)
+    for name in ("begun", "evaluated"):
+        make_run(tmp_path / "runs" / name, {**values, "name": name})
+    difference = {"mean": 0.25, "low": 0.125, "high": 0.375}
+    report = {"sets": {"held-out": {"differences": {"base": {"accuracy": difference}}}}}
+    (tmp_path / "runs" / "evaluated" / "evaluation").mkdir()
+    (tmp_path / "runs" / "evaluated" / "evaluation" / "report.json").write_text(json.dumps(report))
+    os.utime(tmp_path / "runs" / "begun" / "plan.json", (0, 0))
+    listed = CliRunner().invoke(app, ["status"])
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in listed.output.splitlines() if "│" in line]
+    assert [(name, done, figure) for name, done, _, figure in rows] == [
+        ("evaluated", "plan, evaluate", "accuracy +25.0 points [12.5, 37.5]"),
+        ("begun", "plan", ""),
+    ]
+    assert rows[1][2].startswith("1970-01-01")
