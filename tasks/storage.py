@@ -29,6 +29,7 @@ from typing import Any
 import psutil
 
 from grpo_core.config import RunConfig, dump_config
+from grpo_core.errors import GrpoError
 from grpo_core.files import publish
 
 # Longer than a supervised process gets to end, checkpoint included.
@@ -39,11 +40,11 @@ NAMES_SHOWN = 5
 _locks: set[int] = set()
 
 
-class RunInUseError(RuntimeError):
+class RunInUseError(GrpoError):
     """A run that another process writes into; the message says which process, since when and what to do."""
 
 
-class UnknownRunError(LookupError):
+class UnknownRunError(GrpoError):
     """A run that is not under the storage root; the message says where it was looked for and which are there."""
 
 

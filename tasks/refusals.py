@@ -1,0 +1,70 @@
+"""How a flow that cannot go on says so: a foreseen error by its sentence, a signal by what is saved.
+
+Prefect logs an exception with its traceback in the task and again in the flow, and calls every signal a crash. A
+foreseen error's traceback is left to errors.log in the run's directory (`tasks.stage`), and to Prefect's log at DEBUG.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import logging
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
+
+from prefect import get_run_logger
+from prefect.exceptions import TerminationSignal
+from prefect.runtime import deployment
+from prefect.states import Cancelled
+
+from grpo_core.errors import GrpoError
+from tasks.attempts import close_left_open
+from tasks.stage import Interrupted
+
+P = ParamSpec("P")
+R = TypeVar("R")
+LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
+
+# A last look for garbage among all that was imported takes seconds of a process that is to end, and on a busy machine
+# so long that Prefect's runner kills it.
+atexit.register(gc.freeze)
+
+
+def plain(work: Callable[P, R]) -> Callable[P, R]:
+    """A flow's function that ends in plain words.
+
+    In a deployment's run the log has the sentence of a foreseen error once; elsewhere the caller gets the error, and
+    says it. A signal to a deployment's run is Prefect's runner's, and goes on; any other run is Cancelled by it, and the
+    caller gets Interrupted.
+    """
+
+    @functools.wraps(work)
+    def told(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in LOGGERS:
+            logging.getLogger(name).addFilter(_quieten)  # once, however often it is added
+        try:
+            close_left_open()
+            return work(*args, **kwargs)
+        except Interrupted as error:
+            interrupted = error
+        except GrpoError as error:
+            if deployment.id:
+                get_run_logger().error("%s", error)
+            raise
+        except (KeyboardInterrupt, TerminationSignal) as signal:
+            interrupted = Interrupted("interrupted; run the same again to go on", signal)
+        if deployment.id:
+            get_run_logger().info("%s", interrupted)
+            raise interrupted.signal
+        return cast(R, Cancelled(message=str(interrupted), data=interrupted))
+
+    return told
+
+
+def _quieten(record: logging.LogRecord) -> bool:
+    """Demote what repeats an error that is said elsewhere."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, GrpoError) or str(record.msg).startswith("Finished in state Failed("):
+        record.levelno, record.levelname = logging.DEBUG, logging.getLevelName(logging.DEBUG)
+    return logging.getLogger(record.name).isEnabledFor(record.levelno)
