@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import atexit
 import functools
-import gc
 import logging
+import os
+import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 
@@ -26,17 +27,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
 
-# A last look for garbage among all that was imported takes seconds of a process that is to end, and on a busy machine
-# so long that Prefect's runner kills it.
-atexit.register(gc.freeze)
-
 
 def plain(work: Callable[P, R]) -> Callable[P, R]:
     """A flow's function that ends in plain words.
 
     In a deployment's run the log has the sentence of a foreseen error once; elsewhere the caller gets the error, and
-    says it. A signal to a deployment's run is Prefect's runner's, and goes on; any other run is Cancelled by it, and the
-    caller gets Interrupted.
+    says it. A signal to a deployment's run is from Prefect's runner, and goes on; any other run is Cancelled by it, and
+    the caller gets Interrupted.
     """
 
     @functools.wraps(work)
@@ -56,10 +53,21 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
             interrupted = Interrupted("interrupted; run the same again to go on", signal)
         if deployment.id:
             get_run_logger().info("%s", interrupted)
+            atexit.register(_leave)
             raise interrupted.signal
         return cast(R, Cancelled(message=str(interrupted), data=interrupted))
 
     return told
+
+
+def _leave() -> None:
+    """End the process of a cancelled run, once Prefect has sent its logs and states.
+
+    Freeing all that was imported takes seconds, and on a busy machine so long that Prefect's runner kills the process and
+    calls it out of memory.
+    """
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _quieten(record: logging.LogRecord) -> bool:

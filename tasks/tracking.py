@@ -81,8 +81,8 @@ def describe(error: MlflowException) -> str:
     if 400 <= error.get_http_status_code() < 500:
         return f"MLflow at {tracking_uri()} refuses what it is asked: {error}"
     return (
-        f"MLflow at {tracking_uri()} does not answer ({_first_cause(error)}): start the server, or set "
-        "MLFLOW_TRACKING_URI (without it, runs are kept in a SQLite file under the storage root), then run the same again"
+        f"MLflow at {tracking_uri()} does not answer ({_first_cause(error)}): start the server, then run the same "
+        "again; without MLFLOW_TRACKING_URI, runs are kept in a SQLite file under the storage root"
     )
 
 
