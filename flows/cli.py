@@ -30,8 +30,8 @@ from flows.status import show_status, status
 from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config, read_overrides
 from grpo_core.errors import GrpoError
 from grpo_core.evaluation_sections import RegistryConfig
-from tasks.stage import EVALUATE, REGISTER, TRAIN, Interrupted
-from tasks.storage import UnknownRunError, find_run
+from tasks.stage import EVALUATE, REGISTER, STAGES, TRAIN, Interrupted, refuse_outdated_inputs
+from tasks.storage import find_run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(init)
@@ -79,10 +79,10 @@ def stage(
     force: Annotated[bool, typer.Option("--force", help="though it is up to date; train: again from step 0")] = False,
 ) -> None:
     """Run one stage of an earlier run by its own configuration; refused when what it reads is missing or outdated."""
-    try:
+    with _refusals(run, code=2):
         folder = find_run(run)
-    except UnknownRunError as error:
-        _fail(str(error), code=2)
+    with _refusals(run, code=1):
+        refuse_outdated_inputs(next(it for it in STAGES if it.name == name), folder, force)
     configure()
     with prefect_api():
         from prefect import tags

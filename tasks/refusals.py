@@ -63,8 +63,8 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
 def _leave() -> None:
     """End the process of a cancelled run, once Prefect has sent its logs and states.
 
-    Freeing all that was imported takes seconds, and on a busy machine so long that Prefect's runner kills the process and
-    calls it out of memory.
+    Freeing all that was imported takes seconds, on a busy machine so many that Prefect's runner kills the process and
+    suspects that it was out of memory.
     """
     sys.stdout.flush()
     os._exit(0)

@@ -220,7 +220,7 @@ def _run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]
     if now[stage.name].is_up_to_date and not force:
         get_run_logger().info("%s: up to date (lineage %s), skipped", stage.name, key[:12])
         return Completed(name="Skipped", message=f"{final.name} already has lineage key {key}")
-    _refuse_outdated_inputs(stage, run, now)
+    refuse_outdated_inputs(stage, run, force)
     get_run_logger().info("%s: %s", stage.name, now[stage.name].reason or "up to date, made again as asked")
     partial = stage.partial(run)
     made_from = {read.name: _made(read.read_receipt(run), stage.prompts(config)) for read in stage.reads}
@@ -269,9 +269,11 @@ def _made(receipt: Mapping[str, Any], prompts: Collection[str]) -> Any:
     return {name: made.get(name) for name in prompts} if isinstance(made, dict) else made
 
 
-def _refuse_outdated_inputs(stage: Stage, run: Path, now: Mapping[str, Condition]) -> None:
+def refuse_outdated_inputs(stage: Stage, run: Path, force: bool = False) -> None:
+    """StageError with the commands to run first if the stage is to work on what is not up to date."""
+    now = conditions(run)
     outdated = _outdated(stage, now)
-    if not outdated:
+    if not outdated or (now[stage.name].is_up_to_date and not force):
         return
     lines = [
         f"  grpo stage {read.name} --run {run.name}    # {now[read.name].state}: {now[read.name].reason}"

@@ -81,12 +81,12 @@ def describe(error: MlflowException) -> str:
     if 400 <= error.get_http_status_code() < 500:
         return f"MLflow at {tracking_uri()} refuses what it is asked: {error}"
     return (
-        f"MLflow at {tracking_uri()} does not answer ({_first_cause(error)}): start the server, then run the same "
+        f"MLflow at {tracking_uri()} does not answer ({first_cause(error)}): start the server, then run the same "
         "again; without MLFLOW_TRACKING_URI, runs are kept in a SQLite file under the storage root"
     )
 
 
-def _first_cause(error: BaseException) -> str:
+def first_cause(error: BaseException) -> str:
     """What the operating system said, else the error itself: MLflow's client wraps it in what its libraries say."""
     cause: BaseException | None = error
     while cause is not None:
