@@ -25,6 +25,7 @@ from tasks.stage import Interrupted
 
 P = ParamSpec("P")
 R = TypeVar("R")
+REPEATED = tuple(f"Finished in state {name}(" for name in ("Failed", "Cancelled", "Running"))  # Running: cancelled
 LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
 
 
@@ -71,8 +72,8 @@ def _leave() -> None:
 
 
 def _quieten(record: logging.LogRecord) -> bool:
-    """Demote what repeats an error that is said elsewhere."""
+    """Demote what repeats how a run ended, which is said elsewhere."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, GrpoError) or str(record.msg).startswith("Finished in state Failed("):
+    if isinstance(error, GrpoError) or str(record.msg).startswith(REPEATED):
         record.levelno, record.levelname = logging.DEBUG, logging.getLevelName(logging.DEBUG)
     return logging.getLogger(record.name).isEnabledFor(record.levelno)

@@ -32,6 +32,10 @@ REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_
 EARLIER_RUNS = 5
 SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the environment of what it starts
 
+# What these say of each try at a server that is down, of a new database and of a missing GPU, nobody can act on.
+for library in ("urllib3.connectionpool", "mlflow.store.db.utils", "mlflow.system_metrics.system_metrics_monitor"):
+    logging.getLogger(library).setLevel(logging.ERROR)
+
 
 def tracking_uri() -> str:
     """$MLFLOW_TRACKING_URI, else a SQLite file under the storage root. ValueError when it has a password in it, which
@@ -48,7 +52,6 @@ def tracking_uri() -> str:
 def connect() -> mlflow.MlflowClient:
     """A client of the tracking store, which is made when it is not there."""
     (storage_root() / "mlflow").mkdir(parents=True, exist_ok=True)
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # not each try at a server that is down
     mlflow.set_tracking_uri(tracking_uri())
     return mlflow.MlflowClient()
 

@@ -60,7 +60,6 @@ def test_data_that_breaks_its_contract_is_refused_once(server: Served, model_fol
     values["data"]["eval"] = str(write_sums(server.storage / "overlap.parquet", 30, 46))
     code, said = _refused(server, "run", _write(server, values))
     assert (code, said.count("the data breaks its contract")) == (1, 1), said
-    assert said.count("broken by 4 rows of eval") == 1
     assert len([line for line in said.splitlines() if " | ERROR " in line]) == 0
     assert "Traceback" in (server.storage / "runs" / "overlap" / "errors.log").read_text()
 
@@ -73,9 +72,7 @@ def test_a_tracking_server_that_is_gone_is_refused_once_with_what_to_do(server: 
     assert (code, said.count(sentence), said.count("Connection refused")) == (1, 1, 1), said
 
 
-def test_a_rollback_without_an_earlier_champion_is_refused_once(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollback_without_an_earlier_champion_is_refused_once(server: Served) -> None:
     uri = f"sqlite:///{server.storage / 'registry.db'}"
     MlflowClient(uri, uri).create_registered_model("sums")
     code, said = _refused(server, "rollback", "sums", MLFLOW_TRACKING_URI=uri)

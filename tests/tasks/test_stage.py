@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from flows.cli import app
 from grpo_core.config import dump_config, parse_config
 from tasks.stage import (
-    EVALUATE,
     ERRORS,
+    EVALUATE,
     MARKER,
     PLAN,
     REGISTER,
@@ -338,9 +338,9 @@ def test_an_interrupted_training_says_how_much_is_saved_and_status_does_until_it
         raise KeyboardInterrupt
 
     TRAIN.path(run).rename(run / "elsewhere")
-    with pytest.raises(Interrupted, match="^train was interrupted; run the same again to go on$"):
+    with pytest.raises(Interrupted, match=r"^train was interrupted; run the same again to go on$"):
         _do(TRAIN, run, work=at_once)
-    with pytest.raises(Interrupted, match="^train was interrupted, 3 of 4 updates saved; run the same again to go on$"):
+    with pytest.raises(Interrupted, match=r"^train was interrupted, 3 of 4 updates saved; run the same again"):
         _do(TRAIN, run, work=interrupted)
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["status", "test"]).output
     assert [line for line in shown.splitlines() if "train " in line and "3 of 4 updates saved" in line]
@@ -376,9 +376,7 @@ def test_storage_or_mlflow_that_fails_a_stage_is_a_sentence_and_its_traceback_is
     sentence = "^train: No space left on device: /here/model.safetensors; see to that, then run the same again$"
     with pytest.raises(StageError, match=sentence):
         _do(TRAIN, run, force=True, work=full)
-    with pytest.raises(
-        StageError, match=r"does not answer \(Connection refused\): start the server, then run the same"
-    ):
+    with pytest.raises(StageError, match=r"does not answer \(Connection refused\): start the server, then run"):
         _do(EVALUATE, run, force=True, work=untracked)
     with pytest.raises(KeyError):
         _do(EVALUATE, run, force=True, work=broken)
