@@ -1,6 +1,7 @@
 """The storage root and the run directory, the contract between stages.
 
-    STORAGE/runs/NAME/     config.toml, dataset/, plan.json, training/, evaluation/, registration.json, .lock
+    STORAGE/runs/NAME/     config.toml, dataset/, plan.json, training/, evaluation/, registration.json,
+                           errors.log, .lock
     STORAGE/mlflow/        mlflow.db, artifacts/      (unless MLFLOW_TRACKING_URI is set)
     STORAGE/models/        the lock of each registered model
     STORAGE/prefect/       Prefect's home             (unless PREFECT_HOME is set)
