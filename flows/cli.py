@@ -56,7 +56,7 @@ RegisteredModel = Annotated[str, typer.Argument(help="name of a registered model
 def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Run the pipeline here: validate, plan, train, evaluate, register. Finished stages are skipped."""
     resolved = _load(config, overrides)
-    with _refusals(resolved.name, code=2):
+    with _refusals(2, resolved.name):
         refuse_early(resolved)
     configure()
     start = time.monotonic()
@@ -67,7 +67,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
         from flows.form import changes_of
         from flows.pipeline import pipeline
 
-    with _refusals(resolved.name, code=1), tags(TAG):
+    with _refusals(1, resolved.name), tags(TAG):
         folder = pipeline(str(config), changes_of(config, overrides))
     _summary(folder, resolved.promotion.metric, time.monotonic() - start)
 
@@ -79,9 +79,9 @@ def stage(
     force: Annotated[bool, typer.Option("--force", help="though it is up to date; train: again from step 0")] = False,
 ) -> None:
     """Run one stage of an earlier run by its own configuration; refused when what it reads is missing or outdated."""
-    with _refusals(run, code=2):
+    with _refusals(2):
         folder = find_run(run)
-    with _refusals(run, code=1):
+    with _refusals(1):
         refuse_outdated_inputs(next(it for it in STAGES if it.name == name), folder, force)
     configure()
     with prefect_api():
@@ -89,7 +89,7 @@ def stage(
 
         from flows import stages
 
-    with _refusals(run, code=1), tags(TAG):
+    with _refusals(1, run), tags(TAG):
         getattr(stages, f"{name}_run")(run, force)
     show_status(folder)
 
@@ -111,7 +111,7 @@ def promote(
 
         from flows import promotion
 
-    with _refusals(model, code=2), tags(TAG):
+    with _refusals(2, model), tags(TAG):
         outcome = promotion.promote(model, version, force, read_overrides(overrides))
     text = f"{model} version {outcome.version}: {outcome.decision}: {outcome.reason}"
     if outcome.decision == "refused":
@@ -129,7 +129,7 @@ def rollback(model: RegisteredModel) -> None:
 
         from flows import promotion
 
-    with _refusals(model, code=2), tags(TAG):
+    with _refusals(2), tags(TAG):
         text = promotion.rollback(model)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -153,20 +153,18 @@ def _check_registered(model: str, version: str | None = None) -> None:
     """Before Prefect, which takes its time."""
     from tasks.champion import check
 
-    with _refusals(model, code=2):
+    with _refusals(2):
         check(model, version)
 
 
 @contextmanager
-def _refusals(name: str, code: int) -> Iterator[None]:
-    """End the command with one sentence and exit status `code` at a foreseen error of the body, with 130 if it was
-    interrupted."""
+def _refusals(code: int, name: str = "") -> Iterator[None]:
+    """End the command with one sentence, after the name of what it is about, at a foreseen error of the body. Exit
+    status: `code`, or 130 if the body was interrupted."""
     try:
         yield
-    except Interrupted as error:
-        _fail(f"{name}: {error}", code=130)
     except GrpoError as error:
-        _fail(f"{name}: {error}", code)
+        _fail(f"{name}: {error}" if name else str(error), 130 if isinstance(error, Interrupted) else code)
 
 
 def _fail(message: str, code: int) -> NoReturn:
