@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 
 from tests.conftest import config_values, write_sums
 from tests.e2e.test_kill import REWARD
-from tests.serving import Served, free_ports, grpo_serve, prefect_server
+from tests.serving import Served, free_ports, grpo_serve, hear_ctrl_c, prefect_server
 
 pytestmark = pytest.mark.e2e
 
@@ -85,10 +85,10 @@ def test_a_form_with_sizes_that_do_not_go_together_fails_before_any_stage(server
     with grpo_serve(server):
         run_id = server.trigger("pipeline/local", changes=values)
         state = server.wait(run_id)["state"]
+        said = server.messages_with(run_id, "every group must be whole")
     assert state["type"] == "FAILED"
     assert "any one of these works: " in state["message"]
     assert server.tasks(run_id, 0) == []
-    said = server.messages(run_id)
     assert said.count("every group must be whole") == 1, said
     assert "Traceback" not in said + (server.storage / "grpo-serve.log").read_text()
 
@@ -98,7 +98,7 @@ def test_ctrl_c_keeps_the_state_and_says_how_to_go_on(server: Served, model_fold
     command = [*CLI, "run", _write(server, values)]
     process = subprocess.Popen(
         command, env=server.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=hear_ctrl_c,
     )  # fmt: skip
     watchdog = threading.Timer(300, process.kill)
     watchdog.start()
