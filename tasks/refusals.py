@@ -10,7 +10,9 @@ import atexit
 import functools
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 
@@ -41,6 +43,9 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
     def told(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in LOGGERS:
             logging.getLogger(name).addFilter(_quieten)  # once, however often it is added
+        if threading.current_thread() is threading.main_thread():
+            # Again, before the handler of polars, which lets Ctrl-C get lost.
+            signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
         try:
             close_left_open()
             return work(*args, **kwargs)
@@ -50,8 +55,8 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
             if deployment.id:
                 get_run_logger().error("%s", error)
             raise
-        except (KeyboardInterrupt, TerminationSignal) as signal:
-            interrupted = Interrupted("interrupted; run the same again to go on", signal)
+        except (KeyboardInterrupt, TerminationSignal) as error:
+            interrupted = Interrupted("interrupted; run the same again to go on", error)
         if deployment.id:
             get_run_logger().info("%s", interrupted)
             atexit.register(_leave)
