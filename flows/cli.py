@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -22,21 +22,21 @@ from rich.text import Text
 
 from flows import rewards
 from flows.compare import compare
+from flows.early import refuse_early
 from flows.environment import TAG, configure
 from flows.planning import plan
 from flows.project import init
-from flows.running import ServerError, find_up
+from flows.running import find_up
 from flows.server import find_api, prefect_api
 from flows.serving import serve, worker
 from flows.status import show_status, status
 from flows.terminal import say
 from flows.up import up
 from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config, read_overrides
+from grpo_core.errors import GrpoError
 from grpo_core.evaluation_sections import RegistryConfig
-from grpo_core.plan import PlanError
-from grpo_core.rewards.contract import RewardError
-from tasks.stage import EVALUATE, REGISTER, TRAIN, StageError
-from tasks.storage import RunInUseError, UnknownRunError, find_run, storage_root
+from tasks.stage import EVALUATE, REGISTER, STAGES, TRAIN, Interrupted, refuse_outdated_inputs
+from tasks.storage import find_run, storage_root
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(init)
@@ -69,6 +69,8 @@ def grpo(version: Annotated[bool, typer.Option("--version", help="print the vers
 def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Run the pipeline here: validate, plan, train, evaluate, register. Finished stages are skipped."""
     resolved = _load(config, overrides)
+    with _refusals(2, resolved.name):
+        refuse_early(resolved)
     configure()
     start = time.monotonic()
     with _prefect() as url:
@@ -79,11 +81,8 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
         from flows.form import changes_of
         from flows.pipeline import pipeline
 
-    try:
-        with tags(TAG):
-            folder = pipeline(str(config), changes_of(config, overrides))
-    except (StageError, PlanError, RewardError, RunInUseError) as error:
-        _fail(f"{resolved.name}: {error}", code=1)
+    with _refusals(1, resolved.name), tags(TAG):
+        folder = pipeline(str(config), changes_of(config, overrides))
     _summary(folder, resolved, time.monotonic() - start)
 
 
@@ -94,21 +93,18 @@ def stage(
     force: Annotated[bool, typer.Option("--force", help="though it is up to date; train: again from step 0")] = False,
 ) -> None:
     """Run one stage of an earlier run by its own configuration; refused when what it reads is missing or outdated."""
-    try:
+    with _refusals(2):
         folder = find_run(run)
-    except UnknownRunError as error:
-        _fail(str(error), code=2)
+    with _refusals(1):
+        refuse_outdated_inputs(next(it for it in STAGES if it.name == name), folder, force)
     configure()
     with _prefect():
         from prefect import tags
 
         from flows import stages
 
-    try:
-        with tags(TAG):
-            getattr(stages, f"{name}_run")(run, force)
-    except (ConfigError, StageError, PlanError, RewardError, RunInUseError) as error:
-        _fail(f"{run}: {error}", code=1)
+    with _refusals(1, run), tags(TAG):
+        getattr(stages, f"{name}_run")(run, force)
     show_status(folder)
 
 
@@ -129,8 +125,9 @@ def promote(
     version = version or registered or RegistryConfig().alias
     _check_registered(model, version)
     from tasks import champion
+    from tasks.tracking import answering
 
-    try:
+    with _refusals(2, model):
         changes = read_overrides(overrides)
         if _has_server():
             from prefect import tags
@@ -140,9 +137,8 @@ def promote(
             with tags(TAG):
                 outcome = promotion.promote(model, version, force, changes)
         else:
-            outcome = champion.promote(model, version, force, changes)
-    except (ConfigError, champion.PromotionError) as error:
-        _fail(f"{model}: {error}", code=2)
+            with answering():
+                outcome = champion.promote(model, version, force, changes)
     text = f"{model} version {outcome.version}: {outcome.decision}: {outcome.reason}"
     if outcome.decision == "refused":
         _fail(text, code=1)
@@ -155,8 +151,9 @@ def rollback(model: RegisteredModel) -> None:
     configure()
     model, _ = _find_model(model)
     from tasks import champion
+    from tasks.tracking import answering
 
-    try:
+    with _refusals(2):
         if _has_server():
             from prefect import tags
 
@@ -165,9 +162,8 @@ def rollback(model: RegisteredModel) -> None:
             with tags(TAG):
                 text = promotion.rollback(model)
         else:
-            text = champion.describe_rollback(model, *champion.rollback(model))
-    except champion.PromotionError as error:
-        _fail(str(error), code=2)
+            with answering():
+                text = champion.describe_rollback(model, *champion.rollback(model))
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -203,21 +199,19 @@ def _find_model(name: str) -> tuple[str, str | None]:
 def _prefect() -> Iterator[str]:
     """The URL of Prefect's API, as `prefect_api` gives it. After the body, the server has the limit of one training at
     a time. Ends the command if there is no server to work with."""
-    try:
+    with _refusals(2):
         with prefect_api() as url:
             yield url
         from flows.set_up import ensure_training_limit, password_asked_for
 
         with password_asked_for():
             ensure_training_limit()
-    except ServerError as error:
-        _fail(str(error), code=2)
 
 
 def _has_server() -> bool:
     """Whether a Prefect server runs for this storage, which then records what is done as a flow run and tells its
     automations; the log of that goes there alone."""
-    try:
+    with _refusals(2):
         if (api := find_api()) is None:
             return False
         os.environ["PREFECT_API_URL"] = api
@@ -225,22 +219,28 @@ def _has_server() -> bool:
         from flows.set_up import check_access
 
         check_access()
-    except ServerError as error:
-        _fail(str(error), code=2)
     return True
 
 
 def _check_registered(model: str, version: str) -> None:
-    """Before Prefect, which logs a flow run that fails with all its tracebacks."""
-    from tasks.champion import PromotionError, check
+    """Before Prefect, which takes its time."""
+    from tasks.champion import check
 
-    try:
+    with _refusals(2):
         check(model, version)
-    except PromotionError as error:
-        _fail(str(error), code=2)
 
 
-def _fail(message: str, code: int) -> None:
+@contextmanager
+def _refusals(code: int, name: str = "") -> Iterator[None]:
+    """End the command with one sentence, after the name of what it is about, at a foreseen error of the body. Exit
+    status: `code`, or 130 if the body was interrupted."""
+    try:
+        yield
+    except GrpoError as error:
+        _fail(f"{name}: {error}" if name else str(error), 130 if isinstance(error, Interrupted) else code)
+
+
+def _fail(message: str, code: int) -> NoReturn:
     Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(code)
 

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import psutil
 
+from grpo_core.errors import GrpoError
 from tasks.storage import storage_root
 
 
-class ServerError(RuntimeError):
+class ServerError(GrpoError):
     """No server to work with, or one that must not be used; the message says which and what to do."""
 
 

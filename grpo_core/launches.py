@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from grpo_core.errors import GrpoError
 from grpo_core.shell import Command, ShellError, commands
 
 SERVERS = ("swift rollout", "swift deploy", "trl vllm-serve", "vllm serve")
@@ -37,7 +38,7 @@ TRL_CONFIGS = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "zero1", "zero2", 
 Arguments = dict[str, Any]
 
 
-class RecipeError(ValueError):
+class RecipeError(GrpoError):
     """A recipe that cannot be read, or that does not say what a plan needs."""
 
 

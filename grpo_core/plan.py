@@ -17,10 +17,11 @@ from typing import Any
 
 from grpo_core.config import RunConfig
 from grpo_core.doctor import Fix, fixes
+from grpo_core.errors import GrpoError
 from grpo_core.rules import LEGACY, PlanInputs, problems, total_updates, updates_per_epoch
 
 
-class PlanError(ValueError):
+class PlanError(GrpoError):
     """An invalid combination. `problems`: which value breaks which rule; `fixes`: the nearest valid ones."""
 
     def __init__(self, inputs: Any, problems: list[str], fixes: list[Fix]):

@@ -8,6 +8,7 @@ from pathlib import Path
 import polars as pl
 
 from grpo_core.config import RunConfig
+from grpo_core.errors import GrpoError
 from tasks.text_sources import Fault, find_fault, scan_text
 
 PASS_RATE = "pass_rate"
@@ -21,7 +22,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 FILE_NAME = re.compile(r"\.(parquet|jsonl?|ndjson|csv|tsv|txt|arrow|xlsx?|gz|bz2|xz|zst|zip)$", re.IGNORECASE)
 
 
-class SourceError(ValueError):
+class SourceError(GrpoError):
     """Prompts that cannot be read; the message names the configuration key, the source and what is wrong with it."""
 
 
@@ -69,6 +70,12 @@ def list_pass_rates(key: str, source: str, split: str) -> list[float]:
     if kind is None or not (kind.is_numeric() or kind == pl.String):
         return []
     return frame.select(pl.col(PASS_RATE).cast(pl.Float64, strict=False).drop_nulls()).collect()[PASS_RATE].to_list()
+
+
+def needs_loading(source: str) -> bool:
+    """Whether its prompts can only be counted by loading them with datasets."""
+    path = Path(source)
+    return path.is_dir() or (not path.is_file() and _may_be_on_the_hub(source))
 
 
 def without_unstorable(frame: pl.DataFrame) -> pl.DataFrame:

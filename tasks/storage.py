@@ -1,7 +1,7 @@
 """The storage root and the run directory, the contract between stages.
 
     STORAGE/runs/NAME/     config.toml, rewards/ (copies of its own rewards' modules), dataset/, plan.json, training/,
-                           evaluation/, registration.json, .lock
+                           evaluation/, registration.json, errors.log, .lock
     STORAGE/mlflow/        mlflow.db, artifacts/      (unless MLFLOW_TRACKING_URI is set)
     STORAGE/models/        the lock of each registered model
     STORAGE/prefect/       Prefect's home             (unless PREFECT_HOME is set)
@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 
 from grpo_core.config import RunConfig, dump_config
+from grpo_core.errors import GrpoError
 from grpo_core.files import publish
 from grpo_core.rewards.contract import files_of
 from grpo_core.rewards.modules import KEPT, place_of
@@ -43,11 +44,11 @@ NAMES_SHOWN = 5
 _locks: set[int] = set()
 
 
-class RunInUseError(RuntimeError):
+class RunInUseError(GrpoError):
     """A run that another process writes into; the message says which process, since when and what to do."""
 
 
-class UnknownRunError(LookupError):
+class UnknownRunError(GrpoError):
     """A run that is not under the storage root; the message says where it was looked for and which are there."""
 
 
