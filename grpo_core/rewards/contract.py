@@ -25,6 +25,7 @@ from typing import Any
 
 from grpo_core.rewards.basics import Range, RewardError, RewardFunction
 from grpo_core.rewards.builtin import BUILTIN
+from grpo_core.rewards.isolated import RewardProcess, kind_of
 from grpo_core.sections import RewardConfig
 
 ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -35,7 +36,7 @@ class Reward:
     """A resolved reward function.
 
     `columns`: what it needs of the data, with the type of a value; `accepts`: what it may be given; `range`: the lowest
-    and highest value it may give.
+    and highest value it may give; `process`: where it runs if it is isolated.
     """
 
     name: str
@@ -45,10 +46,34 @@ class Reward:
     range: Range | None
     columns: Mapping[str, Any]
     accepts: frozenset[str] | None  # None: takes **kwargs
+    is_async: bool  # a call gives a coroutine for certain
+    process: RewardProcess | None = None
 
 
 def resolve(config: RewardConfig) -> Reward:
-    """Find the function and read its signature; RewardError when it is missing or cannot be called as configured."""
+    """Find the function and read its signature; RewardError when it is missing or cannot be called as configured.
+
+    An isolated one is imported by its own process only.
+    """
+    if not config.isolated:
+        return resolve_here(config)
+    process = RewardProcess(config)
+    found = process.description
+    return Reward(
+        name=config.name,
+        function=process.call,
+        args=config.args,
+        timeout=config.timeout,
+        range=range_of(config),
+        columns={column: kind_of(names) for column, names in found["columns"].items()},
+        accepts=None if found["accepts"] is None else frozenset(found["accepts"]),
+        is_async=found["is_async"],
+        process=process,
+    )
+
+
+def resolve_here(config: RewardConfig) -> Reward:
+    """`resolve` by importing the function into this process."""
     function = find(config.function)
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -69,6 +94,7 @@ def resolve(config: RewardConfig) -> Reward:
         range=range_of(config),
         columns=columns,
         accepts=None if takes_any else frozenset(accepts),
+        is_async=_is_async(function),
     )
 
 
@@ -81,12 +107,18 @@ def range_of(config: RewardConfig) -> Range | None:
 def source_of(config: RewardConfig) -> bytes:
     """Bytes that change when the reward does: the files of the module that names it and of the function itself; of a
     built-in one this package's, since some take their work to other modules and processes."""
+    files = RewardProcess(config).description["files"] if config.isolated else files_of(config)
+    return b"".join(Path(file).read_bytes() for file in files)
+
+
+def files_of(config: RewardConfig) -> list[str]:
+    """What `source_of` reads, of a reward that is imported here."""
     function = find(config.function)
     module, separator, _ = config.function.partition(":")
     if not separator:
-        return b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+        return sorted(map(str, Path(__file__).parent.glob("*.py")))
     files = {sys.modules[module].__file__, inspect.getsourcefile(code_of(function)) if _is_python(function) else None}
-    return b"".join(Path(file).read_bytes() for file in sorted(filter(None, files)))
+    return sorted(filter(None, files))
 
 
 def code_of(function: Any) -> Any:
@@ -95,6 +127,13 @@ def code_of(function: Any) -> Any:
     if isinstance(function, functools.partial):
         return code_of(function.func)
     return function if inspect.isroutine(function) else code_of(type(function).__call__)
+
+
+def _is_async(function: Any) -> bool:
+    """Whether a call gives a coroutine for certain: what a decorator wraps (`__wrapped__`) says nothing about that."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _is_python(function: Any) -> bool:
