@@ -195,9 +195,9 @@ def _rehearse(context: Context) -> dict[str, Any]:
         run_process(["-m", "grpo_core.rewards.rehearsal", *map(str, paths)], on_line, limit=limit)
     except TimeLimitError as error:
         raise StageError(
-            f"the rehearsal of the rewards had not ended after {limit:g} s and was killed while {last or 'loading'}: it "
-            "ignores its time limit; mend it (does it catch every exception, or wait in compiled code?), or give it "
-            f"isolated = true, which names the completion.\n{error}"
+            f"the rehearsal was ended after {limit:g} s, {last or 'loading'}, which ignores its own time limit: let it "
+            "neither catch every exception nor wait in compiled code, or set isolated = true, under which it is killed "
+            f"in time.\n{error}"
         ) from error
     report = json.loads(output.read_text())
     output.unlink()

@@ -19,7 +19,7 @@ import sys
 import types
 import typing
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class RewardProcess:
         self.config = config
         self.under_way = 0  # calls
         self._running: tuple[subprocess.Popen[bytes], socket.socket] | None = None
-        self._end = weakref.finalize(self, lambda: None)
+        self._end: Callable[[], object] = lambda: None
 
     @property
     def description(self) -> dict[str, Any]:

@@ -45,8 +45,7 @@ def main() -> None:
         control.close()
         guard(child)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     serve(control)
 
 
