@@ -64,8 +64,13 @@ class RewardProcess:
 
     def start(self) -> None:
         """Start the process unless it runs. RewardError when the function cannot be imported or used."""
-        if self._running and self._running[0].poll() is None:
-            return
+        if self._running:
+            if self._running[0].poll() is None:
+                return
+            died = self._died(self._running[0])
+            print(
+                f"reward {self.config.name!r}: its process {died} between two calls, and is started again", flush=True
+            )
         self.end()
         control, theirs = socket.socketpair()
         with theirs:

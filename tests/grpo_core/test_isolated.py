@@ -246,6 +246,18 @@ def test_of_calls_under_way_together_the_one_that_ended_the_process_is_named(
         score_arriving([reward], ([place] for place in range(3)), batch_of)
 
 
+def test_a_process_that_ends_between_two_calls_is_started_again_and_said(
+    declared: Callable[..., RewardConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = psutil.Process().children()
+    reward = resolve(declared("an_object"))
+    (guard,) = {*psutil.Process().children()} - {*others}
+    guard.children()[0].kill()
+    assert _gone([guard.pid])
+    assert score([reward], HARMLESS) == [[1.0]]
+    assert "reward 'an_object': its process was ended by SIGKILL between two calls" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["with_a_bonus", "an_object", "hands_on", "takes_any"])
 def test_objects_partials_and_coroutines_give_what_they_give_in_the_training(
     declared: Callable[..., RewardConfig], name: str
