@@ -28,7 +28,7 @@ ROWS = 8
 FIRST_SECONDS = 60.0  # for one reward on one completion, with all that it imports or loads for that
 SECONDS = 20.0  # and then on 3·ROWS completions
 ASKS_A_MODEL = ("classifier", "judge")  # and has its whole timeout for that
-LOADING_SECONDS = 120.0  # for the rehearsal's own libraries and tokenizer
+LOADING_SECONDS = 600.0  # for libraries, tokenizer and what the rewards' modules do when they are imported
 TRYING = "trying the reward "  # begins a line that names the one whose turn it is
 # Unbalanced brackets, a number beyond any float, a format directive, a lost character: what breaks a careless parser.
 GARBAGE = "]}) \\frac{1 <answer> 1e999 %s ,,\n-\ufffd </think> NaN '\""

@@ -161,4 +161,4 @@ def test_the_longest_rehearsal_allows_each_reward_its_time_limits(tmp_path: Path
     ]
     config = parse_config({**config_values(tmp_path, tmp_path), "rewards": rewards})
     calls = 2 * (5 + 1 + 5 + 1) + 2 * (500 + 1 + 500 + 1) + 2 * (60 + 1 + 20 + 1)
-    assert longest(config) == 120 + calls + 3 * 300
+    assert longest(config) == 600 + calls + 3 * 300
