@@ -107,12 +107,16 @@ def range_of(config: RewardConfig) -> Range | None:
 def source_of(config: RewardConfig) -> bytes:
     """Bytes that change when the reward does: the files of the module that names it and of the function itself; of a
     built-in one this package's, since some take their work to other modules and processes."""
-    files = RewardProcess(config).description["files"] if config.isolated else files_of(config)
-    return b"".join(Path(file).read_bytes() for file in files)
+    return b"".join(Path(file).read_bytes() for file in files_of(config))
 
 
 def files_of(config: RewardConfig) -> list[str]:
-    """What `source_of` reads, of a reward that is imported here."""
+    """What `source_of` reads. An isolated reward is imported by its own process only."""
+    return RewardProcess(config).description["files"] if config.isolated else files_here(config)
+
+
+def files_here(config: RewardConfig) -> list[str]:
+    """`files_of` by importing the function into this process."""
     function = find(config.function)
     module, separator, _ = config.function.partition(":")
     if not separator:

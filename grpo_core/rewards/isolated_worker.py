@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import Any
 
 from grpo_core.descendants import adopt_orphans, kill_descendants
-from grpo_core.rewards.contract import Reward, RewardError, files_of, resolve_here
+from grpo_core.rewards.contract import Reward, RewardError, files_here, resolve_here
 from grpo_core.rewards.draws import draws_state, set_draws_state
 from grpo_core.rewards.isolated import kind_names
 from grpo_core.rewards.scoring import FAILURES, Batch, checked, plain_answer
@@ -132,7 +132,7 @@ def describe(config: RewardConfig, reward: Reward) -> dict[str, Any]:
         "columns": {column: kind_names(kind) for column, kind in reward.columns.items()},
         "accepts": None if reward.accepts is None else sorted(reward.accepts),
         "is_async": reward.is_async,
-        "files": files_of(config),
+        "files": files_here(config),
     }
 
 
