@@ -125,7 +125,7 @@ class RunConfig(Section):
         """
         others: Any = {
             "health": True,
-            "rewards": {"__all__": {"timeout", "range"}},
+            "rewards": {"__all__": {"timeout", "range", "isolated", "memory_gib"}},
             "rollout": {"max_sync_drift", "gpu_memory_utilization", "cpu_kv_cache_gib", *SERVERS},
             "data": {"answer_column"},
             "train": {"save_steps", "save_total_limit", "gradient_checkpointing"},

@@ -125,6 +125,11 @@ class RewardConfig(Section):
     range: Bounds | None = None
     """Lowest and highest value that the function may give; another one stops the run. Default: any, and for a built-in
     reward the range it documents."""
+    isolated: bool = False
+    """Run the function in a process of its own, which it may end, block or fill up without harm to the training:
+    recommended for code that you did not write. The rewards are the same."""
+    memory_gib: float = Field(8.0, gt=0)
+    """Memory that an isolated reward's process may take, in GiB (its own, not what it shares)."""
 
     @field_validator("function")
     @classmethod
@@ -170,6 +175,11 @@ class RewardConfig(Section):
             raise ValueError(f"gate={self.gate!r} is the reward itself; name another one, or clip its values")
         if self.gate is None and self.gate_threshold != 1:
             raise ValueError(f"gate_threshold={self.gate_threshold:g} without a gate; name the reward in gate")
+        if not self.isolated and self.memory_gib != 8:
+            raise ValueError(
+                f"memory_gib={self.memory_gib:g} limits nothing without a process of the reward's own; set "
+                "isolated = true"
+            )
         return self
 
 

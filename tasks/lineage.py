@@ -29,7 +29,7 @@ def lineage_keys(config: RunConfig) -> dict[str, str]:
         config.model.revision,
         config.rollout.max_completion_length,
     )
-    limits = [(reward.timeout, reward.range) for reward in config.rewards]
+    limits = [(reward.timeout, reward.range, reward.isolated, reward.memory_gib) for reward in config.rewards]
     sets = [(each.name, each.split, content_hash(each.data)) for each in config.evaluation.sets]
     part["evaluation"]["sets"] = sets
     validate = key_of(data, limits, config.data.answer_column, config.evaluation_length, sets)

@@ -6,6 +6,7 @@ import collections
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -16,13 +17,19 @@ TAIL_LINES = 25
 GRACE_SECONDS = 20.0
 
 
+class TimeLimitError(StageError):
+    """A process that did not end in time."""
+
+
 def run_process(
     command: Sequence[str],
     on_line: Callable[[str], None],
     env: Mapping[str, str] | None = None,
     grace: float = GRACE_SECONDS,
+    limit: float = threading.TIMEOUT_MAX,
 ) -> None:
-    """Run `python COMMAND…` to its end; StageError with its last lines when it fails.
+    """Run `python COMMAND…` to its end; StageError with its last lines when it fails, TimeLimitError when it has not
+    ended after `limit` seconds.
 
     Whatever ends the caller (an exception, also in `on_line`; a signal; SIGKILL) ends the process and all it started:
     SIGTERM, then SIGKILL to what is left after `grace` seconds. An exception goes on when all of them are gone.
@@ -40,6 +47,10 @@ def run_process(
         env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
     ) as process:
         assert process.stdout is not None
+        late = threading.Event()
+        timer = threading.Timer(limit, lambda: (late.set(), process.terminate()))
+        timer.daemon = True
+        timer.start()
         try:
             for line in process.stdout:
                 tail.append(line.rstrip())
@@ -51,5 +62,11 @@ def run_process(
                 with suppress(Exception):
                     on_line(line.rstrip())
             raise
+        finally:
+            timer.cancel()
+    if code and late.is_set():
+        raise TimeLimitError(
+            f"{' '.join(command)} had not ended after {limit:g} s; its last lines:\n" + "\n".join(tail)
+        )
     if code:
         raise StageError(f"{' '.join(command)} ended with status {code}; its last lines:\n" + "\n".join(tail))

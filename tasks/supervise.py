@@ -12,7 +12,6 @@ when the other dies.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import stat
@@ -22,9 +21,7 @@ from contextlib import suppress
 
 import psutil
 
-PR_SET_CHILD_SUBREAPER = 36
-POLL_SECONDS = 0.02
-KILL_SECONDS = 10.0  # within which a process dies of SIGKILL, unless it sleeps uninterruptibly
+from grpo_core.descendants import POLL_SECONDS, adopt_orphans, kill_descendants, running_descendants
 
 
 async def supervise(command: list[str], grace: float, from_guard: int) -> int:
@@ -51,7 +48,7 @@ async def supervise(command: list[str], grace: float, from_guard: int) -> int:
                 os.killpg(child.pid, signal.SIGTERM)
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace):
-                    while not exited.done() or _running_descendants():
+                    while not exited.done() or running_descendants():
                         await asyncio.sleep(POLL_SECONDS)
     finally:
         left = kill_descendants()
@@ -72,51 +69,20 @@ def guard(supervisor: int, grace: float) -> int:
     if code >= 0:
         return code
     deadline = time.monotonic() + grace
-    for process in _running_descendants():
+    for process in running_descendants():
         with suppress(psutil.NoSuchProcess):
             process.terminate()
-    while _running_descendants() and time.monotonic() < deadline:
+    while running_descendants() and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     kill_descendants()
     return 128 - code
-
-
-def kill_descendants() -> list[int]:
-    """SIGKILL until none is left; a process killed here may still be starting another. Returns the ids of those that do
-    not die, named on standard error.
-
-    Zombies count as gone and are not waited for: whatever started the command waits for it and wants its status.
-    """
-    deadline = time.monotonic() + KILL_SECONDS
-    while left := _running_descendants():
-        if time.monotonic() > deadline:
-            ids = [process.pid for process in left]
-            names = ", ".join(map(str, ids))
-            print(f"left behind, since SIGKILL does not end them (a driver that hangs?): {names}", file=sys.stderr)
-            return ids
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        time.sleep(POLL_SECONDS)
-    return []
-
-
-def _running_descendants() -> list[psutil.Process]:
-    return [process for process in psutil.Process().children(recursive=True) if _runs(process)]
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def main() -> None:
     grace, command = float(sys.argv[1]), sys.argv[2:]
     from_guard, to_supervisor = os.pipe()
     supervisor = os.fork()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited by fork: both call it
+    adopt_orphans()  # not inherited by fork: both call it
     if supervisor:
         sys.exit(guard(supervisor, grace))
     os.close(to_supervisor)

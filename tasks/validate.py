@@ -16,6 +16,7 @@ from prefect.client.schemas.objects import State
 
 from grpo_core.config import RunConfig
 from grpo_core.outcomes import bounds_of
+from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum
 from grpo_core.rewards.contract import RewardError, resolve
 from grpo_core.sections import DataChecks
@@ -23,7 +24,7 @@ from tasks.contract import check, needed_columns
 from tasks.data_report import FINDINGS, count_findings, length_figures, markdown, write_report
 from tasks.gate import LEAST_PROMPTS
 from tasks.lengths import ModelError, load_tokenizer_and_context, sample_lengths
-from tasks.process import run_process
+from tasks.process import TimeLimitError, run_process
 from tasks.sources import SourceError, load_sources, without_unstorable
 from tasks.stage import VALIDATE, Context, StageError, run_stage
 from tasks.storage import remove
@@ -205,7 +206,22 @@ def _rehearse(context: Context) -> dict[str, Any]:
     """The rewards on a few rows, in a process of their own: they are other people's code."""
     output = context.partial / "rehearsal.json"
     paths = (context.run / "config.toml", context.partial / "train.parquet", output)
-    run_process(["-m", "grpo_core.rewards.rehearsal", *map(str, paths)], get_run_logger().info)
+    log, last = get_run_logger(), ""
+
+    def on_line(line: str) -> None:
+        nonlocal last
+        last = line if line.startswith(rehearsal.TRYING) else last
+        log.info(line)
+
+    limit = rehearsal.longest(context.config)
+    try:
+        run_process(["-m", "grpo_core.rewards.rehearsal", *map(str, paths)], on_line, limit=limit)
+    except TimeLimitError as error:
+        raise StageError(
+            f"the rehearsal was ended after {limit:g} s, {last or 'loading'}, which ignores its own time limit: let it "
+            "neither catch every exception nor wait in compiled code, or set isolated = true, under which it is killed "
+            f"in time.\n{error}"
+        ) from error
     report = json.loads(output.read_text())
     output.unlink()
     return report

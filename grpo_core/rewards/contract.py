@@ -25,6 +25,7 @@ from typing import Any
 
 from grpo_core.rewards.basics import Range, RewardError, RewardFunction
 from grpo_core.rewards.builtin import BUILTIN
+from grpo_core.rewards.isolated import RewardProcess, kind_of
 from grpo_core.rewards.modules import check_source, missing, not_defined, searched
 from grpo_core.sections import RewardConfig
 
@@ -36,7 +37,7 @@ class Reward:
     """A resolved reward function.
 
     `columns`: what it needs of the data, with the type of a value; `accepts`: what it may be given; `range`: the lowest
-    and highest value it may give.
+    and highest value it may give; `process`: where it runs if it is isolated.
     """
 
     name: str
@@ -46,10 +47,34 @@ class Reward:
     range: Range | None
     columns: Mapping[str, Any]
     accepts: frozenset[str] | None  # None: takes **kwargs
+    is_async: bool  # a call gives a coroutine for certain
+    process: RewardProcess | None = None
 
 
 def resolve(config: RewardConfig) -> Reward:
-    """Find the function and read its signature; RewardError when it is missing or cannot be called as configured."""
+    """Find the function and read its signature; RewardError when it is missing or cannot be called as configured.
+
+    An isolated one is imported by its own process only.
+    """
+    if not config.isolated:
+        return resolve_here(config)
+    process = RewardProcess(config)
+    found = process.description
+    return Reward(
+        name=config.name,
+        function=process.call,
+        args=config.args,
+        timeout=config.timeout,
+        range=range_of(config),
+        columns={column: kind_of(names) for column, names in found["columns"].items()},
+        accepts=None if found["accepts"] is None else frozenset(found["accepts"]),
+        is_async=found["is_async"],
+        process=process,
+    )
+
+
+def resolve_here(config: RewardConfig) -> Reward:
+    """`resolve` by importing the function into this process."""
     function = find(config.function)
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -70,6 +95,7 @@ def resolve(config: RewardConfig) -> Reward:
         range=range_of(config),
         columns=columns,
         accepts=None if takes_any else frozenset(accepts),
+        is_async=_is_async(function),
     )
 
 
@@ -86,7 +112,12 @@ def source_of(config: RewardConfig) -> bytes:
 
 
 def files_of(config: RewardConfig) -> list[str]:
-    """What `source_of` reads."""
+    """What `source_of` reads. An isolated reward is imported by its own process only."""
+    return RewardProcess(config).description["files"] if config.isolated else files_here(config)
+
+
+def files_here(config: RewardConfig) -> list[str]:
+    """`files_of` by importing the function into this process."""
     function = find(config.function)
     module, separator, _ = config.function.partition(":")
     if not separator:
@@ -117,6 +148,13 @@ def code_of(function: Any) -> Any:
     if isinstance(function, functools.partial):
         return code_of(function.func)
     return function if inspect.isroutine(function) else code_of(type(function).__call__)
+
+
+def _is_async(function: Any) -> bool:
+    """Whether a call gives a coroutine for certain: what a decorator wraps (`__wrapped__`) says nothing about that."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _is_python(function: Any) -> bool:

@@ -19,16 +19,17 @@ from typing import Any
 from grpo_core.config import RunConfig, load_config
 from grpo_core.environment import quiet_libraries
 from grpo_core.plan import plan_inputs
-from grpo_core.rewards.classifier import classifier
 from grpo_core.rewards.contract import Reward, RewardError, resolve
-from grpo_core.rewards.judge import judge
-from grpo_core.rewards.scoring import Batch, score
+from grpo_core.rewards.isolated import START_SECONDS
+from grpo_core.rewards.scoring import GRACE, Batch, score
 from grpo_core.sections import RewardConfig
 
 ROWS = 8
 FIRST_SECONDS = 60.0  # for one reward on one completion, with all that it imports or loads for that
 SECONDS = 20.0  # and then on 3·ROWS completions
-ASKS_A_MODEL = (classifier, judge)  # and has its whole timeout for that
+ASKS_A_MODEL = ("classifier", "judge")  # and has its whole timeout for that
+LOADING_SECONDS = 600.0  # for libraries, tokenizer and what the rewards' modules do when they are imported
+TRYING = "trying the reward "  # begins a line that names the one whose turn it is
 SHOWN = 120  # characters of a value in a warning
 # Unbalanced brackets, a number beyond any float, a format directive, a lost character: what breaks a careless parser.
 GARBAGE = "]}) \\frac{1 <answer> 1e999 %s ,,\n-\ufffd </think> NaN '\""
@@ -81,11 +82,13 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
         for reward in config.rewards
         if reward.function == "judge" and reward.weight < 0
     ]
-    for reward in resolved:
+    for declared, reward in zip(config.rewards, resolved, strict=True):
+        print(f"{TRYING}{reward.name!r}", flush=True)
         try:
-            score([_within(FIRST_SECONDS, reward)], whole.only(0))  # what is loaded once is not its pace
+            first, then = (replace(reward, timeout=seconds) for seconds in _limits(declared))
+            score([first], whole.only(0))  # what is loaded once is not its pace
             start = time.perf_counter()
-            (values,) = score([_within(SECONDS, reward)], whole)
+            (values,) = score([then], whole)
         except RewardError as error:
             errors.append(str(error))
             continue
@@ -117,9 +120,19 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
     return {"rows": len(rows), "rewards": rewards, "zero_or_one": zero_or_one, "warnings": warnings}
 
 
-def _within(seconds: float, reward: Reward) -> Reward:
-    limit = reward.timeout if reward.function in ASKS_A_MODEL else min(reward.timeout, seconds)
-    return replace(reward, timeout=limit)
+def longest(config: RunConfig) -> float:
+    """Seconds after which the rehearsal must have ended, whatever the rewards do that keep to their time limits: each
+    call may take its time, and once more in the search for the completion that is to blame."""
+    calls = sum(2 * (seconds + GRACE) for reward in config.rewards for seconds in _limits(reward))
+    starts = sum(3 * START_SECONDS for reward in config.rewards if reward.isolated)
+    return LOADING_SECONDS + calls + starts
+
+
+def _limits(reward: RewardConfig) -> tuple[float, float]:
+    """Seconds for the first call, and for the one after it."""
+    if reward.function in ASKS_A_MODEL:
+        return reward.timeout, reward.timeout
+    return min(reward.timeout, FIRST_SECONDS), min(reward.timeout, SECONDS)
 
 
 def _gates(

@@ -1,12 +1,12 @@
 """Run the reward functions: each within its time, the asynchronous ones at once, a failure named exactly.
 
-Asynchronous ones do not wait for the last completion: they are under way while the rest is still being sampled.
+Asynchronous ones do not wait for the last completion: they are under way while the rest is still being sampled. An
+isolated one runs in a process of its own, which is ended with all that it has started when the time is up.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import math
 import signal
@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from grpo_core.rewards.contract import Reward, RewardError
+from grpo_core.rewards.isolated import ProcessDiedError
 
 SHOWN = 200  # characters of a prompt or completion in a message
 GRACE = 1.0  # seconds after which a coroutine that blocks or cleans up for long is ended like any function
@@ -48,6 +49,15 @@ class Batch:
 
     def only(self, i: int) -> Batch:
         return Batch([self.rows[i]], [self.completions[i]], [self.completion_ids[i]])
+
+    def read_by(self, reward: Reward) -> Batch:
+        """What the reward, and a message about it, can say of the batch: all that has to be sent to its process."""
+        if reward.accepts is None:
+            return self
+        columns = {"prompt", *reward.accepts}
+        rows = [{key: value for key, value in row.items() if key in columns} for row in self.rows]
+        ids = self.completion_ids if "completion_ids" in columns else [[] for _ in rows]
+        return Batch(rows, self.completions, ids)
 
     def arguments(self, reward: Reward) -> dict[str, Any]:
         available = {
@@ -83,6 +93,7 @@ def score_arriving(
     function raises, returns something else than a finite number in its range or None for each completion, or does not
     come back within its timeout; nothing more is then asked of `arriving`.
     """
+    asynchronous = [reward for reward in rewards if reward.is_async]
     items: list[Item] = []
     parts: list[tuple[Batch, dict[str, Any]]] = []  # with the values that asynchronous functions gave
     with closing(_Loop()) as loop:
@@ -91,15 +102,15 @@ def score_arriving(
                 if new:
                     items += new
                     parts.append((batch_of(list(new)), {}))
-                    for reward in filter(_is_async, rewards):
+                    for reward in asynchronous:
                         loop.start(reward, *parts[-1])
                 loop.turn()
         whole = _joined([batch for batch, _ in parts])
-        values = {reward.name: _run(reward, whole) for reward in rewards if parts and not _is_async(reward)}
+        values = {reward.name: _run(reward, whole) for reward in rewards if parts and not reward.is_async}
         loop.finish()
-    columns = {name: _checked(reward, values[name], whole) for reward in rewards if (name := reward.name) in values}
-    for reward in filter(_is_async, rewards):
-        columns[reward.name] = [value for part, found in parts for value in _checked(reward, found[reward.name], part)]
+    columns = {name: checked(reward, values[name], whole) for reward in rewards if (name := reward.name) in values}
+    for reward in asynchronous:
+        columns[reward.name] = [value for part, found in parts for value in checked(reward, found[reward.name], part)]
     return items, whole, [columns.get(reward.name, []) for reward in rewards]
 
 
@@ -121,6 +132,7 @@ class _Loop:
             except FAILURES as error:
                 self.failed.append((reward, batch, error))
 
+        _make_ready(reward)
         task = self.runner.get_loop().create_task(call())
         task.add_done_callback(self.calls.pop)
         self.calls[task] = reward, batch
@@ -164,6 +176,9 @@ class _Loop:
         self.stopped = time.monotonic()
         if self.failed:
             reward, batch, error = self.failed[0]
+            if isinstance(error, ProcessDiedError):  # any of the calls that it had to answer may have ended it
+                calls = [(other, part) for other, part, _ in self.failed] + [*self.calls.values()]
+                batch = _joined([*{id(part): part for other, part in calls if other is reward}.values()])
             raise _explained(reward, batch, error) from error
 
 
@@ -176,12 +191,24 @@ def _run(reward: Reward, batch: Batch) -> Any:
 
 def _call(reward: Reward, batch: Batch, seconds: float) -> Any:
     """The function's answer; _TimeIsUpError when there is none after `seconds`."""
-    if _is_async(reward):
+    _make_ready(reward)
+    if reward.process or reward.is_async:
         with _time_limit(seconds + GRACE):
             return asyncio.run(_awaited(reward, batch, seconds, set()))
     with _time_limit(seconds):
-        answer = reward.function(**batch.arguments(reward))
-        return asyncio.run(_result_of(answer)) if inspect.isawaitable(answer) else answer
+        return plain_answer(reward, batch)
+
+
+def _make_ready(reward: Reward) -> None:
+    """Start the process of an isolated reward if it does not run: what it imports does not count as the call's time."""
+    if reward.process:
+        reward.process.start()
+
+
+def plain_answer(reward: Reward, batch: Batch) -> Any:
+    """What a function that is not `async def` gives in this process, be it in a coroutine."""
+    answer = reward.function(**batch.arguments(reward))
+    return asyncio.run(_result_of(answer)) if inspect.isawaitable(answer) else answer
 
 
 async def _result_of(answer: Awaitable[Any]) -> Any:
@@ -190,7 +217,10 @@ async def _result_of(answer: Awaitable[Any]) -> Any:
 
 async def _awaited(reward: Reward, batch: Batch, seconds: float, scopes: set[asyncio.Timeout]) -> Any:
     """The coroutine's answer; its time limit is among `scopes` while it runs."""
-    answer: Any = reward.function(**batch.arguments(reward))
+    if reward.process:
+        answer: Any = reward.process.call(batch.read_by(reward))
+    else:
+        answer = reward.function(**batch.arguments(reward))
     try:
         async with asyncio.timeout(seconds) as scope:
             scopes.add(scope)
@@ -241,17 +271,25 @@ def _explained(reward: Reward, batch: Batch, error: BaseException) -> RewardErro
     timed_out = isinstance(error, _TimeIsUpError)
     share = reward.timeout / len(batch.rows) if timed_out else reward.timeout
     culprit = _culprit(reward, batch, type(error), share)
-    what = f"did not come back within {reward.timeout:g} s" if timed_out else f"raised {type(error).__name__}: {error}"
+    if timed_out:
+        what, advice = f"did not come back within {reward.timeout:g} s", "; raise its timeout, or make it faster"
+    elif isinstance(error, ProcessDiedError):
+        what, advice = f"lost its process, which {error},", f"; {error.advice}"
+    else:
+        what, advice = f"raised {type(error).__name__}: {error}", ""
+        if reward.process and type(error).__name__ == "MemoryError":
+            advice = f"; its process may take memory_gib = {reward.process.config.memory_gib:g}"
     if culprit is None:
         where = f"for {len(batch.rows)} completions together, not for one alone; the first: {batch.shown(0)}"
     else:
         where = f"for {batch.shown(culprit)}" + (f", which alone takes more than {share:.2g} s" if timed_out else "")
-    advice = "; raise its timeout, or make it faster" if timed_out else ""
     return RewardError(f"reward {reward.name!r} {what} {where}{advice}")
 
 
 def _culprit(reward: Reward, batch: Batch, kind: type[BaseException], share: float) -> int | None:
     """The first completion that fails in this way when it is alone; looked for no longer than the timeout."""
+    with suppress(RewardError):
+        _make_ready(reward)
     deadline = time.monotonic() + reward.timeout
     for i in range(len(batch.rows)):
         left = deadline - time.monotonic()
@@ -266,7 +304,10 @@ def _culprit(reward: Reward, batch: Batch, kind: type[BaseException], share: flo
     return None
 
 
-def _checked(reward: Reward, values: Any, batch: Batch) -> list[float]:
+def checked(reward: Reward, values: Any, batch: Batch) -> list[float]:
+    """The values as numbers, NaN for None; RewardError when they break the contract."""
+    if isinstance(values, RewardError):  # found by the same check in the reward's process
+        raise values
     if getattr(values, "ndim", None) == 1:  # a tensor, or an array
         values = values.tolist()
     is_list = isinstance(values, Sequence) and not isinstance(values, str)
@@ -288,14 +329,6 @@ def _checked(reward: Reward, values: Any, batch: Batch) -> list[float]:
                 f"{reward.range[0]:g} to {reward.range[1]:g}: correct the function or the range"
             )
     return [math.nan if value is None else float(value) for value in values]
-
-
-def _is_async(reward: Reward) -> bool:
-    """Whether a call gives a coroutine for certain: what a decorator wraps (`__wrapped__`) says nothing about that."""
-    function: Any = reward.function
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _is_finite_number(value: Any) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from prefect import flow
 
 from grpo_core.config import parse_config
+from grpo_core.rewards import rehearsal
 from tasks.stage import StageError
 from tasks.storage import open_run
 from tasks.validate import validate
@@ -90,3 +91,16 @@ def test_a_reward_that_breaks_its_contract_is_found_before_training(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(StageError, match=message):
         _validate(_run(model_folder, tmp_path, "rehearsed", {}, rewards=[{"function": "tried_rewards:tried"}]))
+
+
+@pytest.mark.e2e
+def test_a_reward_that_ignores_its_time_limit_ends_the_rehearsal_in_time_and_is_named(
+    storage: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "while True:\n        try: threading.Event().wait()\n        except BaseException: pass"
+    (tmp_path / "clinging_rewards.py").write_text(f"import threading\ndef clings(completions):\n    {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(rehearsal, "longest", lambda config: 60.0)
+    with pytest.raises(StageError, match="ended after 60 s, trying the reward 'clings', which ignores its own time li"):
+        _validate(_run(model_folder, tmp_path, "clinging", {}, rewards=[{"function": "clinging_rewards:clings"}]))

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_core.config import parse_config
 from grpo_core.rewards.contract import RewardError
-from grpo_core.rewards.rehearsal import rehearse
+from grpo_core.rewards.rehearsal import TRYING, longest, rehearse
 from tests.conftest import config_values, make_tokenizer
 from tests.grpo_core.judging import judging
 
@@ -22,6 +22,8 @@ def nan(completions): return [float("nan")] * len(completions)
 def parses(completions): return [float(c) for c in completions]
 def hangs(completions):
     while True: pass
+def ends(completions):
+    import os; os._exit(3)
 def tagged(completions, answer): return [float(c == f"<a>{a}</a>") for c, a in zip(completions, answer)]
 def slow(completions):
     time.sleep(0.05)
@@ -150,3 +152,28 @@ def test_a_punishment_that_a_closed_gate_spares_is_a_warning(
 def test_what_breaks_the_reward_contract_is_refused(rehearsed: Any, reward: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardError, match=message):
         rehearsed(reward)
+
+
+def test_an_isolated_reward_that_ends_its_process_is_a_finding_beside_the_others(
+    rehearsed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ending = {"function": "rehearsed_rewards:ends", "isolated": True}
+    short = {"function": "rehearsed_rewards:short"}
+    with pytest.raises(RewardError) as error:
+        rehearsed(ending, RIGHT, short)
+    first, second = str(error.value).splitlines()
+    assert "'ends' lost its process, which ended with exit status 3, for prompt '10+1=', completion '11'" in first
+    assert "'short' returned 1 values for 24 completions" in second
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(TRYING)]
+    assert said == [f"{TRYING}{name!r}" for name in ("ends", "numeric_match", "short")]
+
+
+def test_the_longest_rehearsal_allows_each_reward_its_time_limits(tmp_path: Path) -> None:
+    rewards = [
+        {"function": "numeric_match", "timeout": 5.0},
+        {"function": "judge", "timeout": 500.0, "args": {"model": "m", "base_url": "http://127.0.0.1:1/v1"}},
+        {"function": "length", "args": {"target": 3}, "isolated": True},
+    ]
+    config = parse_config({**config_values(tmp_path, tmp_path), "rewards": rewards})
+    calls = 2 * (5 + 1 + 5 + 1) + 2 * (500 + 1 + 500 + 1) + 2 * (60 + 1 + 20 + 1)
+    assert longest(config) == 600 + calls + 3 * 300

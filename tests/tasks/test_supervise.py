@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.process import run_process
+from tasks.process import TimeLimitError, run_process
 from tasks.stage import StageError
 
 # Starts a child in a session of its own (as torch's launcher and vLLM do), both deaf to SIGTERM; then says both pids.
@@ -95,7 +95,8 @@ def test_sigkill_of_the_supervisor_or_its_guard_leaves_nothing(killed: str) -> N
 
 def test_processes_that_survive_sigkill_are_named_and_left_behind() -> None:
     """As in uninterruptible sleep, which nothing here can bring about."""
-    process, pids = _start_tree("import psutil; psutil.Process.kill = lambda self: None; supervise.KILL_SECONDS = 0.1")
+    patch = "import psutil; psutil.Process.kill = lambda self: None; import grpo_core.descendants as descendants; "
+    process, pids = _start_tree(f"{patch}descendants.KILL_SECONDS = 0.1")
     process.send_signal(signal.SIGTERM)
     try:
         assert process.wait(timeout=20) == 128 + signal.SIGKILL
@@ -196,3 +197,11 @@ def test_a_failing_process_is_reported_with_its_status_and_last_lines() -> None:
 def test_a_killed_process_is_a_failure() -> None:
     with pytest.raises(StageError, match="status 137"):
         run_process(["-c", "import os; os.kill(os.getpid(), 9)"], lambda line: None)
+
+
+def test_a_process_that_does_not_end_in_time_is_killed_and_reported_with_its_last_lines() -> None:
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); signal.pause()"
+    lines: list[str] = []
+    with pytest.raises(TimeLimitError, match=r"had not ended after 3 s; its last lines:\nup"):
+        run_process(["-c", code], lines.append, grace=0.1, limit=3.0)
+    assert lines == ["up"]

@@ -1,0 +1,51 @@
+"""Processes that a process has started, and those that these have started: find them and end them."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from contextlib import suppress
+
+import psutil
+
+PR_SET_CHILD_SUBREAPER = 36
+POLL_SECONDS = 0.02
+KILL_SECONDS = 10.0  # within which a process dies of SIGKILL, unless it sleeps uninterruptibly
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies. Not inherited by forked processes."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_descendants() -> list[int]:
+    """SIGKILL until none is left; a process killed here may still be starting another. Returns the ids of those that do
+    not die, named on standard error.
+
+    Zombies count as gone and are not waited for: whatever started the command waits for it and wants its status.
+    """
+    deadline = time.monotonic() + KILL_SECONDS
+    while left := running_descendants():
+        if time.monotonic() > deadline:
+            ids = [process.pid for process in left]
+            names = ", ".join(map(str, ids))
+            print(f"left behind, since SIGKILL does not end them (a driver that hangs?): {names}", file=sys.stderr)
+            return ids
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        time.sleep(POLL_SECONDS)
+    return []
+
+
+def running_descendants() -> list[psutil.Process]:
+    """Descendants that are not zombies."""
+    return [process for process in psutil.Process().children(recursive=True) if _runs(process)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,38 @@
+"""The state of the global random generators, carried between the training and the process of an isolated reward.
+
+So a function that draws random numbers draws the same ones in either, and a resumed training goes on with them.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+
+def draws_state() -> dict[str, Any]:
+    """Of Python, and of NumPy and torch (on the CPU) where they are loaded, as JSON can say it."""
+    state: dict[str, Any] = {"python": random.getstate()}
+    if numpy := sys.modules.get("numpy"):
+        kind, key, *rest = numpy.random.get_state()
+        state["numpy"] = [kind, key.tobytes().hex(), *rest]
+    if torch := sys.modules.get("torch"):
+        state["torch"] = torch.get_rng_state().numpy().tobytes().hex()
+    return state
+
+
+def set_draws_state(state: Mapping[str, Any]) -> set[str]:
+    """Set what `draws_state` gave; which of it. Torch's is left out where torch is not loaded: importing it takes
+    seconds."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in state:
+        import numpy
+
+        kind, key, *rest = state["numpy"]
+        numpy.random.set_state((kind, numpy.frombuffer(bytes.fromhex(key), dtype=numpy.uint32), *rest))
+    if "torch" in state and (torch := sys.modules.get("torch")):
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+        return {*state}
+    return {*state} - {"torch"}

@@ -1,0 +1,196 @@
+"""A reward function in a process of its own (`isolated = true`), seen from the training.
+
+What the function does to its process, the training does not feel: ending it, leaking memory or descriptors, changing
+environment or folder, ignoring its time limit. Requests are pickled, answers are read as JSON: nothing that the
+function makes is rebuilt as an object here. The other end is `isolated_worker`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import operator
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import types
+import typing
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_core.rewards.basics import RewardError
+from grpo_core.rewards.draws import draws_state, set_draws_state
+from grpo_core.sections import RewardConfig
+
+START_SECONDS = 300.0  # for a process to start and import the function's module
+END_SECONDS = 15.0  # for a process to end: a little longer than the guard tries
+
+KINDS = {kind.__name__: kind for kind in (str, bool, int, float, list, dict, types.NoneType)}  # of a column's values
+_descriptions: dict[tuple[str, frozenset[str]], dict[str, Any]] = {}  # by function and the arguments it is given
+
+
+class ProcessDiedError(Exception):
+    """The process ended while it had something to answer; the message says how, `advice` what to do."""
+
+    def __init__(self, how: str, advice: str):
+        super().__init__(how)
+        self.advice = advice
+
+
+class RewardProcess:
+    """The process of one reward: started when it is first needed, kept, and started again once it has died.
+
+    It ends with this object, and with the process that holds this object however that ends.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.config = config
+        self.under_way = 0  # calls
+        self._running: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._end: Callable[[], object] = lambda: None
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What `isolated_worker.describe` says of the function; asked once for all of its processes."""
+        key = self.config.function, frozenset(self.config.args)
+        if key not in _descriptions:
+            self.start()
+        return _descriptions[key]
+
+    def start(self) -> None:
+        """Start the process unless it runs. RewardError when the function cannot be imported or used."""
+        if self._running:
+            if self._running[0].poll() is None:
+                return
+            died = self._died(self._running[0])
+            print(
+                f"reward {self.config.name!r}: its process {died} between two calls, and is started again", flush=True
+            )
+        self.end()
+        control, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "grpo_core.rewards.isolated_worker", str(theirs.fileno())]
+            guard = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True)
+        self._running = guard, control
+        self._end = weakref.finalize(self, _end, guard, control)
+        path = [str(Path(entry).absolute()) for entry in sys.path]
+        answer = asyncio.run(self._describe((self.config, path)))
+        if "refused" in answer:
+            self.end()
+            raise RewardError(answer["refused"])
+        _descriptions[self.config.function, frozenset(self.config.args)] = answer
+
+    def end(self) -> None:
+        """End the process and all that it has started, if it runs."""
+        self._running = None
+        self._end()
+
+    async def call(self, batch: Any) -> Any:
+        """The function's answer for the batch: its values, or the RewardError that says what is wrong with them.
+
+        Raises what the function raises, as an exception with the same name and text, and ProcessDiedError. A call that
+        is cancelled ends the process.
+        """
+        state = None if self.under_way else draws_state()
+        self.under_way += 1
+        try:
+            answer = await self._ask((batch, state))
+        finally:
+            self.under_way -= 1
+        if not self.under_way:
+            set_draws_state(answer["draws"])
+        if "raised" in answer:
+            name, text = answer["raised"]
+            raise _error_named(name)(text)
+        if "refused" in answer:
+            raise RewardError(answer["refused"])
+        return RewardError(answer["broken"]) if "broken" in answer else answer["values"]
+
+    async def _describe(self, request: Any) -> Any:
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                return await self._ask(request)
+        except ProcessDiedError as error:
+            raise RewardError(
+                f"reward {self.config.name!r} ({self.config.function}) cannot be imported: its process {error} while "
+                f"importing it; {error.advice}"
+            ) from None
+        except TimeoutError:
+            raise RewardError(
+                f"reward {self.config.name!r} ({self.config.function}) cannot be imported: its process had not done so "
+                f"after {START_SECONDS:g} s; let its module do less when it is imported"
+            ) from None
+
+    async def _ask(self, request: Any) -> Any:
+        """The answer to one request, over a connection of its own."""
+        assert self._running
+        guard, control = self._running
+        mine, theirs = socket.socketpair()
+        try:
+            try:
+                with theirs:
+                    socket.send_fds(control, [b"."], [theirs.fileno()])
+                reader, writer = await asyncio.open_connection(sock=mine)
+                try:
+                    writer.write(pickle.dumps(request))
+                    writer.write_eof()
+                    return json.loads(await reader.read())
+                finally:
+                    writer.transport.abort()
+            except (OSError, ValueError):  # the connection broke, or what came before its end is no answer
+                raise self._died(guard) from None
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            mine.close()
+
+    def _died(self, guard: subprocess.Popen[bytes]) -> ProcessDiedError:
+        try:
+            code = guard.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return ProcessDiedError("closed its connection", "let the function close only what it has opened")
+        if code >= 0:
+            return ProcessDiedError(
+                f"ended with exit status {code}", "let the function return or raise, and not end its process"
+            )
+        return ProcessDiedError(
+            f"was ended by {signal.Signals(-code).name}",
+            f"look for a fault in compiled code, or for memory running out: its own limit is memory_gib = "
+            f"{self.config.memory_gib:g}, and the machine ends what is too large by SIGKILL",
+        )
+
+
+def kind_names(kind: Any) -> list[str]:
+    """The type of a column's values, or those of a union, by name; "Any" for what says nothing about them."""
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(kind) if is_union else (kind,)
+    plain = [typing.get_origin(each) or each for each in kinds]
+    return [each.__name__ if each in KINDS.values() else "Any" for each in plain]
+
+
+def kind_of(names: Sequence[str]) -> Any:
+    """The type that `kind_names` named."""
+    return functools.reduce(operator.or_, [KINDS.get(name, Any) for name in names])
+
+
+@functools.cache
+def _error_named(name: str) -> type[Exception]:
+    """An exception of this name: the same for the same name, to compare what fails with what failed."""
+    return type(name, (Exception,), {})
+
+
+def _end(guard: subprocess.Popen[bytes], control: socket.socket) -> None:
+    """Closing its input tells the guard to end the process and all that it has started."""
+    control.close()
+    assert guard.stdin
+    guard.stdin.close()
+    try:
+        guard.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        guard.kill()

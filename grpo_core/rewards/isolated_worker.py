@@ -1,0 +1,197 @@
+"""The process of an isolated reward: `python -m grpo_core.rewards.isolated_worker DESCRIPTOR`.
+
+It is two processes: a child that imports and runs the function, and its parent, the guard, which runs nothing of the
+user's. The guard's standard input ends when the asking process ends, however it does. Then, or when the child ends, the
+guard ends all that the child has started, and itself as the child has ended.
+
+Over the socket DESCRIPTOR come connections, one per request. The first request is (configuration, sys.path), the others
+are (Batch, state of the random generators or None).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import math
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import sys
+import typing
+from contextlib import suppress
+from typing import Any
+
+from grpo_core.descendants import adopt_orphans, kill_descendants
+from grpo_core.rewards.contract import Reward, RewardError, files_here, resolve_here
+from grpo_core.rewards.draws import draws_state, set_draws_state
+from grpo_core.rewards.isolated import kind_names
+from grpo_core.rewards.scoring import FAILURES, Batch, checked, plain_answer
+from grpo_core.sections import RewardConfig
+
+OPEN_FILES = 1024
+CHUNK = 1 << 20  # bytes read together
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    adopt_orphans()
+    child = os.fork()
+    if child:
+        control.close()
+        guard(child)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    serve(control)
+
+
+def guard(child: int) -> typing.NoReturn:
+    """Wait for the end of the child or of standard input, end what is left of the child, and end as it has ended."""
+    waiting = select.poll()
+    waiting.register(0, select.POLLIN)
+    waiting.register(os.pidfd_open(child), select.POLLIN)
+    waiting.poll()
+    kill_descendants()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def serve(control: socket.socket) -> None:
+    """Answer what comes over `control`, until that ends."""
+    connection = _next(control)
+    if connection is None:
+        return
+    me = os.getpid()
+    config, sys.path[:] = pickle.loads(_read(connection))
+    _limit(config.memory_gib)
+    try:
+        reward = resolve_here(config)
+    except RewardError as error:
+        _send(connection, _message(me, {"refused": str(error)}))
+        return
+    _send(connection, _message(me, describe(config, reward)))
+    if reward.is_async:
+        asyncio.run(_serve_concurrently(reward, control, me))
+        return
+    while connection := _next(control):
+        batch, state = pickle.loads(_read(connection))
+        carried = set_draws_state(state)
+        try:
+            answer = _result(reward, plain_answer(reward, batch), batch)
+        except FAILURES as error:
+            answer = _failure(error)
+        _send(connection, _message(me, answer | _draws(carried)))
+
+
+async def _serve_concurrently(reward: Reward, control: socket.socket, me: int) -> None:
+    """Each call as soon as it comes, while others wait for something."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    calls: set[asyncio.Task[None]] = set()
+    carried: set[str] = set()
+
+    async def call(connection: socket.socket) -> None:
+        nonlocal carried
+        connection.setblocking(False)
+        parts = []
+        while part := await loop.sock_recv(connection, CHUNK):
+            parts.append(part)
+        batch, state = pickle.loads(b"".join(parts))
+        if state:  # no other call is under way
+            carried = set_draws_state(state)
+        try:
+            answer = _result(reward, await reward.function(**batch.arguments(reward)), batch)
+        except FAILURES as error:
+            answer = _failure(error)
+        with connection:
+            await loop.sock_sendall(connection, _message(me, answer | _draws(carried)))
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        if connection := _next(control):
+            calls.add(task := loop.create_task(call(connection)))
+            task.add_done_callback(calls.discard)
+        else:
+            ended.set()
+
+    loop.add_reader(control, accept)
+    await ended.wait()
+
+
+def describe(config: RewardConfig, reward: Reward) -> dict[str, Any]:
+    """What the training has to know of the function without importing it."""
+    return {
+        "columns": {column: kind_names(kind) for column, kind in reward.columns.items()},
+        "accepts": None if reward.accepts is None else sorted(reward.accepts),
+        "is_async": reward.is_async,
+        "files": files_here(config),
+    }
+
+
+def _result(reward: Reward, values: Any, batch: Batch) -> dict[str, Any]:
+    try:
+        numbers = checked(reward, values, batch)
+    except RewardError as error:
+        return {"broken": str(error)}
+    return {"values": [None if math.isnan(number) else number for number in numbers]}
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, RewardError):
+        return {"refused": str(error)}
+    return {"raised": [type(error).__name__, str(error)]}
+
+
+def _draws(carried: set[str]) -> dict[str, Any]:
+    return {"draws": {name: state for name, state in draws_state().items() if name in carried}}
+
+
+def _limit(memory_gib: float) -> None:
+    limits = [(resource.RLIMIT_DATA, int(memory_gib * 2**30)), (resource.RLIMIT_NOFILE, OPEN_FILES)]
+    for kind, value in [*limits, (resource.RLIMIT_CORE, 0)]:
+        allowed = resource.getrlimit(kind)[1]
+        value = value if allowed == resource.RLIM_INFINITY else min(value, allowed)
+        resource.setrlimit(kind, (value, value))
+
+
+def _next(control: socket.socket) -> socket.socket | None:
+    """The next request's connection; None when no more can come."""
+    something, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    if something and not descriptors:
+        raise OSError(f"all of the process's {OPEN_FILES} descriptors are in use; let the function close its files")
+    return socket.socket(fileno=descriptors[0]) if descriptors else None
+
+
+def _read(connection: socket.socket) -> bytes:
+    parts = []
+    while part := connection.recv(CHUNK):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _message(me: int, answer: dict[str, Any]) -> bytes:
+    """The answer as it is sent, after all that the function has printed."""
+    if os.getpid() != me:  # a fork of the function's that came back from it as well
+        os._exit(0)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # the function may have closed it
+            stream.flush()
+    return json.dumps(answer).encode()
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    with connection:
+        connection.sendall(message)
+        connection.shutdown(socket.SHUT_RDWR)  # the end of it, whatever else holds the connection open
+
+
+if __name__ == "__main__":
+    main()
