@@ -21,7 +21,7 @@ from grpo_core.config import ConfigError, RunConfig
 from tasks.attempts import close_left_open, keep_retry
 from tasks.champion import is_decided
 from tasks.evaluate import evaluate
-from tasks.plan import plan
+from tasks.plan import GPU_DEPLOYMENT, plan
 from tasks.promotion import promote
 from tasks.register import register
 from tasks.stage import EVALUATE, REGISTER, TRAIN, Stage, StageError, conditions
@@ -43,7 +43,6 @@ the link to the MLflow run.
 Run → Quick run takes the preset `quickstart` as it is; `make quickstart` builds its inputs. The other deployments run \
 one stage of an earlier run again. More in `docs/operations.md`.
 """
-GPU_DEPLOYMENT = "GRPO_GPU_DEPLOYMENT"  # its value `gpu` hands train over to train/gpu, evaluate to evaluate/gpu
 
 
 def _run_name() -> str:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_core.config import ConfigError, RunConfig, load_config, parse_config
-from grpo_core.forecast import PromptLengths, forecast, forecast_rows, useful_groups
+from grpo_core.forecast import PromptLengths, find_gpu, forecast, forecast_rows, name_hardware, useful_groups
 from grpo_core.plan import Plan, PlanError, make_plan, plan_inputs, updates_done
 from grpo_core.recipes import NEWEST, Recipe, RecipeError, System, read_recipe, recipe_inputs
 from grpo_core.rules import PlanInputs, Rules
@@ -61,6 +61,9 @@ def plan(
     pass_rate: Annotated[
         list[float] | None, _option("known share of right answers; repeat it for more prompts")
     ] = None,
+    gpu: Annotated[
+        str | None, _option("forecast for this GPU, such as H200, instead of the hardware of this machine")
+    ] = None,
     history: Annotated[bool, _option("ask MLflow for the pace of earlier runs of this model (takes seconds)")] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key of the configuration")
@@ -79,7 +82,7 @@ def plan(
         if foreign:
             answer |= _foreign_plan(file, _rules(recipe, rules), given, pass_rate or [])
         else:
-            answer |= _own_plan(file, given, overrides, prompt_tokens, pass_rate or [], history)
+            answer |= _own_plan(file, given, overrides, prompt_tokens, pass_rate or [], gpu, history)
     except PlanError as error:
         fixes = [dataclasses.asdict(fix) for fix in error.fixes]
         given = {key: value for key, value in dataclasses.asdict(error.inputs).items() if value is not None}
@@ -100,6 +103,7 @@ def _own_plan(
     overrides: list[str] | None,
     prompt_tokens: int | None,
     pass_rates: list[float],
+    gpu: str | None,
     history: bool,
 ) -> dict[str, Any]:
     """The answer for a configuration of this project."""
@@ -117,13 +121,15 @@ def _own_plan(
         pass_rates = pass_rates or list_pass_rates(*source)
     inputs = plan_inputs(config, num_prompts)
     figures = make_plan(inputs)
-    known = None
+    gpu, known = find_gpu() if gpu is None else gpu, None
     if history:
         from tasks.tracking import earlier_throughput
 
-        known = earlier_throughput(config)
+        known = earlier_throughput(config, name_hardware(gpu))
     if config.model.name_or_path:
-        forecasts = forecast(config, figures, _prompt_lengths(config, prompt_tokens), known, pass_rates)
+        forecasts = forecast(config, figures, _prompt_lengths(config, prompt_tokens), known, pass_rates, gpu)
+        if "error" in forecasts["time"] and not history:
+            forecasts["time"]["error"] += "; --history looks for one in MLflow, --gpu H200 forecasts for that GPU"
     else:
         forecasts = _useful(pass_rates, figures)
     return {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
@@ -181,8 +187,8 @@ def _notes(inputs: PlanInputs, figures: Plan) -> list[str]:
     notes = []
     if figures.dropped_prompts_per_epoch:
         notes.append(
-            f"{figures.dropped_prompts_per_epoch} of {figures.num_prompts} prompts are left out each epoch, for they "
-            "do not fill a generation batch; the order is shuffled anew, so they are others each time"
+            f"{figures.dropped_prompts_per_epoch} of {figures.num_prompts} prompts are left out each epoch, because "
+            "they do not fill a generation batch; each epoch shuffles again, so they are not the same each time"
         )
     if (done := updates_done(inputs)) < figures.max_steps:
         notes.append(
@@ -216,7 +222,7 @@ def _show(answer: Mapping[str, Any]) -> None:
             console.print(_fixes_table(answer["fixes"]))
         return
     figures = {field.name: answer[field.name] for field in dataclasses.fields(Plan) if field.name in answer}
-    table = Table("quantity", "value", title=f"plan by the rules of {answer['rules']}")
+    table = Table("quantity", "value", title=f"plan (batch rules: {answer['rules']})")
     for quantity, value in figures.items():
         table.add_row(quantity, f"{value:,}")
     console.print(table)

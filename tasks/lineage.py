@@ -14,6 +14,8 @@ import grpo_core
 from grpo_core.config import RunConfig
 from grpo_core.fingerprint import content_hash, reward_parts
 
+DIGITS = 12  # of a hash that people read
+
 
 def lineage_keys(config: RunConfig) -> dict[str, str]:
     """The key of each stage, in the order in which they run."""

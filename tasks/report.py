@@ -33,14 +33,16 @@ def write_report(
     seconds: float,
     keys: Mapping[str, str],
     mlflow_run: str,
+    commit: str,
 ) -> None:
-    """report.html of a run into `folder`, which has samples.parquet, beside the `evaluation` that was made in it."""
+    """Write report.html of a run into `folder`, which has the samples.parquet of this `evaluation`."""
     record = read_record(run, evaluation=folder)
-    write_text(folder / PAGE, report_page(replace(record, evaluation=evaluation), seconds, keys, mlflow_run))
+    write_text(folder / PAGE, report_page(replace(record, evaluation=evaluation), seconds, keys, mlflow_run, commit))
 
 
-def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_run: str) -> str:
-    """The page. `seconds`: of the evaluation. `keys`: lineage keys by stage. `mlflow_run`: its address."""
+def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_run: str, commit: str) -> str:
+    """The page. `seconds`: duration of the evaluation. `keys`: lineage keys by stage. `mlflow_run`: its address.
+    `commit`: the code that it was trained with; "" if unknown."""
     sections = [
         _evaluation(record),
         account.curves(record),
@@ -48,7 +50,7 @@ def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_
         account.plan_and_outcome(record),
         account.time_spent(record, seconds),
         account.data_section(record),
-        account.configuration(record, keys),
+        account.configuration(record, keys, commit),
     ]
     made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
     return render(

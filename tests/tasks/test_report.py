@@ -26,7 +26,7 @@ EVIL = "</pre><script>alert('got in')</script><img src=x onerror=alert(1)>"
 
 
 def _html(record: Record) -> str:
-    return report_page(record, 12.0, {"train": "0123abcd"}, MLFLOW)
+    return report_page(record, 12.0, {"train": "0123abcd"}, MLFLOW, "bcdcd2a8e0af with uncommitted changes")
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +111,22 @@ def test_a_part_without_data_is_left_out(bare: Record, full_page: Page, bare_pag
     titles = ("Training", "The plan and what happened", "Where the time went", "Data")
     assert all(title in bare_page.text for title in titles)
     assert not [title for title in titles if title in nothing.text]
+
+
+def test_the_page_names_code_and_data_and_a_time_only_where_it_was_forecast(bare: Record) -> None:
+    data = {
+        **bare.data,
+        "made": {"train": "738e8676a53217862a9f151273ef9982", "eval": "ca09b3db3e0116802b158ada08c3a573"},
+    }
+    plan = {**bare.plan, "forecasts": {"time": {"error": "no earlier run"}}}
+    text = "".join(Page(_html(replace(bare, data=data, plan=plan))).text.split())
+    for shown in (
+        "Trained with the code of commit bcdcd2a8e0af with uncommitted changes.",
+        "train.parquet (validated content 738e8676a532)",
+        "time in updates – no forecast 50 s",
+    ):
+        assert "".join(shown.split()) in text
+    assert "Time forecast: a guess." in Page(_html(bare)).text
 
 
 def test_prompts_that_changed_are_counted_and_shown(full_page: Page) -> None:
