@@ -15,7 +15,7 @@ from grpo_core.config import ConfigError, load_config
 from grpo_core.evaluation_sections import HELD_OUT
 from grpo_core.rewards.contract import RewardError
 from tasks import figures
-from tasks.stage import STAGES, conditions
+from tasks.stage import STAGES, conditions, made_at
 from tasks.storage import UnknownRunError, find_run
 
 COLOURS = {"up to date": "green", "stale": "yellow", "missing": "dim"}
@@ -40,7 +40,7 @@ def show_status(folder: Path) -> bool:
         condition, receipt = now[stage.name], stage.read_receipt(folder)
         made = figure = ""
         if receipt:
-            made = f"{datetime.fromtimestamp(stage.receipt_path(folder).stat().st_mtime):%Y-%m-%d %H:%M}"
+            made = f"{datetime.fromtimestamp(made_at(stage, folder)):%Y-%m-%d %H:%M}"
             figure = _key_figure(stage.name, receipt, metric)
         table.add_row(stage.name, condition.state, condition.reason, made, figure, style=COLOURS[condition.state])
     Console().print(table)
@@ -60,4 +60,4 @@ def _key_figure(stage: str, receipt: Mapping[str, Any], metric: str) -> str:
             found = receipt["sets"][HELD_OUT]["differences"]["base"][metric]
             return f"{metric} {figures.gain(metric, found)} {figures.interval(metric, found)}"
         case _:
-            return f"{receipt['model_name']} version {receipt['version']}, {receipt['alias']}"
+            return f"{receipt['model_name']} version {receipt['version']}"
