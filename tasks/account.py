@@ -51,7 +51,9 @@ def curves(record: Record) -> Section:
         lines = {name: points for name in metrics if (points := series(rows, name, scale))}
         if any(value for points in lines.values() for _, value in points):
             charts.append(Chart(title, _curve({metrics[name]: lines[name] for name in lines}, [*lines]), note))
-    smoothed = "; thin each update, thick a running mean" if len(rows) >= drawing.SMOOTHED_FROM else ""
+    smoothed = (
+        f"; thin: each update, thick: mean of the last {drawing.WINDOW}" if len(rows) >= drawing.SMOOTHED_FROM else ""
+    )
     return Section("Training", f"{len(rows):,} updates{smoothed}." if charts else "", charts=charts)
 
 

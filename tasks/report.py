@@ -80,8 +80,9 @@ def headline(evaluation: Mapping[str, Any], metric: str) -> Verdict:
         sentence,
         f"{' → '.join(steps)} {measure} on {gain['num_prompts']:,} held-out prompts. {figures.gain(metric, gain)} over "
         f"the {rival}, {gain['confidence']:.0%} interval {figures.interval(metric, gain)}, "
-        f"probability of being better {figures.probability(gain['probability_better'])}. On so many prompts, "
-        f"{figures.detectable(metric, gain)} is the smallest true gain that shows {POWER:.0%} of the time.",
+        f"probability of being better {figures.probability(gain['probability_better'])}. With "
+        f"{gain['num_prompts']:,} prompts, a true gain of {figures.detectable(metric, gain)} or more would be detected {POWER:.0%} "
+        "of the time.",
     )
 
 
@@ -119,8 +120,8 @@ def _evaluation(record: Record) -> Section:
         charts.append(Chart("pass@k, %", _pass_at(evaluation), "held-out prompts of which one of k samples is right"))
     return Section(
         "Evaluation",
-        f"Sampled {drawn}, {each}; right is what {evaluation['accuracy_reward']} gives 1. Policies are compared on the "
-        "same prompts, pair by pair; intervals resample the prompts.",
+        f"Sampled {drawn}, {each}. A completion is right if {evaluation['accuracy_reward']} gives it 1. Policies are "
+        "compared on the same prompts, pair by pair; intervals resample the prompts.",
         charts=[*charts, _lengths(record)],
         tables=[table for name in evaluation["sets"] for table in _set_tables(evaluation, name, metric)],
     )

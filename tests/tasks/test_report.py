@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from matplotlib.figure import Figure
 
 from grpo_core.plan import make_plan
 from grpo_core.rules import PlanInputs
@@ -87,7 +88,7 @@ def test_the_verdict_is_on_the_champion_and_its_tone_is_the_test_s(
     difference = full.evaluation["sets"]["held-out"]["differences"]["champion"]["accuracy"]
     assert difference["p_value"] < 0.05
     assert f"Better than the champion (version 3) by {100 * difference['mean']:.1f} points" in full_page.text
-    assert f"{100 * difference['minimum_detectable']:.1f} points is the smallest true gain" in full_page.text
+    assert f"a true gain of {100 * difference['minimum_detectable']:.1f} points or more would be" in full_page.text
     assert ("div", {"class": "verdict better"}) in full_page.tags
     assert ("div", {"class": "verdict open"}) in bare_page.tags
     assert "No difference from the base could be shown" in bare_page.text
@@ -206,6 +207,16 @@ def test_a_chart_is_a_small_well_formed_element_in_the_page_s_colours(count: int
     assert len(element) < 100_000
 
 
-def test_a_running_mean_keeps_a_constant_and_the_middle_of_a_line() -> None:
-    assert np.allclose(drawing.running_mean(np.full(9, 3.0), 5), 3.0)
-    assert np.allclose(drawing.running_mean(np.arange(9.0), 5)[2:-2], np.arange(2.0, 7.0))
+def test_the_thick_line_is_the_same_over_the_same_updates_however_long_the_run() -> None:
+    values = np.random.default_rng(0).random(1000)
+    short, long = (drawing.recent_mean(values[:length], drawing.WINDOW) for length in (60, 1000))
+    assert np.array_equal(short, long[:60])
+    assert np.allclose(short[: drawing.WINDOW], [values[: n + 1].mean() for n in range(drawing.WINDOW)])
+    assert long[500] == pytest.approx(values[501 - drawing.WINDOW : 501].mean())
+
+    def thick(length: int) -> np.ndarray:
+        axes = Figure().subplots()
+        drawing.plot(axes, {"run": [*enumerate(values[:length], 1)]}, [drawing.BLUE])
+        return axes.lines[1].get_ydata()
+
+    assert np.array_equal(thick(60), thick(500)[:60])
