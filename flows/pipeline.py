@@ -34,8 +34,9 @@ POLL_SECONDS = 2.0
 DESCRIPTION = """
 From prompts and a base model to a registered, evaluated policy: validate → plan → train → evaluate → register.
 
-1. **Start**: Run → Custom run. `preset` is the configuration to start from; under `changes` fill in only what \
-shall differ. With another `name` there is another run beside the first; with the same, finished stages are skipped.
+1. **Start**: Run → Custom run. `preset` is the configuration to start from; under `changes`, fill in only the \
+keys you want to change. With another `name` there is another run beside the first; with the same, finished stages \
+are skipped.
 2. **Watch**: the run's page has the log and, under Artifacts, data report, plan, live figures, curves, evaluation and \
 the link to the MLflow run.
 3. **Cancel** saves the training's state. **Retry**, or the same run started again, goes on from there.

@@ -81,8 +81,8 @@ def headline(evaluation: Mapping[str, Any], metric: str) -> Verdict:
         f"{' → '.join(steps)} {measure} on {gain['num_prompts']:,} held-out prompts. {figures.gain(metric, gain)} over "
         f"the {rival}, {gain['confidence']:.0%} interval {figures.interval(metric, gain)}, "
         f"probability of being better {figures.probability(gain['probability_better'])}. With "
-        f"{gain['num_prompts']:,} prompts, a true gain of {figures.detectable(metric, gain)} or more would be detected {POWER:.0%} "
-        "of the time.",
+        f"{gain['num_prompts']:,} prompts, a true gain of {figures.detectable(metric, gain)} or more would be "
+        f"detected {POWER:.0%} of the time.",
     )
 
 
