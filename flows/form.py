@@ -18,6 +18,7 @@ from grpo_core.config import ConfigError, RunConfig, describe_bounds, parse_conf
 
 CONFIGS = Path(os.environ.get("GRPO_CONFIGS", Path(__file__).parents[1] / "configs"))
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.toml"))
+LAST = ("seed", "algorithm", "health")  # in the form, which Prefect cannot fold: long, or seldom changed
 
 
 def resolve(preset: str, changes: dict[str, Any]) -> RunConfig:
@@ -47,6 +48,10 @@ def form_schema(*sections: str) -> dict[str, Any]:
         schema["properties"] = {section: schema["properties"][section] for section in sections}
     form = _section(schema, schema["$defs"])
     del form["required"]
+    if not sections:
+        form["properties"]["name"]["description"] += " Prefect's run gets this name too, whatever its Run Name says."
+        for name in LAST:
+            form["properties"][name]["position"] += len(form["properties"])
     return {**form, "title": "changes", "default": {}}
 
 

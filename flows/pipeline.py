@@ -22,7 +22,7 @@ from grpo_core.config import ConfigError, RunConfig
 from tasks.attempts import keep_retry
 from tasks.champion import is_decided
 from tasks.evaluate import evaluate
-from tasks.plan import plan
+from tasks.plan import GPU_DEPLOYMENT, plan
 from tasks.promotion import promote
 from tasks.refusals import plain
 from tasks.register import register
@@ -36,8 +36,9 @@ POLL_SECONDS = 2.0
 DESCRIPTION = """
 From prompts and a base model to a registered, evaluated policy: validate → plan → train → evaluate → register.
 
-1. **Start**: Run → Custom run. `preset` is the configuration to start from; under `changes` fill in only what \
-shall differ. With another `name` there is another run beside the first; with the same, finished stages are skipped.
+1. **Start**: Run → Custom run. `preset` is the configuration to start from; under `changes`, fill in only the \
+keys you want to change. With another `name` there is another run beside the first; with the same, finished stages \
+are skipped.
 2. **Watch**: the run's page has the log and, under Artifacts, data report, plan, live figures, curves, evaluation and \
 the link to the MLflow run.
 3. **Cancel** saves the training's state. **Retry**, or the same run started again, goes on from there.
@@ -45,7 +46,6 @@ the link to the MLflow run.
 Run → Quick run takes the preset `quickstart` as it is; `make quickstart` builds its inputs. The other deployments run \
 one stage of an earlier run again. More in `docs/operations.md`.
 """
-GPU_DEPLOYMENT = "GRPO_GPU_DEPLOYMENT"  # its value `gpu` hands train over to train/gpu, evaluate to evaluate/gpu
 
 
 def _run_name() -> str:

@@ -16,7 +16,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_core.config import ConfigError, RunConfig, load_config, parse_config
-from grpo_core.forecast import PromptLengths, forecast, forecast_rows, load_positions, useful_groups
+from grpo_core.forecast import (
+    PromptLengths,
+    find_gpu,
+    forecast,
+    forecast_rows,
+    load_positions,
+    name_hardware,
+    useful_groups,
+)
 from grpo_core.launches import RecipeError
 from grpo_core.megatron import megatron_notes, megatron_plan
 from grpo_core.plan import Plan, PlanError, make_plan, plan_inputs, updates_done
@@ -66,6 +74,9 @@ def plan(
     pass_rate: Annotated[
         list[float] | None, _option("known share of right answers; repeat it for more prompts")
     ] = None,
+    gpu: Annotated[
+        str | None, _option("forecast for this GPU, such as H200, instead of the hardware of this machine")
+    ] = None,
     history: Annotated[bool, _option("ask MLflow for the pace of earlier runs of this model (takes seconds)")] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key of the configuration")
@@ -84,7 +95,7 @@ def plan(
         if foreign:
             answer |= _foreign_plan(file, _rules(recipe, rules), given, pass_rate or [])
         else:
-            answer |= _own_plan(file, given, overrides, prompt_tokens, pass_rate or [], history)
+            answer |= _own_plan(file, given, overrides, prompt_tokens, pass_rate or [], gpu, history)
     except PlanError as error:
         fixes = [dataclasses.asdict(fix) for fix in error.fixes]
         given = {key: value for key, value in dataclasses.asdict(error.inputs).items() if value is not None}
@@ -105,6 +116,7 @@ def _own_plan(
     overrides: list[str] | None,
     prompt_tokens: int | None,
     pass_rates: list[float],
+    gpu: str | None,
     history: bool,
 ) -> dict[str, Any]:
     """The answer for a configuration of this project."""
@@ -126,13 +138,15 @@ def _own_plan(
             pass_rates = pass_rates or sources.list_pass_rates(*source)
     inputs = plan_inputs(config, num_prompts)
     figures = make_plan(inputs)
-    known = None
+    gpu, known = find_gpu() if gpu is None else gpu, None
     if history:
         from tasks.tracking import earlier_throughput
 
-        known = earlier_throughput(config)
+        known = earlier_throughput(config, name_hardware(gpu))
     if config.model.name_or_path:
-        forecasts = forecast(config, figures, _prompt_lengths(config, prompt_tokens), known, pass_rates)
+        forecasts = forecast(config, figures, _prompt_lengths(config, prompt_tokens), known, pass_rates, gpu)
+        if "error" in forecasts["time"] and not history:
+            forecasts["time"]["error"] += "; --history looks for one in MLflow, --gpu H200 forecasts for that GPU"
     else:
         forecasts = _useful(pass_rates, figures.num_generations)
     return {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
@@ -231,8 +245,8 @@ def _notes(inputs: PlanInputs, figures: Plan) -> list[str]:
     notes = []
     if figures.dropped_prompts_per_epoch:
         notes.append(
-            f"{figures.dropped_prompts_per_epoch} of {figures.num_prompts} prompts are left out each epoch, for they "
-            "do not fill a generation batch; the order is shuffled anew, so they are others each time"
+            f"{figures.dropped_prompts_per_epoch} of {figures.num_prompts} prompts are left out each epoch, because "
+            "they do not fill a generation batch; each epoch shuffles again, so they are not the same each time"
         )
     if (done := updates_done(inputs)) < figures.max_steps:
         notes.append(
@@ -271,7 +285,7 @@ def _show(answer: Mapping[str, Any]) -> None:
             console.print(_fixes_table(answer["fixes"]))
         return
     figures = {field.name: answer[field.name] for field in dataclasses.fields(Plan) if field.name in answer}
-    table = Table("quantity", "value", title=f"plan by the rules of {answer['rules']}")
+    table = Table("quantity", "value", title=f"plan (batch rules: {answer['rules']})")
     for quantity, value in figures.items():
         table.add_row(quantity, f"{value:,}")
     console.print(table)

@@ -17,7 +17,7 @@ from grpo_core.config import ConfigError, RunConfig, load_config
 from grpo_core.evaluation_sections import HELD_OUT
 from grpo_core.rewards.contract import RewardError
 from tasks import figures
-from tasks.stage import EVALUATE, STAGES, conditions
+from tasks.stage import EVALUATE, STAGES, conditions, made_at
 from tasks.storage import UnknownRunError, find_run, find_runs, storage_root
 
 WHEN = "%Y-%m-%d %H:%M"
@@ -60,7 +60,7 @@ def _done(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _last(folder: Path, done: Mapping[str, Any]) -> float:
     """When the last stage was done, else when the run was started."""
-    made = [stage.receipt_path(folder).stat().st_mtime for stage in STAGES if stage.name in done]
+    made = [made_at(stage, folder) for stage in STAGES if stage.name in done]
     return max(made, default=(folder / "config.toml").stat().st_mtime)
 
 
@@ -83,7 +83,7 @@ def show_status(folder: Path) -> bool:
         condition, receipt = now[stage.name], stage.read_receipt(folder)
         made = figure = ""
         if receipt:
-            made = f"{datetime.fromtimestamp(stage.receipt_path(folder).stat().st_mtime):{WHEN}}"
+            made = f"{datetime.fromtimestamp(made_at(stage, folder)):{WHEN}}"
             figure = _key_figure(stage.name, receipt, config)
         table.add_row(stage.name, condition.state, condition.reason, made, figure, style=COLOURS[condition.state])
     Console().print(table)
@@ -104,4 +104,4 @@ def _key_figure(stage: str, receipt: Mapping[str, Any], config: RunConfig) -> st
             found = receipt["sets"][HELD_OUT]["differences"]["base"][metric]
             return f"{metric} {figures.gain(metric, found)} {figures.interval(metric, found)}"
         case _:
-            return f"{receipt['model_name']} version {receipt['version']}, {receipt['alias']}"
+            return f"{receipt['model_name']} version {receipt['version']}"

@@ -6,7 +6,9 @@ Forecasts are estimates, unlike the plan. Imports no torch.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +20,18 @@ from grpo_core.plan import Plan
 
 GIB = 2**30
 FLOAT, HALF = 4, 2  # bytes
-# The assumed machine where no earlier run says better: dense bf16 of one H200 as measured, and the share of it that
-# published single-GPU RL training reaches.
-ASSUMED_FLOPS = 790e12
+# What a GPU that no earlier run ran on is assumed to do: its dense bf16 FLOP/s as measured, by a part of its name, and
+# the share of them that published single-GPU RL training reaches.
+MEASURED_FLOPS = {"H200": 790e12}
 ASSUMED_UTILISATION = 0.11
 FLOPS_PER_PARAMETER = 8  # a token is sampled (2) and trained on, forward and backward (6)
 FLOPS_RECOMPUTED = 2  # forward once more, for gradient_checkpointing
+NVIDIA_SMI_SECONDS = 10
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class ForecastError(ValueError):
-    """A model of which nothing can be forecast; the message says why."""
+    """Something that cannot be forecast; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Of earlier runs: tokens (prompts and completions) per second and process, and a completion's mean length."""
+    """Pace of earlier runs: tokens (prompts and completions) per second and process, mean length of a completion."""
 
     tokens_per_second: float
     completion_tokens: float
@@ -60,6 +63,23 @@ class PromptLengths:
     mean: float
     longest: int
     how: str
+
+
+def find_gpu() -> str:
+    """Name of this machine's first GPU, such as "NVIDIA H200"; "" if it has none."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        names = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):  # a driver without a GPU
+        return ""
+    return names.partition("\n")[0].strip()
+
+
+def name_hardware(gpu: str) -> str:
+    """What paces of training are compared by: the GPU's name, without a GPU "CPU with 2 cores"."""
+    return gpu or f"CPU with {os.cpu_count()} cores"
 
 
 def load_shape(name_or_path: str, revision: str | None = None) -> ModelShape:
@@ -128,18 +148,26 @@ def adapter_parameters(shape: ModelShape, config: RunConfig) -> int:
 
 
 def forecast(
-    config: RunConfig, plan: Plan, lengths: PromptLengths, known: Throughput | None, pass_rates: Sequence[float]
+    config: RunConfig,
+    plan: Plan,
+    lengths: PromptLengths,
+    known: Throughput | None,
+    pass_rates: Sequence[float],
+    gpu: str,
 ) -> dict[str, dict[str, Any]]:
-    """Memory, time and useful groups, each with `how` it was got, or with an `error` that says why it was not."""
+    """Time, useful groups and, on a GPU, memory: each with `how` it was got, or with an `error` that says why it is
+    unknown. `gpu`: name of the GPU to train on; "" for a CPU."""
     found: dict[str, dict[str, Any]] = {}
     shape = None
     try:
         shape = load_shape(config.model.name_or_path, config.model.revision)
-        found["memory"] = peak_memory(config, plan, shape, lengths)
+        if gpu:
+            found["memory"] = peak_memory(config, plan, shape, lengths, gpu)
     except ForecastError as error:
-        found["memory"] = {"error": str(error)}
+        if gpu:
+            found["memory"] = {"error": str(error)}
     try:
-        found["time"] = wall_time(config, plan, lengths, known, shape.parameters if shape else None)
+        found["time"] = wall_time(config, plan, lengths, known, shape.parameters if shape else None, gpu)
     except ForecastError as error:
         found["time"] = {"error": str(error)}
     if pass_rates:
@@ -147,13 +175,14 @@ def forecast(
     return found
 
 
-def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths) -> dict[str, Any]:
+def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: str) -> dict[str, Any]:
     """Bytes on each GPU at the worst moment, by what takes them, for completions of full length.
 
     Sampling and training take turns, so that of their own memory the larger counts; vLLM keeps its weights and cache.
     What servers of their own take is not among it.
     """
-    weights, prompt, engine = shape.parameters, lengths.longest, sampling_engine(config)
+    weights, prompt, engine = shape.parameters, lengths.longest, config.rollout.engine
+    engine = "vllm" if engine == "auto" else engine  # on a GPU
     trained, frozen = (adapter_parameters(shape, config), weights) if config.model.use_peft else (weights, 0)
     half = config.train.mixed_precision == "bf16"
     width = HALF if half else FLOAT
@@ -188,7 +217,8 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         "parts_gib": {name: size / GIB for name, size in parts.items()},
         "parameters": weights,
         "how": (
-            f"from the model's config: {rows} completions a micro-step, prompts of {prompt} tokens ({lengths.how}), "
+            f"estimate for one {gpu}, from the model's config: {rows} completions per micro-step, "
+            f"prompts of {prompt} tokens ({lengths.how}), "
             f"completions of {completion}; "
             + (f"{in_flight} completions sampled at once by {engine}" if in_flight else "sampled by servers elsewhere")
         ),
@@ -196,27 +226,43 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
 
 
 def wall_time(
-    config: RunConfig, plan: Plan, lengths: PromptLengths, known: Throughput | None, parameters: int | None
+    config: RunConfig,
+    plan: Plan,
+    lengths: PromptLengths,
+    known: Throughput | None,
+    parameters: int | None,
+    gpu: str,
 ) -> dict[str, Any]:
-    """Hours of the whole training and GPU hours, at the pace of earlier runs, or at an assumed one."""
+    """Hours of the whole training, on a GPU also GPU hours: at the pace of earlier runs, else at one assumed for `gpu`.
+
+    Raises ForecastError if there are no earlier runs and no pace can be assumed.
+    """
     max_completion_length = config.rollout.max_completion_length
     if known:
         length, pace, how = min(known.completion_tokens, max_completion_length), known.tokens_per_second, known.how
-    elif parameters:
-        flops = parameters * (FLOPS_PER_PARAMETER + FLOPS_RECOMPUTED * config.train.gradient_checkpointing)
-        length, pace = max_completion_length, ASSUMED_FLOPS * ASSUMED_UTILISATION / flops
-        how = (
-            f"no earlier run is known: assumed are {ASSUMED_UTILISATION:.0%} of {ASSUMED_FLOPS / 1e12:.0f} TFLOP/s a "
-            f"GPU and completions of full length ({max_completion_length} tokens)"
-        )
     else:
-        raise ForecastError("neither an earlier run nor the model's size is known")
-    seconds = plan.completions * (lengths.mean + length) / (pace * plan.num_processes)
-    return {
-        "wall_time_hours": seconds / 3600,
-        "gpu_hours": seconds / 3600 * plan.num_processes,
-        "how": f"{how}; prompts of {lengths.mean:.0f} tokens ({lengths.how})",
-    }
+        peak = _measured_flops(gpu)
+        if parameters is None:
+            raise ForecastError("neither an earlier run nor the model's size is known")
+        flops = parameters * (FLOPS_PER_PARAMETER + FLOPS_RECOMPUTED * config.train.gradient_checkpointing)
+        length, pace = max_completion_length, peak * ASSUMED_UTILISATION / flops
+        how = (
+            f"no earlier run is known; assumed: {ASSUMED_UTILISATION:.0%} of the {peak / 1e12:.0f} TFLOP/s of one "
+            f"{gpu} per process, completions of full length ({max_completion_length} tokens)"
+        )
+    hours = plan.completions * (lengths.mean + length) / (pace * plan.num_processes) / 3600
+    found = {"wall_time_hours": hours, "how": f"{how}; prompts of {lengths.mean:.0f} tokens ({lengths.how})"}
+    return found | ({"gpu_hours": hours * plan.num_processes} if gpu else {})
+
+
+def _measured_flops(gpu: str) -> float:
+    for name, flops in MEASURED_FLOPS.items():
+        if name in gpu.upper():
+            return flops
+    raise ForecastError(
+        f"no earlier run of this model on this hardware ({name_hardware(gpu)}) is known, and a pace is assumed only "
+        f"for {', '.join(MEASURED_FLOPS)}"
+    )
 
 
 def useful_groups(pass_rates: Sequence[float], num_generations: int) -> dict[str, Any]:
@@ -229,26 +275,21 @@ def useful_groups(pass_rates: Sequence[float], num_generations: int) -> dict[str
     return {"share": 1 - silent, "silent_share": silent, "how": how}
 
 
-def sampling_engine(config: RunConfig) -> str:
-    """What samples: `auto` is vLLM where there is a GPU."""
-    if config.rollout.engine != "auto":
-        return config.rollout.engine
-    return "vllm" if shutil.which("nvidia-smi") else "transformers"
-
-
 def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """The forecasts as a person reads them: what, how much, how it was got."""
     for name, found in forecasts.items():
+        title = {"memory": "peak memory per GPU", "time": "wall time", "useful_groups": "groups with a signal"}[name]
         if "error" in found:
-            yield name.replace("_", " "), "–", found["error"]
+            yield title, "unknown until a first run" if name == "time" else "unknown", found["error"]
         elif name == "memory":
-            yield "peak memory a GPU", _size(found["peak_memory_gib"]), found["how"]
+            yield title, _size(found["peak_memory_gib"]), found["how"]
             yield from ((f"  {part}", _size(size), "") for part, size in found["parts_gib"].items() if size)
         elif name == "time":
-            yield "wall time", _duration(found["wall_time_hours"]), found["how"]
-            yield "GPU hours", f"{found['gpu_hours']:.2f}", ""
+            yield title, _duration(found["wall_time_hours"]), found["how"]
+            if "gpu_hours" in found:
+                yield "GPU hours", f"{found['gpu_hours']:.2f}", ""
         else:
-            yield "groups with a signal", f"{found['share']:.1%}", found["how"]
+            yield title, f"{found['share']:.1%}", found["how"]
 
 
 def _size(gib: float) -> str:

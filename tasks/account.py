@@ -13,6 +13,7 @@ import tomli_w
 from grpo_core.plan import Plan
 from tasks import drawing, figures
 from tasks.drawing import ORANGE, Row, series
+from tasks.lineage import DIGITS
 from tasks.page import Cell, Chart, Section, Table
 from tasks.record import Record
 
@@ -50,7 +51,9 @@ def curves(record: Record) -> Section:
         lines = {name: points for name in metrics if (points := series(rows, name, scale))}
         if any(value for points in lines.values() for _, value in points):
             charts.append(Chart(title, _curve({metrics[name]: lines[name] for name in lines}, [*lines]), note))
-    smoothed = "; thin each update, thick a running mean" if len(rows) >= drawing.SMOOTHED_FROM else ""
+    smoothed = (
+        f"; thin: each update, thick: mean of the last {drawing.WINDOW}" if len(rows) >= drawing.SMOOTHED_FROM else ""
+    )
     return Section("Training", f"{len(rows):,} updates{smoothed}." if charts else "", charts=charts)
 
 
@@ -74,10 +77,11 @@ def plan_and_outcome(record: Record) -> Section:
     how = []
     tokens = result["sampled_tokens"]
     rows.append(["completion tokens sampled", f"at most {plan['max_completion_tokens']:,}", f"{tokens:,}", ""])
-    if "wall_time_hours" in (time := forecasts.get("time", {})):
-        forecast, real = 3600 * time["wall_time_hours"], result["train_seconds"]
-        rows.append(["time in updates", (figures.duration(forecast), "forecast"), figures.duration(real), ""])
-        how.append(f"The time was forecast thus: {time['how']}.")
+    time, planned_time = forecasts.get("time", {}), (figures.NONE, "no forecast")
+    if "wall_time_hours" in time:
+        planned_time = (figures.duration(3600 * time["wall_time_hours"]), "forecast")
+        how.append(f"Time forecast: {time['how']}.")
+    rows.append(["time in updates", planned_time, figures.duration(result["train_seconds"]), ""])
     silent = [row["frac_reward_zero_std"] for row in record.metrics if "frac_reward_zero_std" in row]
     if silent and "share" in (useful := forecasts.get("useful_groups", {})):
         happened = figures.percent(1 - sum(silent) / len(silent))
@@ -181,16 +185,22 @@ def data_section(record: Record) -> Section:
             for f in data["findings"]
         ]
         tables.append(Table(["check", "severity", "rows", "dataset", "rule"], broken, "Rules broken", words=True))
-    sources = [f"{name}: {source}" for name, source in data["sources"].items()]
+    made = data.get("made", {})
+    sources = [
+        f"{name}: {source}" + (f" (validated content {made[name][:DIGITS]})" if name in made else "")
+        for name, source in data["sources"].items()
+    ]
     return Section("Data", tables=tables, notes=[*sources, *data.get("rehearsal", {}).get("warnings", [])])
 
 
-def configuration(record: Record, keys: Mapping[str, str]) -> Section:
+def configuration(record: Record, keys: Mapping[str, str], commit: str) -> Section:
+    """`commit`: the code that it was trained with; "" if unknown."""
     config = record.config
-    lineage = [[stage, key] for stage, key in keys.items()]
+    lineage = [[stage, key[:DIGITS]] for stage, key in keys.items()]
     versions = [["python", platform.python_version()], *([name, found] for name, found in _versions())]
     return Section(
         "Configuration",
+        f"Trained with the code of commit {commit}." if commit else "",
         tables=[
             Table(["stage", "lineage key"], lineage, "Lineage", words=True),
             Table(["package", "version"], versions, "Versions, where it was evaluated", words=True),

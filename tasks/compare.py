@@ -198,7 +198,8 @@ def comparison_page(records: Records) -> str:
     training = replace(
         end,
         title="Training",
-        text=f"Thin: each update; thick: running mean. Below, means over the last {LAST:.0%} of the updates.",
+        text=f"Thin: each update; thick: mean of the last {drawing.WINDOW}. Below, means over the last {LAST:.0%} of "
+        "the updates.",
         legend={label: drawing.PAGE_COLOURS[colour] for label, colour in colours.items()},
         charts=[*_overlaid(records, colours)],
     )

@@ -45,7 +45,7 @@ STYLE = {
 }
 PANEL = (4.6, 2.35)  # inches: two beside each other on a desk, one on a phone
 SMOOTHED_FROM = 40  # points; fewer have markers
-WINDOW = 0.08  # of the points, for the running mean
+WINDOW = 10  # points, of the running mean: the same for runs of any length, which can then be compared
 MOST_POINTS = 600  # of a line; more are averaged
 BINS = 40
 
@@ -94,14 +94,16 @@ def series(rows: Sequence[Row], name: str, scale: float = 1.0) -> Points:
 def plot(
     axes: Any, lines: Mapping[str, Points], colours: Sequence[str], smooth: bool = True, legend: bool = True
 ) -> None:
-    """Each line against the update: a short one with its points marked, a long one faint under its running mean."""
+    """Each line against the update: a short one with its points marked, a long one faint under its recent mean."""
     for (label, points), colour in zip(lines.items(), colours, strict=True):
         x, y = _thinned(points)
         if len(points) < SMOOTHED_FROM:
             axes.plot(x, y, color=colour, label=label, marker=".")
         elif smooth:
             axes.plot(x, y, color=colour, alpha=0.35, linewidth=0.8)
-            axes.plot(x, running_mean(y, max(3, round(WINDOW * len(y)))), color=colour, label=label, linewidth=1.8)
+            recent = recent_mean(np.array([value for _, value in points], dtype=float), WINDOW)
+            smoothed = [*zip((step for step, _ in points), recent, strict=True)]
+            axes.plot(*_thinned(smoothed), color=colour, label=label, linewidth=1.8)
         else:
             axes.plot(x, y, color=colour, label=label)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5))
@@ -124,13 +126,12 @@ def legend_above(axes: Any, labels: int) -> None:
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=min(labels, 3), borderaxespad=0.2, handlelength=1.2)
 
 
-def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over a centred window, which is cut off at the ends."""
-    half = window // 2
+def recent_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean of each value and the `window` - 1 before it; of fewer at the beginning."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    at = np.arange(len(values))
-    first, last = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-    return (sums[last] - sums[first]) / (last - first)
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - window, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
 
 
 def draw_curves(rows: Sequence[Row]) -> bytes:

@@ -25,7 +25,14 @@ from tasks.process import run_process
 from tasks.report import PAGE, write_report
 from tasks.servers import servers
 from tasks.stage import EVALUATE, TRAIN, Context, run_stage
-from tasks.tracking import answering, connect, run_address, training_run_id
+from tasks.tracking import (
+    answering,
+    commit_text,
+    connect,
+    run_address,
+    trained_on_commit,
+    training_run_id,
+)
 
 SAMPLES_SHOWN = 20
 METRICS_AT_ONCE = 1000  # MLflow takes no more
@@ -54,7 +61,8 @@ def _work(context: Context) -> dict[str, Any]:
     report = json.loads((context.partial / "report.json").read_text())
     if champion is not None and CHAMPION in report["policies"]:
         report["champion"] = identity(champion)
-    _log_metrics(client, training_run_id(TRAIN.path(context.run)), report)
+    run_id = training_run_id(TRAIN.path(context.run))
+    _log_metrics(client, run_id, report)
     metric = as_text.metric_of(config, report)
     create_markdown_artifact(
         key="evaluation", markdown=_markdown(report, metric), description=escape("; ".join(verdicts(report, metric)))
@@ -67,9 +75,10 @@ def _work(context: Context) -> dict[str, Any]:
         table=[{key: _shown(value) for key, value in row.items()} for row in rows],
         description=f"The first {first.height} held-out prompts, as {', '.join(report['policies'])} complete them",
     )
-    address = run_address(TRAIN.path(context.run))
+    address, keys = run_address(TRAIN.path(context.run)), lineage_keys(config)
+    commit = commit_text(trained_on_commit(client, run_id))
     try:
-        write_report(context.run, context.partial, report, time.monotonic() - start, lineage_keys(config), address)
+        write_report(context.run, context.partial, report, time.monotonic() - start, keys, address, commit)
     except Exception as error:  # a page is no reason to lose an evaluation
         log.warning("%s could not be made: %r", PAGE, error, exc_info=True)
     return report

@@ -17,6 +17,7 @@ NAMES = {
     "kl": "KL to the base, nats a token",
 }
 NONE = "–"
+LIKELY = 0.1  # probability of the contrary below which a difference that is not shown is called likely
 
 
 def metric_of(config: RunConfig, evaluation: Mapping[str, Any]) -> str:
@@ -101,10 +102,14 @@ def verdict(metric: str, found: Mapping[str, Any], other: str) -> str:
         return f"better than the {other} by {by}{measure} (p = {p_value(found['p_value'])})"
     if tone(found) == "worse":
         return f"worse than the {other} by {by}{measure}"
-    return (
-        f"no difference from the {other}{measure} could be shown: a gain of {detectable(metric, found)} or more would "
-        f"show on these {n:,} prompts, {POWER:.0%} of the time"
-    )
+    least = f"a gain of {detectable(metric, found)} or more would show on these {n:,} prompts, {POWER:.0%} of the time"
+    if min(chance := found["probability_better"], 1 - chance) < LIKELY:
+        which = "better" if chance > 0.5 else "worse"
+        return (
+            f"likely {which} than the {other} by {by}{measure}, which is not shown yet: the interval is "
+            f"{interval(metric, found)}; {least}"
+        )
+    return f"no difference from the {other}{measure} could be shown: {least}"
 
 
 def tone(found: Mapping[str, Any]) -> str:

@@ -109,8 +109,10 @@ def _found(gain: Comparison, rival: Contestant) -> str:
 
 
 def _change(found: Comparison) -> str:
-    """A gain with its interval, as part of a sentence."""
+    """A gain with its interval, as part of a sentence; where nothing could be compared there is no interval."""
     difference = vars(found.difference)
+    if not found.difference.num_prompts:
+        return figures.gain(found.metric, difference)
     interval = f"{100 * found.difference.confidence:.3g}% interval {figures.interval(found.metric, difference)}"
     return f"{figures.gain(found.metric, difference)} ({interval})"
 
@@ -160,9 +162,9 @@ def _held_to_gain(rules: PromotionConfig, gain: Comparison, level: float) -> Com
         broken = undecided
     elif found.p_value > level:
         broken = (
-            f"not shown to be better (by chance it looks so with probability {found.p_value:.2g}, and {level:.2g} is "
-            f"allowed; {found.num_prompts:,} prompts find a true gain of {figures.detectable(metric, vars(found))} "
-            f"with probability {POWER:g})"
+            f"not shown to be better (p = {found.p_value:.2g}, and at most {level:.2g} is allowed; with "
+            f"{found.num_prompts:,} prompts, a true gain of {figures.detectable(metric, vars(found))} or more is "
+            f"detected {POWER:.0%} of the time)"
         )
     elif found.mean < rules.min_gain:
         broken = f"better, but min_gain asks for {least}"

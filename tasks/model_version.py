@@ -33,7 +33,7 @@ class Example:
 
 
 def log_version(
-    run_id: str, training: Path, scratch: Path, name: str, example: Example, tags: Mapping[str, Any]
+    run_id: str, training: Path, scratch: Path, name: str, example: Example, tags: Mapping[str, Any], description: str
 ) -> str:
     """Make a version of registered model `name` from training/model, its adapter beside it; returns its number.
 
@@ -62,7 +62,8 @@ def log_version(
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     tags = {key: str(value) for key, value in tags.items()}
-    made = client.create_model_version(name, f"models:/{model.model_id}", run_id, tags, model_id=model.model_id)
+    source = f"models:/{model.model_id}"
+    made = client.create_model_version(name, source, run_id, tags, description=description, model_id=model.model_id)
     return str(made.version)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
-from grpo_core.forecast import PromptLengths, forecast, forecast_rows
+from grpo_core.forecast import PromptLengths, find_gpu, forecast, forecast_rows, name_hardware
 from grpo_core.plan import make_plan, plan_inputs
 from tasks.sources import list_pass_rates
 from tasks.stage import PLAN, VALIDATE, Context, run_stage
 from tasks.tracking import earlier_throughput
+
+GPU_DEPLOYMENT = "GRPO_GPU_DEPLOYMENT"  # its value `gpu` hands train over to train/gpu, evaluate to evaluate/gpu
 
 
 @task(name="plan")
@@ -41,12 +44,17 @@ def _work(context: Context) -> dict[str, Any]:
             figures["completions"],
             figures["max_completions"],
         )
+    if handed_to := os.environ.get(GPU_DEPLOYMENT):
+        gpu, hardware = f"GPU of train/{handed_to}", ""
+    else:
+        hardware = name_hardware(gpu := find_gpu())
     forecasts = forecast(
         config,
         plan,
         PromptLengths(lengths["mean"], lengths["max"], "from the validated data"),
-        earlier_throughput(config),
+        earlier_throughput(config, hardware),
         list_pass_rates("data.train", config.data.train, config.data.train_split),
+        gpu,
     )
     table = [{"quantity": name, "value": f"{value:,}", "how": ""} for name, value in figures.items()]
     table += [{"quantity": name, "value": value, "how": how} for name, value, how in forecast_rows(forecasts)]

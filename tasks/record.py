@@ -67,6 +67,12 @@ def read_record(run: Path, training: Path | None = None, evaluation: Path | None
     """Of a run's directory; `training` and `evaluation` where those outputs are elsewhere. NotEvaluatedError."""
     training, evaluation = training or TRAIN.path(run), evaluation or EVALUATE.path(run)
     if not (evaluation / EVALUATE.receipt).is_file():
+        if missing := [stage.name for stage in (VALIDATE, PLAN, TRAIN) if not stage.read_receipt(run)]:
+            what = f"{', '.join(missing)} of it {'has' if len(missing) == 1 else 'have'} not been done"
+            raise NotEvaluatedError(
+                f"run {run.name!r} has no evaluation: {what}. `grpo status {run.name}` says more; to go on: "
+                f"grpo run {run / 'config.toml'}"
+            )
         raise NotEvaluatedError(
             f"run {run.name!r} has no evaluation ({evaluation}); make it: grpo stage evaluate --run {run.name}"
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 from mlflow import MlflowClient
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
@@ -20,11 +22,24 @@ from tasks.lineage import key_of, lineage_keys
 from tasks.live import CURVES
 from tasks.markdown import escape
 from tasks.model_version import Example, log_version
+from tasks.report import PAGE, headline
 from tasks.sending import send_rest
 from tasks.stage import EVALUATE, PLAN, REGISTER, TRAIN, Context, run_stage
-from tasks.tracking import answering, connect, dataset_digests, read_tracking_run, run_page, tracking_uri
+from tasks.tracking import (
+    LINEAGE,
+    answering,
+    commit_text,
+    connect,
+    dataset_digests,
+    lineage_text,
+    read_tracking_run,
+    run_page,
+    tracking_uri,
+    trained_on_commit,
+)
 
 PLAN_TAGS = ("num_prompts", "max_steps", "completions")
+CHARTS = "^(reward$|rewards/|eval_|entropy$|kl$|completions/mean_length$)"  # those to look at first
 
 
 @task(name="register")
@@ -42,16 +57,18 @@ def _work(context: Context) -> dict[str, Any]:
     name = config.registry.model_name or config.name
     report, keys = EVALUATE.read_receipt(run), lineage_keys(config)
     send_rest(client, run_id, training, log)
-    for stage, key in keys.items():  # evaluation or registry may have been edited since the training
-        client.set_tag(run_id, f"lineage.{stage}", key)
+    verdict, commit = describe(report, config.promotion.metric), trained_on_commit(client, run_id)
+    client.set_tag(run_id, LINEAGE, lineage_text(config))  # evaluation may have been edited since the training
+    client.set_tag(run_id, MLFLOW_RUN_NOTE, _note(run, verdict))
     for path in (run / "config.toml", PLAN.path(run), training / "result.json", training / "metrics.jsonl"):
         client.log_artifact(run_id, str(path))
     if (curves := training / CURVES).exists():
         client.log_artifact(run_id, str(curves), "training")
     client.log_artifacts(run_id, str(EVALUATE.path(run)), "evaluation")
-    tags = {**_tags(config, run, report), RECORD: keep_record(client, run_id, run, keys[REGISTER.name])}
+    tags = {**_tags(config, run, report), **commit, RECORD: keep_record(client, run_id, run, keys[REGISTER.name])}
     scratch = context.partial.with_name("model.partial")
-    number = log_version(run_id, training, scratch, name, _example(config, run), tags)
+    description = f"{verdict}\n\n{origin(config.name, commit, dataset_digests(run))}"
+    number = log_version(run_id, training, scratch, name, _example(config, run), tags, description)
     client.set_registered_model_alias(name, config.registry.alias, number)
     client.set_terminated(run_id)
     log.info("registered %s version %s, alias %s", name, number, config.registry.alias)
@@ -72,6 +89,28 @@ def _work(context: Context) -> dict[str, Any]:
         "mlflow_experiment_id": tracked["experiment_id"],
         "tracking_uri": tracking_uri(),
     }
+
+
+def describe(report: dict[str, Any], metric: str) -> str:
+    """What an evaluation says, as Markdown: the sentence first, its figures below."""
+    verdict = headline(report, metric)
+    return f"**{verdict.headline}.**\n\n{verdict.sentence}".strip()
+
+
+def origin(run: str, commit: Mapping[str, str], data: Mapping[str, str]) -> str:
+    """Which run, code and data made a version, as Markdown."""
+    code = f" at commit {commit_text(commit)}" if commit else ""
+    digests = ", ".join(f"{name} {digest}" for name, digest in data.items())
+    return f"Trained by run `{run}`{code}, on validated data {digests}."
+
+
+def _note(run: Path, verdict: str) -> str:
+    """Description of the training's MLflow run."""
+    report = EVALUATE.path(run) / PAGE
+    return (
+        f"{verdict}\n\nOn one page: {report.parent.name}/{PAGE} under Artifacts (`{report}`). Charts to begin with: "
+        f"Model metrics, search `{CHARTS}`."
+    )
 
 
 def keep_record(client: MlflowClient, run_id: str, run: Path, key: str) -> str:

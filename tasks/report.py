@@ -33,14 +33,16 @@ def write_report(
     seconds: float,
     keys: Mapping[str, str],
     mlflow_run: str,
+    commit: str,
 ) -> None:
-    """report.html of a run into `folder`, which has samples.parquet, beside the `evaluation` that was made in it."""
+    """Write report.html of a run into `folder`, which has the samples.parquet of this `evaluation`."""
     record = read_record(run, evaluation=folder)
-    write_text(folder / PAGE, report_page(replace(record, evaluation=evaluation), seconds, keys, mlflow_run))
+    write_text(folder / PAGE, report_page(replace(record, evaluation=evaluation), seconds, keys, mlflow_run, commit))
 
 
-def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_run: str) -> str:
-    """The page. `seconds`: of the evaluation. `keys`: lineage keys by stage. `mlflow_run`: its address."""
+def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_run: str, commit: str) -> str:
+    """The page. `seconds`: duration of the evaluation. `keys`: lineage keys by stage. `mlflow_run`: its address.
+    `commit`: the code that it was trained with; "" if unknown."""
     sections = [
         _evaluation(record),
         account.curves(record),
@@ -48,7 +50,7 @@ def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_
         account.plan_and_outcome(record),
         account.time_spent(record, seconds),
         account.data_section(record),
-        account.configuration(record, keys),
+        account.configuration(record, keys, commit),
     ]
     made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
     return render(
@@ -78,8 +80,9 @@ def headline(evaluation: Mapping[str, Any], metric: str) -> Verdict:
         sentence,
         f"{' → '.join(steps)} {measure} on {gain['num_prompts']:,} held-out prompts. {figures.gain(metric, gain)} over "
         f"the {rival}, {gain['confidence']:.0%} interval {figures.interval(metric, gain)}, "
-        f"probability of being better {figures.probability(gain['probability_better'])}. On so many prompts, "
-        f"{figures.detectable(metric, gain)} is the smallest true gain that shows {POWER:.0%} of the time.",
+        f"probability of being better {figures.probability(gain['probability_better'])}. With "
+        f"{gain['num_prompts']:,} prompts, a true gain of {figures.detectable(metric, gain)} or more would be "
+        f"detected {POWER:.0%} of the time.",
     )
 
 
@@ -117,8 +120,8 @@ def _evaluation(record: Record) -> Section:
         charts.append(Chart("pass@k, %", _pass_at(evaluation), "held-out prompts of which one of k samples is right"))
     return Section(
         "Evaluation",
-        f"Sampled {drawn}, {each}; right is what {evaluation['accuracy_reward']} gives 1. Policies are compared on the "
-        "same prompts, pair by pair; intervals resample the prompts.",
+        f"Sampled {drawn}, {each}. A completion is right if {evaluation['accuracy_reward']} gives it 1. Policies are "
+        "compared on the same prompts, pair by pair; intervals resample the prompts.",
         charts=[*charts, _lengths(record)],
         tables=[table for name in evaluation["sets"] for table in _set_tables(evaluation, name, metric)],
     )

@@ -21,7 +21,7 @@ from grpo_core.config import RunConfig, load_config
 from grpo_core.errors import GrpoError
 from grpo_core.files import publish
 from grpo_core.fingerprint import content_hash
-from tasks.lineage import key_of, lineage_keys
+from tasks.lineage import key_of, lineage_inputs, lineage_keys, what_changed
 from tasks.storage import read_json, remove, set_aside, write_text
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MARKER = "lineage.json"  # in an unfinished output: what it is being made from
 ERRORS = "errors.log"  # in the run directory: what ended its stages, with tracebacks
+CHANGES_NAMED = 3  # of those that make a stage stale
 
 
 class StageError(GrpoError):
@@ -133,13 +134,13 @@ def conditions(run: Path) -> dict[str, Condition]:
     made from has been made again since, or is going to be.
     """
     config = load_config(run / "config.toml")
-    keys = lineage_keys(config)
+    inputs = lineage_inputs(config)
     receipts = {stage.name: stage.read_receipt(run) for stage in STAGES}
     found: dict[str, Condition] = {}
     for stage in STAGES:
-        saved = _saved(stage, run, keys[stage.name])
+        saved = _saved(stage, run, key_of(inputs[stage.name]))
         if receipt := receipts[stage.name]:
-            reason = _why_stale(stage, receipt, config, keys, receipts) or _why_soon_stale(stage, found)
+            reason = _why_stale(stage, receipt, config, inputs, receipts) or _why_soon_stale(stage, found)
             gone = [name for name in stage.files(receipt) if not (stage.path(run) / name).exists()]
             if gone:
                 found[stage.name] = Condition("missing", f"{', '.join(gone)} is gone")
@@ -150,6 +151,11 @@ def conditions(run: Path) -> dict[str, Condition]:
         else:
             found[stage.name] = Condition("missing", saved or "not done yet")
     return found
+
+
+def made_at(stage: Stage, run: Path) -> float:
+    """When the stage was done, in seconds since 1970. Without it in the receipt: when the receipt was written here."""
+    return stage.read_receipt(run).get("made_at") or stage.receipt_path(run).stat().st_mtime
 
 
 def _saved(stage: Stage, run: Path, key: str) -> str:
@@ -230,7 +236,8 @@ def _run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]
     receipt = work(Context(config, run, partial))
     seconds = round(time.monotonic() - start, 3)
     made = stage.content(partial, receipt) if stage.content else uuid.uuid4().hex
-    text = json.dumps({**origin, "made": made, "seconds": seconds, **receipt}, indent=2) + "\n"
+    facts = {"made": made, "made_at": time.time(), "seconds": seconds, **receipt}
+    text = json.dumps({**origin, **facts, "inputs": lineage_inputs(config)[stage.name]}, indent=2) + "\n"
     write_text(partial / stage.receipt if stage.receipt else partial, text)
     set_aside(final, stage.read_receipt(run).get("lineage_key", "unknown"))
     publish(partial, final)
@@ -241,18 +248,20 @@ def _why_stale(
     stage: Stage,
     receipt: Mapping[str, Any],
     config: RunConfig,
-    keys: Mapping[str, str],
+    inputs: Mapping[str, Mapping[str, Any]],
     receipts: Mapping[str, dict[str, Any]],
 ) -> str:
-    """What has changed since `receipt`; "" when nothing that concerns the stage has.
+    """What has changed since `receipt`; "" when nothing that concerns the stage has. `inputs`: of each stage now.
 
     An input that is up to date has to be what the stage was made from. One that is not will be made again first.
     """
-    if receipt.get("lineage_key") != keys[stage.name]:
-        return "configuration or inputs changed"
+    if receipt.get("lineage_key") != key_of(inputs[stage.name]):
+        names = what_changed(receipt.get("inputs", {}), inputs[stage.name])
+        others = f" and {len(names) - CHANGES_NAMED} more" if len(names) > CHANGES_NAMED else ""
+        return f"changed: {', '.join(names[:CHANGES_NAMED])}{others}" if "inputs" in receipt else "inputs changed"
     for name, then in receipt.get("made_from", {}).items():
         now = receipts[name]
-        if now.get("lineage_key") == keys[name] and _made(now, stage.prompts(config)) != then:
+        if now.get("lineage_key") == key_of(inputs[name]) and _made(now, stage.prompts(config)) != then:
             return f"{name} was made again"
     return ""
 

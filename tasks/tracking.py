@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
 import os
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,13 +18,21 @@ from urllib.parse import urlsplit
 import mlflow
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
 from mlflow.exceptions import MlflowException
-from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_GIT_COMMIT, MLFLOW_GIT_DIRTY
+from mlflow.utils.mlflow_tags import (
+    MLFLOW_DATASET_CONTEXT,
+    MLFLOW_GIT_COMMIT,
+    MLFLOW_GIT_DIRTY,
+    MLFLOW_RUN_NOTE,
+    MLFLOW_SOURCE_NAME,
+    MLFLOW_SOURCE_TYPE,
+    MLFLOW_USER,
+)
 
 from grpo_core.config import RunConfig, flatten
 from grpo_core.fingerprint import content_hash
-from grpo_core.forecast import Throughput
+from grpo_core.forecast import Throughput, find_gpu, name_hardware
 from grpo_core.rewards.modules import KEPT
-from tasks.lineage import lineage_keys
+from tasks.lineage import DIGITS, lineage_keys
 from tasks.stage import PLAN, VALIDATE, StageError
 from tasks.storage import kept_rewards, read_json, storage_root, write_text
 
@@ -31,6 +40,7 @@ RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start
 PARAMS_AT_ONCE = 100  # as many as MLflow takes
 REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # seconds; times
 EARLIER_RUNS = 5
+HARDWARE, LINEAGE = "hardware", "lineage"  # tags of a run
 SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the environment of what it starts
 
 # What these say of each try at a server that is down, of a new database and of a missing GPU, nobody can act on.
@@ -135,7 +145,16 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
         experiment_id = client.create_experiment(config.registry.experiment, _artifact_location())
     else:
         experiment_id = experiment.experiment_id
-    tags = {f"lineage.{stage}": key for stage, key in lineage_keys(config).items()} | _code_version()
+    tags = {
+        MLFLOW_RUN_NOTE: f"Not evaluated yet. Training of `{config.model.name_or_path}` in `{run}`.",
+        MLFLOW_SOURCE_NAME: "grpo-flows",
+        MLFLOW_SOURCE_TYPE: "LOCAL",
+        HARDWARE: name_hardware(find_gpu()),
+        LINEAGE: lineage_text(config),
+        **_code_version(),
+    }
+    with suppress(KeyError, OSError):  # a user without a name, as in some containers
+        tags[MLFLOW_USER] = getpass.getuser()
     info = client.create_run(experiment_id, run_name=config.name, tags=tags).info
     try:
         _describe(client, info.run_id, config, run)
@@ -173,10 +192,15 @@ def parameters(config: RunConfig) -> dict[str, str]:
     return {key: str(value) for key, value in flatten(values).items()}
 
 
+def lineage_text(config: RunConfig) -> str:
+    """The beginnings of all lineage keys in one line: `validate=26dc974260cd plan=…`."""
+    return " ".join(f"{stage}={key[:DIGITS]}" for stage, key in lineage_keys(config).items())
+
+
 def dataset_digests(run: Path) -> dict[str, str]:
-    """Hash of the validated prompts of each dataset, by name: train, eval and the further evaluation sets."""
+    """Beginning of the hash of the validated prompts of each dataset: train, eval and the further evaluation sets."""
     folder, names = VALIDATE.path(run), VALIDATE.read_receipt(run)["num_prompts"]
-    return {name: content_hash(str(folder / f"{name}.parquet")) for name in names}
+    return {name: content_hash(str(folder / f"{name}.parquet"))[:DIGITS] for name in names}
 
 
 def _dataset_inputs(config: RunConfig, run: Path) -> list[DatasetInput]:
@@ -211,39 +235,57 @@ def _code_version() -> dict[str, str]:
         return {}
 
 
-def earlier_throughput(config: RunConfig) -> Throughput | None:
-    """The median pace of the last finished runs of the same base model; None where there is none. StageError when
-    MLflow does not answer."""
+def trained_on_commit(client: mlflow.MlflowClient, run_id: str) -> dict[str, str]:
+    """The git commit of the code that a training ran on, and whether files differed from it; empty if unknown."""
+    tags = client.get_run(run_id).data.tags
+    known = {"git.commit": tags.get(MLFLOW_GIT_COMMIT), "git.dirty": tags.get(MLFLOW_GIT_DIRTY)}
+    return {name: value for name, value in known.items() if value}
+
+
+def commit_text(commit: Mapping[str, str]) -> str:
+    """A commit as `trained_on_commit` gives it, such as "bcdcd2a8e0af with uncommitted changes"."""
+    if not commit:
+        return ""
+    changes = " with uncommitted changes" if commit.get("git.dirty") == "True" else ""
+    return f"{commit['git.commit'][:DIGITS]}{changes}"
+
+
+def earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
+    """Median pace of the last finished runs of the same base model on `hardware` (part of its name; "" for any); None
+    if there are none. Raises StageError if MLflow does not answer."""
     with answering():
-        return _earlier_throughput(config)
+        return _earlier_throughput(config, hardware)
 
 
-def _earlier_throughput(config: RunConfig) -> Throughput | None:
+def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
     client = connect()
     experiment = client.get_experiment_by_name(config.registry.experiment)
     if experiment is None:
         return None
-    model = config.model.name_or_path.replace("'", "")
+    model, where = (text.replace("'", "") for text in (config.model.name_or_path, hardware))
     runs = client.search_runs(
         [experiment.experiment_id],
-        f"params.`model.name_or_path` = '{model}' and attributes.status = 'FINISHED'",
+        f"params.`model.name_or_path` = '{model}' and attributes.status = 'FINISHED' "
+        f"and tags.{HARDWARE} ILIKE '%{where}%'",
         order_by=["attributes.start_time DESC"],
         max_results=EARLIER_RUNS,
     )
-    paces, lengths = [], []
+    paces, lengths, names = [], [], []
     for run in runs:
         seconds = sum(metric.value for metric in client.get_metric_history(run.info.run_id, "step_time"))
         tokens = run.data.metrics.get("num_tokens")
         if seconds and tokens:
             paces.append(tokens / seconds / int(run.data.params["train.num_processes"]))
             lengths.append(run.data.metrics["completions/mean_length"])
+            names.append(run.data.tags[HARDWARE])
     if not paces:
         return None
     return Throughput(
         statistics.median(paces),
         statistics.median(lengths),
-        f"median of {len(paces)} earlier runs of this model in MLflow: {statistics.median(paces):,.0f} tokens/s a "
-        f"process, completions of {statistics.median(lengths):.0f} tokens at their end",
+        f"median of {len(paces)} earlier runs of this model in MLflow, on {', '.join(dict.fromkeys(names))}: "
+        f"{statistics.median(paces):,.0f} tokens/s per process, completions of {statistics.median(lengths):.0f} tokens "
+        "at their end",
     )
 
 
@@ -256,7 +298,8 @@ def run_address(training: Path) -> str:
     """Where a browser finds a training's run; of a SQLite file, once `grpo up` serves it."""
     known = read_tracking_run(training)
     root = tracking_uri().rstrip("/") if _is_served() else os.environ.get(SERVED_AT, "http://127.0.0.1:5000")
-    return f"{root}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}"
+    # The page of a training; by default MLflow opens that of an LLM application, which does not lead to the models.
+    return f"{root}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}?workflowType=machine_learning"
 
 
 def run_page(training: Path) -> str:

@@ -65,7 +65,8 @@ def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recip
     assert "# GPU: mixed_precision" in text and found["mixed_precision"] == "bf16"
     config = load_config(ROOT / path, ["rollout.engine=vllm", *(it for it in overrides if "rollout.engine" not in it)])
     shape = SHAPES["1.5B" if "1.5B" in config.model.name_or_path else "0.5B"]
-    needed = peak_memory(config, make_plan(plan_inputs(config, 5000)), shape, PromptLengths(256, 256, "assumed"))
+    plan = make_plan(plan_inputs(config, 5000))
+    needed = peak_memory(config, plan, shape, PromptLengths(256, 256, "assumed"), "GPU")
     assert needed["peak_memory_gib"] < 60
 
 

@@ -135,7 +135,9 @@ def test_mlflow_has_the_configuration_the_plan_live_metrics_and_the_evaluation(f
     assert run.data.params["train.learning_rate"] == str(load_config(CONFIG).train.learning_rate)
     assert run.data.metrics["plan/max_steps"] == 4
     assert run.data.metrics["eval/held-out/trained/accuracy"] == _accuracy(report)["mean"]
-    assert set(run.data.tags) >= {f"lineage.{stage}" for stage in STAGES}
+    assert [part.partition("=")[0] for part in run.data.tags["lineage"].split()] == STAGES
+    assert "right on 16 held-out prompts" in run.data.tags["mlflow.note.content"]
+    assert str(finished / "evaluation" / "report.html") in run.data.tags["mlflow.note.content"]
     history = connect().get_metric_history(run.info.run_id, "reward")
     assert [(point.step, point.value) for point in history] == [(s["step"], s["reward"]) for s in steps]
 
@@ -150,6 +152,8 @@ def test_the_registered_version_carries_the_alias_and_loads_with_transformers(fi
     registration = json.loads((finished / "registration.json").read_text())
     version = connect().get_model_version_by_alias("arithmetic", "candidate")
     assert str(version.version) == registration["version"]
+    assert f"at commit {version.tags['git.commit'][:12]}" in version.description
+    assert f"train {version.tags['data.train']}, eval {version.tags['data.eval']}" in version.description
     folder = mlflow.artifacts.download_artifacts("models:/arithmetic@candidate", dst_path=str(tmp_path))
     loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
     trained = AutoModelForCausalLM.from_pretrained(finished / "training" / "model")

@@ -124,7 +124,6 @@ def _assert_complete(run: Path, tracked: Any) -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CONFIG.parent, capture_output=True, text=True, check=True)
     assert tracked.data.tags["mlflow.source.git.commit"] == head.stdout.strip()
     assert tracked.data.tags["mlflow.source.git.dirty"] in ("True", "False")
-    assert "lineage.train" in tracked.data.tags
     inputs = {given.dataset.name: given for given in tracked.inputs.dataset_inputs}
     assert {name: given.tags[0].value for name, given in inputs.items()} == {"train": "training", "eval": "evaluation"}
     assert json.loads(inputs["train"].dataset.source) == {"uri": config.data.train}

@@ -35,11 +35,15 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "warm": ({"evaluation": {"temperature": 0.7}}, first, "warm"),
         "asked": ({}, first.with_columns(prompt=pl.lit("other")), "asked"),
         "unfinished": ({}, first, "same"),
+        "refused": ({}, first, "same"),
     }
     for name, (changes, samples, key) in runs.items():
         metrics = metrics_of(**({"kl": 0.02} if name == "slower" else {}))
         made_up_run(root / "runs" / name, values_of(name, **changes), samples, metrics, key)
     (root / "runs" / "unfinished" / "evaluation" / "report.json").unlink()
+    for path in ("dataset", "training", "evaluation"):
+        shutil.rmtree(root / "runs" / "refused" / path)
+    (root / "runs" / "refused" / "plan.json").unlink()
     return root
 
 
@@ -135,6 +139,7 @@ def test_a_curve_is_drawn_for_what_any_of_the_runs_has() -> None:
         (["first", "slowr"], "no run 'slowr'"),
         (["first", "slowr"], "the nearest there: slower"),
         (["first", "unfinished"], "grpo stage evaluate --run unfinished"),
+        (["first", "refused"], "validate, plan, train of it have not been done"),
         (["first"], "from two to 6 runs"),
         (["first", "first"], "each named once"),
     ],

@@ -64,6 +64,14 @@ def test_the_form_of_a_promotion_has_its_rules_and_nothing_else() -> None:
     assert guards["items"]["required"] == ["metric"]
 
 
+def test_the_form_begins_with_what_most_runs_change_and_says_whose_name_counts() -> None:
+    fields = SCHEMA["properties"]["changes"]["properties"]
+    in_order = sorted(fields, key=lambda name: fields[name]["position"])
+    assert in_order[:6] == ["name", "model", "data", "rewards", "rollout", "train"]
+    assert in_order[-3:] == ["seed", "algorithm", "health"]
+    assert fields["name"]["description"].endswith("Prefect's run gets this name too, whatever its Run Name says.")
+
+
 def test_an_empty_field_is_sent_as_nothing() -> None:
     """Prefect fills in a default by itself, asks which type a union shall have, and sends false for a switch."""
     for key, field in _walk(SCHEMA["properties"]["changes"]).items():

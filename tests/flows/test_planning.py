@@ -83,9 +83,23 @@ def test_a_configuration_s_plan_as_json(config: Path, tmp_path: Path) -> None:
     assert answer["max_steps"] == 5
     assert "1 of 21 prompts are left out each epoch" in answer["notes"][0]
     assert answer["forecasts"]["useful_groups"]["share"] == pytest.approx(1 - 2 * 0.5**4)
-    assert answer["forecasts"]["memory"]["peak_memory_gib"] > 0
-    assert "assumed" in answer["forecasts"]["time"]["how"]
-    assert all("how" in forecast for forecast in answer["forecasts"].values())
+
+
+def test_forecasts_are_for_this_machine_or_for_the_gpu_that_is_named(config: Path, tmp_path: Path) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA L4'\n")
+    smi.chmod(0o755)
+    here = _json(config, GRPO_STORAGE=str(tmp_path), PATH=str(tmp_path / "empty"))["forecasts"]
+    assert "memory" not in here
+    assert "no earlier run of this model on this hardware (CPU with" in here["time"]["error"]
+    assert "--history looks for one in MLflow, --gpu H200" in here["time"]["error"]
+    on_l4 = _json(config, GRPO_STORAGE=str(tmp_path), PATH=str(tmp_path))["forecasts"]
+    assert "estimate for one NVIDIA L4" in on_l4["memory"]["how"]
+    assert "(NVIDIA L4)" in on_l4["time"]["error"]
+    there = _json(config, "--gpu", "h200", GRPO_STORAGE=str(tmp_path), PATH=str(tmp_path))["forecasts"]
+    assert "TFLOP/s of one h200" in there["time"]["how"]
+    assert there["time"]["gpu_hours"] > 0
+    assert there["memory"]["peak_memory_gib"] > 0
 
 
 def test_a_completion_longer_than_the_model_s_positions_is_refused(config: Path) -> None:
@@ -96,7 +110,7 @@ def test_a_completion_longer_than_the_model_s_positions_is_refused(config: Path)
 
 def test_data_that_is_elsewhere_is_planned_by_its_number_of_prompts(config: Path, tmp_path: Path) -> None:
     answer = _json(config, "--set", "data.train=gone.parquet", "--num-prompts", 40, GRPO_STORAGE=str(tmp_path))
-    assert (answer["num_prompts"], set(answer["forecasts"])) == (40, {"memory", "time"})
+    assert (answer["num_prompts"], set(answer["forecasts"])) == (40, {"time"})
 
 
 def test_the_options_can_be_read_on_a_narrow_screen() -> None:
@@ -197,9 +211,9 @@ def test_a_schedule_that_another_system_never_finishes_is_noted() -> None:
 
 
 def test_the_table_shows_what_the_json_says(config: Path, tmp_path: Path) -> None:
-    done = _grpo(config, COLUMNS="200", GRPO_STORAGE=str(tmp_path))
+    done = _grpo(config, "--gpu", "H200", COLUMNS="200", GRPO_STORAGE=str(tmp_path))
     assert done.returncode == 0
-    for name in (*FIGURES, "1 of 21 prompts are left out", "peak memory a GPU", "1 − E[p^G + (1−p)^G]"):
+    for name in (*FIGURES, "1 of 21 prompts are left out", "peak memory per GPU", "1 − E[p^G + (1−p)^G]"):
         assert name in done.stdout
     refused = _grpo(*_flat({**TRL_CASE, "--num-generations": 7}), COLUMNS="200")
     assert (refused.returncode, "num_generations = 8" in refused.stdout) == (2, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from grpo_core.forecast import (
     PromptLengths,
     Throughput,
     adapter_parameters,
+    find_gpu,
     forecast,
+    forecast_rows,
     load_shape,
     model_shape,
+    name_hardware,
     peak_memory,
     useful_groups,
     wall_time,
@@ -92,7 +96,9 @@ def test_forecast_memory_is_what_torch_counts_at_the_peak(
     """Never less than the peak of the second micro-step, where the gradients of the first are held, nor much more."""
     config = _config(per_device_train_batch_size=8, max_completion_length=completion, **keys)
     shape = Qwen2Config(**{**SIZES, **sizes})
-    parts = peak_memory(config, _plan(config), model_shape(shape.to_dict()), PromptLengths(prompt, prompt, "given"))
+    parts = peak_memory(
+        config, _plan(config), model_shape(shape.to_dict()), PromptLengths(prompt, prompt, "given"), "H200"
+    )
     measured = _measured_peak(shape, prompt, completion, config)
     expected = (sum(parts["parts_gib"].values()) - parts["parts_gib"]["kv_cache"]) * GIB
     assert measured <= expected <= 1.3 * measured
@@ -126,7 +132,7 @@ def test_what_is_held_follows_from_the_configuration() -> None:
 
     def parts(**keys: Any) -> dict[str, float]:
         config = _config(**keys)
-        found = peak_memory(config, _plan(config), shape, lengths)["parts_gib"]
+        found = peak_memory(config, _plan(config), shape, lengths, "H200")["parts_gib"]
         return {name: size * GIB / shape.parameters for name, size in found.items()}
 
     assert [parts()[name] for name in ("weights", "gradients", "optimizer", "reference")] == [4, 4, 8, 0]
@@ -142,22 +148,46 @@ def test_what_is_held_follows_from_the_configuration() -> None:
     assert parts(engine="vllm")["engine_weights"] == 2
 
 
-def test_time_at_the_pace_of_earlier_runs() -> None:
+@pytest.mark.parametrize("gpu", ["", "NVIDIA H200"])
+def test_time_at_the_pace_of_earlier_runs_and_gpu_hours_only_with_a_gpu(gpu: str) -> None:
     config = _config(max_steps=10, num_processes=2, max_completion_length=100)
     known = Throughput(1000.0, 4.0, "measured")
-    found = wall_time(config, _plan(config), PromptLengths(6.0, 9, "given"), known, None)
+    found = wall_time(config, _plan(config), PromptLengths(6.0, 9, "given"), known, None, gpu)
     assert found["wall_time_hours"] == pytest.approx(10 * 32 * (6 + 4) / 2000 / 3600)
-    assert found["gpu_hours"] == pytest.approx(2 * found["wall_time_hours"])
+    assert found.get("gpu_hours") == (pytest.approx(2 * found["wall_time_hours"]) if gpu else None)
     assert "measured" in found["how"]
 
 
 @pytest.mark.parametrize(("recomputed", "operations"), [(False, 8), (True, 10)])
-def test_time_without_earlier_runs_states_its_assumption(recomputed: bool, operations: int) -> None:
+def test_time_without_earlier_runs_names_the_gpu_it_assumes(recomputed: bool, operations: int) -> None:
     config = _config(max_steps=10, max_completion_length=100, gradient_checkpointing=recomputed)
-    found = wall_time(config, _plan(config), PromptLengths(6.0, 9, "given"), None, 10**9)
-    assert "assumed are 11% of 790 TFLOP/s" in found["how"]
+    found = wall_time(config, _plan(config), PromptLengths(6.0, 9, "given"), None, 10**9, "NVIDIA H200 NVL")
+    assert "assumed: 11% of the 790 TFLOP/s of one NVIDIA H200 NVL" in found["how"]
     # 16 completions of 106 tokens an update, so many floating-point operations a parameter and token.
     assert found["gpu_hours"] == pytest.approx(10 * 16 * 106 * operations * 1e9 / (0.11 * 790e12) / 3600)
+
+
+@pytest.mark.parametrize("gpu", ["", "NVIDIA L4"])
+def test_hardware_of_unknown_pace_has_no_time_and_a_cpu_no_memory_forecast(gpu: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(Qwen2Config(**SIZES).to_dict()))
+    config = parse_config(config_values(tmp_path, Path("data"), engine="auto"))
+    found = forecast(config, _plan(config), PromptLengths(6, 6, "given"), None, [], gpu)
+    rows = {what: (value, how) for what, value, how in forecast_rows(found)}
+    value, how = rows.pop("wall time")
+    assert (value, name_hardware(gpu) in how) == ("unknown until a first run", True)
+    assert bool(rows) == bool(gpu)
+    assert not gpu or "estimate for one NVIDIA L4" in rows["peak memory per GPU"][1]
+    assert not gpu or "by vllm" in rows["peak memory per GPU"][1]
+
+
+def test_the_gpu_is_the_first_that_nvidia_smi_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_gpu() == ""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H200'\necho 'NVIDIA L4'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert find_gpu() == "NVIDIA H200"
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert find_gpu() == ""
 
 
 @pytest.mark.parametrize("g", [2, 3, 5])
@@ -177,6 +207,6 @@ def test_what_cannot_be_forecast_says_why(tmp_path: Path) -> None:
         model_shape({"model_type": "mamba"})
     assert "between 0 and 1" in useful_groups([0.5, 1.5], 4)["error"]
     config = _config()
-    found = forecast(config, _plan(config), PromptLengths(6, 6, "given"), None, [])
+    found = forecast(config, _plan(config), PromptLengths(6, 6, "given"), None, [], "H200")
     assert set(found) == {"memory", "time"}
     assert all("error" in part for part in found.values())

@@ -28,6 +28,19 @@ from tasks.figures import verdict
             r"no difference from the base could be shown: a gain of \d+\.\d points or more would show on these 20 "
             r"prompts, 80% of the time",
         ),
+        (
+            "accuracy",
+            [0.0] + [1.0] * 19,
+            [1.0] + [0.0] * 5 + [1.0] * 14,
+            r"likely worse than the base by 20\.0 points, which is not shown yet: the interval is "
+            r"\[-\d+\.\d, \d\.\d\]; a gain of \d+\.\d points or more would show on these 20 prompts, 80% of the time",
+        ),
+        (
+            "accuracy",
+            [1.0] + [0.0] * 19,
+            [0.0] + [1.0] * 5 + [0.0] * 14,
+            r"likely better than the base by 20\.0 points, which is not shown yet: the interval is .*",
+        ),
         ("accuracy", [math.nan], [1.0], "no comparison with the base: no prompt was scored for both"),
         ("reward", [-3.0] * 20, [-2.74] * 20, r"better than the base by 0\.260 in reward \(p = [\de.-]+\)"),
         ("reward", [4.0] * 20, [2.5] * 20, r"worse than the base by 1\.500 in reward"),

@@ -174,7 +174,9 @@ def test_prompts_on_which_the_rival_was_not_scored_are_left_out_of_all_figures()
     assert verdict.reason.startswith("accuracy on held-out 100.0% against 33.3% of version 1, +66.7 points (95% ")
     assert ") on 36 of 40 prompts: better, p = " in verdict.reason
     nothing = fixed_samples({"champion": [None] * 10, "trained": [1] * 10})
-    assert "no prompt was scored by both" in _decide(promotion_config(), nothing).reason
+    reason = _decide(promotion_config(), nothing).reason
+    assert "no prompt was scored by both" in reason
+    assert "interval" not in reason
 
 
 def test_prompts_most_of_which_were_not_scored_of_the_rival_decide_nothing() -> None:
@@ -235,4 +237,7 @@ def test_a_refusal_says_what_would_have_been_found() -> None:
     samples = simulated_samples(0, {"champion": {}, "trained": {}}, num_prompts=100)
     verdict = _decide(promotion_config(), samples)
     detectable = 100 * verdict.comparisons[0].difference.minimum_detectable
-    assert f"100 prompts find a true gain of {detectable:.1f} points with probability 0.8)" in verdict.reason
+    assert (
+        f"with 100 prompts, a true gain of {detectable:.1f} points or more is detected 80% of the time)"
+        in verdict.reason
+    )

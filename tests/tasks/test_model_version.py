@@ -62,7 +62,8 @@ def version(run: Path, answer: str) -> Iterator[Any]:
     run_id = client.create_run(experiment).info.run_id
     client.log_param(run_id, "train.max_steps", 4)
     tags = {"run": "small", "plan.max_steps": 4}
-    number = log_version(run_id, run / "training", run / "model.partial", "sums", Example(PROMPT, answer), tags)
+    example = Example(PROMPT, answer)
+    number = log_version(run_id, run / "training", run / "model.partial", "sums", example, tags, "Better.")
     yield client.get_model_version("sums", number)
     mlflow.set_tracking_uri(None)
 
@@ -112,6 +113,7 @@ def test_the_version_says_what_it_needs_takes_and_where_it_comes_from(version: A
     weights = (folder / "model" / "model.safetensors").stat().st_size
     assert yaml.safe_load((folder / "MLmodel").read_text())["model_size_bytes"] > weights
     assert version.tags == {"run": "small", "plan.max_steps": "4"}
+    assert version.description == "Better."
     run = mlflow.MlflowClient().get_run(version.run_id)
     [made] = run.outputs.model_outputs
     logged = mlflow.MlflowClient().get_logged_model(made.model_id)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from matplotlib.figure import Figure
 
 from grpo_core.plan import make_plan
 from grpo_core.rules import PlanInputs
@@ -26,7 +27,7 @@ EVIL = "</pre><script>alert('got in')</script><img src=x onerror=alert(1)>"
 
 
 def _html(record: Record) -> str:
-    return report_page(record, 12.0, {"train": "0123abcd"}, MLFLOW)
+    return report_page(record, 12.0, {"train": "0123abcd"}, MLFLOW, "bcdcd2a8e0af with uncommitted changes")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_the_verdict_is_on_the_champion_and_its_tone_is_the_test_s(
     difference = full.evaluation["sets"]["held-out"]["differences"]["champion"]["accuracy"]
     assert difference["p_value"] < 0.05
     assert f"Better than the champion (version 3) by {100 * difference['mean']:.1f} points" in full_page.text
-    assert f"{100 * difference['minimum_detectable']:.1f} points is the smallest true gain" in full_page.text
+    assert f"a true gain of {100 * difference['minimum_detectable']:.1f} points or more would be" in full_page.text
     assert ("div", {"class": "verdict better"}) in full_page.tags
     assert ("div", {"class": "verdict open"}) in bare_page.tags
     assert "No difference from the base could be shown" in bare_page.text
@@ -119,6 +120,22 @@ def test_a_part_without_data_is_left_out(bare: Record, full_page: Page, bare_pag
     titles = ("Training", "The plan and what happened", "Where the time went", "Data")
     assert all(title in bare_page.text for title in titles)
     assert not [title for title in titles if title in nothing.text]
+
+
+def test_the_page_names_code_and_data_and_a_time_only_where_it_was_forecast(bare: Record) -> None:
+    data = {
+        **bare.data,
+        "made": {"train": "738e8676a53217862a9f151273ef9982", "eval": "ca09b3db3e0116802b158ada08c3a573"},
+    }
+    plan = {**bare.plan, "forecasts": {"time": {"error": "no earlier run"}}}
+    text = "".join(Page(_html(replace(bare, data=data, plan=plan))).text.split())
+    for shown in (
+        "Trained with the code of commit bcdcd2a8e0af with uncommitted changes.",
+        "train.parquet (validated content 738e8676a532)",
+        "time in updates – no forecast 50 s",
+    ):
+        assert "".join(shown.split()) in text
+    assert "Time forecast: a guess." in Page(_html(bare)).text
 
 
 def test_prompts_that_changed_are_counted_and_shown(full_page: Page) -> None:
@@ -198,6 +215,16 @@ def test_a_chart_is_a_small_well_formed_element_in_the_page_s_colours(count: int
     assert len(element) < 100_000
 
 
-def test_a_running_mean_keeps_a_constant_and_the_middle_of_a_line() -> None:
-    assert np.allclose(drawing.running_mean(np.full(9, 3.0), 5), 3.0)
-    assert np.allclose(drawing.running_mean(np.arange(9.0), 5)[2:-2], np.arange(2.0, 7.0))
+def test_the_thick_line_is_the_same_over_the_same_updates_however_long_the_run() -> None:
+    values = np.random.default_rng(0).random(1000)
+    short, long = (drawing.recent_mean(values[:length], drawing.WINDOW) for length in (60, 1000))
+    assert np.array_equal(short, long[:60])
+    assert np.allclose(short[: drawing.WINDOW], [values[: n + 1].mean() for n in range(drawing.WINDOW)])
+    assert long[500] == pytest.approx(values[501 - drawing.WINDOW : 501].mean())
+
+    def thick(length: int) -> np.ndarray:
+        axes = Figure().subplots()
+        drawing.plot(axes, {"run": [*enumerate(values[:length], 1)]}, [drawing.BLUE])
+        return axes.lines[1].get_ydata()
+
+    assert np.array_equal(thick(60), thick(500)[:60])

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,6 @@ def _outdated(run: Path) -> dict[str, str]:
     return {name: found.reason for name, found in conditions(run).items() if not found.is_up_to_date}
 
 
-CHANGED = "configuration or inputs changed"
-
-
 @pytest.mark.parametrize(
     ("section", "key", "value", "stale"),
     [
@@ -157,7 +155,7 @@ def test_an_edit_makes_stale_what_depends_on_it_and_the_pipeline_runs_just_that(
 ) -> None:
     values.setdefault(section, {})[key] = value
     _configure(run, values)
-    assert _outdated(run) == dict.fromkeys(stale, CHANGED)
+    assert _outdated(run) == dict.fromkeys(stale, f"changed: {section}.{key}")
     assert _pipeline(run) == stale
     assert _outdated(run) == {}
 
@@ -165,7 +163,30 @@ def test_an_edit_makes_stale_what_depends_on_it_and_the_pipeline_runs_just_that(
 def test_a_limit_of_a_reward_is_validated_anew_and_trains_nothing_again(run: Path, values: Values) -> None:
     values["rewards"][0]["timeout"] = 7.0
     _configure(run, values)
+    assert _outdated(run) == {"validate": "changed: rewards.0.timeout"}
     assert _pipeline(run) == ["validate"]
+
+
+def test_data_and_rewards_that_changed_under_their_names_are_named(
+    run: Path, values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_sums(tmp_path / "train.parquet", 11, 35)
+    monkeypatch.setattr("grpo_core.fingerprint.source_of", lambda reward: b"changed")
+    sources = ["source of rewards.0 (numeric_match)", "source of rewards.1 (length)"]
+    assert _outdated(run)["validate"] == f"changed: data.train, {', '.join(sources)}"
+    _configure(run, {**values, "seed": 1})
+    assert _outdated(run)["train"] == f"changed: data.train, {', '.join(sources)} and 1 more"
+
+
+def test_a_receipt_without_inputs_is_stale_and_a_copied_run_keeps_its_times(run: Path, tmp_path: Path) -> None:
+    receipt = TRAIN.read_receipt(run)
+    os.utime(TRAIN.receipt_path(run), (0, 0))
+    runner = CliRunner(env={"COLUMNS": "200"})
+    assert f"{datetime.fromtimestamp(receipt['made_at']):%Y-%m-%d}" in runner.invoke(app, ["status", "test"]).output
+    assert "1970-01-01" not in runner.invoke(app, ["status", "test"]).output
+    del receipt["inputs"]
+    write_text(TRAIN.receipt_path(run), json.dumps({**receipt, "lineage_key": "of an older version"}))
+    assert _outdated(run)["train"] == "inputs changed"
 
 
 @pytest.mark.parametrize(
@@ -199,6 +220,7 @@ def test_an_evaluation_set_that_is_added_changed_or_removed_is_evaluated_on_and_
     hard = {"name": "hard", "data": str(write_sums(tmp_path / "hard.parquet", 80, 90))}
     for sets in ([hard], [], [hard]):
         _configure(run, {**values, "evaluation": {"sets": sets}})
+        assert set(_outdated(run).values()) == {"changed: evaluation.sets hard"}
         assert _pipeline(run) == ["validate", "evaluate", "register"]
         assert _outdated(run) == {}
     _do(VALIDATE, run, force=True, work=_newer("eval-hard"))
@@ -279,9 +301,7 @@ def test_a_stage_alone_refuses_outdated_input_and_says_what_to_run(run: Path, va
     for force in (False, True):
         with pytest.raises(StageError) as error:
             _do(EVALUATE, run, force)
-        commands = re.findall(
-            r"grpo stage (\w+) --run test +# stale: configuration or inputs changed", str(error.value)
-        )
+        commands = re.findall(r"grpo stage (\w+) --run test +# stale: changed: train.max_steps", str(error.value))
         assert commands == ["plan", "train"]
     assert EVALUATE.receipt_path(run).read_bytes() == before
     PLAN.path(run).unlink()
@@ -396,7 +416,7 @@ def test_status_shows_each_stage_and_its_exit_status_says_whether_anything_is_to
         "24 + 16 prompts",
         "4 updates planned",
         "accuracy +25.0 points [12.5, 37.5]",
-        "sums version 7, candidate",
+        "sums version 7 ",
     ):
         assert figure in done.output
     _configure(run, {**values, "promotion": {"metric": "reward"}})
@@ -405,7 +425,7 @@ def test_status_shows_each_stage_and_its_exit_status_says_whether_anything_is_to
     EVALUATE.path(run).rename(run / "elsewhere")
     stale = runner.invoke(app, ["status", "test"])
     assert stale.exit_code == 1
-    assert re.search(r"train +│ stale +│ configuration or inputs changed", stale.output)
+    assert re.search(r"train +│ stale +│ changed: seed", stale.output)
     assert re.search(r"evaluate +│ missing +│ not done yet", stale.output)
     assert runner.invoke(app, ["status", "tset"]).exit_code == 2
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,18 @@ import mlflow
 import pytest
 
 from grpo_core.config import RunConfig, parse_config
+from grpo_core.forecast import name_hardware
+from tasks import tracking
+from tasks.lineage import lineage_keys
 from tasks.stage import StageError
-from tasks.tracking import connect, open_tracking_run, read_tracking_run, tracking_uri
+from tasks.tracking import (
+    connect,
+    earlier_throughput,
+    open_tracking_run,
+    read_tracking_run,
+    run_address,
+    tracking_uri,
+)
 from tests.conftest import config_values, write_sums
 
 
@@ -94,3 +106,37 @@ def test_a_damaged_note_of_the_mlflow_run_begins_another_run_or_is_named(run: Pa
         read_tracking_run(run / "training")
     begun = open_tracking_run(_config(run), run, run / "training")
     assert read_tracking_run(run / "training") == begun
+
+
+def test_a_run_in_mlflow_says_who_trained_with_which_code_on_what(run: Path) -> None:
+    config = _config(run)
+    begun = connect().get_run(open_tracking_run(config, run, run / "training")["run_id"])
+    tags = begun.data.tags
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert (tags["mlflow.source.name"], tags["mlflow.source.git.commit"]) == ("grpo-flows", head.stdout.strip())
+    assert tags["mlflow.user"] == getpass.getuser()
+    assert "Not evaluated yet" in tags["mlflow.note.content"]
+    assert str(run) in tags["mlflow.note.content"]
+    assert not [name for name in tags if name.startswith("lineage.")]
+    assert f"train={lineage_keys(config)['train'][:12]}" in tags["lineage"]
+    [train] = [given.dataset for given in begun.inputs.dataset_inputs if given.dataset.name == "train"]
+    assert len(train.digest) == 12
+    assert run_address(run / "training").endswith("?workflowType=machine_learning")
+
+
+def test_the_pace_of_earlier_runs_is_that_of_the_same_hardware(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config(run, registry={"experiment": "paces"})
+    client = connect()
+    for name, tokens in {"here": 100, "NVIDIA H200": 9000}.items():
+        monkeypatch.setattr(tracking, "find_gpu", lambda name=name: "" if name == "here" else name)
+        (run / name).mkdir()
+        run_id = open_tracking_run(config, run, run / name)["run_id"]
+        for metric, value in {"step_time": 2.0, "num_tokens": tokens, "completions/mean_length": 5.0}.items():
+            client.log_metric(run_id, metric, value)
+        client.set_terminated(run_id)
+    here, there, any_of_them = (earlier_throughput(config, name) for name in (name_hardware(""), "h200", ""))
+    assert here and there and any_of_them
+    assert (here.tokens_per_second, there.tokens_per_second) == (50, 4500)
+    assert f"on {name_hardware('')}: 50 tokens/s per process" in here.how
+    assert "on NVIDIA H200, CPU" in any_of_them.how
+    assert earlier_throughput(config, "NVIDIA L4") is None
