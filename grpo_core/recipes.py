@@ -114,8 +114,8 @@ def read_recipe(path: Path, rules: Rules) -> Recipe:
     if path.suffix in SCRIPTS:
         return _launched(path, _text(path), rules)
     arguments = _mapping(path)
-    environment = {str(name): value for name, value in (arguments.get("ENV") or {}).items()}
-    launch = Launch("", {}, {}, environment, is_whole=True)
+    environment = arguments.get("ENV")  # of ms-swift
+    launch = Launch("", {}, {}, environment if isinstance(environment, dict) else {}, is_whole=True)
     if rules == "swift-4.6" and arguments.get("rlhf_type", "grpo") != "grpo":
         raise RecipeError(f"{path}: rlhf_type is {arguments['rlhf_type']}: this does not train by GRPO")
     return _recipe(rules, launch, arguments, path.parent)
@@ -185,7 +185,7 @@ def _mapping(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(arguments, dict):
         raise RecipeError(f"{path}: holds {type(arguments).__name__}, not arguments by name")
-    return arguments
+    return {str(name): value for name, value in arguments.items()}
 
 
 def recipe_inputs(recipe: Recipe, rows: Sequence[int | None], given: Mapping[str, Any]) -> PlanInputs:

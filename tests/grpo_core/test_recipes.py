@@ -158,6 +158,7 @@ def test_values_given_by_hand_come_before_the_recipe(tmp_path: Path) -> None:
         ("r.sh", "trl grpo --dataset 'x", "cannot be read"),
         ("r.sh", "echo nothing", "none of its commands starts a program"),
         ("r.sh", "torchrun --nproc_per_node=$N my_grpo.py --max_steps 4", r"NPROC_PER_NODE = '\$N' is not a number"),
+        ("r.yaml", "ENV: many\n3: 4\nnum_generations: few", "num_generations = 'few' is not a number"),
         ("r.json", '{"global_world_size": "many"}', "global_world_size = 'many' is not a number"),
         ("r.yaml", "dataset_name: hub/name", "hub/name is not here; give it by --num-prompts"),
     ],
