@@ -15,8 +15,8 @@ LONGEST_ARGUMENT = 200  # MLflow takes names of parameters up to 250 characters,
 WIDEST_RANGE = 1e12  # of a reward
 
 
-MOST = 2**31 - 1
-HIGHEST_ENTROPY = 20.0  # nats: more than ln of any vocabulary
+MOST = 2**31 - 1  # of anything that is counted
+HIGHEST_ENTROPY = 100.0  # nats: more than ln of any vocabulary
 
 Bounds = Annotated[tuple[float, float], Field(strict=False)]  # a list in TOML
 
@@ -30,9 +30,9 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _is_sane(cls, value: Any) -> Any:
-        if type(value) in (int, float) and abs(value) > MOST:
-            raise ValueError(f"{value} is beyond {MOST:,}, the bound of every number here")
+    def _is_countable(cls, value: Any) -> Any:
+        if type(value) is int and value > MOST:
+            raise ValueError(f"{value} is beyond {MOST:,}, the most of anything that is counted")
         return value
 
 
@@ -450,7 +450,7 @@ class TrainConfig(Section):
     """Completions sampled at once over all processes; give this or steps_per_generation, not both."""
     num_iterations: int = Field(1, ge=1)
     """Passes over each generation batch (mu in the GRPO paper)."""
-    num_train_epochs: float = Field(1.0, gt=0)
+    num_train_epochs: float = Field(1.0, gt=0, le=MOST)
     """Passes over the prompts; may be fractional."""
     max_steps: int | None = Field(None, ge=1)
     """Optimizer updates; overrides num_train_epochs."""
