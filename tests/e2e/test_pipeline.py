@@ -136,7 +136,7 @@ def test_mlflow_has_the_configuration_the_plan_live_metrics_and_the_evaluation(f
     assert run.data.metrics["plan/max_steps"] == 4
     assert run.data.metrics["eval/held-out/trained/accuracy"] == _accuracy(report)["mean"]
     assert [part.partition("=")[0] for part in run.data.tags["lineage"].split()] == STAGES
-    assert "right on 16 held-out prompts" in run.data.tags["mlflow.note.content"]
+    assert "right on 32 held-out prompts" in run.data.tags["mlflow.note.content"]
     assert str(finished / "evaluation" / "report.html") in run.data.tags["mlflow.note.content"]
     history = connect().get_metric_history(run.info.run_id, "reward")
     assert [(point.step, point.value) for point in history] == [(s["step"], s["reward"]) for s in steps]
