@@ -7,6 +7,7 @@ prefect.yaml declares the same flows for work pools, whose workers `grpo worker`
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
 from typing import Any
 
@@ -62,7 +63,13 @@ async def _run(runner: Runner) -> None:
     loop, running = asyncio.get_running_loop(), asyncio.current_task()
     # Prefect's own handler raises SystemExit in whatever the event loop is doing, which may end in tracebacks.
     runner.handle_sigterm = lambda *_: loop.call_soon_threadsafe(running.cancel)
+    logging.getLogger("prefect.runner.process_manager").addFilter(_is_no_process_that_ended_by_itself)
     await runner.start()
+
+
+def _is_no_process_that_ended_by_itself(record: logging.LogRecord) -> bool:
+    """At its end, Prefect's runner logs a traceback for a flow run whose process has just ended."""
+    return not (record.exc_info and isinstance(record.exc_info[1], ProcessLookupError))
 
 
 def _deployment(flow: Flow, tags: list[str], **options: Any) -> RunnerDeployment:

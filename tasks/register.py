@@ -57,7 +57,8 @@ def _work(context: Context) -> dict[str, Any]:
     name = config.registry.model_name or config.name
     report, keys = EVALUATE.read_receipt(run), lineage_keys(config)
     send_rest(client, run_id, training, log)
-    verdict, commit = describe(report, config.promotion.metric), trained_on_commit(client, run_id)
+    metric = figures.metric_of(config, report)
+    verdict, commit = describe(report, metric), trained_on_commit(client, run_id)
     client.set_tag(run_id, LINEAGE, lineage_text(config))  # evaluation may have been edited since the training
     client.set_tag(run_id, MLFLOW_RUN_NOTE, _note(run, verdict))
     for path in (run / "config.toml", PLAN.path(run), training / "result.json", training / "metrics.jsonl"):
@@ -72,7 +73,7 @@ def _work(context: Context) -> dict[str, Any]:
     client.set_registered_model_alias(name, config.registry.alias, number)
     client.set_terminated(run_id)
     log.info("registered %s version %s, alias %s", name, number, config.registry.alias)
-    metric, policies = figures.metric_of(config, report), report["sets"][HELD_OUT]["policies"]
+    policies = report["sets"][HELD_OUT]["policies"]
     base, trained = (figures.amount(metric, policies[policy][metric]["mean"]) for policy in ("base", "trained"))
     create_markdown_artifact(
         key="registration",

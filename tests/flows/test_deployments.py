@@ -35,9 +35,18 @@ promote('the "sums"')
 
 # SIGTERM arrives while Prefect's runner is in the middle of a step of its own: when it looks for flow runs to start.
 SERVE_UNTIL_TOLD_WHILE_BUSY = """
-import os, signal
+import os, signal, subprocess, uuid
+from prefect.runner._process_manager import ProcessHandle, ProcessManager
 from prefect.runner._scheduled_run_poller import ScheduledRunPoller
 from flows import deployments
+enter = ProcessManager.__aenter__
+async def with_a_process_that_has_ended(manager):
+    await enter(manager)
+    process = subprocess.Popen(["true"])
+    process.wait()
+    await manager.add(uuid.uuid4(), ProcessHandle(process))
+    return manager
+ProcessManager.__aenter__ = with_a_process_that_has_ended
 async def poll(*_):
     os.kill(os.getpid(), signal.SIGTERM)
 ScheduledRunPoller._get_and_submit_flow_runs = poll
