@@ -7,8 +7,10 @@ Heavy libraries are imported by the command that needs them.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -18,6 +20,7 @@ from rich.text import Text
 
 from flows import rewards
 from flows.compare import compare
+from flows.early import refuse_early
 from flows.environment import TAG, configure
 from flows.planning import plan
 from flows.project import init
@@ -25,11 +28,10 @@ from flows.server import prefect_api
 from flows.serving import serve, up, worker
 from flows.status import show_status, status
 from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config, read_overrides
+from grpo_core.errors import GrpoError
 from grpo_core.evaluation_sections import RegistryConfig
-from grpo_core.plan import PlanError
-from grpo_core.rewards.contract import RewardError
-from tasks.stage import EVALUATE, REGISTER, TRAIN, StageError
-from tasks.storage import RunInUseError, UnknownRunError, find_run
+from tasks.stage import EVALUATE, REGISTER, STAGES, TRAIN, Interrupted, refuse_outdated_inputs
+from tasks.storage import find_run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(init)
@@ -54,6 +56,8 @@ RegisteredModel = Annotated[str, typer.Argument(help="name of a registered model
 def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Run the pipeline here: validate, plan, train, evaluate, register. Finished stages are skipped."""
     resolved = _load(config, overrides)
+    with _refusals(2, resolved.name):
+        refuse_early(resolved)
     configure()
     start = time.monotonic()
     with prefect_api() as url:
@@ -63,11 +67,8 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
         from flows.form import changes_of
         from flows.pipeline import pipeline
 
-    try:
-        with tags(TAG):
-            folder = pipeline(str(config), changes_of(config, overrides))
-    except (StageError, PlanError, RewardError, RunInUseError) as error:
-        _fail(f"{resolved.name}: {error}", code=1)
+    with _refusals(1, resolved.name), tags(TAG):
+        folder = pipeline(str(config), changes_of(config, overrides))
     _summary(folder, resolved.promotion.metric, time.monotonic() - start)
 
 
@@ -78,21 +79,18 @@ def stage(
     force: Annotated[bool, typer.Option("--force", help="though it is up to date; train: again from step 0")] = False,
 ) -> None:
     """Run one stage of an earlier run by its own configuration; refused when what it reads is missing or outdated."""
-    try:
+    with _refusals(2):
         folder = find_run(run)
-    except UnknownRunError as error:
-        _fail(str(error), code=2)
+    with _refusals(1):
+        refuse_outdated_inputs(next(it for it in STAGES if it.name == name), folder, force)
     configure()
     with prefect_api():
         from prefect import tags
 
         from flows import stages
 
-    try:
-        with tags(TAG):
-            getattr(stages, f"{name}_run")(run, force)
-    except (ConfigError, StageError, PlanError, RewardError, RunInUseError) as error:
-        _fail(f"{run}: {error}", code=1)
+    with _refusals(1, run), tags(TAG):
+        getattr(stages, f"{name}_run")(run, force)
     show_status(folder)
 
 
@@ -112,13 +110,9 @@ def promote(
         from prefect import tags
 
         from flows import promotion
-        from tasks.champion import PromotionError
 
-    try:
-        with tags(TAG):
-            outcome = promotion.promote(model, version, force, read_overrides(overrides))
-    except (ConfigError, PromotionError) as error:
-        _fail(f"{model}: {error}", code=2)
+    with _refusals(2, model), tags(TAG):
+        outcome = promotion.promote(model, version, force, read_overrides(overrides))
     text = f"{model} version {outcome.version}: {outcome.decision}: {outcome.reason}"
     if outcome.decision == "refused":
         _fail(text, code=1)
@@ -134,13 +128,9 @@ def rollback(model: RegisteredModel) -> None:
         from prefect import tags
 
         from flows import promotion
-        from tasks.champion import PromotionError
 
-    try:
-        with tags(TAG):
-            text = promotion.rollback(model)
-    except PromotionError as error:
-        _fail(str(error), code=2)
+    with _refusals(2), tags(TAG):
+        text = promotion.rollback(model)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -160,16 +150,24 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
 
 
 def _check_registered(model: str, version: str | None = None) -> None:
-    """Before Prefect, which logs a flow run that fails with all its tracebacks."""
-    from tasks.champion import PromotionError, check
+    """Before Prefect, which takes its time."""
+    from tasks.champion import check
 
-    try:
+    with _refusals(2):
         check(model, version)
-    except PromotionError as error:
-        _fail(str(error), code=2)
 
 
-def _fail(message: str, code: int) -> None:
+@contextmanager
+def _refusals(code: int, name: str = "") -> Iterator[None]:
+    """End the command with one sentence, after the name of what it is about, at a foreseen error of the body. Exit
+    status: `code`, or 130 if the body was interrupted."""
+    try:
+        yield
+    except GrpoError as error:
+        _fail(f"{name}: {error}" if name else str(error), 130 if isinstance(error, Interrupted) else code)
+
+
+def _fail(message: str, code: int) -> NoReturn:
     Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(code)
 

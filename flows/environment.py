@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from grpo_core.environment import quiet_libraries
@@ -19,11 +20,12 @@ THIS_MACHINE = ["127.0.0.1", "localhost", "::1"]
 
 def configure() -> None:
     """Put Prefect's home under the storage root unless the environment says where it is; have no proxy asked for what
-    is on this machine."""
+    is on this machine. Ends the command if there is no room for either's data."""
     quiet_libraries()
     _ask_this_machine_directly()
     os.environ.setdefault("PREFECT_HOME", str(storage_root() / "prefect"))
-    Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # Prefect's database does not make its folder
+    _make("GRPO_STORAGE", storage_root())
+    _make("PREFECT_HOME", Path(os.environ["PREFECT_HOME"]))  # Prefect's database does not make its folder
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     # In memory, as by default, they are lost with the server, and the slots of who held one are never free again.
     os.environ.setdefault("PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE", FILE_LEASES)
@@ -31,6 +33,16 @@ def configure() -> None:
     os.environ.setdefault("PREFECT_RUNNER_POLL_FREQUENCY", str(POLL_SECONDS))
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # seven processes for features not used here
+
+
+def _make(variable: str, folder: Path) -> None:
+    """Make the folder; end the command with a sentence if it cannot be made or written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"{folder} cannot be made: {error.strerror}; set {variable} to a folder that you may write to")
+    if not os.access(folder, os.W_OK):
+        sys.exit(f"{folder} cannot be written to; set {variable} to a folder that you may write to")
 
 
 def _ask_this_machine_directly() -> None:

@@ -16,13 +16,15 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelling
 
 from flows.allowed import resolve_allowed
+from flows.early import refuse_early
 from flows.form import Changes, Preset, resolve
 from grpo_core.config import ConfigError, RunConfig
-from tasks.attempts import close_left_open, keep_retry
+from tasks.attempts import keep_retry
 from tasks.champion import is_decided
 from tasks.evaluate import evaluate
 from tasks.plan import plan
 from tasks.promotion import promote
+from tasks.refusals import plain
 from tasks.register import register
 from tasks.stage import EVALUATE, REGISTER, TRAIN, Stage, StageError, conditions
 from tasks.storage import open_run
@@ -61,6 +63,7 @@ def _run_name() -> str:
     validate_parameters=False,
     on_crashed=[keep_retry],
 )
+@plain
 def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # noqa: B006 (read only)
     """Take the configured prompts and base model to a registered, evaluated policy; returns the run directory.
 
@@ -71,26 +74,26 @@ def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # n
         changes: Only what differs from the preset; an empty field is as in the preset. With another name there is
             another run beside the first.
     """
-    close_left_open()
     config = resolve_allowed(preset, changes) if deployment.id else resolve(preset, changes)
+    refuse_early(config)
     say, wait = (
         get_run_logger().warning,
         bool(deployment.id),
     )  # a refused flow run of a deployment is not started again by itself
     with open_run(config, say, wait) as run:
-        validate(run)
-        plan(run)
+        validate(run).result()
+        plan(run).result()
         if not (gpu := os.environ.get(GPU_DEPLOYMENT)):
-            train(run)
-            evaluate(run)
-            register(run)
+            train(run).result()
+            evaluate(run).result()
+            register(run).result()
             _promote(config, run)
             return run
     # The run directory is theirs meanwhile.
     for stage in (TRAIN, EVALUATE):
         _hand_over(stage, run, f"{stage.name}/{gpu}")
     with open_run(config, say, wait) as run:
-        register(run)
+        register(run).result()
         _promote(config, run)
     return run
 

@@ -11,8 +11,9 @@ from pydantic import WithJsonSchema
 
 from flows.form import form_schema
 from tasks import promotion
-from tasks.attempts import close_left_open, keep_retry
+from tasks.attempts import keep_retry
 from tasks.champion import CANDIDATE, Outcome
+from tasks.refusals import plain
 
 Changes = Annotated[dict[str, Any], WithJsonSchema(form_schema("promotion"))]
 
@@ -37,6 +38,7 @@ Run → Custom run, `model`: its name in MLflow.
     flow_run_name="{model}-{version}-promote",
     on_crashed=[keep_retry],
 )
+@plain
 def promote(model: str, version: str = CANDIDATE, force: bool = False, changes: Changes = {}) -> State[Outcome]:  # noqa: B006 (read only)
     """Promote a version that the gate lets through.
 
@@ -46,7 +48,6 @@ def promote(model: str, version: str = CANDIDATE, force: bool = False, changes: 
         force: Promote it whatever the gate says. The version's tags keep what the gate said.
         changes: Rules that differ from those recorded with the version.
     """
-    close_left_open()
     return promotion.answer(promotion.promote(model, version, force, changes).result())
 
 
@@ -56,11 +57,11 @@ def promote(model: str, version: str = CANDIDATE, force: bool = False, changes: 
     flow_run_name="{model}-rollback",
     on_crashed=[keep_retry],
 )
+@plain
 def rollback(model: str) -> str:
     """Make the previous champion champion again.
 
     Args:
         model: Name of the registered model.
     """
-    close_left_open()
     return promotion.rollback(model).result()

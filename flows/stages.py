@@ -7,9 +7,10 @@ from typing import Any
 from prefect import Flow, Task, flow, get_run_logger
 from prefect.runtime import deployment
 
-from tasks.attempts import close_left_open, keep_retry
+from tasks.attempts import keep_retry
 from tasks.evaluate import evaluate
 from tasks.plan import plan
+from tasks.refusals import plain
 from tasks.register import register
 from tasks.storage import find_run, locked
 from tasks.train import train
@@ -31,10 +32,10 @@ Args:
 
 
 def _stage_flow(task: Task[..., Any], meaning: str) -> Flow[..., None]:
+    @plain
     def run_stage(run: str, force: bool = False) -> None:
-        close_left_open()
         with locked(find_run(run), get_run_logger().warning, wait=bool(deployment.id)) as folder:
-            task(folder, force)
+            task(folder, force).result()
 
     run_stage.__name__ = run_stage.__qualname__ = f"{task.name}_run"  # where a deployment looks for it in this module
     run_stage.__doc__ = f"{meaning}\n{ARGUMENTS}"

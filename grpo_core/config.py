@@ -16,6 +16,7 @@ from typing import Any, get_args
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from grpo_core.errors import GrpoError
 from grpo_core.evaluation_sections import GUARDED, HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
 from grpo_core.rewards.builtin import OPERATIONAL
 from grpo_core.sections import (
@@ -33,7 +34,7 @@ from grpo_core.sections import (
 SERVERS = {key for key in RolloutConfig.model_fields if key.startswith("vllm_")}
 
 
-class ConfigError(ValueError):
+class ConfigError(GrpoError):
     """A configuration that breaks a rule; the message names each key, its value, the rule and a way out."""
 
 

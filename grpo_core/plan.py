@@ -16,10 +16,11 @@ from pathlib import Path
 
 from grpo_core.config import RunConfig
 from grpo_core.doctor import Fix, fixes
+from grpo_core.errors import GrpoError
 from grpo_core.rules import LEGACY, PlanInputs, problems
 
 
-class PlanError(ValueError):
+class PlanError(GrpoError):
     """An invalid combination. `problems`: which value breaks which rule; `fixes`: the nearest valid ones."""
 
     def __init__(self, inputs: PlanInputs, problems: list[str], fixes: list[Fix]):

@@ -28,12 +28,13 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
 from grpo_core.config import ConfigError, parse_config
+from grpo_core.errors import GrpoError
 from grpo_core.evaluation_sections import CHAMPION, RegistryConfig
 from tasks.gate import Contestant, Verdict, decide
 from tasks.history import ROLLED_BACK, Entry, bounded, reigns, written
 from tasks.spending import ATTEMPTS, take_number
 from tasks.storage import model_lock
-from tasks.tracking import connect
+from tasks.tracking import answering, connect
 
 CANDIDATE = RegistryConfig().alias
 HISTORY = "champion.history"
@@ -47,7 +48,7 @@ RECORD = "record"  # tag of a version: the folder in its MLflow run that holds R
 RECORDED = ("config.toml", "evaluation/report.json", "evaluation/samples.parquet")
 
 
-class PromotionError(RuntimeError):
+class PromotionError(GrpoError):
     """A promotion or rollback that cannot be tried; the message says why and what to do."""
 
 
@@ -124,10 +125,11 @@ def promote(
 
 def check(name: str, version: str | None = None) -> None:
     """PromotionError when MLflow has no such registered model, or that has no such version."""
-    client = connect()
-    model = _model(client, name)
-    if version is not None:
-        _version(client, model, version)
+    with answering():
+        client = connect()
+        model = _model(client, name)
+        if version is not None:
+            _version(client, model, version)
 
 
 def rollback(name: str) -> tuple[str | None, str]:

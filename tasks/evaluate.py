@@ -25,7 +25,7 @@ from tasks.process import run_process
 from tasks.report import PAGE, write_report
 from tasks.servers import servers
 from tasks.stage import EVALUATE, TRAIN, Context, run_stage
-from tasks.tracking import brief_requests, connect, run_address, training_run_id
+from tasks.tracking import answering, connect, run_address, training_run_id
 
 SAMPLES_SHOWN = 20
 METRICS_AT_ONCE = 1000  # MLflow takes no more
@@ -40,7 +40,7 @@ def _work(context: Context) -> dict[str, Any]:
     config, log, start = context.config, get_run_logger(), time.monotonic()
     client = connect()
     command = ["-m", "grpo_core.evaluate", str(context.run), "--output", str(context.partial)]
-    with brief_requests():  # better now than after the work
+    with answering():  # better now than after the work
         champion = present_champion(client, config.registry.model_name or config.name)
     with servers(context, log) as addresses:
         if champion is None:

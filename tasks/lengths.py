@@ -9,6 +9,7 @@ import polars as pl
 from grpo_core.config import ModelConfig
 from grpo_core.context import usable_positions
 from grpo_core.data import encode_prompts, load_tokenizer, without_gaps
+from grpo_core.errors import GrpoError
 
 SAMPLED = 10_000  # prompts whose lengths stand for all
 LONGEST = 100  # prompts, by bytes, that are always among them
@@ -20,7 +21,7 @@ BEGINNING = 4  # characters of a text that are looked at first for a token
 SPECIAL_TOKENS = 16  # more than any tokenizer puts around a text
 
 
-class ModelError(ValueError):
+class ModelError(GrpoError):
     """A model whose tokenizer or configuration cannot be read, or that cannot take the prompts."""
 
 

@@ -13,6 +13,7 @@ from prefect.states import Completed
 from tasks import champion, figures
 from tasks.champion import Outcome
 from tasks.markdown import escape, table
+from tasks.tracking import answering
 
 PROMOTED = "grpo.promoted"
 ROLLED_BACK = "grpo.rolled-back"
@@ -20,7 +21,8 @@ ROLLED_BACK = "grpo.rolled-back"
 
 @task(name="promote")
 def promote(model: str, version: str, force: bool, changes: dict[str, Any]) -> State[Outcome]:
-    outcome = champion.promote(model, version, force, changes)
+    with answering():
+        outcome = champion.promote(model, version, force, changes)
     get_run_logger().info("%s version %s: %s: %s", model, outcome.version, outcome.decision, outcome.reason)
     headline = f"{model} version {outcome.version}: {outcome.decision}"
     create_markdown_artifact(key="promotion", markdown=_markdown(headline, outcome), description=escape(headline))
@@ -32,7 +34,8 @@ def promote(model: str, version: str, force: bool, changes: dict[str, Any]) -> S
 
 @task(name="rollback")
 def rollback(model: str) -> State[str]:
-    left, version = champion.rollback(model)
+    with answering():
+        left, version = champion.rollback(model)
     text = f"{model} version {version} is champion again" + (f", version {left} is not" if left else "")
     get_run_logger().info(text)
     _announce(ROLLED_BACK, model, version, text)

@@ -22,7 +22,7 @@ from tasks.markdown import escape
 from tasks.model_version import Example, log_version
 from tasks.sending import send_rest
 from tasks.stage import EVALUATE, PLAN, REGISTER, TRAIN, Context, run_stage
-from tasks.tracking import connect, dataset_digests, read_tracking_run, run_page, tracking_uri
+from tasks.tracking import answering, connect, dataset_digests, read_tracking_run, run_page, tracking_uri
 
 PLAN_TAGS = ("num_prompts", "max_steps", "completions")
 
@@ -37,6 +37,8 @@ def _work(context: Context) -> dict[str, Any]:
     client, training = connect(), TRAIN.path(run)
     tracked = read_tracking_run(training)
     run_id = tracked["run_id"]
+    with answering():
+        client.get_run(run_id)
     name = config.registry.model_name or config.name
     report, keys = EVALUATE.read_receipt(run), lineage_keys(config)
     send_rest(client, run_id, training, log)

@@ -23,7 +23,7 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from tasks.live import CURVES, Figures, Row
 from tasks.storage import write_text
-from tasks.tracking import brief_requests, connect, tracking_uri
+from tasks.tracking import brief_requests, connect, first_cause, tracking_uri
 
 SENT_FILE = "mlflow_sent"
 ROWS_AT_ONCE = 25
@@ -126,7 +126,7 @@ class _Sender:
                 answers = True
             except Exception as error:
                 if answers and not self.given_up.is_set():
-                    self.log.warning("MLflow does not take the figures, which is tried again: %s", error)
+                    self.log.warning("MLflow does not take the figures, which is tried again: %s", first_cause(error))
                 answers = more = False
         self.figures.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import polars as pl
 
 from grpo_core.config import RunConfig
+from grpo_core.errors import GrpoError
 
 PASS_RATE = "pass_rate"
 READERS = {
@@ -22,7 +23,7 @@ READERS = {
 LONGEST_LINE = 2**24  # bytes
 
 
-class SourceError(ValueError):
+class SourceError(GrpoError):
     """Prompts that cannot be read; the message names the configuration key, the source and what is wrong with it."""
 
 

@@ -6,14 +6,19 @@ Prefect is imported by what runs a stage, so that `grpo status` answers without 
 from __future__ import annotations
 
 import json
+import re
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_core.config import RunConfig, load_config
+from grpo_core.errors import GrpoError
 from grpo_core.files import publish
 from grpo_core.fingerprint import content_hash
 from tasks.lineage import key_of, lineage_keys
@@ -23,10 +28,19 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
 MARKER = "lineage.json"  # in an unfinished output: what it is being made from
+ERRORS = "errors.log"  # in the run directory: what ended its stages, with tracebacks
 
 
-class StageError(RuntimeError):
+class StageError(GrpoError):
     """A stage that failed for a reason a person can act on; the message says which."""
+
+
+class Interrupted(GrpoError):
+    """A stage or flow that a signal ended; the message says what is saved. `signal`: what was raised for it."""
+
+    def __init__(self, message: str, signal: BaseException):
+        super().__init__(message)
+        self.signal = signal
 
 
 @dataclass(frozen=True)
@@ -44,7 +58,8 @@ class Stage:
 
     `reads`: the stages whose output it works on, `prompts`: which of the data sets, where validate is among them.
     `content`: what its output is known by, given the output and the receipt's content, and be it data set by data set;
-    None where no two makings are the same, so that each is known by itself.
+    None where no two makings are the same, so that each is known by itself. `files`: those of its output that other
+    stages read, beside the receipt, given the receipt's content.
     """
 
     name: str
@@ -54,9 +69,14 @@ class Stage:
     reads: tuple[Stage, ...] = ()
     prompts: Callable[[RunConfig], Collection[str]] = lambda config: ()
     content: Callable[[Path, Mapping[str, Any]], str | dict[str, str]] | None = None
+    files: Callable[[Mapping[str, Any]], Collection[str]] = lambda receipt: ()
 
     def path(self, run: Path) -> Path:
         return run / self.output
+
+    def partial(self, run: Path) -> Path:
+        """Where the output is made, until it is whole."""
+        return run / f"{self.output}.partial"
 
     def receipt_path(self, run: Path) -> Path:
         return self.path(run) / self.receipt
@@ -64,6 +84,10 @@ class Stage:
     def read_receipt(self, run: Path) -> dict[str, Any]:
         """The stage's figures; empty when it has not been done, or the file is damaged."""
         return read_json(self.receipt_path(run))
+
+
+def _prompt_files(receipt: Mapping[str, Any]) -> list[str]:
+    return [f"{name}.parquet" for name in receipt["num_prompts"]]
 
 
 def _prompts(output: Path, receipt: Mapping[str, Any]) -> dict[str, str]:
@@ -82,7 +106,7 @@ def _figures(output: Path, receipt: Mapping[str, Any]) -> str:
     return key_of(receipt["plan"])  # its forecasts are read by nobody but people
 
 
-VALIDATE = Stage("validate", "dataset", "report.json", content=_prompts)
+VALIDATE = Stage("validate", "dataset", "report.json", content=_prompts, files=_prompt_files)
 PLAN = Stage("plan", "plan.json", reads=(VALIDATE,), prompts=lambda config: ("train",), content=_figures)
 TRAIN = Stage("train", "training", "result.json", resumable=True, reads=(VALIDATE, PLAN), prompts=_trained_on)
 EVALUATE = Stage("evaluate", "evaluation", "report.json", reads=(VALIDATE, TRAIN), prompts=_evaluated_on)
@@ -113,12 +137,30 @@ def conditions(run: Path) -> dict[str, Condition]:
     receipts = {stage.name: stage.read_receipt(run) for stage in STAGES}
     found: dict[str, Condition] = {}
     for stage in STAGES:
+        saved = _saved(stage, run, keys[stage.name])
         if receipt := receipts[stage.name]:
             reason = _why_stale(stage, receipt, config, keys, receipts) or _why_soon_stale(stage, found)
-            found[stage.name] = Condition("stale", reason) if reason else Condition("up to date")
+            gone = [name for name in stage.files(receipt) if not (stage.path(run) / name).exists()]
+            if gone:
+                found[stage.name] = Condition("missing", f"{', '.join(gone)} is gone")
+            elif reason:
+                found[stage.name] = Condition("stale", f"{reason}; {saved}" if saved else reason)
+            else:
+                found[stage.name] = Condition("up to date")
         else:
-            found[stage.name] = Condition("missing", "not done yet")
+            found[stage.name] = Condition("missing", saved or "not done yet")
     return found
+
+
+def _saved(stage: Stage, run: Path, key: str) -> str:
+    """How far an unfinished training is that the next attempt continues; "" without one."""
+    partial = stage.partial(run)
+    if not stage.resumable or read_json(partial / MARKER).get("lineage_key") != key:
+        return ""
+    names = (re.fullmatch(r"step-(\d+)", path.name) for path in partial.glob("checkpoints/*"))
+    newest = max((int(name[1]) for name in names if name), default=0)
+    planned = PLAN.read_receipt(run).get("plan", {}).get("max_steps")
+    return f"{newest} of {planned} updates saved" if newest and planned else ""
 
 
 def run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]], force: bool = False) -> State[None]:
@@ -127,7 +169,47 @@ def run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]]
     `work` fills `Context.partial` and returns the receipt's content, which gets the seconds that it took. A stage that
     is `resumable` finds what an interrupted attempt at the same left there; any other starts empty. What is replaced is
     kept.
+
+    Storage or MLflow that fails is a StageError too. Whatever error ends the stage, the run's ERRORS has its traceback.
+    A signal gives the state Cancelled, whose result raises Interrupted.
     """
+    from prefect.exceptions import ExternalSignal
+    from prefect.states import Cancelled
+
+    try:
+        return _run_stage(stage, run, work, force)
+    except (KeyboardInterrupt, ExternalSignal) as signal:
+        saved = _saved(stage, run, lineage_keys(load_config(run / "config.toml"))[stage.name])
+        message = f"{stage.name} was interrupted" + (f", {saved}" if saved else "") + "; run the same again to go on"
+        return Cancelled(message=message, data=Interrupted(message, signal))
+    except Exception as error:
+        _note_down(stage, run, error)
+        if sentence := _foreseen(error):
+            raise StageError(f"{stage.name}: {sentence}") from error
+        raise
+
+
+def _note_down(stage: Stage, run: Path, error: Exception) -> None:
+    """Append the traceback to the run's ERRORS, if the storage takes it: the error itself is what counts."""
+    with suppress(OSError), (run / ERRORS).open("a") as file:
+        file.write(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} {stage.name}\n")
+        file.write("".join(traceback.format_exception(error)) + "\n")
+
+
+def _foreseen(error: Exception) -> str:
+    """What is wrong and what to do when MLflow or the storage fails a stage; "" for any other error."""
+    from mlflow.exceptions import MlflowException
+
+    from tasks.tracking import describe
+
+    if isinstance(error, MlflowException):
+        return describe(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename or 'storage'}; see to that, then run the same again"
+    return ""
+
+
+def _run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]], force: bool) -> State[None]:
     from prefect import get_run_logger
     from prefect.states import Completed
 
@@ -138,9 +220,9 @@ def run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]]
     if now[stage.name].is_up_to_date and not force:
         get_run_logger().info("%s: up to date (lineage %s), skipped", stage.name, key[:12])
         return Completed(name="Skipped", message=f"{final.name} already has lineage key {key}")
-    _refuse_outdated_inputs(stage, run, now)
+    refuse_outdated_inputs(stage, run, force)
     get_run_logger().info("%s: %s", stage.name, now[stage.name].reason or "up to date, made again as asked")
-    partial = final.with_name(final.name + ".partial")
+    partial = stage.partial(run)
     made_from = {read.name: _made(read.read_receipt(run), stage.prompts(config)) for read in stage.reads}
     origin = {"lineage_key": key, "made_from": made_from}
     _prepare(stage, partial, origin)
@@ -187,9 +269,11 @@ def _made(receipt: Mapping[str, Any], prompts: Collection[str]) -> Any:
     return {name: made.get(name) for name in prompts} if isinstance(made, dict) else made
 
 
-def _refuse_outdated_inputs(stage: Stage, run: Path, now: Mapping[str, Condition]) -> None:
+def refuse_outdated_inputs(stage: Stage, run: Path, force: bool = False) -> None:
+    """StageError with the commands to run first if the stage is to work on what is not up to date."""
+    now = conditions(run)
     outdated = _outdated(stage, now)
-    if not outdated:
+    if not outdated or (now[stage.name].is_up_to_date and not force):
         return
     lines = [
         f"  grpo stage {read.name} --run {run.name}    # {now[read.name].state}: {now[read.name].reason}"

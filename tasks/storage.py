@@ -1,6 +1,7 @@
 """The storage root and the run directory, the contract between stages.
 
-    STORAGE/runs/NAME/     config.toml, dataset/, plan.json, training/, evaluation/, registration.json, .lock
+    STORAGE/runs/NAME/     config.toml, dataset/, plan.json, training/, evaluation/, registration.json,
+                           errors.log, .lock
     STORAGE/mlflow/        mlflow.db, artifacts/      (unless MLFLOW_TRACKING_URI is set)
     STORAGE/models/        the lock of each registered model
     STORAGE/prefect/       Prefect's home             (unless PREFECT_HOME is set)
@@ -29,6 +30,7 @@ from typing import Any
 import psutil
 
 from grpo_core.config import RunConfig, dump_config
+from grpo_core.errors import GrpoError
 from grpo_core.files import publish
 
 # Longer than a supervised process gets to end, checkpoint included.
@@ -39,11 +41,11 @@ NAMES_SHOWN = 5
 _locks: set[int] = set()
 
 
-class RunInUseError(RuntimeError):
+class RunInUseError(GrpoError):
     """A run that another process writes into; the message says which process, since when and what to do."""
 
 
-class UnknownRunError(LookupError):
+class UnknownRunError(GrpoError):
     """A run that is not under the storage root; the message says where it was looked for and which are there."""
 
 

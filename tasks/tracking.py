@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -30,6 +31,10 @@ PARAMS_AT_ONCE = 100  # as many as MLflow takes
 REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # seconds; times
 EARLIER_RUNS = 5
 SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the environment of what it starts
+
+# What these say of each try at a server that is down, of a new database and of a missing GPU, nobody can act on.
+for library in ("urllib3.connectionpool", "mlflow.store.db.utils", "mlflow.system_metrics.system_metrics_monitor"):
+    logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def tracking_uri() -> str:
@@ -65,20 +70,33 @@ def brief_requests() -> Iterator[None]:
 
 
 @contextmanager
-def _before_training() -> Iterator[None]:
+def answering() -> Iterator[None]:
     """StageError, within seconds, when MLflow does not do what the body asks: better now than with a GPU waiting."""
     try:
         with brief_requests():
             yield
     except MlflowException as error:
-        if 400 <= error.get_http_status_code() < 500:
-            raise StageError(
-                f"MLflow at {tracking_uri()} refuses what it is asked, and the training has not begun: {error}"
-            ) from error
-        raise StageError(
-            f"MLflow at {tracking_uri()} does not answer, and the training has not begun: {error}. Start the server, "
-            "or set MLFLOW_TRACKING_URI; without it, runs are kept in a SQLite file under the storage root"
-        ) from error
+        raise StageError(describe(error)) from error
+
+
+def describe(error: MlflowException) -> str:
+    """What is wrong with MLflow, and what to do."""
+    if 400 <= error.get_http_status_code() < 500:
+        return f"MLflow at {tracking_uri()} refuses what it is asked: {error}"
+    return (
+        f"MLflow at {tracking_uri()} does not answer ({first_cause(error)}): start the server, then run the same "
+        "again; without MLFLOW_TRACKING_URI, runs are kept in a SQLite file under the storage root"
+    )
+
+
+def first_cause(error: BaseException) -> str:
+    """What the operating system said, else the error itself: MLflow's client wraps it in what its libraries say."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error)
 
 
 def open_tracking_run(config: RunConfig, run: Path, folder: Path) -> dict[str, Any]:
@@ -89,7 +107,7 @@ def open_tracking_run(config: RunConfig, run: Path, folder: Path) -> dict[str, A
     """
     file = folder / RUN_FILE
     if not read_json(file):
-        with _before_training():
+        with answering():
             made = _make_run(config, run)
         write_text(file, json.dumps(made) + "\n")
     return read_tracking_run(folder)
@@ -190,7 +208,7 @@ def _code_version() -> dict[str, str]:
 def earlier_throughput(config: RunConfig) -> Throughput | None:
     """The median pace of the last finished runs of the same base model; None where there is none. StageError when
     MLflow does not answer."""
-    with _before_training():
+    with answering():
         return _earlier_throughput(config)
 
 

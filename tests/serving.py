@@ -107,6 +107,13 @@ class Served:
         logs = self.filter("logs", logs={"flow_run_id": {"any_": [run_id]}}, sort="TIMESTAMP_ASC")
         return "\n".join(log["message"] for log in logs)
 
+    def messages_with(self, run_id: str, text: str) -> str:
+        """The log of a flow run once it has this text: lines reach the server some time after the run's state."""
+        deadline = time.monotonic() + START_SECONDS
+        while text not in (said := self.messages(run_id)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return said
+
 
 @contextmanager
 def starting(storage: Path, **environment: str) -> Iterator[Served]:
@@ -255,7 +262,7 @@ def _running(command: list[str], ports: list[int], storage: Path, further: dict[
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_hear_ctrl_c,
+            preexec_fn=hear_ctrl_c,
         )
     environment["PREFECT_API_URL"] = f"{prefect_url}/api"
     try:
@@ -270,7 +277,7 @@ def _running(command: list[str], ports: list[int], storage: Path, further: dict[
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _hear_ctrl_c() -> None:
+def hear_ctrl_c() -> None:
     """As from a terminal; who is started in the background is deaf to it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

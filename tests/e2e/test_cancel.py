@@ -146,6 +146,11 @@ def test_a_cancelled_training_saves_ends_and_goes_on_from_there(
         server.cancel(cancelled)
         _wait_until_ended(processes)
         server.wait(cancelled, "CANCELLED")
+        sentence = "train was interrupted, 3 of 6 updates saved; run the same again to go on"
+        said = server.messages_with(cancelled, sentence)
+        assert said.count(sentence) == 1
+        assert not any(word in said for word in ("Crash", "SIGKILL", "Traceback"))
+        assert server.tasks(cancelled, 1) == [("train", "Cancelled")]
         partial = _partial(server, "cancelled")
         assert [path.name for path in (partial / "checkpoints").iterdir()] == ["step-000003"]
         assert "told to stop, the checkpoint of step 3" in (partial / "output.log").read_text()

@@ -175,6 +175,6 @@ def test_figures_of_a_server_that_stays_dead_are_sent_by_register_and_a_rerun_st
 
 
 def test_a_run_without_a_server_is_refused_before_it_trains(inputs: Path, storage: Path, port: int) -> None:
-    with pytest.raises(Exception, match=rf"MLflow at http://127\.0\.0\.1:{port} does not answer.*Start the server"):
+    with pytest.raises(Exception, match=rf"MLflow at http://127\.0\.0\.1:{port} does not answer.*start the server"):
         _run(inputs, "refused")
     assert not (storage / "runs" / "refused" / "training.partial").exists()

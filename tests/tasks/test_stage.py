@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -14,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 from typer.testing import CliRunner
 
 from flows.cli import app
 from grpo_core.config import dump_config, parse_config
 from tasks.stage import (
+    ERRORS,
     EVALUATE,
     MARKER,
     PLAN,
@@ -27,6 +31,7 @@ from tasks.stage import (
     TRAIN,
     VALIDATE,
     Context,
+    Interrupted,
     Stage,
     StageError,
     conditions,
@@ -114,7 +119,10 @@ def _log_without_a_flow_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _do(stage: Stage, run: Path, force: bool = False, work: Callable[[Context], Values] | None = None) -> bool:
     """Whether it was executed rather than skipped."""
-    return run_stage(stage, run, work or WORK[stage.name], force).name != "Skipped"
+    state = run_stage(stage, run, work or WORK[stage.name], force)
+    if state.is_cancelled():
+        raise state.data
+    return state.name != "Skipped"
 
 
 def _pipeline(run: Path) -> list[str]:
@@ -237,7 +245,7 @@ def test_an_unfinished_output_whose_marker_is_empty_is_set_aside(run: Path) -> N
     def interrupted(context: Context) -> Values:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted):
         _do(TRAIN, run, force=True, work=interrupted)
     (run / "training.partial" / MARKER).write_text("")
     assert _do(TRAIN, run, force=True)
@@ -300,7 +308,7 @@ def test_a_forced_training_starts_empty_and_goes_on_from_where_it_was_interrupte
         assert (context.partial / "checkpoint").exists()
         return {}
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted):
         _do(TRAIN, run, force=True, work=interrupted)
     assert _outdated(run) == {}, "the finished training is good until another has taken its place"
     values["rewards"][0]["timeout"] = 7.0  # which no training depends on
@@ -308,14 +316,73 @@ def test_a_forced_training_starts_empty_and_goes_on_from_where_it_was_interrupte
     _do(VALIDATE, run)
     assert _do(TRAIN, run, force=True, work=goes_on)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted):
         _do(TRAIN, run, force=True, work=interrupted)
     edited = copy.deepcopy(values)
     edited["algorithm"] = {"epsilon": 0.1}
     _configure(run, edited)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted):
         _do(TRAIN, run, work=interrupted)
     assert list((run / "replaced").glob("training.partial-*/checkpoint"))
+
+
+def test_an_interrupted_training_says_how_much_is_saved_and_status_does_until_it_is_edited(
+    run: Path, values: Values
+) -> None:
+    def interrupted(context: Context) -> Values:
+        for name in ("step-000000", "step-000003", "step-000002", "step-000004.tmp", "step-000009.damaged"):
+            (context.partial / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
+        raise KeyboardInterrupt
+
+    def at_once(context: Context) -> Values:
+        raise KeyboardInterrupt
+
+    TRAIN.path(run).rename(run / "elsewhere")
+    with pytest.raises(Interrupted, match=r"^train was interrupted; run the same again to go on$"):
+        _do(TRAIN, run, work=at_once)
+    with pytest.raises(Interrupted, match=r"^train was interrupted, 3 of 4 updates saved; run the same again"):
+        _do(TRAIN, run, work=interrupted)
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["status", "test"]).output
+    assert [line for line in shown.splitlines() if "train " in line and "3 of 4 updates saved" in line]
+    values["algorithm"] = {"epsilon": 0.1}
+    _configure(run, values)
+    assert _outdated(run)["train"] == "not done yet"
+
+
+def test_prompts_that_are_gone_are_missing_and_the_stage_that_reads_them_says_which_to_run(run: Path) -> None:
+    (VALIDATE.path(run) / "eval.parquet").unlink()
+    assert conditions(run)["validate"].reason == "eval.parquet is gone"
+    done = CliRunner().invoke(app, ["stage", "evaluate", "--run", "test", "--force"])
+    assert done.exit_code == 1
+    assert done.output.count("grpo stage validate --run test    # missing: eval.parquet is gone") == 1
+    assert not (run.parents[1] / "prefect").exists(), "a server was started"
+    assert _pipeline(run) == ["validate"]
+
+
+def test_storage_or_mlflow_that_fails_a_stage_is_a_sentence_and_its_traceback_is_in_the_runs_directory(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(context: Context) -> Values:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/here/model.safetensors")
+
+    def untracked(context: Context) -> Values:
+        MlflowClient("http://127.0.0.1:1").get_run("any")
+        return {}
+
+    def broken(context: Context) -> Values:
+        return {}["figures"]
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    sentence = "^train: No space left on device: /here/model.safetensors; see to that, then run the same again$"
+    with pytest.raises(StageError, match=sentence):
+        _do(TRAIN, run, force=True, work=full)
+    with pytest.raises(StageError, match=r"does not answer \(Connection refused\): start the server, then run"):
+        _do(EVALUATE, run, force=True, work=untracked)
+    with pytest.raises(KeyError):
+        _do(EVALUATE, run, force=True, work=broken)
+    noted = (run / ERRORS).read_text()
+    assert noted.count("Traceback (most recent call last):\n  File") >= 3
+    assert noted.rstrip().endswith("KeyError: 'figures'")
 
 
 def test_status_shows_each_stage_and_its_exit_status_says_whether_anything_is_to_be_done(

@@ -1,0 +1,61 @@
+"""What `grpo run` refuses in its first seconds: one sentence, no traceback, no server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from flows.early import refuse_early
+from grpo_core.config import parse_config
+from grpo_core.plan import PlanError
+from tests.conftest import config_values, write_sums
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    write_sums(tmp_path / "train.parquet", 10, 34)
+    write_sums(tmp_path / "eval.parquet", 60, 76)
+    file = tmp_path / "config.toml"
+    file.write_text(tomli_w.dumps(config_values(tmp_path / "model", tmp_path)))
+    return file
+
+
+@pytest.mark.parametrize(
+    "override, storage, code, sentence",
+    [
+        ("rewards=[{function='nope'}]", "storage", 2, "test: no built-in reward is called 'nope'; there are "),
+        (
+            "train.per_device_train_batch_size=13",
+            "storage",
+            2,
+            "is not divisible by num_generations=4: every group",
+        ),
+        ("data.train=gone.csv", "storage", 2, "test: data.train = 'gone.csv': no such file (looked in "),
+        ("seed=1", "config.toml", 1, "config.toml cannot be made: File exists; set GRPO_STORAGE to a folder that you "),
+    ],
+)
+def test_a_run_that_cannot_succeed_is_refused_by_one_sentence_before_any_server(
+    config: Path, override: str, storage: str, code: int, sentence: str
+) -> None:
+    command = [sys.executable, "-m", "flows.cli", "run", str(config), "--set", override]
+    environment = {**os.environ, "GRPO_STORAGE": str(config.parent / storage)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert (done.returncode, said.count(sentence)) == (code, 1), said
+    assert "Traceback" not in said
+    assert len(said.splitlines()) <= 2
+    assert not (config.parent / "storage").exists()
+
+
+def test_sizes_of_a_dataset_on_a_hub_are_checked_without_loading_it(config: Path) -> None:
+    values = config_values(config.parent, config.parent)
+    values["data"]["train"] = "nobody/has-this"
+    refuse_early(parse_config(values))
+    values["train"]["per_device_train_batch_size"] = 13
+    with pytest.raises(PlanError, match="every group must be whole"):
+        refuse_early(parse_config(values))
