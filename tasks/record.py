@@ -13,6 +13,7 @@ from typing import Any
 import polars as pl
 
 from grpo_core.config import RunConfig, load_config
+from grpo_core.errors import GrpoError
 from tasks.drawing import Row
 from tasks.figures import metric_of
 from tasks.stage import EVALUATE, PLAN, TRAIN, VALIDATE
@@ -22,7 +23,7 @@ SAMPLES = "samples.parquet"
 TRACKED = re.compile(r"[0-9a-f]{32}|.+@.+|.+/\d+")  # an MLflow run id, MODEL@ALIAS, MODEL/VERSION
 
 
-class NotEvaluatedError(LookupError):
+class NotEvaluatedError(GrpoError):
     """A run without an evaluation; the message says what makes one."""
 
 

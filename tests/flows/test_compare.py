@@ -16,7 +16,8 @@ from flows.cli import app
 from grpo_core.config import parse_config
 from grpo_core.statistics import paired_difference
 from tasks.compare import comparison_page, paired_with_first, parameters_that_differ
-from tasks.record import Record, load_record, read_record
+from tasks.record import NotEvaluatedError, Record, load_record, read_record
+from tasks.storage import UnknownRunError
 from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
 from tests.pages import Page
 
@@ -183,7 +184,7 @@ def test_a_run_of_another_machine_is_read_from_mlflow(
     assert there.evaluation == {**here.evaluation, "key": "its own"}
     assert (there.config, there.metrics, there.plan) == (here.config, here.metrics, here.plan)
     empty = client.create_run(experiment).info.run_id
-    with pytest.raises(LookupError, match="has no evaluation"):
+    with pytest.raises(NotEvaluatedError, match="has no evaluation"):
         load_record(empty)
-    with pytest.raises(LookupError, match="nor does MLflow have such"):
+    with pytest.raises(UnknownRunError, match="nor does MLflow have such"):
         load_record("sums@champion")
