@@ -22,7 +22,6 @@ from rich.text import Text
 
 from flows import rewards
 from flows.compare import compare
-from flows.early import refuse_early
 from flows.environment import TAG, configure
 from flows.planning import plan
 from flows.project import init
@@ -69,6 +68,8 @@ def grpo(version: Annotated[bool, typer.Option("--version", help="print the vers
 def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Run the pipeline here: validate, plan, train, evaluate, register. Finished stages are skipped."""
     resolved = _load(config, overrides)
+    from flows.early import refuse_early
+
     with _refusals(2, resolved.name):
         refuse_early(resolved)
     configure()

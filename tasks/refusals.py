@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import logging
 import os
 import signal
@@ -63,6 +64,7 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
             raise interrupted.signal
         return cast(R, Cancelled(message=str(interrupted), data=interrupted))
 
+    told.__signature__ = inspect.signature(work, eval_str=True)  # type: ignore[attr-defined]  # named where it stands
     return told
 
 

@@ -51,7 +51,7 @@ def test_readme_s_commands_before_a_training_do_what_they_say(commands: list[lis
 
 def test_readme_s_other_commands_are_ones_that_the_command_line_takes(commands: list[list[str]]) -> None:
     others = [it for it in commands if all(it[: len(start)] != start for start in RUN_BEFORE_A_TRAINING)]
-    assert [it[0] for it in others] == ["run", "run", "status", "compare", "promote", "up"]
+    assert [it[0] for it in others] == ["run", "run", "status", "status", "compare", "promote", "up"]
     group = typer.main.get_command(app)
     for name, *arguments in others:
         context = group.commands[name].make_context(name, arguments)  # type: ignore[attr-defined]

@@ -68,7 +68,8 @@ def test_status_without_a_name_lists_the_runs_and_how_far_they_are(
     for name in ("begun", "evaluated"):
         make_run(tmp_path / "runs" / name, {**values, "name": name})
     difference = {"mean": 0.25, "low": 0.125, "high": 0.375}
-    report = {"sets": {"held-out": {"differences": {"base": {"accuracy": difference}}}}}
+    sets = {"held-out": {"differences": {"base": {"accuracy": difference}}}}
+    report = {"deciding_metric": "accuracy", "sets": sets}
     (tmp_path / "runs" / "evaluated" / "evaluation").mkdir()
     (tmp_path / "runs" / "evaluated" / "evaluation" / "report.json").write_text(json.dumps(report))
     os.utime(tmp_path / "runs" / "begun" / "plan.json", (0, 0))

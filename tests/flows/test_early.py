@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> Path:
             2,
             "is not divisible by num_generations=4: every group",
         ),
-        ("data.train=gone.csv", "storage", 2, "test: data.train = 'gone.csv': no such file (looked in "),
+        ("data.train=gone.csv", "storage", 2, "test: data.train = 'gone.csv': no such file or folder (looked in "),
         ("seed=1", "config.toml", 1, "config.toml cannot be made: File exists; set GRPO_STORAGE to a folder that you "),
     ],
 )

@@ -198,7 +198,7 @@ def test_an_up_that_has_ended_is_not_found_whatever_its_file_says(
 @pytest.mark.slow
 def test_a_command_s_own_server_has_the_limit_of_one_training_before_the_first_run(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "test", config_values(tmp_path / "model", tmp_path))
-    refused = _grpo(tmp_path, "stage", "train", "--run", "test")
+    refused = _grpo(tmp_path, "stage", "validate", "--run", "test")
     assert refused.returncode == 1
     with closing(sqlite3.connect(tmp_path / "prefect" / "prefect.db")) as database:
         assert database.execute('select name, "limit" from concurrency_limit_v2').fetchall() == [("grpo-training", 1)]

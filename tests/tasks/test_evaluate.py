@@ -87,8 +87,8 @@ def test_people_are_told_figures_and_verdict_in_one_table_a_set() -> None:
     report = _report(["held-out", "hard"], ["odd|even"])
     assert verdicts(report, "accuracy")[:2] == [
         "held-out: better than the base by 25.0 points (p = 0.001)",
-        "held-out: no difference from the champion could be shown: a gain of 9.0 points or more would show on these "
-        "40 prompts, 80% of the time",
+        "held-out: likely better than the champion by 25.0 points, which is not shown yet: the interval is "
+        "[12.5, 37.5]; a gain of 9.0 points or more would show on these 40 prompts, 80% of the time",
     ]
     head, accuracy, *_, kl = rows_of(report["sets"]["hard"])
     assert head == ["", "base", "champion", "trained", "trained − base [95%]", "trained − champion [95%]"]
@@ -104,7 +104,7 @@ def test_of_a_run_that_is_to_gain_in_reward_people_are_told_the_reward() -> None
     report = _report(["held-out"], ["even"])
     better, open_ = verdicts(report, "reward")
     assert better == "held-out: better than the base by 3.250 in reward (p = 0.002)"
-    assert "no difference from the champion in reward could be shown: a gain of 0.090 or more" in open_
+    assert "likely better than the champion by 0.250 in reward, which is not shown yet" in open_
     page = Page(MarkdownIt("commonmark").enable("table").render(_markdown(report, "reward"))).text
     assert page.startswith(f"Evaluation{better}.")
     assert "category\nprompts\nreward, base\n" in page
