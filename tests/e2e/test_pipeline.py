@@ -282,7 +282,8 @@ def test_a_promotion_is_tried_once_for_each_version(finished: Path, inputs: Path
 
 def test_bad_data_fails_validate_with_the_rows_and_trains_nothing(storage: Path, inputs: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": " ", "answer": null}\n')
+    good = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(7)]
+    bad.write_text("".join(json.dumps(row) + "\n" for row in [good[0], {"prompt": " ", "answer": None}, *good[1:]]))
     with pytest.raises(Exception, match=r"breaks its contract") as error:
         _run(inputs, "name=bad-data", f"data.train={bad}")
     assert "train row 1, prompt: ' ' breaks blank_prompt" in str(error.value)
