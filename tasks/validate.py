@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -20,7 +20,7 @@ from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum
 from grpo_core.rewards.contract import RewardError, resolve
 from grpo_core.sections import DataChecks
-from tasks.contract import check, needed_columns
+from tasks.contract import check, needed_columns, prompt_text
 from tasks.data_report import FINDINGS, count_findings, length_figures, markdown, write_report
 from tasks.gate import LEAST_PROMPTS
 from tasks.lengths import ModelError, load_tokenizer_and_context, sample_lengths
@@ -138,6 +138,7 @@ def screen(config: RunConfig) -> Screened:
             for name, frame in kept.items()
             if frame.is_empty()
         ]
+    shape = shape or [*_chosen_and_judged(config, kept)]
     countable = {} if shape else {name: frame for name, frame in kept.items() if not frame.is_empty()}
     lengths = {name: sample_lengths(frame["prompt"], tokenizer) for name, frame in countable.items()}
     report = {
@@ -158,6 +159,20 @@ def screen(config: RunConfig) -> Screened:
         "room": room,
     }
     return Screened(kept, dropped, shape, findings, lengths, room, report)
+
+
+def _chosen_and_judged(config: RunConfig, frames: Mapping[str, pl.DataFrame]) -> Iterator[str]:
+    """Sets that judge over a promotion and hold prompts by which the training chooses its model."""
+    if not (config.train.load_best_model_at_end or config.train.early_stopping_patience):
+        return
+    choosing = prompt_text(frames["eval"])
+    for name in dict.fromkeys([config.promotion.set, *(guard.set for guard in config.promotion.guards)]):
+        judging = config.evaluation_files[name]
+        if shared := int(prompt_text(frames[judging]).is_in(choosing.implode()).sum()):
+            yield (
+                f"{shared:,} prompts of {judging} are in eval too: the training chooses its model by them, and "
+                f"{name!r} then judges over its promotion; leave them out of one of the two"
+            )
 
 
 def _dropped(frame: pl.DataFrame, findings: pl.DataFrame) -> pl.DataFrame:

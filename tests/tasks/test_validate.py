@@ -1,4 +1,4 @@
-"""What validate warns of before a training: prompts too few for the promotion that is to follow."""
+"""What validate says of a promotion that is to follow: prompts too few for it, or those that chose the model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from grpo_core.config import parse_config
-from tasks.validate import too_few_to_promote
-from tests.conftest import config_values
+from tasks.validate import screen, too_few_to_promote
+from tests.conftest import config_values, write_sums
 
 GRADES = {"function": "char_length"}  # without a lowest value
 RIGHT = {"function": "numeric_match"}
@@ -46,3 +46,16 @@ def test_held_out_prompts_that_cannot_promote_a_grade_without_range_are_named_be
     if warns:
         name = rewards[-1]["function"].rpartition(":")[2]
         assert f"no range is known of '{name}': with {num_prompts} prompts in 'held-out'" in warnings[0]
+
+
+def test_prompts_that_choose_the_model_may_not_judge_it_from_another_file(model_folder: Path, tmp_path: Path) -> None:
+    for name, first, last in [("train", 10, 40), ("eval", 60, 70), ("final", 68, 80)]:
+        write_sums(tmp_path / f"{name}.parquet", first, last)
+    values = config_values(model_folder, tmp_path, load_best_model_at_end=True, eval_steps=1, save_steps=1)
+    values["evaluation"]["sets"][0]["data"] = str(tmp_path / "final.parquet")
+    assert screen(parse_config(values)).shape == [
+        "2 prompts of eval-final are in eval too: the training chooses its model by them, and 'final' then judges over "
+        "its promotion; leave them out of one of the two"
+    ]
+    write_sums(tmp_path / "final.parquet", 70, 80)
+    assert not screen(parse_config(values)).refused
