@@ -35,7 +35,7 @@ from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config,
 from grpo_core.errors import GrpoError
 from grpo_core.evaluation_sections import RegistryConfig
 from tasks.stage import EVALUATE, REGISTER, STAGES, TRAIN, Interrupted, refuse_outdated_inputs
-from tasks.storage import find_run, storage_root
+from tasks.storage import find_run, locked, storage_root
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(init)
@@ -73,6 +73,9 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     with _refusals(2, resolved.name):
         refuse_early(resolved)
     configure()
+    if (folder := storage_root() / "runs" / resolved.name).is_dir():
+        with _refusals(1, resolved.name), locked(folder):
+            pass  # another process that works there is named before a server is started
     start = time.monotonic()
     with _prefect() as url:
         page = url.removesuffix("/api")
@@ -180,7 +183,8 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     try:
         return load_config(path, overrides)
     except ConfigError as error:
-        _fail(f"{path}: not a valid configuration\n{error}", code=2)
+        unread = str(error).startswith(f"{path}: ")
+        _fail(str(error) if unread else f"{path}: not a valid configuration\n{error}", code=2)
 
 
 def _find_model(name: str) -> tuple[str, str | None]:
@@ -192,7 +196,7 @@ def _find_model(name: str) -> tuple[str, str | None]:
     except PromotionError as error:
         if registered := REGISTER.read_receipt(storage_root() / "runs" / name):
             return registered["model_name"], registered["version"]
-        _fail(f"{error}; nor has a run of this name registered one", code=2)
+        _fail(f"{error}, and no run of this name has registered one; `grpo run CONFIG` does", code=2)
     return name, None
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from grpo_core.config import RunConfig
 from grpo_core.plan import make_plan, plan_inputs
 from grpo_core.rewards.contract import resolve
+from tasks.places import check_places
 from tasks.sources import count_prompts, needs_loading
 
 ENOUGH = 10**9  # prompts, where counting them would mean to load a dataset: no rule asks for more
 
 
 def refuse_early(config: RunConfig) -> None:
-    """Raises RewardError for a reward that cannot be had, SourceError for a training file that cannot, PlanError for
-    sizes that do not go together, whichever prompts validate keeps of the file."""
+    """Raises ConfigError for a model or prompts that are not there, RewardError for a reward that cannot be had,
+    SourceError for a training file that cannot be read, PlanError for sizes that do not go together, whichever prompts
+    validate keeps of the file."""
+    check_places(config)
     for reward in config.rewards:
         resolve(reward)
     data = config.data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from grpo_core.environment import quiet_libraries
 from tasks.storage import storage_root
@@ -42,9 +43,14 @@ def _make(variable: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        sys.exit(f"{folder} cannot be made: {error.strerror}; set {variable} to a folder that you may write to")
+        _end(f"{folder} cannot be made: {error.strerror}; set {variable} to a folder that you may write to")
     if not os.access(folder, os.W_OK):
-        sys.exit(f"{folder} cannot be written to; set {variable} to a folder that you may write to")
+        _end(f"{folder} cannot be written to; set {variable} to a folder that you may write to")
+
+
+def _end(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.exit(2)
 
 
 def _ask_this_machine_directly() -> None:

@@ -33,6 +33,7 @@ from grpo_core.rewards.basics import RewardError
 from grpo_core.rewards.contract import check
 from grpo_core.rules import PlanInputs, Rules
 from grpo_core.sections import RolloutConfig, TrainConfig
+from tasks.places import check_places
 from tasks.stage import StageError
 from tasks.storage import storage_root
 
@@ -125,6 +126,8 @@ def _own_plan(
             f"{', '.join(sorted(ignored))}: this project evaluates prompt by prompt, without such a setting"
         )
     config = _configuration(file, given, overrides)
+    if file is not None and "num_prompts" not in given:  # else it asks about other data
+        check_places(config)
     for reward in config.rewards:
         check(reward)
     _check_positions(config)

@@ -182,7 +182,7 @@ def read_values(path: Path | str, overrides: list[str] | None = None) -> dict[st
     try:
         values = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
+        raise ConfigError(f"{path}: no such file (looked in {Path.cwd()})") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

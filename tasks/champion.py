@@ -201,7 +201,7 @@ def _model(client: MlflowClient, name: str) -> RegisteredModel:
         return model
     names = [model.name for model in client.search_registered_models()]
     near = difflib.get_close_matches(name, names, n=NAMES_SHOWN) or sorted(names)[:NAMES_SHOWN]
-    there = f"the nearest there: {', '.join(near)}" if near else "there is none there yet; `grpo run CONFIG` makes one"
+    there = f"the nearest there: {', '.join(near)}" if near else "there is none yet"
     raise PromotionError(f"no registered model {name!r} in MLflow; {there}")
 
 

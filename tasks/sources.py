@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import polars as pl
 
 from grpo_core.config import RunConfig
 from grpo_core.errors import GrpoError
+from tasks.places import may_be_on_the_hub
 from tasks.text_sources import Fault, find_fault, scan_text
 
 PASS_RATE = "pass_rate"
@@ -18,8 +18,6 @@ FORMS = (
     f"a source is a file ending in {', '.join(KINDS)} (all but .parquet also with .gz), a folder written by datasets' "
     "save_to_disk, or a dataset's name on the hub"
 )
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-FILE_NAME = re.compile(r"\.(parquet|jsonl?|ndjson|csv|tsv|txt|arrow|xlsx?|gz|bz2|xz|zst|zip)$", re.IGNORECASE)
 
 
 class SourceError(GrpoError):
@@ -75,7 +73,7 @@ def list_pass_rates(key: str, source: str, split: str) -> list[float]:
 def needs_loading(source: str) -> bool:
     """Whether its prompts can only be counted by loading them with datasets."""
     path = Path(source)
-    return path.is_dir() or (not path.is_file() and _may_be_on_the_hub(source))
+    return path.is_dir() or (not path.is_file() and may_be_on_the_hub(source))
 
 
 def without_unstorable(frame: pl.DataFrame) -> pl.DataFrame:
@@ -105,7 +103,7 @@ def _open(key: str, source: str, split: str, checked: bool = False) -> pl.LazyFr
         except (OSError, ValueError) as error:
             raise _unreadable(key, source, error) from error
         raise SourceError(f"{key} = {source!r}: a file of no known kind; {FORMS}")
-    if not path.is_dir() and not _may_be_on_the_hub(source):
+    if not path.is_dir() and not may_be_on_the_hub(source):
         raise SourceError(f"{key} = {source!r}: no such file or folder (looked in {Path.cwd()}); {FORMS}")
     import datasets
 
@@ -124,13 +122,6 @@ def _kind(path: Path) -> str:
     """The ending that says how a file is read, in lower case and without .gz."""
     name = path.name.lower()
     return Path(name.removesuffix(".gz")).suffix
-
-
-def _may_be_on_the_hub(source: str) -> bool:
-    """Whether a name that is no path here may be a dataset's: NAME or OWNER/NAME, and unlike a file's or folder's."""
-    owner, separator, _ = source.partition("/")
-    here = bool(separator) and Path(owner).is_dir()
-    return HUB_NAME.fullmatch(source) is not None and FILE_NAME.search(source) is None and not here
 
 
 def _plain(frame: pl.DataFrame) -> pl.DataFrame:

@@ -90,7 +90,7 @@ def find_run(name: str) -> Path:
     if name in runs:
         return runs[name]
     near = difflib.get_close_matches(name, runs, n=NAMES_SHOWN) or sorted(runs)[:NAMES_SHOWN]
-    there = f"the nearest there: {', '.join(near)}" if near else "there is none there yet; `grpo run CONFIG` makes one"
+    there = f"the nearest there: {', '.join(near)}" if near else "there is none yet"
     raise UnknownRunError(f"no run {name!r} in {folder} (GRPO_STORAGE says where); {there}")
 
 

@@ -13,6 +13,7 @@ import tomli_w
 from flows.early import refuse_early
 from grpo_core.config import parse_config
 from grpo_core.plan import PlanError
+from tasks.storage import locked
 from tests.conftest import config_values, write_sums
 
 
@@ -20,6 +21,7 @@ from tests.conftest import config_values, write_sums
 def config(tmp_path: Path) -> Path:
     write_sums(tmp_path / "train.parquet", 10, 34)
     write_sums(tmp_path / "eval.parquet", 60, 76)
+    (tmp_path / "model").mkdir()
     file = tmp_path / "config.toml"
     file.write_text(tomli_w.dumps(config_values(tmp_path / "model", tmp_path)))
     return file
@@ -35,8 +37,15 @@ def config(tmp_path: Path) -> Path:
             2,
             "is not divisible by num_generations=4: every group",
         ),
+        (
+            "model.name_or_path=../gone",
+            "storage",
+            2,
+            "model.name_or_path = '../gone': no such file or folder ",
+        ),
+        ("data.eval=gone.csv", "storage", 2, "data.eval = 'gone.csv': no such file or folder (looked in "),
         ("data.train=gone.csv", "storage", 2, "test: data.train = 'gone.csv': no such file or folder (looked in "),
-        ("seed=1", "config.toml", 1, "config.toml cannot be made: File exists; set GRPO_STORAGE to a folder that you "),
+        ("seed=1", "config.toml", 2, "config.toml cannot be made: File exists; set GRPO_STORAGE to a folder that you "),
     ],
 )
 def test_a_run_that_cannot_succeed_is_refused_by_one_sentence_before_any_server(
@@ -59,3 +68,14 @@ def test_sizes_of_a_dataset_on_a_hub_are_checked_without_loading_it(config: Path
     values["train"]["per_device_train_batch_size"] = 13
     with pytest.raises(PlanError, match="every group must be whole"):
         refuse_early(parse_config(values))
+
+
+def test_a_run_that_another_process_works_in_is_refused_before_any_server(config: Path) -> None:
+    folder = config.parent / "storage" / "runs" / "test"
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "flows.cli", "run", str(config)]
+    with locked(folder):
+        environment = {**os.environ, "GRPO_STORAGE": str(config.parent / "storage")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, str(folder) in done.stderr) == (1, True), done.stderr
+    assert not list((config.parent / "storage" / "prefect").iterdir())

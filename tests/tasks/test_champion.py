@@ -203,7 +203,7 @@ def test_a_command_for_a_model_that_is_not_there_answers_in_a_sentence(command: 
     done = CliRunner().invoke(app, [command, "nobody"])
     assert done.exit_code == 2
     *_, sentence = done.output.splitlines()  # a new MLflow says before it that it makes its tables
-    assert re.fullmatch("no registered model 'nobody' in MLflow; .*; nor has a run of this name .*", sentence)
+    assert re.fullmatch("no registered model 'nobody' in MLflow; .*, and no run of this name has .*", sentence)
 
 
 def test_a_promotion_takes_the_name_of_a_run_for_the_version_that_it_registered(model: str) -> None:

@@ -1,0 +1,36 @@
+"""Sources of models and data: a path here, or a name on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from grpo_core.config import ConfigError, RunConfig
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+FILE_NAME = re.compile(r"\.(parquet|jsonl?|ndjson|csv|tsv|txt|arrow|xlsx?|gz|bz2|xz|zst|zip)$", re.IGNORECASE)
+
+
+def may_be_on_the_hub(source: str) -> bool:
+    """Whether a name that is no path here may be one on the hub: NAME or OWNER/NAME, unlike a file's or folder's."""
+    owner, separator, _ = source.partition("/")
+    here = bool(separator) and Path(owner).is_dir()
+    return HUB_NAME.fullmatch(source) is not None and FILE_NAME.search(source) is None and not here
+
+
+def check_places(config: RunConfig) -> None:
+    """Raises ConfigError if the model or a source of prompts is no path here, nor could be a name on the hub."""
+    places = {
+        "model.name_or_path": config.model.name_or_path,
+        "data.train": config.data.train,
+        "data.eval": config.data.eval,
+        **{f"evaluation.sets.{number}.data": each.data for number, each in enumerate(config.evaluation.sets)},
+    }
+    missing = [
+        f"{key} = {source!r}: no such file or folder (looked in {Path.cwd()}), and no name that the hub could have"
+        for key, source in places.items()
+        if not may_be_on_the_hub(source) and not os.path.exists(source)  # noqa: PTH110 (Path raises for a name too long)
+    ]
+    if missing:
+        raise ConfigError("\n".join(missing))
