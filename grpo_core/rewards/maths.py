@@ -33,9 +33,9 @@ def math_answer(
     equal when they differ by at most 1e-6, and by 1 in 20,000; a decimal and a number that no decimal writes out (pi,
     1/3) by 1 in 20,000; numbers without a decimal point only when exactly equal. `relative_tolerance` allows any two
     real numbers to differ by this share of the right one. Words, dates, times and numbers with a base are compared as
-    they are written. What follows the last `</think>` is read. An answer that takes more than 2 s of CPU time or 2 GiB is
-    wrong, as is one that takes more than 0.1 s once the batch has spent 20 s on such slow answers. Raises RuntimeError if the
-    process that compares cannot be started.
+    they are written. Only what follows the last `</think>` is read. An answer that takes more than 2 s of CPU time or
+    2 GiB is wrong, as is one that takes more than 0.1 s once such slow answers of the batch have taken 20 s. Raises
+    RuntimeError if the process that compares cannot be started.
     """
     worker = _worker()
     pairs = [
@@ -47,7 +47,7 @@ def math_answer(
         for pair in dict.fromkeys(filter(None, pairs)):
             limit = min(SECONDS, FAIR_SECONDS + spare)
             compared[pair], taken = _compared(worker, *pair, relative_tolerance, limit)
-            spare = max(0.0, spare - max(0.0, taken - FAIR_SECONDS))
+            spare = max(0.0, spare - max(0.0, min(taken, limit) - FAIR_SECONDS))
     except BaseException:  # an answer may be under way, which is nobody's then
         _worker.cache_clear()
         worker.kill()
@@ -65,7 +65,7 @@ def _answer_in(text: str) -> str:
 def _compared(
     worker: subprocess.Popen[str], text: str, answer: str, tolerance: float, limit: float
 ) -> tuple[float | None, float]:
-    """The verdict and the CPU time it took; 0.0 if it would take longer than `limit` seconds."""
+    """The verdict and the CPU time it took at most; the verdict is 0.0 if it would take longer than `limit` seconds."""
     assert worker.stdin and worker.stdout
     worker.stdin.write(json.dumps([limit, text, answer, tolerance]) + "\n")
     worker.stdin.flush()

@@ -38,6 +38,7 @@ SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 GREEK = "alpha|beta|gamma|theta|lambda|omega"
 FONT = r"\\(?:underline|text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*"
 NO_UNIT = rf"(?!\s*(?:{FUNCTIONS}|(?:{'|'.join(SCALES)})s?|{GREEK}|per ?cent|[ap]\.?\s*m)\b)"
+UNIT = "[a-z]{3,}|[ckm]m|k?m/s|[km]g|ml|ft|in|lb|oz|(?-i:[NLJ])"
 POWER = r"(?:\^\s*\{?\d\}?)?"
 
 Rules = list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
@@ -86,7 +87,7 @@ ALONE: Rules = [
     (re.compile(r"\\?\$|[€£¥₹]\s*|\A(?:USD|EUR|GBP|INR|Rs)\b\.?\s*"), ""),
     (
         re.compile(
-            rf"(?<=[\d}})])\s+{NO_UNIT}(?:[a-z]{{3,}}|[ckm]m|k?m/s|[km]g|ml|ft|in|lb|oz|(?-i:[NLJ]))\b[a-z/ .]*{POWER}\Z",  # 72 apples
+            rf"(?<=[\d}})])\s+{NO_UNIT}(?:{UNIT})\b[a-z/ .]*{POWER}\Z",  # 72 apples
             re.I,
         ),
         "",
