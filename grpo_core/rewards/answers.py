@@ -22,7 +22,7 @@ ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 
 # Where a choice is stated: the strongest kind of place first.
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 STATED = re.compile(r"(?i)\b(?:answer|choice|option)\b[^.:=\n]{0,40}?(?:\bis\b|\bbe\b|[:=])")
 SENTENCE = 300  # characters that a stated choice may take with its reasons
 BEFORE_CHOICE = re.compile(r"(?i)(?:\W|\\?text\w*|mathrm|mathbf|\b(?:option|choice|letter|answer|is|the)\b)*")

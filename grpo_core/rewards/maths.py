@@ -17,6 +17,10 @@ from typing import Any
 from grpo_core.rewards.answers import TAGGED
 from grpo_core.rewards.basics import Rewards, text_of
 
+SECONDS = 2.0  # of CPU time per answer
+FAIR_SECONDS = 0.1  # that every answer of a batch gets
+SPARE_SECONDS = 20.0  # that the answers of a batch may take together beyond FAIR_SECONDS each
+
 
 def math_answer(
     completions: Sequence[Any], answer: Sequence[str | int | float], relative_tolerance: float = 0.0
@@ -29,8 +33,9 @@ def math_answer(
     equal when they differ by at most 1e-6, and by 1 in 20,000; a decimal and a number that no decimal writes out (pi,
     1/3) by 1 in 20,000; numbers without a decimal point only when exactly equal. `relative_tolerance` allows any two
     real numbers to differ by this share of the right one. Words, dates, times and numbers with a base are compared as
-    they are written. An answer that takes more than 2 s of CPU time or 2 GiB is wrong. Raises RuntimeError if the
-    process that compares cannot be started.
+    they are written. Only what follows the last `</think>` is read. An answer that takes more than 2 s of CPU time or
+    2 GiB is wrong, as is one that takes more than 0.1 s once such slow answers of the batch have taken 20 s. Raises
+    RuntimeError if the process that compares cannot be started.
     """
     worker = _worker()
     pairs = [
@@ -38,7 +43,11 @@ def math_answer(
         for completion, expected in zip(completions, answer, strict=True)
     ]
     try:  # each pair once: what takes its 2 s is often what a policy says again and again
-        compared = {pair: _compared(worker, *pair, relative_tolerance) for pair in dict.fromkeys(pairs) if pair}
+        compared, spare = {}, SPARE_SECONDS
+        for pair in dict.fromkeys(filter(None, pairs)):
+            limit = min(SECONDS, FAIR_SECONDS + spare)
+            compared[pair], taken = _compared(worker, *pair, relative_tolerance, limit)
+            spare = max(0.0, spare - max(0.0, min(taken, limit) - FAIR_SECONDS))
     except BaseException:  # an answer may be under way, which is nobody's then
         _worker.cache_clear()
         worker.kill()
@@ -49,19 +58,23 @@ def math_answer(
 
 def _answer_in(text: str) -> str:
     """Without its surroundings, whose numbers math-verify may prefer to one between tags."""
+    text = text.rpartition("</think>")[2]
     return (TAGGED.findall(text) or [text])[-1]
 
 
-def _compared(worker: subprocess.Popen[str], text: str, answer: str, tolerance: float) -> float | None:
+def _compared(
+    worker: subprocess.Popen[str], text: str, answer: str, tolerance: float, limit: float
+) -> tuple[float | None, float]:
+    """The verdict and the CPU time it took at most; the verdict is 0.0 if it would take longer than `limit` seconds."""
     assert worker.stdin and worker.stdout
-    worker.stdin.write(json.dumps([text, answer, tolerance]) + "\n")
+    worker.stdin.write(json.dumps([limit, text, answer, tolerance]) + "\n")
     worker.stdin.flush()
     verdict = worker.stdout.readline()
     if not verdict:
         raise RuntimeError(
             f"the process that compares answers ended with exit code {worker.wait()}; its output says why"
         )
-    return json.loads(verdict)
+    return tuple(json.loads(verdict))
 
 
 @functools.cache

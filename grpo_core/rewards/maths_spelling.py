@@ -34,14 +34,17 @@ ROOT = re.compile(r"√\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\))")
 FUNCTIONS = (
     "sin|cos|tan|log|ln|exp|sqrt|mod|pi|inf|infinity|infty|or|and|times|plus|minus|over|choose|squared|cubed|dozen"
 )
-SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "bn": 9}
+GREEK = "alpha|beta|gamma|theta|lambda|omega"
 FONT = r"\\(?:underline|text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*"
-NO_UNIT = rf"(?!\s*(?:{FUNCTIONS}|{'|'.join(SCALES)}|per ?cent|[ap]\.?\s*m)\b)"
+NO_UNIT = rf"(?!\s*(?:{FUNCTIONS}|(?:{'|'.join(SCALES)})s?|{GREEK}|per ?cent|[ap]\.?\s*m)\b)"
+UNIT = "[a-z]{3,}|[ckm]m|k?m/s|[km]g|ml|ft|in|lb|oz|(?-i:[NLJ])"
 POWER = r"(?:\^\s*\{?\d\}?)?"
 
 Rules = list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
 
 ANYWHERE: Rules = [
+    (re.compile(r"(\\(?:sqrt|[dt]?frac|binom))\s+(?=\{)"), r"\1"),
     (re.compile(r"(?<!\\)\\!"), ""),
     (re.compile(r"(?<!\\)\\[,;: ]|\\q?quad\b|~"), " "),
     (re.compile(r"\{([,:])\}"), r"\1"),  # 1{,}234
@@ -57,14 +60,18 @@ ANYWHERE: Rules = [
     (re.compile(r"(?<=\d)\s*x\s*(?=10\^)"), r" \\times "),  # 5 x 10^4
     (re.compile(r"\^(-\d+)"), r"^{\1}"),  # 10^-3
     (re.compile(r"\\sqrt\s*(\d+)"), r"\\sqrt{\1}"),  # \sqrt16
+    (re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(rf"(?<=\d)\s*({GREEK})\b(?!\s*[a-z])"), r"\\\1"),
     (re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}"), lambda number: _repeating(*number.groups())),
-    (re.compile(rf"(?<=\d)\s*({'|'.join(SCALES)})\b"), lambda scale: rf" \cdot 10^{{{SCALES[scale[1]]}}}"),
+    (re.compile(rf"(?<=\d)\s*({'|'.join(SCALES)})s?\b"), lambda scale: rf" \cdot 10^{{{SCALES[scale[1]]}}}"),
     (re.compile(r"\s*\b(?:percent|per cent)\b"), r"\\%"),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi"),
     (re.compile(r"\\varnothing\b"), r"\\emptyset"),
 ]
 LEAD = re.compile(r"(?i)\A[a-z ]*\b(?:is|are|equals|about|approximately|exactly)\b[\s:]*|\A[a-z ]*\banswer\s*[:=]\s*")
 ALONE: Rules = [
+    (re.compile(r"(?i)\A(?:thus|therefore|hence|so|then|finally),\s*"), ""),
+    (re.compile(rf"(?<=\d)\s*\^\s*\{{\s*(?:{FONT}\{{)?\s*(?:st|nd|rd|th)\s*\}}?\s*\}}\Z"), ""),  # 12^{\text{th}}
     (re.compile(r"\A\\[(\[](.*)\\[)\]]\Z|\A\$\$?([^$]*)\$\$?\Z", re.DOTALL), r"\1\2"),
     (
         re.compile(
@@ -80,7 +87,7 @@ ALONE: Rules = [
     (re.compile(r"\\?\$|[€£¥₹]\s*|\A(?:USD|EUR|GBP|INR|Rs)\b\.?\s*"), ""),
     (
         re.compile(
-            rf"(?<=[\d}})])\s+{NO_UNIT}(?:[a-z]{{3,}}|[ckm]m|[km]g|ml|ft|in|lb|oz)\b[a-z/ .]*{POWER}\Z",  # 72 apples
+            rf"(?<=[\d}})])\s+{NO_UNIT}(?:{UNIT})\b[a-z/ .]*{POWER}\Z",  # 72 apples
             re.I,
         ),
         "",

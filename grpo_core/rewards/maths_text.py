@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from grpo_core.rewards.answers import NEGATION
-from grpo_core.rewards.maths_spelling import FUNCTIONS, JUXTAPOSED, alone, plain, spelled, words
+from grpo_core.rewards.maths_spelling import FUNCTIONS, JUXTAPOSED, LONGEST, alone, plain, spelled, words
 
 PROSE = 2000  # characters, counted from the end, among which a number is looked for
 
@@ -28,6 +28,20 @@ SEVERAL = re.compile(
 )  # 71, 72 or maybe 73
 SEVERAL_LATEX = re.compile(rf"(\$[^$\n]+\$){OR}(?=\$[^$\n]+\$)")
 
+REASON = re.compile(r",\s+(?:since|because)\b")
+WHO_NOT = re.compile(r"(?i)\bwho\s+(?:[a-z]+\s+not|[a-z]+n't)\b(?!\s*[$(\[\\]*\d)")
+MARKUP = re.compile(r"(?i)</?(?:b|i|u|em|strong|span|p)>")
+COUNT = "(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|forty|fifty)"
+UNREAD = re.compile(  # what changes a number and is written in words
+    r"(?i)\d(?:[\s}]|\\text\{)*(?:"
+    rf"\b(?:plus|minus|times|over|or|(?:divided|multiplied)\s+by|(?:square\s+)?root(?:\s+of)?)\s+{COUNT}\b"
+    r"|\b(?:half|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths|hundredths|thousandths)\b"
+    r"|\b(?:and\s+a\s+half|below\s+zero|(?:less|more)\s+than\s+\S*\d|if\s)"
+    r")|\d\s*\\(?:text|mathrm)\{(?-i:[MBk])\}"
+    r"|\bbetween\s+\S*\d\S*\s+and\s+\S*\d\W*\Z"
+)
+ROW = re.compile(r"(?<![\w.,])\d+(?:\s+\d+){2,}\W*\Z")
+
 
 class Statement(NamedTuple):
     """What a text says last: the answer by itself, and the prose in which math-verify may look for it otherwise."""
@@ -41,11 +55,11 @@ def final_statement(text: str) -> Statement:
 
     Boxes side by side are one answer. Outside of boxes, clauses with a negation ("not 72", "72 is wrong") say nothing.
     """
-    text = plain(text).replace("\\$", "")
+    text = WHO_NOT.sub("who", MARKUP.sub("", plain(text).replace("\\$", "")))
     boxed, end = _last_boxes(text)
     final = list(FINAL.finditer(text, end))
     if boxed is not None and not final:
-        return Statement(alone(boxed))
+        return Statement("" if UNREAD.search(boxed[:LONGEST]) else alone(boxed))
     last = text.strip().rpartition("\n")[2]
     clauses = CLAUSE_END.split(text[final[-1].start() :] if final else text)
     text = "".join("" if NEGATION.search(clause) else clause for clause in clauses).strip()
@@ -53,10 +67,14 @@ def final_statement(text: str) -> Statement:
     if NEGATION.search(last) and words(alone(last)) and not re.search(r"\d", last):  # "no solution" is an answer
         return Statement(alone(last), (prose,))
     stated = list(STATED.finditer(text))
+    line = text.rpartition("\n")[2][-LONGEST:]
+    if not stated and (UNREAD.search(line) or ROW.search(spelled(line))):
+        return Statement("")
     if not stated:
         return Statement(_unless_several(text.rpartition("\n")[2]), (prose,))
     sentence = SENTENCE_END.split(text[stated[-1].end() :].strip(), maxsplit=1)[0]
-    if JUXTAPOSED.search(spelled(sentence)):
+    sentence = REASON.split(sentence[:LONGEST], maxsplit=1)[0]
+    if UNREAD.search(sentence) or JUXTAPOSED.search(spelled(sentence)):
         return Statement("")
     return Statement(_unless_several(sentence), (_as_sets(spelled(f"The answer is {sentence}")), prose))
 

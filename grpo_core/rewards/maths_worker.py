@@ -1,7 +1,9 @@
-"""Compares mathematical answers: reads lines of JSON [completion, answer, relative tolerance], writes 1.0, 0.0 or null.
+"""Compares mathematical answers: reads lines of JSON [seconds, completion, answer, relative tolerance].
 
-A child does the work, and is ended by the system when it takes too long for an answer, which is wrong then; the next
-child goes on with the next line.
+Writes [1.0, 0.0 or null, seconds of CPU time] for each.
+
+A child does the work, and is ended by the system when an answer takes longer than its seconds; the answer is wrong
+then. The next child goes on with the next line.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import re
 import resource
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,12 +25,16 @@ from grpo_core.rewards.answers import NEGATION
 from grpo_core.rewards.maths_spelling import alone, dated_or_based, plain, words
 from grpo_core.rewards.maths_text import LATEX, final_statement, is_expression
 
-SECONDS = 2.0  # of CPU time for an answer
 MEMORY = 2 << 30  # bytes
 DIGITS = 5e-5  # relative difference between a decimal and a number that has no last digit, as 3.1416 and pi
 NOISE = 1e-6  # and in absolute terms between two decimals
 ROUGHLY = 0.01  # relative difference that an equation such as 22/7 = 3.14 may have
 AS_WRITTEN = object()
+DEEPEST = 50  # brackets within brackets
+REPEATED = re.compile(r"([^\n]{0,20}?[|^_\\([{][^\n]{0,20}?)\1{40}")  # |x||x||x|
+TOWER = re.compile(r"(?:\^[\s{(]*(?:\d+|\w)[\s})]*){8}")
+SET = re.compile(r"\\?\{.*\}")
+TUPLE = re.compile(r"\([^()]*,[^()]*\)")
 
 
 def main() -> None:
@@ -41,24 +48,27 @@ def main() -> None:
         if child == 0:
             _serve()
             os._exit(0)
-        if os.waitpid(child, 0)[1] == 0:
+        _, status, used = os.wait4(child, 0)
+        if status == 0:
             return
-        _answer(0.0)
+        _answer(0.0, used.ru_utime + used.ru_stime)
 
 
 def _serve() -> None:
     while line := sys.stdin.readline():
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
+        seconds, *question = json.loads(line)
+        begun = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
         try:
-            verdict = compare(*json.loads(line))
+            verdict = compare(*question)
         except Exception:  # sympy fails in many ways
             verdict = 0.0
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _answer(verdict)
+        _answer(verdict, time.process_time() - begun)
 
 
-def _answer(verdict: float | None) -> None:
-    sys.stdout.write(json.dumps(verdict) + "\n")
+def _answer(verdict: float | None, seconds: float) -> None:
+    sys.stdout.write(json.dumps([verdict, seconds]) + "\n")
     sys.stdout.flush()
 
 
@@ -73,6 +83,8 @@ def compare(text: str, answer: str, tolerance: float = 0.0) -> float | None:
         return float(dated_or_based(wanted) == written)
     if (wanted_words := words(wanted)) and (given_words := words(given)):
         return float(wanted_words == given_words)
+    if (SET.fullmatch(wanted) and TUPLE.fullmatch(given)) or (TUPLE.fullmatch(wanted) and SET.fullmatch(given)):
+        return 0.0
     found = [
         _expression(part, prose, _has_unit(wanted)) for part in given.split(r"\approx") if part.strip() or not given
     ]
@@ -110,11 +122,22 @@ def _expression(answer: str, prose: tuple[str, ...], has_unit: bool) -> Any:
 def _parsed(text: str, has_unit: bool = True) -> Any:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
+    if _is_degenerate(text):
+        return None
     latex = LatexExtractionConfig()
     latex = replace(latex, normalization_config=replace(latex.normalization_config, units=has_unit))
     # No fallback to text, and the first only: another one would be a second answer.
     found = parse(text, [latex, ExprExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
     return found[0] if found else None
+
+
+def _is_degenerate(text: str) -> bool:
+    """Whether a text is nested or repeats itself so much that reading it would take too long."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest > DEEPEST or bool(REPEATED.search(text) or TOWER.search(text))
 
 
 def _holds(found: Any) -> bool:

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 from math_verify import parse, verify
 
+from grpo_core.rewards import maths
 from grpo_core.rewards.answers import multiple_choice, normalized_match
 from grpo_core.rewards.contract import RewardError, resolve
 from grpo_core.rewards.maths import math_answer
+from grpo_core.rewards.maths_worker import compare
 from grpo_core.rewards.scoring import Batch, score
 from grpo_core.rewards.structured import json_schema
 from grpo_core.sections import RewardConfig
@@ -266,6 +268,46 @@ def test_an_endless_computation_is_a_wrong_answer_and_costs_the_others_nothing()
     completions = [r"\boxed{42}", "41", *[r"\boxed{9^{9^{9^9}}}"] * 100]  # said again and again it takes its time once
     assert math_answer(completions, ["42"] * 102) == [1, 0, *[0] * 100]
     assert signal.getsignal(signal.SIGALRM) is before
+
+
+DEGENERATE = [f"{piece * 450}{number}" for piece in ("((", "|x|", "{{", "9^") for number in range(16)]
+
+
+def test_degenerate_texts_are_wrong_and_never_reach_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr("math_verify.parse", lambda text, *args, **kwargs: read.append(text) or parse(text))
+    completions = [
+        *DEGENERATE,
+        *(f"\\boxed{{{text[:900]}}}" for text in DEGENERATE),
+        *("$" + text for text in DEGENERATE),
+    ]
+    assert not any(compare(completion, "42") for completion in completions)
+    assert max(map(len, read), default=0) < 50
+    assert math_answer(DEGENERATE, ["42"] * 64) == [0] * 64
+
+
+def test_slow_answers_of_a_batch_share_one_budget_and_the_quick_ones_are_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = [rf"\boxed{{({10**8 + number})!}}" for number in range(64)]
+    monkeypatch.setattr(maths, "SPARE_SECONDS", 0.2)
+    assert math_answer([*slow[:4], r"\boxed{42}"], ["42"] * 5) == [0] * 4 + [1]
+    monkeypatch.undo()
+    limits = []
+
+    def takes_its_limit(worker: Any, text: str, answer: str, tolerance: float, limit: float) -> tuple[float, float]:
+        limits.append(limit)
+        return 0.0, limit
+
+    monkeypatch.setattr(maths, "_compared", takes_its_limit)
+    assert math_answer(slow, ["42"] * 64) == [0] * 64
+    assert limits[0] == maths.SECONDS
+    assert sum(limits) <= maths.SPARE_SECONDS + 64 * maths.FAIR_SECONDS + 1e-6
+    assert sum(limits) < RewardConfig(function="math_answer").timeout / 2
+
+
+def test_tags_that_never_close_are_read_in_one_pass() -> None:
+    assert math_answer(["<answer>" * 50_000 + "42</answer>"], ["42"]) == [1]
 
 
 def test_the_time_limit_of_a_reward_holds_for_math_answer_and_the_next_call_gets_its_own_answers() -> None:
