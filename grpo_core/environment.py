@@ -1,4 +1,5 @@
-"""Process-wide settings that must stand before a library is imported: nothing reports home, little noise."""
+"""Process-wide settings that must stand before a library is imported or a process started: nothing reports home, little
+noise, no module hidden by a file of the working folder."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ DEFAULTS = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONSAFEPATH": "1",  # no file of the working folder, such as json.py, hides a module from `python -m`
     "PYTHONWARNINGS": "ignore::FutureWarning",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",

@@ -44,7 +44,7 @@ def run_process(
         errors="replace",
         start_new_session=True,
         pass_fds=held_locks(),
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **(env or {})},
     ) as process:
         assert process.stdout is not None
         late = threading.Event()

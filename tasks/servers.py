@@ -56,7 +56,7 @@ class _Server:
         port = self.held.getsockname()[1]
         self.url, self.output, self.log = f"http://127.0.0.1:{port}", output, log
         self.command = ["-m", "grpo_core.rollout.vllm_serve", str(config), "--port", str(port)]
-        self.environment = {**os.environ, **environment}
+        self.environment = {**os.environ, "PYTHONSAFEPATH": "1", **environment}
         self.stopping, self.changing = threading.Event(), threading.Lock()
         self.process = self._start()
         self.watch = threading.Thread(target=self._watch, daemon=True)

@@ -21,6 +21,7 @@ os.environ.update(
     PREFECT_SERVER_ANALYTICS_ENABLED="false",
     VLLM_NO_USAGE_STATS="1",
     TOKENIZERS_PARALLELISM="false",
+    PYTHONSAFEPATH="1",  # as every command sets it
     # One thread a process: deterministic, and two test workers share two cores without spinning on each other.
     OMP_NUM_THREADS="1",
 )

@@ -74,7 +74,7 @@ class RewardProcess:
         self.end()
         control, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "grpo_core.rewards.isolated_worker", str(theirs.fileno())]
+            command = [sys.executable, "-P", "-m", "grpo_core.rewards.isolated_worker", str(theirs.fileno())]
             guard = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True)
         self._running = guard, control
         self._end = weakref.finalize(self, _end, guard, control)
@@ -186,11 +186,20 @@ def _error_named(name: str) -> type[Exception]:
 
 
 def _end(guard: subprocess.Popen[bytes], control: socket.socket) -> None:
-    """Closing its input tells the guard to end the process and all that it has started."""
-    control.close()
-    assert guard.stdin
-    guard.stdin.close()
+    """Closing its input tells the guard to end the process and all that it has started.
+
+    The alarm of a reward's time limit stands still meanwhile: an exception would leave a guard that does not end.
+    """
+    alarm = signal.setitimer(signal.ITIMER_REAL, 0)
     try:
+        control.close()
+        assert guard.stdin
+        guard.stdin.close()
+        guard.send_signal(signal.SIGCONT)  # the function may have stopped it
         guard.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
+        pass
+    finally:
         guard.kill()
+        guard.wait()
+        signal.setitimer(signal.ITIMER_REAL, *alarm)

@@ -1,8 +1,8 @@
 """The process of an isolated reward: `python -m grpo_core.rewards.isolated_worker DESCRIPTOR`.
 
 It is two processes: a child that imports and runs the function, and its parent, the guard, which runs nothing of the
-user's. The guard's standard input ends when the asking process ends, however it does. Then, or when the child ends, the
-guard ends all that the child has started, and itself as the child has ended.
+user's. When the asking process ends or closes the guard's standard input, or when the child ends, the guard ends all
+that the child has started, and itself as the child has ended.
 
 Over the socket DESCRIPTOR come connections, one per request. The first request is (configuration, sys.path), the others
 are (Batch, state of the random generators or None).
@@ -29,7 +29,7 @@ from grpo_core.descendants import adopt_orphans, kill_descendants
 from grpo_core.rewards.contract import Reward, RewardError, files_here, resolve_here
 from grpo_core.rewards.draws import draws_state, set_draws_state
 from grpo_core.rewards.isolated import kind_names
-from grpo_core.rewards.scoring import FAILURES, Batch, checked, plain_answer
+from grpo_core.rewards.scoring import Batch, checked, plain_answer
 from grpo_core.sections import RewardConfig
 
 OPEN_FILES = 1024
@@ -50,10 +50,12 @@ def main() -> None:
 
 
 def guard(child: int) -> typing.NoReturn:
-    """Wait for the end of the child or of standard input, end what is left of the child, and end as it has ended."""
+    """Wait for the end of the child, of the asking process or of standard input, end what is left of the child, and end
+    as it has ended."""
     waiting = select.poll()
-    waiting.register(0, select.POLLIN)
-    waiting.register(os.pidfd_open(child), select.POLLIN)
+    # The asking process may have forked: then standard input stays open after its end.
+    for end in (0, os.pidfd_open(os.getppid()), os.pidfd_open(child)):
+        waiting.register(end, select.POLLIN)
     waiting.poll()
     kill_descendants()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -87,7 +89,7 @@ def serve(control: socket.socket) -> None:
         carried = set_draws_state(state)
         try:
             answer = _result(reward, plain_answer(reward, batch), batch)
-        except FAILURES as error:
+        except BaseException as error:
             answer = _failure(error)
         _send(connection, _message(me, answer | _draws(carried)))
 
@@ -109,7 +111,7 @@ async def _serve_concurrently(reward: Reward, control: socket.socket, me: int) -
             carried = set_draws_state(state)
         try:
             answer = _result(reward, await reward.function(**batch.arguments(reward)), batch)
-        except FAILURES as error:
+        except BaseException as error:
             answer = _failure(error)
         with connection:
             await loop.sock_sendall(connection, _message(me, answer | _draws(carried)))

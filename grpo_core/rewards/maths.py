@@ -80,7 +80,7 @@ def _compared(
 @functools.cache
 def _worker() -> subprocess.Popen[str]:
     """A process that ends when this one does: its input is closed then."""
-    command = [sys.executable, "-m", "grpo_core.rewards.maths_worker"]
+    command = [sys.executable, "-P", "-m", "grpo_core.rewards.maths_worker"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

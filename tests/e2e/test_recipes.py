@@ -47,7 +47,8 @@ def _judge(project: Path) -> Iterator[list[str]]:
 
 
 def _python(project: Path, *module: str) -> None:
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
+    left_out = ("PREFECT_", "MLFLOW_", "PYTHONSAFEPATH")
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
     done = subprocess.run(
         [sys.executable, "-m", *module],
         cwd=project,

@@ -126,7 +126,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     code = f"from tests.e2e.test_vllm_server import live; live({str(folder)!r})"
     log = folder / "log"
     with log.open("w") as output:
-        child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=output, stderr=output)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=output, stderr=output)
     try:
         for _ in range(2):  # the second when the first was killed
             with policy_server(config, port, folder / "server.log") as server:

@@ -1,8 +1,11 @@
-"""What goes to a server on this machine stays there, whatever proxies the environment names."""
+"""What goes to a server on this machine stays there, whatever proxies the environment names; what lies in the working
+folder hides no module from the processes of a command."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -90,3 +93,17 @@ def test_hosts_that_need_no_proxy_already_still_need_none(named: dict[str, str])
     os.environ.update(no_proxy="*", NO_PROXY="*")
     configure()
     assert urllib.request.proxy_bypass("d.example"), "* means all hosts"
+
+
+def test_a_file_of_the_working_folder_hides_no_module_from_what_a_command_starts(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('it was imported')\n")
+    code = (
+        "import subprocess, sys; from flows.environment import configure; configure()\n"
+        "python = [sys.executable, '-m', 'tasks.supervise', '1', sys.executable, '-c', 'import random']\n"
+        "sys.exit(subprocess.run(python, stdin=subprocess.DEVNULL).returncode)"
+    )
+    environment = {**os.environ, "GRPO_STORAGE": str(tmp_path / "storage")}
+    del environment["PYTHONSAFEPATH"]
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

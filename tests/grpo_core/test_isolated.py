@@ -81,7 +81,19 @@ def raises_what_cannot_be_pickled(): raise Odd
 def gives_what_cannot_be_pickled(): return lambda: None
 
 @harm
-def blocks():
+def stops_its_guard():
+    print("pids", os.getppid(), flush=True)
+    os.kill(os.getppid(), signal.SIGSTOP)
+    wait_for_ever()
+
+async def gives_up(completions):
+    if "b" in completions: raise GeneratorExit("enough")
+    return [1.0]
+
+@harm
+def blocks(): wait_for_ever()
+
+def wait_for_ever():
     command = [sys.executable, "-c", "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(600)"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE)
     print("pids", os.getpid(), child.stdout.readline().decode(), flush=True)
@@ -165,6 +177,7 @@ def _gone(pids: list[int]) -> bool:
         ("kills_itself", "lost its process, which was ended by SIGKILL, for prompt '2\\+2=', completion 'b'; .* = 1,"),
         ("closes_everything", "lost its process, which ended with exit status 1, for prompt '2\\+2=', completion 'b'"),
         ("leaves", "raised SystemExit: enough for prompt '2\\+2=', completion 'b'$"),
+        ("gives_up", "raised GeneratorExit: enough for prompt '2\\+2=', completion 'b'$"),
         ("takes_memory", "raised MemoryError:  for prompt .* 'b'; its process may take memory_gib = 1$"),
         ("keeps_files", "raised OSError: .*Too many open files: '/dev/null' for prompt '2\\+2=', completion 'b'$"),
         ("raises_what_cannot_be_pickled", "raised Odd: odd for prompt '2\\+2=', completion 'b'$"),
@@ -181,14 +194,15 @@ def test_what_harms_its_process_is_named_and_runs_again(
     assert "harmful" not in sys.modules
 
 
+@pytest.mark.parametrize(("name", "started"), [("blocks", 2), ("stops_its_guard", 3)])
 def test_a_function_that_ignores_its_time_limit_is_killed_with_all_that_it_started(
-    declared: Callable[..., RewardConfig], capfd: pytest.CaptureFixture[str]
+    declared: Callable[..., RewardConfig], capfd: pytest.CaptureFixture[str], name: str, started: int
 ) -> None:
-    reward = resolve(declared("blocks", timeout=1.0))
+    reward = resolve(declared(name, timeout=1.0))
     with pytest.raises(RewardError, match=r"did not come back within 1 s for prompt '2\+2=', completion 'b', which al"):
         score([reward], BATCH)
     pids = _pids(capfd.readouterr().out)
-    assert len(pids) == 4  # two attempts: all completions, and "b" alone
+    assert len(pids) == 2 * started  # two attempts: all completions, and "b" alone
     assert _gone(pids)
     assert score([reward], HARMLESS) == [[1.0]]
 
@@ -196,22 +210,30 @@ def test_a_function_that_ignores_its_time_limit_is_killed_with_all_that_it_start
 def test_sigkill_of_the_training_leaves_nothing_of_a_reward(
     declared: Callable[..., RewardConfig], tmp_path: Path
 ) -> None:
+    """Though a process that the training has forked keeps everything open that the training had open."""
     code = """
 import sys; sys.path.insert(0, sys.argv[1])
-import psutil
+import os, psutil, signal
 from grpo_core.rewards.scoring import Batch, score
 from grpo_core.rewards.contract import RewardConfig, resolve
 reward = resolve(RewardConfig(function="harmful:blocks", isolated=True))
 print("pids", *(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+fork = os.fork() or signal.pause()
+print(fork, flush=True)
 score([reward], Batch([{"prompt": ""}], ["b"], [[1]]))
 """
     asker = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert asker.stdout is not None
-    pids = _pids(asker.stdout.readline()) + _pids(asker.stdout.readline())  # it is in the midst of its call now
+    started = _pids(asker.stdout.readline())
+    fork = int(asker.stdout.readline())
+    pids = started + _pids(asker.stdout.readline())  # it is in the midst of its call now
     assert len({*pids}) == 3, "guard, worker and what that has started"
     asker.kill()
     asker.wait()
-    assert _gone(pids)
+    try:
+        assert _gone(pids)
+    finally:
+        os.kill(fork, signal.SIGKILL)
 
 
 def test_what_a_function_changes_in_its_process_stays_there(

@@ -65,7 +65,8 @@ def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
     config = tmp_path / "values.json"
     config.write_text(json.dumps(with_keys(values, **keys)))
     command = [sys.executable, "-m", "tests.grpo_core.killing", str(config), str(tmp_path), str(kills)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     whole, runs = tmp_path / "whole", sorted(tmp_path.glob("killed-at-*"))
     assert len(runs) == kills
@@ -354,6 +355,7 @@ def test_the_process_of_a_training_told_to_stop_ends_with_status_143(values: dic
         "import os, signal, sys; from pathlib import Path; from tests.grpo_core.killing import train;"
         "sys.exit(os.waitstatus_to_exitcode(train(Path(sys.argv[1]), 6, signal.SIGTERM)))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(run)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    command, environment = [sys.executable, "-c", code, str(run)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 143, done.stderr
     assert "training: told to stop, the checkpoint of step" in done.stdout

@@ -32,7 +32,7 @@ def _project(folder: Path, module: str, source: str, function: str = "shorter") 
 
 
 def _grpo(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
     return subprocess.run([GRPO, *arguments], capture_output=True, text=True, cwd=folder, env=environment)
 
 
@@ -87,6 +87,16 @@ def test_a_file_beside_the_configuration_hides_no_installed_module(tmp_path: Pat
     config = load_config(_project(tmp_path, "unused", SHORTER), ["rewards.0.function=colorsys:shorter"])
     with pytest.raises(RewardError, match=r"python3\.\d+/colorsys\.py does not define 'shorter'"):
         resolve(config.rewards[0])
+
+
+def test_a_file_of_the_working_folder_hides_no_module_from_the_processes_of_rewards(tmp_path: Path) -> None:
+    config = _project(tmp_path, "alone", SHORTER)
+    for module in ("json", "random"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('it was imported')\n")
+    rewards = '[{function = "alone:shorter", isolated = true}, {function = "math_answer"}]'
+    given = ("--set", f"rewards={rewards}", "--completion", "4")
+    done = _grpo("rewards", "try", str(config), *given, folder=tmp_path)
+    assert done.returncode == 0 and "it was imported" not in done.stdout + done.stderr, done.stdout + done.stderr
 
 
 def test_a_module_that_a_reward_imports_in_vain_is_named(tmp_path: Path) -> None:
