@@ -18,6 +18,7 @@ FORMS = (
     f"a source is a file ending in {', '.join(KINDS)} (all but .parquet also with .gz), a folder written by datasets' "
     "save_to_disk, or a dataset's name on the hub"
 )
+LONGEST_HUB_NAME = 96  # characters, by the hub's rule
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 FILE_NAME = re.compile(r"\.(parquet|jsonl?|ndjson|csv|tsv|txt|arrow|xlsx?|gz|bz2|xz|zst|zip)$", re.IGNORECASE)
 
@@ -75,7 +76,7 @@ def list_pass_rates(key: str, source: str, split: str) -> list[float]:
 def needs_loading(source: str) -> bool:
     """Whether its prompts can only be counted by loading them with datasets."""
     path = Path(source)
-    return path.is_dir() or (not path.is_file() and _may_be_on_the_hub(source))
+    return _is_folder(path) or (not _is_file(path) and _may_be_on_the_hub(source))
 
 
 def without_unstorable(frame: pl.DataFrame) -> pl.DataFrame:
@@ -95,7 +96,7 @@ def is_unstorable(kind: pl.DataType) -> bool:
 def _open(key: str, source: str, split: str, checked: bool = False) -> pl.LazyFrame:
     """`checked`: columns of text files with values of several kinds are refused."""
     path = Path(source)
-    if path.is_file():
+    if _is_file(path):
         kind = _kind(path)
         try:
             if kind == ".parquet":
@@ -105,12 +106,12 @@ def _open(key: str, source: str, split: str, checked: bool = False) -> pl.LazyFr
         except (OSError, ValueError) as error:
             raise _unreadable(key, source, error) from error
         raise SourceError(f"{key} = {source!r}: a file of no known kind; {FORMS}")
-    if not path.is_dir() and not _may_be_on_the_hub(source):
+    if not _is_folder(path) and not _may_be_on_the_hub(source):
         raise SourceError(f"{key} = {source!r}: no such file or folder (looked in {Path.cwd()}); {FORMS}")
     import datasets
 
     try:
-        if path.is_dir():
+        if _is_folder(path):
             loaded = datasets.load_from_disk(source)
             loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
@@ -126,11 +127,26 @@ def _kind(path: Path) -> str:
     return Path(name.removesuffix(".gz")).suffix
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a name too long for any file
+        return False
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def _may_be_on_the_hub(source: str) -> bool:
     """Whether a name that is no path here may be a dataset's: NAME or OWNER/NAME, and unlike a file's or folder's."""
     owner, separator, _ = source.partition("/")
-    here = bool(separator) and Path(owner).is_dir()
-    return HUB_NAME.fullmatch(source) is not None and FILE_NAME.search(source) is None and not here
+    here = bool(separator) and _is_folder(Path(owner))
+    named = len(source) <= LONGEST_HUB_NAME and HUB_NAME.fullmatch(source) is not None
+    return named and FILE_NAME.search(source) is None and not here
 
 
 def _plain(frame: pl.DataFrame) -> pl.DataFrame:
@@ -143,6 +159,6 @@ def _plain(frame: pl.DataFrame) -> pl.DataFrame:
 
 def _unreadable(key: str, source: str, error: Exception) -> SourceError:
     path, said = Path(source), str(error)
-    if not isinstance(error, Fault) and path.is_file() and _kind(path) in (".jsonl", ".json"):
+    if not isinstance(error, Fault) and _is_file(path) and _kind(path) in (".jsonl", ".json"):
         said = find_fault(path, _kind(path)) or said
     return SourceError(f"{key} = {source!r} cannot be read as {_kind(path)}: {said}")
