@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import polars as pl
@@ -18,6 +19,10 @@ LONGEST = 100  # prompts, by bytes, that are always among them
 GROWTH = 11
 SHRINKAGE = 4  # bytes of which a Unicode normalisation makes one at most: 𝐀 becomes A by NFKC
 UNKNOWN = 2**20  # bytes
+GIANT = 2**20  # bytes of a prompt that is not tokenized where BYTES_PER_TOKEN says that it is too long
+BYTES_PER_TOKEN = 100  # far more than any tokenizer's mean over a text
+KEEPING = {"NFC", "NFD", "NFKC", "NFKD", "Prepend"}  # normalizers that drop no text
+SPLITTING = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}  # pre-tokenizers that drop none
 BEGINNING = 4  # characters of a text that are looked at first for a token
 SPECIAL_TOKENS = 16  # more than any tokenizer puts around a text
 
@@ -73,13 +78,57 @@ def _are_tokenized(texts: pl.Series, tokenizer: Any) -> list[bool]:
 
 
 def may_fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:
-    """Which prompts have no more bytes than `room` of the vocabulary's longest tokens: a longer one is too long, and
-    tokenizing it might take minutes and gigabytes."""
+    """Which prompts may have at most `room` tokens. The others are too long by their bytes, after the chat template,
+    and are not tokenized: that might take minutes and gigabytes.
+
+    Where every byte ends up in a token, that follows from the longest token. Other tokenizers may make one token of
+    any text: there a prompt is too long from GIANT bytes on that are also more than BYTES_PER_TOKEN for each token.
+    """
     size = _bytes(prompts)
+    fits = pl.repeat(True, len(prompts), eager=True)
     if room is None or prompts.is_empty() or size.max() <= room:
-        return pl.repeat(True, len(prompts), eager=True)
+        return fits
     longest = max(len(token.encode()) for token in tokenizer.get_vocab())
-    return size <= room * longest * SHRINKAGE
+    most = room * longest * SHRINKAGE if _keeps_every_byte(tokenizer) else max(GIANT, room * BYTES_PER_TOKEN)
+    large = (size > most).arg_true()
+    return fits.scatter(large, [_rendered_bytes(prompt, tokenizer) <= most for prompt in prompts.gather(large)])
+
+
+def _rendered_bytes(prompt: Any, tokenizer: Any) -> int:
+    """Bytes of a prompt after the chat template, which may leave messages or parts of them out."""
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    try:
+        messages = without_gaps(prompt)
+        return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False).encode())
+    except Exception:  # the template refuses it: what it was given counts
+        return sum(len((message["content"] or "").encode()) for message in prompt)
+
+
+def _keeps_every_byte(tokenizer: Any) -> bool:
+    """Whether every byte of a text ends up in a token, none dropped and no unknown ones fused: BPE on bytes, or with
+    a token for each byte, behind steps that are known to drop nothing."""
+    if not tokenizer.is_fast:
+        return False
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    normalizers, splitters = _steps(parts["normalizer"], "normalizers"), _steps(parts["pre_tokenizer"], "pretokenizers")
+    return (
+        parts["model"]["type"] == "BPE"
+        and (parts["model"]["byte_fallback"] or "ByteLevel" in (step["type"] for step in splitters))
+        and all(step["type"] in KEEPING or _replaces_a_blank(step) for step in normalizers)
+        and all(step["type"] in SPLITTING and step.get("behavior") != "Removed" for step in splitters)
+        and not any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"])
+    )
+
+
+def _steps(step: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
+    if step is None:
+        return []
+    return [each for inner in step[several] for each in _steps(inner, several)] if several in step else [step]
+
+
+def _replaces_a_blank(step: dict[str, Any]) -> bool:
+    return step["type"] == "Replace" and step["pattern"] == {"String": " "} and bool(step["content"])
 
 
 def fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from grpo_core.config import ConfigError, RunConfig
 
+LONGEST_HUB_NAME = 96  # characters, by the hub's rule
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 FILE_NAME = re.compile(r"\.(parquet|jsonl?|ndjson|csv|tsv|txt|arrow|xlsx?|gz|bz2|xz|zst|zip)$", re.IGNORECASE)
 
@@ -15,8 +15,23 @@ FILE_NAME = re.compile(r"\.(parquet|jsonl?|ndjson|csv|tsv|txt|arrow|xlsx?|gz|bz2
 def may_be_on_the_hub(source: str) -> bool:
     """Whether a name that is no path here may be one on the hub: NAME or OWNER/NAME, unlike a file's or folder's."""
     owner, separator, _ = source.partition("/")
-    here = bool(separator) and Path(owner).is_dir()
-    return HUB_NAME.fullmatch(source) is not None and FILE_NAME.search(source) is None and not here
+    here = bool(separator) and is_folder(Path(owner))
+    named = len(source) <= LONGEST_HUB_NAME and HUB_NAME.fullmatch(source) is not None
+    return named and FILE_NAME.search(source) is None and not here
+
+
+def is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a name too long for any file
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def check_places(config: RunConfig) -> None:
@@ -30,7 +45,7 @@ def check_places(config: RunConfig) -> None:
     missing = [
         f"{key} = {source!r}: no such file or folder (looked in {Path.cwd()}), and no name that the hub could have"
         for key, source in places.items()
-        if not may_be_on_the_hub(source) and not os.path.exists(source)  # noqa: PTH110 (Path raises for a name too long)
+        if not may_be_on_the_hub(source) and not (is_file(Path(source)) or is_folder(Path(source)))
     ]
     if missing:
         raise ConfigError("\n".join(missing))

@@ -8,7 +8,7 @@ import polars as pl
 
 from grpo_core.config import RunConfig
 from grpo_core.errors import GrpoError
-from tasks.places import may_be_on_the_hub
+from tasks.places import is_file, is_folder, may_be_on_the_hub
 from tasks.text_sources import Fault, find_fault, scan_text
 
 PASS_RATE = "pass_rate"
@@ -73,7 +73,7 @@ def list_pass_rates(key: str, source: str, split: str) -> list[float]:
 def needs_loading(source: str) -> bool:
     """Whether its prompts can only be counted by loading them with datasets."""
     path = Path(source)
-    return path.is_dir() or (not path.is_file() and may_be_on_the_hub(source))
+    return is_folder(path) or (not is_file(path) and may_be_on_the_hub(source))
 
 
 def without_unstorable(frame: pl.DataFrame) -> pl.DataFrame:
@@ -93,7 +93,7 @@ def is_unstorable(kind: pl.DataType) -> bool:
 def _open(key: str, source: str, split: str, checked: bool = False) -> pl.LazyFrame:
     """`checked`: columns of text files with values of several kinds are refused."""
     path = Path(source)
-    if path.is_file():
+    if is_file(path):
         kind = _kind(path)
         try:
             if kind == ".parquet":
@@ -103,12 +103,12 @@ def _open(key: str, source: str, split: str, checked: bool = False) -> pl.LazyFr
         except (OSError, ValueError) as error:
             raise _unreadable(key, source, error) from error
         raise SourceError(f"{key} = {source!r}: a file of no known kind; {FORMS}")
-    if not path.is_dir() and not may_be_on_the_hub(source):
+    if not is_folder(path) and not may_be_on_the_hub(source):
         raise SourceError(f"{key} = {source!r}: no such file or folder (looked in {Path.cwd()}); {FORMS}")
     import datasets
 
     try:
-        if path.is_dir():
+        if is_folder(path):
             loaded = datasets.load_from_disk(source)
             loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
@@ -134,6 +134,6 @@ def _plain(frame: pl.DataFrame) -> pl.DataFrame:
 
 def _unreadable(key: str, source: str, error: Exception) -> SourceError:
     path, said = Path(source), str(error)
-    if not isinstance(error, Fault) and path.is_file() and _kind(path) in (".jsonl", ".json"):
+    if not isinstance(error, Fault) and is_file(path) and _kind(path) in (".jsonl", ".json"):
         said = find_fault(path, _kind(path)) or said
     return SourceError(f"{key} = {source!r} cannot be read as {_kind(path)}: {said}")

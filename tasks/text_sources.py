@@ -24,6 +24,10 @@ BLOCK = 2**24  # bytes that pyarrow reads at once; a line that is longer has to 
 LONGEST_INTEGER = 2**127  # polars' widest
 BLANKS = re.compile(r"[ \t\n\r]*")
 SURROGATE = re.compile("[\ud800-\udfff]")
+DEEPEST = 100  # objects and lists inside each other; parsers recurse, and crash the process on some thousands
+NESTING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{\[]|[}\]]', re.DOTALL)
+LARGEST = 2**33  # bytes of a file after decompression
+CHUNK = 2**24  # bytes decompressed at once
 SHOWN = 40  # characters around a fault
 OTHER_SEPARATORS = (";", "\t", "|")
 csv.field_size_limit(2**31 - 1)  # a long prompt is for the contract to judge
@@ -38,37 +42,57 @@ def scan_text(path: Path, kind: str, checked: bool) -> pl.LazyFrame:
 
     Raises Fault for what is found at once. Faults that polars finds when it collects are named by `find_fault`.
     """
-    content = _content(path)
-    if kind == ".csv":
-        return _read_csv(content).lazy()
-    rows = _json_rows(content, kind)
-    if checked:
-        _refuse_mixed_columns(rows)
-    return pl.scan_ndjson(io.BytesIO(rows), infer_schema_length=None)
+    try:
+        content = _content(path)
+        if kind == ".csv":
+            return _read_csv(content).lazy()
+        rows = _json_rows(content, kind)
+        _refuse_deep_rows(rows, kind)
+        if checked:
+            _refuse_mixed_columns(rows)
+        return pl.scan_ndjson(io.BytesIO(rows), infer_schema_length=None)
+    except MemoryError as error:
+        raise Fault("it does not fit into this machine's memory; write it as .parquet, or with fewer rows") from error
 
 
 def find_fault(path: Path, kind: str) -> str:
     """What is wrong with a file of JSON rows, with the first row at fault; "" if nothing is found."""
     seen: dict[str, tuple[str, str]] = {}  # path of a value → its kind, and where that was met first
-    row = 0
-    for line, text in enumerate(io.BytesIO(_json_rows(_content(path), kind)), 1):
-        if not text.strip():
-            continue
-        place = f"row {row} (line {line})" if kind == ".jsonl" else f"row {row}"
+    for place, text in _places(_json_rows(_content(path), kind), kind):
         if problem := _problem_of_row(text, place, seen):
             return f"{place}: {problem}"
-        row += 1
     return ""
 
 
+def _places(rows: bytes, kind: str) -> Iterator[tuple[str, bytes]]:
+    """Each row that is not blank, after the words that say where it is."""
+    row = 0
+    for line, text in enumerate(io.BytesIO(rows), 1):
+        if text.strip():
+            yield f"row {row} (line {line})" if kind == ".jsonl" else f"row {row}", text
+            row += 1
+
+
 def _content(path: Path) -> bytes:
-    content = path.read_bytes()
-    if content.startswith(GZIP):
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise Fault(f"it is compressed by gzip, and damaged: {error}") from error
-    return content.removeprefix(codecs.BOM_UTF8)
+    with path.open("rb") as file:
+        compressed = file.read(len(GZIP)) == GZIP
+    return (_decompressed(path) if compressed else path.read_bytes()).removeprefix(codecs.BOM_UTF8)
+
+
+def _decompressed(path: Path) -> bytes:
+    content = bytearray()
+    try:
+        with gzip.open(path) as file:
+            while chunk := file.read(CHUNK):
+                content += chunk
+                if len(content) > LARGEST:
+                    raise Fault(
+                        f"decompressed it has more than {LARGEST:,} bytes, the most that is read of a file compressed "
+                        "by gzip; write it as .parquet"
+                    )
+    except (OSError, EOFError, zlib.error) as error:
+        raise Fault(f"it is compressed by gzip, and damaged: {error}") from error
+    return bytes(content)
 
 
 def _json_rows(content: bytes, kind: str) -> bytes:
@@ -110,6 +134,22 @@ def _after_blanks(text: str, at: int) -> int:
     return found.end()
 
 
+def _refuse_deep_rows(rows: bytes, kind: str) -> None:
+    for place, text in _places(rows, kind):
+        if text.count(b"{") + text.count(b"[") > DEEPEST and _depth(text) > DEEPEST:
+            raise Fault(f"{place}: nested too deeply: more than {DEEPEST} objects and lists inside each other")
+
+
+def _depth(text: bytes) -> int:
+    """How many objects and lists are open at most; brackets in strings do not count."""
+    depth = deepest = 0
+    for found in NESTING.finditer(text):
+        opened = found[0]
+        depth += (opened in b"{[") - (opened in b"}]")
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def _refuse_mixed_columns(rows: bytes) -> None:
     """ValueError for a column with values of several kinds: polars would make text of them all."""
     from pyarrow import json as arrow_json  # takes half a second to import, which planning does not need
@@ -138,8 +178,6 @@ def _problem_of_row(text: bytes, place: str, seen: dict[str, tuple[str, str]]) -
         return f"byte {error.start + 1} of it is not UTF-8: {text[error.start : error.start + 1]!r}"
     except json.JSONDecodeError as error:
         return _syntax(error)
-    except RecursionError:
-        return "nested too deeply"
     except Fault as fault:
         return str(fault)
     return ""

@@ -251,7 +251,7 @@ def test_a_giant_prompt_is_too_long_and_not_tokenized(
 ) -> None:
     """Of digits, and of letters that the tokenizer leaves out; the first row is looked at for end tokens, too."""
     frames = _conversations(_frames()) if conversations else _frames()
-    for row, text in ((0, "1" * 100_000), (7, "x " * 100_000)):
+    for row, text in ((0, "1" * 1_100_000), (7, "x " * 550_000)):
         _set("train", row, "prompt", _messages(("user", text)) if conversations else text)(frames)
     tokenized: list[int] = []
     encode = PreTrainedTokenizerFast._encode_plus

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tasks.lengths import LONGEST, SAMPLED, fit, may_fit, renders, sample_lengths, token_lengths
+from tasks.lengths import BYTES_PER_TOKEN, GIANT, LONGEST, SAMPLED, fit, may_fit, renders, sample_lengths, token_lengths
 
 CORPUS = ["the sum of two numbers is a number", "la somme de deux nombres", "и сумма двух чисел"]
 TEMPLATE = (
@@ -88,6 +89,37 @@ def test_a_text_with_too_many_bytes_for_any_tokens_is_too_long(name: str, texts:
     may = may_fit(prompts, TOKENIZERS[name], room)
     assert (may | (token_lengths(prompts, TOKENIZERS[name]) > room)).all()
     assert not may[-1]
+
+
+def _of_words() -> Any:
+    """BERT's kind: white space is dropped, and a word that is too long is one unknown token."""
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
+
+
+def test_a_text_that_the_tokenizer_makes_few_tokens_of_is_long_only_as_a_giant() -> None:
+    prompts = pl.Series(["a" + " " * 100_000 + "b", "x" * 100_000, "a" + " " * GIANT + "b"])
+    assert token_lengths(prompts, _of_words()).to_list() == [2, 1, 2]
+    assert may_fit(prompts, _of_words(), 10).to_list() == [True, True, False]
+    assert may_fit(prompts, _of_words(), GIANT // BYTES_PER_TOKEN + 1).all()
+
+
+def test_a_token_that_swallows_the_blanks_beside_it_makes_no_text_long() -> None:
+    tokenizer = _byte_level()
+    tokenizer.add_tokens(AddedToken("<mask>", lstrip=True))
+    prompts = pl.Series(["a" + " " * 100_000 + "<mask>"])
+    assert token_lengths(prompts, tokenizer).to_list() == [2]
+    assert may_fit(prompts, tokenizer, 10).all()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_what_the_chat_template_leaves_out_does_not_count(name: str) -> None:
+    tokenizer = copy.copy(TOKENIZERS[name])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    thought = [{"role": "assistant", "content": "x" * 50_000 + "</think>a"}, {"role": "user", "content": "a"}]
+    asked = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "x" * 50_000}]
+    assert may_fit(pl.Series([thought, asked]), tokenizer, 10).to_list() == [True, False]
 
 
 def test_what_the_template_refuses_is_found_by_the_order_of_roles() -> None:

@@ -7,6 +7,8 @@ import gzip
 import io
 import json
 import math
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.sources import SourceError, count_prompts, list_pass_rates, load_source, without_unstorable
+from tasks.sources import SourceError, count_prompts, list_pass_rates, load_source, needs_loading, without_unstorable
 from tasks.text_sources import BLOCK
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "007+1=", "answer": "NA"}]
@@ -78,6 +80,9 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
         ("huge.jsonl", b'{"a": 1e999}', "row 0 (line 1): 1e999 is beyond any number that a column holds"),
         ("half.json", b'[{"a": "\\ud800"}]', "row 0: column 'a' has half a character: \\ud800 without its pair"),
         ("deep.json", b"[" * 10**5, "row 0: nested too deeply"),
+        ("deep.jsonl", GOOD + b'{"a":' * 600 + b"1" + b"}" * 600, "row 1 (line 2): nested too deeply: more than 100"),
+        ("deeper.jsonl", b'{"a": "[", "b":' + b"[" * 10**5 + b"]" * 10**5 + b"}", "row 0 (line 1): nested too deeply"),
+        ("objects.json", b'[{"a": 1},' + b'{"a":' * 600 + b"1" + b"}" * 600 + b"]", "row 1: nested too deeply"),
         ("comma.json", b'[{"a": 1}, ]', "row 1: no JSON: after a comma something has to follow; found ']'"),
         ("comma.jsonl", b'{"a": 1,}', "row 0 (line 1): no JSON: after a comma something has to follow; found '}'"),
         ("commas.jsonl", b'{"a": 1},\n{"a": 2}', "row 0 (line 1): no JSON: nothing may follow the object"),
@@ -101,6 +106,45 @@ def test_an_unreadable_source_is_named_with_its_key_and_the_first_row_at_fault(
         load_source("data.train", str(path), "train")
     assert message in str(error.value)
     assert str(error.value).startswith(f"data.train = {str(path)!r}")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_brackets_in_texts_are_no_nesting(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": '[{"' * 500, "answer": "\\"}, {"prompt": "[" * 101, "answer": '"' + "{" * 101}]
+    (tmp_path / name).write_text(json.dumps(rows) if name == "a.json" else "\n".join(map(json.dumps, rows)))
+    assert load_source("data.train", str(tmp_path / name), "train").to_dicts() == rows
+
+
+def test_a_small_file_that_decompresses_to_a_giant_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(1000 * GOOD))
+    monkeypatch.setattr("tasks.text_sources.LARGEST", 1000 * len(GOOD) - 1)
+    with pytest.raises(SourceError, match="decompressed it has more than 30,999 bytes"):
+        load_source("data.train", str(path), "train")
+    monkeypatch.setattr("tasks.text_sources.LARGEST", 1000 * len(GOOD))
+    assert load_source("data.train", str(path), "train").height == 1000
+
+
+def test_a_file_that_does_not_fit_into_memory_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(bytes(2**28), 1))
+    program = (
+        "import resource, sys\n"
+        "from tasks.sources import SourceError, load_source\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**27,) * 2)\n"
+        "try: load_source('data.train', sys.argv[1], 'train')\n"
+        "except SourceError as error: print(error)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False)
+    assert "it does not fit into this machine's memory" in ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize("source", ["a" * 5000, "a" * 5000 + "/b", "b/" + "a" * 5000 + ".jsonl"])
+def test_a_source_with_a_name_too_long_for_any_file_is_not_there(source: str) -> None:
+    assert not needs_loading(source)
+    with pytest.raises(SourceError, match="no such file or folder"):
+        load_source("data.train", source, "train")
 
 
 @pytest.mark.parametrize(
