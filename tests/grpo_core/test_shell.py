@@ -70,8 +70,18 @@ def test_a_quote_that_is_never_closed_is_named(script: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    """if x; then G=8; else G=9; fi|case x in a) G=8;; esac|for i in 1; do G=8; done|x && G=8|read G|unset G
-    |for G in 8 9; do x; done|f() { G=8; }|declare -i G=8|let G=8""".split("|"),
+    [
+        "if x; then G=8; else G=9; fi",
+        "case x in a) G=8;; esac",
+        "for i in 1; do G=8; done",
+        "x && G=8",
+        "read G",
+        "unset G\n    ",
+        "for G in 8 9; do x; done",
+        "f() { G=8; }",
+        "declare -i G=8",
+        "let G=8",
+    ],
 )
 def test_a_value_that_depends_on_what_happens_is_not_known(line: str) -> None:
     *_, last = commands(f"G=4\n{line}\nrun $G ${{G:-2}}")
