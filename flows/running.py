@@ -7,16 +7,20 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
 from grpo_core.errors import GrpoError
 from tasks.storage import storage_root
+
+PATIENCE = 1.0  # seconds in which another command that looks at the lock has let go of it
 
 
 class ServerError(GrpoError):
@@ -50,15 +54,17 @@ def new_up(prefect_url: str, mlflow_url: str) -> Up:
 def announced(up: Up) -> Iterator[None]:
     """Be known as the one that serves this storage. Raises ServerError if another does."""
     storage_root().mkdir(parents=True, exist_ok=True)
-    with _file().open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    try:
+        opened = _file().open("a+")
+    except OSError as error:
+        raise ServerError(f"{_file()} cannot be written ({error.strerror}): move it away, or correct it") from error
+    with opened as file:
+        if not _locked(file):
             other = _read() or "another `grpo up`"
             where = f" at {other.prefect_url} and {other.mlflow_url}" if isinstance(other, Up) else ""
             raise ServerError(
                 f"{storage_root()} is served already{where}, by {other}: use that one, or end it first (Ctrl-C)"
-            ) from None
+            )
         file.truncate(0)
         file.write(json.dumps(asdict(up)) + "\n")
         file.flush()
@@ -66,6 +72,20 @@ def announced(up: Up) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
+
+
+def _locked(file: TextIO) -> bool:
+    """Whether this process has the lock now. `find_up` of another one holds it for an instant, `grpo up` for long."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        else:
+            return True
 
 
 def find_up() -> Up | None:
@@ -76,16 +96,16 @@ def find_up() -> Up | None:
     except BlockingIOError:
         up = _read()
         return up if up and up.host == socket.gethostname() else None
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         pass
     return None
 
 
 def _read() -> Up | None:
-    """What the file says; None in the instant before it says anything."""
+    """What the file says; None before it says anything, and where another version of grpo wrote it."""
     try:
         return Up(**json.loads(_file().read_text()))
-    except ValueError:
+    except (ValueError, TypeError):
         return None
 
 

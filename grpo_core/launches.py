@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ SETTINGS = ONLY_GRPO | {
 }
 TRL_CONFIGS = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8)
 
+MOST_CHARACTERS = 1_000_000
+
 Arguments = dict[str, Any]
 
 
@@ -51,6 +54,35 @@ class Launch:
     launcher: Arguments
     environment: Mapping[str, str]
     is_whole: bool  # nothing is left out with "..."
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a text whose aliases make it long: written out, it would fill the memory."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node and _length(node, {}) > MOST_CHARACTERS:
+            raise yaml.YAMLError(f"its aliases make it longer than {MOST_CHARACTERS:,} characters")
+        return node
+
+
+def _length(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
+    """Characters of the node with its aliases written out; infinite if it holds itself."""
+    if node not in known:
+        known[node] = math.inf
+        held = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for entry in held for part in (entry if isinstance(entry, tuple) else (entry,))]
+        own = 1 if isinstance(node, yaml.CollectionNode) else len(node.value)
+        known[node] = own + sum(_length(part, known) for part in parts)
+    return known[node]
+
+
+def read_yaml(text: str) -> Any:
+    """What the YAML holds; ValueError if it is none, or too long with its aliases written out."""
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, LookupError, AttributeError) as error:
+        raise ValueError(str(error)) from error
 
 
 def launches(text: str) -> list[Launch]:
@@ -178,8 +210,8 @@ def _accelerate_processes(config: str, folder: Path) -> Any:
     if path is None:
         return TRL_CONFIGS.get(config)
     try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = read_yaml(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"{path}: a configuration of accelerate is YAML or JSON: {error}") from error
     if not isinstance(values, dict):
         return None

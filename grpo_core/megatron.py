@@ -252,6 +252,7 @@ def _fixes(inputs: MegatronInputs) -> list[Fix]:
         "micro_batch_size": range(1, SMALL + 1),
         "global_batch_size": sorted({*range(1, SMALL + 1), near, near + unit} - {0}),
     }
+    wanted = inputs.generation_batch_size or inputs.generation_batch
     found = []
     for key, values in tried.items():
         present = getattr(inputs, key)
@@ -259,8 +260,8 @@ def _fixes(inputs: MegatronInputs) -> list[Fix]:
         for distance, value in nearest:
             changed = replace(inputs, **{key: value})
             if next(_problems(changed), None) is None:
-                ratio = abs(math.log2(changed.generation_batch / inputs.generation_batch))
-                kept = changed.generation_batch == inputs.generation_batch
+                ratio = abs(math.log2(changed.generation_batch / wanted))
+                kept = changed.generation_batch == wanted
                 found.append(Fix({key: value}, changed.generation_batch, kept, round(1 + distance + ratio, 3)))
                 break
     return sorted(found, key=lambda fix: fix.cost)[:SHOWN]

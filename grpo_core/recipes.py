@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from grpo_core.launches import Launch, RecipeError, beside, launches, processes, trains_by_rloo, why_not_grpo
+from grpo_core.launches import Launch, RecipeError, beside, launches, processes, read_yaml, trains_by_rloo, why_not_grpo
 from grpo_core.megatron import MEGATRON_KEYS, MegatronInputs
 from grpo_core.rules import PlanInputs, Rules
 
@@ -178,8 +176,8 @@ def _mapping(path: Path) -> dict[str, Any]:
     """The arguments in a YAML or JSON file."""
     text = _text(path)
     try:
-        arguments = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
+        arguments = json.loads(text) if path.suffix == ".json" else read_yaml(text)
+    except (ValueError, RecursionError) as error:
         raise RecipeError(
             f"{path}: a recipe is YAML, JSON (.json) or a launch script (.sh); this is none of them: {error}"
         ) from error

@@ -20,16 +20,22 @@ SINGLE = re.compile(r"\$?'([^']*)'")
 DOUBLE = re.compile(rf'"((?>\\.|{SUBSTITUTION}|[^"\\])*+)"', re.S)
 BARE = re.compile(rf"{SUBSTITUTION}|{VARIABLE}|\\.?|[^\s;&|<>()'\"\\$`]+|\$", re.S)
 NAMED = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=")
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+NAME = re.compile(r"[A-Za-z_]\w*")
 LEADING = {"if", "then", "elif", "else", "while", "until", "do", "!", "time", "{", "}"}
 SETS = {"export", "declare", "local", "readonly", "typeset"}
 OWN_FOLDER = re.compile(r"dirname.*(BASH_SOURCE|\$\{?0)")
+
+OPENS = {"if", "case", "for", "while", "until", "select", "{", "function"}
+CLOSES = {"fi", "esac", "done", "}"}
+READS = {"read", "mapfile", "readarray", "let", "getopts", "unset"}
+MOST_CHARACTERS, MOST_WORDS = 1_000_000, 10_000  # of one variable
 
 Values = dict[str, list[str]]
 
 
 class ShellError(ValueError):
-    """A script that ends inside a quote."""
+    """A script that ends inside a quote, or a variable that grows without bounds."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +47,77 @@ class Command:
 
 
 def commands(text: str) -> Iterator[Command]:
-    """Each simple command of the script, in order; `.` stands for the script's own folder where it asks for that."""
+    """Each simple command of the script, in order; `.` stands for the script's own folder where it asks for that.
+
+    A variable whose value depends on what happens stands as its own name: `$NAME`.
+    """
     known: Values = {}
-    for words in _statements(text, known):
+    blocks: list[tuple[str, Values, set[str]]] = []  # what ends it, values before it, names set in its branches
+    before = ""
+    for words, end in _statements(text, known):
+        uncertain = before in ("&&", "||", "|") or end in ("|", "&")
+        if end == "(":
+            blocks.append((")", dict(known), set()))
+        while words and (words[0] in LEADING | SETS | OPENS | CLOSES):
+            first, words = words[0], words[1:]
+            if first in OPENS - {"function"}:
+                blocks.append(({"if": "fi", "case": "esac", "{": "}"}.get(first, "done"), dict(known), set()))
+                if first in ("for", "select") and words and NAME.fullmatch(words[0]):
+                    known[words[0]] = [f"${words[0]}"]
+                    blocks[-1][2].add(words[0])
+                if first in ("for", "select", "case"):
+                    words = []
+            elif blocks and first == blocks[-1][0]:
+                _leave(known, blocks)
+            elif first in ("else", "elif") and blocks:
+                _branch(known, *blocks[-1][1:])
+            elif first in SETS:
+                while words and words[0].startswith("-"):
+                    uncertain, words = uncertain or not set(words[0]) <= set("-xrga"), words[1:]
         own: Values = {}
-        while words and (words[0] in LEADING or words[0] in SETS):
-            words = words[1:]
         while words and (match := ASSIGNMENT.match(words[0])):
-            own[match.group(1)] = [words[0][match.end() :]]
+            name, value = match.group(1), words[0][match.end() :]
+            old = own.get(name, known.get(name, [])) if match.group(2) else []
+            own[name] = _bounded(name, [(old[0] if old else "") + value, *old[1:]])
             words = words[1:]
+        if words and words[0] in READS:
+            for name in words[1:]:
+                if match := NAME.match(name):
+                    known[match.group()] = [f"${match.group()}"]
         if words:
             yield Command(words, {name: " ".join(values) for name, values in {**known, **own}.items()})
         else:
-            known.update(own)
+            known.update({name: [f"${name}"] for name in own} if uncertain else own)
+        if end == ";;" and blocks:
+            _branch(known, *blocks[-1][1:])
+        if end == ")" and blocks and blocks[-1][0] == ")":
+            _, values, _ = blocks.pop()
+            known.clear()
+            known.update(values)
+        before = end if words or own or end != "\n" else before
 
 
-def _statements(text: str, known: Values) -> Iterator[list[str]]:
+def _branch(known: Values, values: Values, names: set[str]) -> None:
+    """End one branch: the next begins with the values from before the block."""
+    names |= {name for name in known.keys() | values.keys() if known.get(name) != values.get(name)}
+    known.clear()
+    known.update(values)
+
+
+def _leave(known: Values, blocks: list[tuple[str, Values, set[str]]]) -> None:
+    """End a block: what one of its branches sets is not known after it."""
+    _, values, names = blocks.pop()
+    _branch(known, values, names)
+    known.update({name: [f"${name}"] for name in names})
+
+
+def _bounded(name: str, values: list[str]) -> list[str]:
+    if len(values) > MOST_WORDS or sum(map(len, values)) > MOST_CHARACTERS:
+        raise ShellError(f"{name} grows beyond {MOST_WORDS:,} words or {MOST_CHARACTERS:,} characters")
+    return values
+
+
+def _statements(text: str, known: Values) -> Iterator[tuple[list[str], str]]:
     """Words between two ends (newline, `;`, `&&`, `|` and so on), expanded with the variables known by then."""
     words: list[str] = []
     heredocs: list[str] = []
@@ -79,17 +140,17 @@ def _statements(text: str, known: Values) -> Iterator[list[str]]:
                 for delimiter in heredocs:
                     position = _after_heredoc(text, position, delimiter)
                 heredocs = []
-            if words:
-                yield words
+            yield words, end.group()
             words = []
         else:
             word, position = _word(text, position, known)
             if word and ASSIGNMENT.fullmatch(word[-1]) and text[position : position + 1] == "(":
-                known[word[-1][:-1]], position = _array(text, position + 1, known)
+                name = word[-1].rstrip("+=")
+                values, position = _array(text, position + 1, known)
+                known[name] = _bounded(name, (known.get(name, []) if "+=" in word[-1] else []) + values)
             else:
                 words += word
-    if words:
-        yield words
+    yield words, "\n"
 
 
 def _word(text: str, position: int, known: Values) -> tuple[list[str], int]:
@@ -112,7 +173,7 @@ def _word(text: str, position: int, known: Values) -> tuple[list[str], int]:
             break
         begun = begun or quoted
         if values:
-            parts = [*parts[:-1], (parts[-1] if parts else "") + values[0], *values[1:]]
+            parts = _bounded("a word", [*parts[:-1], (parts[-1] if parts else "") + values[0], *values[1:]])
     return parts if any(parts) or begun else [], position
 
 

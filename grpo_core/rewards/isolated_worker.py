@@ -29,7 +29,7 @@ from grpo_core.descendants import adopt_orphans, kill_descendants
 from grpo_core.rewards.contract import Reward, RewardError, files_here, resolve_here
 from grpo_core.rewards.draws import draws_state, set_draws_state
 from grpo_core.rewards.isolated import kind_names
-from grpo_core.rewards.scoring import Batch, checked, plain_answer
+from grpo_core.rewards.scoring import Batch, checked, plain_answer, text_of
 from grpo_core.sections import RewardConfig
 
 OPEN_FILES = 1024
@@ -149,7 +149,7 @@ def _result(reward: Reward, values: Any, batch: Batch) -> dict[str, Any]:
 def _failure(error: BaseException) -> dict[str, Any]:
     if isinstance(error, RewardError):
         return {"refused": str(error)}
-    return {"raised": [type(error).__name__, str(error)]}
+    return {"raised": [type(error).__name__, text_of(error)]}
 
 
 def _draws(carried: set[str]) -> dict[str, Any]:

@@ -276,7 +276,7 @@ def _explained(reward: Reward, batch: Batch, error: BaseException) -> RewardErro
     elif isinstance(error, ProcessDiedError):
         what, advice = f"lost its process, which {error},", f"; {error.advice}"
     else:
-        what, advice = f"raised {type(error).__name__}: {error}", ""
+        what, advice = f"raised {type(error).__name__}: {text_of(error)}", ""
         if reward.process and type(error).__name__ == "MemoryError":
             advice = f"; its process may take memory_gib = {reward.process.config.memory_gib:g}"
     if culprit is None:
@@ -284,6 +284,14 @@ def _explained(reward: Reward, batch: Batch, error: BaseException) -> RewardErro
     else:
         where = f"for {batch.shown(culprit)}" + (f", which alone takes more than {share:.2g} s" if timed_out else "")
     return RewardError(f"reward {reward.name!r} {what} {where}{advice}")
+
+
+def text_of(error: BaseException) -> str:
+    """What the exception says, also if it cannot say it."""
+    try:
+        return str(error)
+    except FAILURES as unsaid:
+        return f"(its text cannot be shown: its __str__ raises {type(unsaid).__name__})"
 
 
 def _culprit(reward: Reward, batch: Batch, kind: type[BaseException], share: float) -> int | None:

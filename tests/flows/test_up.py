@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sqlite3
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 import pytest
@@ -193,6 +195,39 @@ def test_an_up_that_has_ended_is_not_found_whatever_its_file_says(
     assert find_up() is None
     with pytest.raises(ServerError, match=r"no `grpo up` serves .*set PREFECT_API_URL"):
         find_api_to_serve()
+
+
+def test_an_up_starts_while_another_command_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    flock = fcntl.flock
+    with (tmp_path / "up.json").open("w") as looking:
+        flock(looking, fcntl.LOCK_SH)
+
+        def try_then_stop_looking(file: TextIO, operation: int) -> None:
+            try:
+                flock(file, operation)
+            finally:
+                flock(looking, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(fcntl, "flock", try_then_stop_looking)
+        up = new_up("http://127.0.0.1:1", "http://127.0.0.1:2")
+        with announced(up):
+            assert find_up() == up
+
+
+def test_a_file_of_another_version_or_a_folder_is_no_known_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    with announced(new_up("http://127.0.0.1:1", "http://127.0.0.1:2")):
+        (tmp_path / "up.json").write_text('{"url": "http://127.0.0.1:1"}')
+        assert find_up() is None
+    (tmp_path / "up.json").unlink()
+    (tmp_path / "up.json").mkdir()
+    assert find_up() is None
+    with (
+        pytest.raises(ServerError, match=r"up.json cannot be written .Is a directory.: move it away"),
+        announced(new_up("http://127.0.0.1:1", "http://127.0.0.1:2")),
+    ):
+        pass
 
 
 @pytest.mark.slow

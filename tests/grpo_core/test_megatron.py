@@ -129,3 +129,12 @@ def test_every_fix_is_valid_whatever_the_numbers(inputs: MegatronInputs) -> None
             mended = megatron_plan(dataclasses.replace(inputs, **fix.changes))
             assert mended.generation_batch_size == fix.generation_batch_size
             assert fix.keeps_generation_batch == (mended.generation_batch_size == inputs.generation_batch)
+
+
+def test_a_generation_batch_below_one_update_is_refused_with_what_would_do() -> None:
+    inputs = MegatronInputs(
+        num_prompts=1000, micro_batch_size=1, global_batch_size=16, train_iters=5, generation_batch_size=8
+    )
+    with pytest.raises(PlanError, match="generation_batch_size=8 is not a multiple of 16") as refused:
+        megatron_plan(inputs)
+    assert {"global_batch_size": 8} in [fix.changes for fix in refused.value.fixes]

@@ -170,3 +170,24 @@ def test_a_recipe_that_says_too_little_or_nothing_is_refused(
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(RecipeError, match=message):
         recipe_inputs(read_recipe(tmp_path / name, "trl-1.16"), [None if "hub/name" in message else 100], {})
+
+
+BOMB = "a: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", BOMB, "its aliases make it longer than 1,000,000 characters"),
+        ("a.yaml", "a: &a [*a]", "its aliases make it longer"),
+        ("a.yaml", f"num_generations: {'9' * 5000}", "a recipe is YAML"),
+        ("a.json", f'{{"num_generations": {"9" * 5000}}}', "a recipe is YAML"),
+        ("a.yaml", "a: !!bool perhaps", "a recipe is YAML"),
+    ],
+)
+def test_a_file_that_would_fill_the_memory_or_breaks_its_reader_is_refused(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        read_recipe(tmp_path / name, "swift-4.6")

@@ -153,6 +153,10 @@ def test_none_means_not_scored() -> None:
         ("def f(completions): return ['1', '0']", "returned '1' for prompt '1\\+1='"),
         ("def f(completions): return [0, [1]]", "returned \\[1\\] for prompt '2\\+2=', completion 'b'"),
         ("def f(completions): return [10**400, 0]", "returned 1000"),
+        (
+            "class Mute(Exception):\n    def __str__(self): return self.text\ndef f(completions): raise Mute",
+            "raised Mute: \\(its text cannot be shown: its __str__ raises AttributeError\\) for prompt '1",
+        ),
         ("def f(completions, bonus): return [0, 0]", "raised TypeError: .*missing .* 'bonus'"),
     ],
 )

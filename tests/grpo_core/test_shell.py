@@ -22,6 +22,8 @@ END
 B=2 show "$TEXT" --g $G ${G} "${NAME}" "${LIST[@]}" "${A:-8}" x#y "" \
   'p'"q"r\ s "$@" 2>&1 > /dev/null | cat   # a comment: it's not read
 if true; then show in "$G"; fi; show a && show b; false || show c
+K=4; K+=2; L=(a); L+=(b "c d"); (K=9; show sub $K); show $K "${L[@]}"
+if true; then K=5; show in $K; fi
 show "p1"\
 "p2" $LIST
 """
@@ -38,7 +40,7 @@ def test_words_are_those_that_bash_gives_a_program(tmp_path: Path) -> None:
     said = (tmp_path / "seen").read_text().split("END\0")[:-1]
     theirs = [text.split("\0")[:-1] for text in said]
     ours = [command.words[1:] for command in commands(SCRIPT) if command.words[0] == "show"]
-    assert len(theirs) == 6
+    assert len(theirs) == 9
     assert ours == theirs
 
 
@@ -63,4 +65,31 @@ def test_what_a_reader_is_to_fill_in_is_a_word() -> None:
 @pytest.mark.parametrize("script", ["run 'x", 'run "x', "run `x", 'run "' + "$(a)" * 200])
 def test_a_quote_that_is_never_closed_is_named(script: str) -> None:
     with pytest.raises(ShellError, match="a quote is never closed"):
+        list(commands(script))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if x; then G=8; else G=9; fi",
+        "case x in a) G=8;; esac",
+        "for i in 1; do G=8; done",
+        "x && G=8",
+        "read G",
+        "unset G\n    ",
+        "for G in 8 9; do x; done",
+        "f() { G=8; }",
+        "declare -i G=8",
+        "let G=8",
+    ],
+)
+def test_a_value_that_depends_on_what_happens_is_not_known(line: str) -> None:
+    *_, last = commands(f"G=4\n{line}\nrun $G ${{G:-2}}")
+    assert last.words == ["run", "$G", "$G"]
+    assert last.environment["G"] == "$G"
+
+
+@pytest.mark.parametrize("script", ["A=xx\n" + "A=$A$A\n" * 39, "A=(x)\n" + "A=(${A[@]} ${A[@]})\n" * 30])
+def test_a_variable_that_grows_without_bounds_is_refused(script: str) -> None:
+    with pytest.raises(ShellError, match="grows beyond"):
         list(commands(script))
