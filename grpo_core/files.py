@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -21,11 +22,15 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until a file, or a folder with everything in it, is on the disk."""
+    """Wait until a file, or a folder with everything in it, is on the disk.
+
+    What another process writes there meanwhile, by a name that it then replaces, is left to that process.
+    """
     if path.is_dir():
         for child in path.iterdir():
             if not child.is_symlink():  # what a link names is not this folder's
-                sync_to_disk(child)
+                with suppress(FileNotFoundError):
+                    sync_to_disk(child)
     _sync(path)
 
 

@@ -18,15 +18,13 @@ def escape(text: str) -> str:
 
     Line breaks become ⏎, and characters that change the direction of writing become their codes, such as \\u202e.
     A backslash makes each ASCII punctuation character literal (CommonMark 0.31, section 2.4); addresses that renderers
-    turn into links by themselves need one such character too. As references, blanks and tabs at the ends neither begin
-    a block of code nor keep `**` around them from being marks (sections 2.5 and 6.2).
+    turn into links by themselves need one such character too. White space at the ends is left out: no page shows it,
+    and it may begin a block of code or keep `**` around it from being marks (sections 4.4 and 6.2). What is nothing
+    else becomes references.
     """
     text = REORDERING.sub(lambda found: f"\\u{ord(found[0]):x}", LINE_BREAK.sub("⏎", text))
-    return WHITE_ENDS.sub(_references, PUNCTUATION.sub(r"\\\1", text))
-
-
-def _references(white: re.Match[str]) -> str:
-    return "".join(f"&#{ord(character)};" for character in white[0])
+    shown = WHITE_ENDS.sub("", text)
+    return PUNCTUATION.sub(r"\\\1", shown) if shown else "".join(f"&#{ord(character)};" for character in text)
 
 
 def table(rows: Iterable[Sequence[Any]]) -> str:

@@ -43,6 +43,23 @@ def test_a_folder_is_on_the_disk_with_all_that_is_in_it_before_it_takes_its_name
     assert (final / "inner" / "second").read_text() == "2"
 
 
+def test_a_file_that_another_process_renames_meanwhile_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial, final = _folder(tmp_path / "partial"), tmp_path / "final"
+    (partial / "sent.tmp").write_text("3")
+    opened = os.open
+
+    def renamed_before(path: Path, *flags: int) -> int:
+        if Path(path).name == "sent.tmp":
+            Path(path).rename(partial / "sent")
+        return opened(path, *flags)
+
+    monkeypatch.setattr(os, "open", renamed_before)
+    publish(partial, final)
+    assert (final / "sent").read_text() == "3"
+
+
 def test_a_file_is_replaced_and_a_write_after_its_sync_is_not_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

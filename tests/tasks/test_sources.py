@@ -64,7 +64,7 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
             "row 3 (line 4): no JSON: unterminated string; found '\"ans'",
         ),
         ("cut.json", b'[{"prompt": "1"}', "after row 0 comes the end of the file"),
-        ("cut.jsonl.gz", gzip.compress(1000 * GOOD)[:60], "it is compressed by gzip, and damaged"),
+        ("cut.jsonl.gz", gzip.compress(1000 * GOOD, mtime=0)[:60], "it is compressed by gzip, and damaged"),
         ("colon.jsonl", GOOD + b'{"prompt" "1"}', "row 1 (line 2): no JSON: expecting ':' delimiter; found '\"1\"}'"),
         ("twice.jsonl", GOOD + b'\n{"prompt": "1", "prompt": "2"}', "row 1 (line 3): the name 'prompt' is given twice"),
         ("twice.csv", b"prompt,prompt\n1,2\n", "header: the column 'prompt' is there twice"),
