@@ -337,7 +337,7 @@ def test_a_stage_is_run_again_and_the_version_promoted(served: Served, page: Pag
     _open_form(page, served, "promote", "model")
     _fill(page, {"model": "arithmetic"})
     run = _submit_and_open_the_run(page, served)
-    page.get_by_text("Promoted").first.wait_for()
+    assert served.wait(_id(run))["state_name"] == "Promoted"
     _open_artifact(page, run, "promotion")
     page.get_by_text("arithmetic version 1: promoted").first.wait_for()
     picture("promotion")
