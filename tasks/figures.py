@@ -120,7 +120,7 @@ def tone(found: Mapping[str, Any]) -> str:
 
 
 def probability(value: float) -> str:
-    """What no resampling tells from certainty is not called certain."""
+    """What is nearly certain is not called certain."""
     return "> 99.9%" if value > 0.999 else "< 0.1%" if value < 0.001 else percent(value)
 
 

@@ -121,7 +121,7 @@ def _evaluation(record: Record) -> Section:
     return Section(
         "Evaluation",
         f"Sampled {drawn}, {each}. A completion is right if {evaluation['accuracy_reward']} gives it 1. Policies are "
-        "compared on the same prompts, pair by pair; intervals resample the prompts.",
+        "compared on the same prompts, pair by pair; intervals are for other prompts of the same kind.",
         charts=[*charts, _lengths(record)],
         tables=[table for name in evaluation["sets"] for table in _set_tables(evaluation, name, metric)],
     )
