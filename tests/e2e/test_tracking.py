@@ -132,8 +132,8 @@ def _assert_complete(run: Path, tracked: Any) -> None:
     version = MlflowClient().get_model_version(registered["model_name"], registered["version"])
     assert version.tags["data.train"] == inputs["train"].dataset.digest
     report = json.loads((run / "evaluation" / "report.json").read_text())
-    accuracy = report["sets"]["held-out"]["policies"]["trained"]["accuracy"]["mean"]
-    assert version.tags["evaluation.held-out.trained.accuracy"] == f"{accuracy:.4f}"
+    reward = report["sets"]["held-out"]["policies"]["trained"]["reward"]["mean"]  # which decides: it is no 0 or 1
+    assert version.tags["evaluation.held-out.trained.reward"] == f"{reward:.4f}"
     assert version.run_id == tracked.info.run_id
     kept = {file.path for file in MlflowClient().list_artifacts(tracked.info.run_id)}
     assert kept >= {"config.toml", "plan.json", "result.json", "metrics.jsonl", "evaluation", "dataset", "training"}
