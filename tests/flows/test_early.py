@@ -78,4 +78,4 @@ def test_a_run_that_another_process_works_in_is_refused_before_any_server(config
         environment = {**os.environ, "GRPO_STORAGE": str(config.parent / "storage")}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, str(folder) in done.stderr) == (1, True), done.stderr
-    assert not list((config.parent / "storage" / "prefect").iterdir())
+    assert not [*(config.parent / "storage" / "prefect").glob("*")]

@@ -26,6 +26,8 @@ def _project(folder: Path, module: str, source: str, function: str = "shorter") 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{module}.py").write_text(source)
     write_sums(folder / "train.parquet", 10, 34)
+    write_sums(folder / "eval.parquet", 60, 76)
+    (folder / "model").mkdir(exist_ok=True)
     values = {**config_values(folder / "model", folder), "rewards": [{"function": f"{module}:{function}"}]}
     (folder / "mine.toml").write_text(tomli_w.dumps(values))
     return folder / "mine.toml"
