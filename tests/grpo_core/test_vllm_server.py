@@ -6,6 +6,7 @@ The model is one whose layers vLLM packs and whose head is tied: the kind that g
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,8 @@ def test_a_server_samples_from_the_trainers_policy_after_every_update(tmp_path: 
     run = make_run(tmp_path / "run", values)
     with policy_server(run / "config.toml", port, tmp_path / "server.log"):
         command = [sys.executable, "-m", "grpo_core.train", str(run)]  # waits until the server is up
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # site-packages may have a package `tests` of its own
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
         assert _statuses(f"http://127.0.0.1:{port}") == {"program": 200, "page": 403, "foreign name": 403}
     assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "server.log").read_text()
     steps = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
