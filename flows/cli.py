@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -29,7 +29,7 @@ from flows.running import find_up
 from flows.server import find_api, prefect_api
 from flows.serving import serve, worker
 from flows.status import show_status, status
-from flows.terminal import say
+from flows.terminal import refuse, say
 from flows.up import up
 from grpo_core.config import ConfigError, RunConfig, describe_keys, load_config, read_overrides
 from grpo_core.errors import GrpoError
@@ -145,7 +145,7 @@ def promote(
                 outcome = champion.promote(model, version, force, changes)
     text = f"{model} version {outcome.version}: {outcome.decision}: {outcome.reason}"
     if outcome.decision == "refused":
-        _fail(text, code=1)
+        refuse(text, code=1)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -184,7 +184,7 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
         return load_config(path, overrides)
     except ConfigError as error:
         unread = str(error).startswith(f"{path}: ")
-        _fail(str(error) if unread else f"{path}: not a valid configuration\n{error}", code=2)
+        refuse(str(error) if unread else f"{path}: not a valid configuration\n{error}", code=2)
 
 
 def _find_model(name: str) -> tuple[str, str | None]:
@@ -196,7 +196,7 @@ def _find_model(name: str) -> tuple[str, str | None]:
     except PromotionError as error:
         if registered := REGISTER.read_receipt(storage_root() / "runs" / name):
             return registered["model_name"], registered["version"]
-        _fail(f"{error}, and no run of this name has registered one; `grpo run CONFIG` does", code=2)
+        refuse(f"{error}, and no run of this name has registered one; `grpo run CONFIG` does", code=2)
     return name, None
 
 
@@ -242,12 +242,7 @@ def _refusals(code: int, name: str = "") -> Iterator[None]:
     try:
         yield
     except GrpoError as error:
-        _fail(f"{name}: {error}" if name else str(error), 130 if isinstance(error, Interrupted) else code)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(code)
+        refuse(f"{name}: {error}" if name else str(error), 130 if isinstance(error, Interrupted) else code)
 
 
 def _summary(folder: Path, config: RunConfig, seconds: float) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flows.terminal import refuse
 from grpo_core.config import ConfigError
 from tasks.storage import UnknownRunError, write_text
 
@@ -31,11 +32,11 @@ def compare(
     from tasks.record import NotEvaluatedError, load_record
 
     if not 2 <= len(runs) <= MOST_RUNS or len({*runs}) < len(runs):
-        _refuse(f"{' '.join(runs)}: from two to {MOST_RUNS} runs can be compared, each named once")
+        refuse(f"{' '.join(runs)}: from two to {MOST_RUNS} runs can be compared, each named once")
     try:
         records = {run: load_record(run) for run in runs}
     except (UnknownRunError, NotEvaluatedError, ConfigError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     console = Console()
     for section in comparison(records):
         _show(section, console)
@@ -61,8 +62,3 @@ def _show(section: page.Section, console: Console) -> None:
 
 def _two_lines(main: str, small: str) -> Text:
     return Text.assemble(main, "\n", (small, "dim"))
-
-
-def _refuse(message: str) -> None:
-    Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(2)

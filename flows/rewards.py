@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flows.terminal import refuse
 from grpo_core.config import ConfigError, RunConfig, load_config
 from grpo_core.environment import quiet_libraries
 from grpo_core.rewards.builtin import BUILTIN
@@ -68,11 +69,11 @@ def try_rewards(
         rewards = [resolve(reward) for reward in run.rewards]
         batch = _batch(run, rewards, row, completions)
     except (ConfigError, SourceError, ModelError, RewardError) as error:
-        _refuse(f"{config}: {error}", 2)
+        refuse(f"{config}: {error}", 2)
     try:
         given = np.array(score(rewards, batch)).T  # (N, K)
     except RewardError as error:
-        _refuse(str(error), 1)
+        refuse(str(error), 1)
     console = Console()
     console.print(f"row {row}", *_shown(batch.rows[0], rewards), sep="\n", markup=False, highlight=False)
     for text, values, counts, total in zip(
@@ -164,8 +165,3 @@ def _why(reward: RewardConfig, given: Mapping[str, float]) -> list[str]:
 
 def _figure(value: float) -> str:
     return "none" if math.isnan(value) else f"{value + 0.0:.6g}"  # + 0.0: no minus before a zero
-
-
-def _refuse(message: str, code: int) -> NoReturn:
-    Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(code)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class GrpoError(Exception):
-    """A foreseen error: its message tells a person what is wrong and what to do, so nobody needs its traceback."""
+    """A foreseen error: its message says what is wrong and what to do, without a traceback."""

@@ -43,7 +43,7 @@ EARLIER_RUNS = 5
 HARDWARE, LINEAGE = "hardware", "lineage"  # tags of a run
 SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the environment of what it starts
 
-# What these say of each try at a server that is down, of a new database and of a missing GPU, nobody can act on.
+# They log each try at a server that is down, a new database and a missing GPU: nothing that a person can act on.
 for library in ("urllib3.connectionpool", "mlflow.store.db.utils", "mlflow.system_metrics.system_metrics_monitor"):
     logging.getLogger(library).setLevel(logging.ERROR)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def draws_state() -> dict[str, Any]:
-    """Of Python, and of NumPy and torch (on the CPU) where they are loaded, as JSON can say it."""
+    """State of the random generators of Python and, if loaded, NumPy and torch (on the CPU), as values for JSON."""
     state: dict[str, Any] = {"python": random.getstate()}
     if numpy := sys.modules.get("numpy"):
         kind, key, *rest = numpy.random.get_state()
@@ -23,8 +23,8 @@ def draws_state() -> dict[str, Any]:
 
 
 def set_draws_state(state: Mapping[str, Any]) -> set[str]:
-    """Set what `draws_state` gave; which of it. Torch's is left out where torch is not loaded: importing it takes
-    seconds."""
+    """Restore what `draws_state` returned. Returns the names of the generators that were set: torch's is left out
+    if torch is not loaded, since importing it takes seconds."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     if "numpy" in state:

@@ -21,7 +21,7 @@ from grpo_core.environment import quiet_libraries
 from grpo_core.plan import plan_inputs
 from grpo_core.rewards.contract import Reward, RewardError, resolve
 from grpo_core.rewards.isolated import START_SECONDS
-from grpo_core.rewards.scoring import GRACE, Batch, score
+from grpo_core.rewards.scoring import GRACE, Batch, score, short
 from grpo_core.sections import RewardConfig
 
 ROWS = 8
@@ -30,7 +30,6 @@ SECONDS = 20.0  # and then on 3·ROWS completions
 ASKS_A_MODEL = ("classifier", "judge")  # and has its whole timeout for that
 LOADING_SECONDS = 600.0  # for libraries, tokenizer and what the rewards' modules do when they are imported
 TRYING = "trying the reward "  # begins a line that names the one whose turn it is
-SHOWN = 120  # characters of a value in a warning
 # Unbalanced brackets, a number beyond any float, a format directive, a lost character: what breaks a careless parser.
 GARBAGE = "]}) \\frac{1 <answer> 1e999 %s ,,\n-\ufffd </think> NaN '\""
 
@@ -107,7 +106,7 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
         if all(map(math.isnan, values)):
             warnings.append(
                 f"reward {reward.name!r} applies to none of the rehearsed completions: it gave only None"
-                + "".join(f"; row 0 has {column} = {_short(rows[0][column])}" for column in reward.columns)
+                + "".join(f"; row 0 has {column} = {short(rows[0][column])}" for column in reward.columns)
             )
     if answered and not errors and all(given["right"] is None for given in rewards.values()):
         errors += [
@@ -188,11 +187,6 @@ def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], seconds: 
 def _completions_per_process(config: RunConfig) -> int:
     inputs = plan_inputs(config, num_prompts=0)
     return math.ceil(inputs.generation_batch / inputs.num_processes)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
 
 
 def _listed(kinds: Mapping[str, Any]) -> str:

@@ -71,7 +71,7 @@ class Batch:
         return available if accepts is None else {k: v for k, v in available.items() if k in accepts}
 
     def shown(self, i: int) -> str:
-        return f"prompt {_short(self.rows[i]['prompt'])}, completion {_short(self.completions[i])}"
+        return f"prompt {short(self.rows[i]['prompt'])}, completion {short(self.completions[i])}"
 
 
 def score(rewards: Sequence[Reward], batch: Batch) -> list[list[float]]:
@@ -346,6 +346,7 @@ def _is_finite_number(value: Any) -> bool:
         return False
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value as Python writes it, with its middle left out if it is long."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"

@@ -249,7 +249,7 @@ def test_a_giant_prompt_is_too_long_and_not_tokenized(
     severity: str,
     conversations: bool,
 ) -> None:
-    """Of digits, and of letters that the tokenizer leaves out; the first row is looked at for end tokens, too."""
+    """Two giants: digits, and letters that the tokenizer leaves out. Row 0 is also searched for end tokens."""
     frames = _conversations(_frames()) if conversations else _frames()
     for row, text in ((0, "1" * 1_100_000), (7, "x " * 550_000)):
         _set("train", row, "prompt", _messages(("user", text)) if conversations else text)(frames)
