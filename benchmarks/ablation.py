@@ -43,19 +43,19 @@ def padded_rows(session: Any) -> Iterator[None]:
 
 @contextmanager
 def all_rows(session: Any) -> Iterator[None]:
-    with mock.patch("grpo_core.update.trained", lambda batch: batch):
+    with mock.patch("grpo_core.training.update.trained", lambda batch: batch):
         yield
 
 
 @contextmanager
 def one_large_pass(session: Any) -> Iterator[None]:
-    with mock.patch("grpo_core.update.CPU_TOKENS", 2**30):
+    with mock.patch("grpo_core.training.update.CPU_TOKENS", 2**30):
         yield
 
 
 @contextmanager
 def fused_attention(session: Any) -> Iterator[None]:
-    with mock.patch("grpo_core.packing.SHORT", {}):
+    with mock.patch("grpo_core.model.packed_attention.SHORT", {}):
         yield
 
 
@@ -70,7 +70,7 @@ def unfused_adamw(session: Any) -> Iterator[None]:
 
 @contextmanager
 def old_logprobs_pass(session: Any) -> Iterator[None]:
-    from grpo_core import update as module
+    from grpo_core.training import update as module
 
     update = module.update
 
@@ -80,7 +80,7 @@ def old_logprobs_pass(session: Any) -> Iterator[None]:
                 session.policy(batch.sequences.take(part))
         return update(session, batch, progress)
 
-    with mock.patch("grpo_core.update.update", with_a_pass):
+    with mock.patch("grpo_core.training.update.update", with_a_pass):
         yield
 
 
@@ -116,11 +116,11 @@ def main() -> None:
 
 
 def measure(workload: Workload, precision: str, variants: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-    from grpo_core import trainer
-    from grpo_core import update as module
-    from grpo_core.batching import concatenate
-    from grpo_core.progress import Progress
-    from grpo_core.session import set_up
+    from grpo_core.training import loop as trainer
+    from grpo_core.training import update as module
+    from grpo_core.training.batch import concatenate
+    from grpo_core.training.session import set_up
+    from grpo_core.training.state import Progress
 
     with tempfile.TemporaryDirectory() as scratch:
         folder, run = Path(scratch, "workload"), Path(scratch, "run")

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from grpo_core.statistics import BINARY, estimate, paired_difference, seen_bounds, tail
+from grpo_core.evaluation.statistics import BINARY, estimate, paired_difference, seen_bounds, tail
 from tasks.gate import level_of
 
 SIZES = (10, 20, 50, 100, 200, 500, 1000)

@@ -13,10 +13,10 @@ import time
 
 import torch  # noqa: F401  as a training has it: the state of its random numbers is carried, too
 
+from grpo_core.config.inputs import RewardConfig
 from grpo_core.rewards.contract import resolve
 from grpo_core.rewards.isolated import RewardProcess
 from grpo_core.rewards.scoring import Batch, score
-from grpo_core.sections import RewardConfig
 
 REWARDS = {"reads texts": ("char_length", 20), "reads token ids": ("length", 20)}
 

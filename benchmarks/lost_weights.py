@@ -52,11 +52,11 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
     """One row per learning rate."""
     import torch
 
-    from grpo_core import trainer
-    from grpo_core.progress import Progress
-    from grpo_core.session import TrainingError, _optimizer, set_up
-    from grpo_core.sync import probe_scores, sync
-    from grpo_core.update import update
+    from grpo_core.training import loop as trainer
+    from grpo_core.training.session import TrainingError, _optimizer, set_up
+    from grpo_core.training.state import Progress
+    from grpo_core.training.update import update
+    from grpo_core.training.weight_sync import probe_scores, sync
 
     model = make_model(folder / "model", initializer_range=0.02, tie_word_embeddings=True, **MODEL)
     keys: dict[str, Any] = {"mixed_precision": precision, "use_peft": "lora" in engine, "lora_r": 8}
@@ -113,9 +113,9 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
 @contextmanager
 def _engine_made_as(engine: Name, run: Path) -> Iterator[None]:
     """Inside, `set_up` makes this engine; except for vllm-shared it has memory of its own for the weights."""
-    from grpo_core import session
-    from grpo_core.config import load_config
-    from grpo_core.rollout.transformers import TransformersEngine
+    from grpo_core.config.files import load_config
+    from grpo_core.rollout.transformers_engine import TransformersEngine
+    from grpo_core.training import session
 
     if engine == "copy":
 
@@ -136,7 +136,7 @@ def _engine_made_as(engine: Name, run: Path) -> Iterator[None]:
         with servers(context, logging.getLogger()) as addresses, mock.patch.dict(os.environ, addresses):
             yield
     else:
-        from grpo_core.rollout import vllm
+        from grpo_core.rollout.vllm import colocated as vllm
 
         share: Callable[..., bool] = vllm.share if engine == "vllm-shared" else lambda copies, model: False
         with mock.patch.object(vllm, "share", share):

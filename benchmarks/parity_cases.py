@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 
-from grpo_core.config import dump_config, parse_config
-from grpo_core.plan import make_plan, plan_inputs
-from grpo_core.sections import AlgorithmConfig, RolloutConfig, TrainConfig
+from grpo_core.config.files import dump_config, parse_config
+from grpo_core.config.inputs import AlgorithmConfig, RolloutConfig, TrainConfig
+from grpo_core.planning.plan import make_plan, plan_inputs
 
 ROLLOUTS = 2
 BASE: dict[str, Any] = {

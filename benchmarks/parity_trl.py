@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from grpo_core.environment import quiet_libraries
+from grpo_core.system.libraries import quiet_libraries
 
 quiet_libraries()
 os.environ.update(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1")
@@ -37,12 +37,12 @@ from parity_cases import BASE, BY_DESIGN, CASES, brevity, digits, write_model, w
 from torch import Tensor  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
-from grpo_core.data import rollout_prompts, training_order  # noqa: E402
-from grpo_core.plan import Plan  # noqa: E402
-from grpo_core.progress import Progress  # noqa: E402
-from grpo_core.rollout.engine import Completion, Finished, Rollout  # noqa: E402
-from grpo_core.session import set_up  # noqa: E402
-from grpo_core.trainer import advance  # noqa: E402
+from grpo_core.data.prompts import rollout_prompts, training_order  # noqa: E402
+from grpo_core.planning.plan import Plan  # noqa: E402
+from grpo_core.rollout.types import Completion, Finished, Rollout  # noqa: E402
+from grpo_core.training.loop import advance  # noqa: E402
+from grpo_core.training.session import set_up  # noqa: E402
+from grpo_core.training.state import Progress  # noqa: E402
 
 BOUND = 1e-5
 WEIGHTS_BOUND = 1e-4

@@ -14,7 +14,7 @@ import os
 import time
 from typing import Any
 
-from grpo_core.rewards.code import unit_tests
+from grpo_core.rewards.builtin.code import unit_tests
 
 FUNCTIONS: list[tuple[str, list[Any]]] = [
     (

@@ -26,8 +26,8 @@ from benchmarks.workload import Workload, read, reward
 
 def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[str, Any]) -> None:
     """What the validate and plan stages leave."""
-    from grpo_core.config import dump_config, parse_config
-    from grpo_core.plan import make_plan, plan_inputs
+    from grpo_core.config.files import dump_config, parse_config
+    from grpo_core.planning.plan import make_plan, plan_inputs
 
     num_prompts = pq.read_metadata(folder / "prompts.parquet").num_rows
     replay = workload.mode == "replay"
@@ -63,8 +63,8 @@ def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[st
 @contextmanager
 def replayed(workload: Workload, folder: Path) -> Iterator[None]:
     """The stored completions, where there are any, in place of those that the engine would sample."""
-    from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
-    from grpo_core.rollout.transformers import TransformersEngine
+    from grpo_core.rollout.transformers_engine import TransformersEngine
+    from grpo_core.rollout.types import Completion, Finished, Request, Sampling
 
     if workload.mode != "replay":
         yield
@@ -85,8 +85,8 @@ def replayed(workload: Workload, folder: Path) -> Iterator[None]:
 
 
 def main(folder: Path, settings: dict[str, Any], result: Path) -> None:
-    from grpo_core.records import Records
-    from grpo_core.trainer import train
+    from grpo_core.training.log import Records
+    from grpo_core.training.loop import train
 
     workload = read(folder)
     clock = Clock(workload.warm_up)

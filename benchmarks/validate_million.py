@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measure(folder: Path) -> None:
-    from grpo_core.config import parse_config
+    from grpo_core.config.files import parse_config
     from tasks.validate import screen
 
     config = parse_config(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 
-from grpo_core.rewards.answers import numeric_match
+from grpo_core.rewards.builtin.answers import numeric_match
 
 END, PAD = 0, 1
 FIRST = 2  # the first ordinary token

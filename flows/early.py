@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from grpo_core.config import RunConfig
-from grpo_core.plan import make_plan, plan_inputs
+from grpo_core.config.files import RunConfig
+from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.rewards.contract import resolve
 from tasks.places import check_places
 from tasks.sources import count_prompts, needs_loading

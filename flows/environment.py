@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from grpo_core.environment import quiet_libraries
+from grpo_core.system.libraries import quiet_libraries
 from tasks.storage import storage_root
 
 HEARTBEAT_SECONDS = 30  # of a flow run, the least that Prefect allows; `set_up` has the server watch for it

@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grpo_core.config import ConfigError, RunConfig, load_config, parse_config
-from grpo_core.forecast import (
+from grpo_core.config.files import ConfigError, RunConfig, load_config, parse_config
+from grpo_core.config.inputs import RolloutConfig, TrainConfig
+from grpo_core.planning.forecast import (
     PromptLengths,
     find_gpu,
     forecast,
@@ -25,14 +26,13 @@ from grpo_core.forecast import (
     name_hardware,
     useful_groups,
 )
-from grpo_core.launches import RecipeError
-from grpo_core.megatron import megatron_notes, megatron_plan
-from grpo_core.plan import Plan, PlanError, make_plan, plan_inputs, updates_done
-from grpo_core.recipes import NEWEST, Recipe, System, megatron_inputs, read_recipe, recipe_inputs
-from grpo_core.rewards.basics import RewardError
+from grpo_core.planning.frameworks.launches import RecipeError
+from grpo_core.planning.frameworks.megatron import megatron_notes, megatron_plan
+from grpo_core.planning.frameworks.recipes import NEWEST, Recipe, System, megatron_inputs, read_recipe, recipe_inputs
+from grpo_core.planning.plan import Plan, PlanError, make_plan, plan_inputs, updates_done
+from grpo_core.planning.rules import PlanInputs, Rules
 from grpo_core.rewards.contract import check
-from grpo_core.rules import PlanInputs, Rules
-from grpo_core.sections import RolloutConfig, TrainConfig
+from grpo_core.rewards.types import RewardError
 from tasks.places import check_places
 from tasks.stage import StageError
 from tasks.storage import storage_root

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flows.server import ID_HEADER, SERVER_ID, STORAGE_HEADER
-from grpo_core.own_pages import OwnPagesOnly
+from grpo_core.system.origin_check import OwnPagesOnly
 from tasks.storage import storage_root
 
 SHUTDOWN_SECONDS = 5  # for requests in progress, such as the event streams of open pages

@@ -17,12 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.terminal import refuse
-from grpo_core.config import ConfigError, RunConfig, load_config
-from grpo_core.environment import quiet_libraries
-from grpo_core.rewards.builtin import BUILTIN
+from grpo_core.config.files import ConfigError, RunConfig, load_config
+from grpo_core.config.inputs import RewardConfig
 from grpo_core.rewards.contract import Reward, RewardError, resolve
+from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import Batch, score
-from grpo_core.sections import RewardConfig
+from grpo_core.system.libraries import quiet_libraries
 
 if TYPE_CHECKING:
     import numpy as np

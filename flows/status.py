@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.terminal import say
-from grpo_core.config import ConfigError, RunConfig, load_config
-from grpo_core.evaluation_sections import HELD_OUT
+from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.files import ConfigError, RunConfig, load_config
 from grpo_core.rewards.contract import RewardError
 from tasks import figures
 from tasks.stage import EVALUATE, STAGES, conditions, made_at

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from grpo_core.config import RunConfig, load_config
-from grpo_core.environment import quiet_libraries
+from grpo_core.config.files import RunConfig, load_config
 from grpo_core.fingerprint import reward_parts
 from grpo_core.rewards.contract import Reward, RewardError
+from grpo_core.system.libraries import quiet_libraries
 
 if TYPE_CHECKING:
     from grpo_core.rollout.collect import Sample
@@ -51,17 +51,17 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     """
     import torch
 
-    from grpo_core.comparison import compare_policies
-    from grpo_core.context import check_context
-    from grpo_core.data import load_prompts, load_tokenizer
-    from grpo_core.divergence import mean_kl
-    from grpo_core.held_out import evaluation_request, evaluation_sampling
-    from grpo_core.outcomes import deciding_metric
-    from grpo_core.policy import check_padding, load_model
-    from grpo_core.precision import in_bfloat16
+    from grpo_core.data.prompts import load_prompts, load_tokenizer
+    from grpo_core.evaluation.comparison import compare_policies
+    from grpo_core.evaluation.outcomes import deciding_metric
+    from grpo_core.model.divergence import mean_kl
+    from grpo_core.model.policy import check_padding, load_model
+    from grpo_core.model.positions import check_context
+    from grpo_core.model.precision import in_bfloat16
     from grpo_core.rewards.contract import resolve
     from grpo_core.rollout.collect import sample_and_score
-    from grpo_core.rollout.engine import make_engine
+    from grpo_core.rollout.types import make_engine
+    from grpo_core.training.held_out import evaluation_request, evaluation_sampling
 
     config = load_config(run / "config.toml")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from grpo_core.config import RunConfig
+from grpo_core.config.files import RunConfig
 from grpo_core.rewards.contract import source_of
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from grpo_core.environment import quiet_libraries
+from grpo_core.system.libraries import quiet_libraries
 
 
 def main() -> None:
@@ -25,9 +25,9 @@ def main() -> None:
     if (output / "result.json").exists():
         sys.exit(f"{output} holds a finished training (result.json); move it away to train again")
     quiet_libraries()
-    from grpo_core.rewards.basics import RewardError
-    from grpo_core.stopping import EXIT_STATUS, Stopped
-    from grpo_core.trainer import train
+    from grpo_core.rewards.types import RewardError
+    from grpo_core.training.interrupt import EXIT_STATUS, Stopped
+    from grpo_core.training.loop import train
 
     try:
         train(arguments.run, output)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from grpo_core.plan import Plan
+from grpo_core.planning.plan import Plan
 from tasks import drawing, figures
 from tasks.drawing import ORANGE, Row, series
 from tasks.lineage import DIGITS

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from grpo_core.config import flatten
-from grpo_core.evaluation_sections import HELD_OUT
-from grpo_core.outcomes import bounds_of, outcomes, per_prompt, prompt_numbers
-from grpo_core.statistics import paired_difference
+from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.files import flatten
+from grpo_core.evaluation.outcomes import bounds_of, outcomes, per_prompt, prompt_numbers
+from grpo_core.evaluation.statistics import paired_difference
 from tasks import drawing, figures
 from tasks.drawing import series
 from tasks.page import Cell, Chart, Section, Table, Verdict, render

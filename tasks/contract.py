@@ -16,9 +16,9 @@ from typing import Any
 import pandera.polars as pa
 import polars as pl
 
-from grpo_core.data import end_token_problem
-from grpo_core.rewards.builtin import VALUE_PROBLEMS
+from grpo_core.data.prompts import end_token_problem
 from grpo_core.rewards.contract import Reward
+from grpo_core.rewards.registry import VALUE_PROBLEMS
 from tasks.lengths import fit, has_tokens, may_fit, renders
 from tasks.sources import is_unstorable
 

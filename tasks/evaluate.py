@@ -16,7 +16,7 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.schemas.objects import State
 
-from grpo_core.evaluation_sections import CHAMPION, HELD_OUT
+from grpo_core.config.evaluation import CHAMPION, HELD_OUT
 from tasks import figures as as_text
 from tasks.champion import identity, present_champion
 from tasks.lineage import lineage_keys

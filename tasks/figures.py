@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_core.config import RunConfig
+from grpo_core.config.files import RunConfig
 
 SHARES = ("accuracy", "completions/clipped_ratio")  # metrics that are shares of prompts; pass@K and majority@n besides
 NAMES = {
@@ -92,7 +92,7 @@ def size(metric: str, difference: float) -> str:
 
 def verdict(metric: str, found: Mapping[str, Any], other: str) -> str:
     """What a paired difference (a `Difference` as in report.json) says, in a sentence."""
-    from grpo_core.statistics import POWER  # and with it scipy, which `grpo status` has no time for
+    from grpo_core.evaluation.statistics import POWER  # and with it scipy, which `grpo status` has no time for
 
     n, by = found["num_prompts"], size(metric, abs(found["mean"]))
     measure = "" if is_share(metric) else f" in {name_of(metric)}"

@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 import polars as pl
 
-from grpo_core.config import RunConfig
-from grpo_core.evaluation_sections import Guard, PromotionConfig
-from grpo_core.outcomes import (
+from grpo_core.config.evaluation import Guard, PromotionConfig
+from grpo_core.config.files import RunConfig
+from grpo_core.evaluation.outcomes import (
     bounds_of,
     deciding_metric,
     left_unscored,
@@ -21,7 +21,7 @@ from grpo_core.outcomes import (
     prompt_numbers,
     rewards_in,
 )
-from grpo_core.statistics import POWER, Bounds, Difference, paired_difference
+from grpo_core.evaluation.statistics import POWER, Bounds, Difference, paired_difference
 from tasks import figures
 
 LEAST_COMPARED = 0.9  # share of a set's prompts, below which the unscored ones could decide

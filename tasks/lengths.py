@@ -7,10 +7,10 @@ from typing import Any
 
 import polars as pl
 
-from grpo_core.config import ModelConfig
-from grpo_core.context import usable_positions
-from grpo_core.data import encode_prompts, load_tokenizer, without_gaps
+from grpo_core.config.files import ModelConfig
+from grpo_core.data.prompts import encode_prompts, load_tokenizer, without_gaps
 from grpo_core.errors import GrpoError
+from grpo_core.model.positions import usable_positions
 
 SAMPLED = 10_000  # prompts whose lengths stand for all
 LONGEST = 100  # prompts, by bytes, that are always among them

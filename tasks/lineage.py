@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import grpo_core
-from grpo_core.config import RunConfig, flatten
+from grpo_core.config.files import RunConfig, flatten
 from grpo_core.fingerprint import content_hash, reward_parts
 
 DIGITS = 12  # of a hash that people read

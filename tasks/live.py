@@ -23,7 +23,7 @@ from prefect.artifacts import (
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
-from grpo_core.plan import Plan
+from grpo_core.planning.plan import Plan
 from tasks.drawing import Row, draw_curves
 from tasks.figures import duration
 from tasks.tracking import run_page

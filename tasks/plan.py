@@ -11,8 +11,8 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
-from grpo_core.forecast import PromptLengths, find_gpu, forecast, forecast_rows, name_hardware
-from grpo_core.plan import make_plan, plan_inputs
+from grpo_core.planning.forecast import PromptLengths, find_gpu, forecast, forecast_rows, name_hardware
+from grpo_core.planning.plan import make_plan, plan_inputs
 from tasks.sources import list_pass_rates
 from tasks.stage import PLAN, VALIDATE, Context, run_stage
 from tasks.tracking import earlier_throughput

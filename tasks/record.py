@@ -12,7 +12,7 @@ from typing import Any
 
 import polars as pl
 
-from grpo_core.config import RunConfig, load_config
+from grpo_core.config.files import RunConfig, load_config
 from grpo_core.errors import GrpoError
 from tasks.drawing import Row
 from tasks.figures import metric_of

@@ -13,9 +13,9 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
-from grpo_core.config import RunConfig
-from grpo_core.data import load_tokenizer, without_gaps
-from grpo_core.evaluation_sections import HELD_OUT
+from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.files import RunConfig
+from grpo_core.data.prompts import load_tokenizer, without_gaps
 from tasks import figures
 from tasks.champion import RECORD, RECORDED
 from tasks.lineage import key_of, lineage_keys

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from grpo_core.evaluation_sections import HELD_OUT
-from grpo_core.outcomes import outcomes
-from grpo_core.statistics import POWER
+from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.evaluation.outcomes import outcomes
+from grpo_core.evaluation.statistics import POWER
 from tasks import account, drawing, figures
 from tasks.drawing import BLUE, GREY, ORANGE
 from tasks.page import Chart, Section, Table, Tile, Verdict, render

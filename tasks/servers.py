@@ -16,8 +16,8 @@ from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
-from grpo_core.config import RunConfig
-from grpo_core.rollout.vllm_serve import ADDRESSES
+from grpo_core.config.files import RunConfig
+from grpo_core.rollout.vllm.serve import ADDRESSES
 from tasks.process import GRACE_SECONDS, TAIL_LINES
 from tasks.stage import Context, StageError
 from tasks.storage import held_locks
@@ -55,7 +55,7 @@ class _Server:
         self.held = hold_port()
         port = self.held.getsockname()[1]
         self.url, self.output, self.log = f"http://127.0.0.1:{port}", output, log
-        self.command = ["-m", "grpo_core.rollout.vllm_serve", str(config), "--port", str(port)]
+        self.command = ["-m", "grpo_core.rollout.vllm.serve", str(config), "--port", str(port)]
         self.environment = {**os.environ, "PYTHONSAFEPATH": "1", **environment}
         self.stopping, self.changing = threading.Event(), threading.Lock()
         self.process = self._start()

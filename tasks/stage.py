@@ -17,10 +17,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from grpo_core.config import RunConfig, load_config
+from grpo_core.config.files import RunConfig, load_config
 from grpo_core.errors import GrpoError
-from grpo_core.files import publish
 from grpo_core.fingerprint import content_hash
+from grpo_core.system.files import publish
 from tasks.lineage import key_of, lineage_inputs, lineage_keys, what_changed
 from tasks.storage import read_json, remove, set_aside, write_text
 

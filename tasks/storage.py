@@ -30,11 +30,11 @@ from typing import Any
 
 import psutil
 
-from grpo_core.config import RunConfig, dump_config
+from grpo_core.config.files import RunConfig, dump_config
 from grpo_core.errors import GrpoError
-from grpo_core.files import publish
 from grpo_core.rewards.contract import files_of
 from grpo_core.rewards.modules import KEPT, place_of
+from grpo_core.system.files import publish
 
 # Longer than a supervised process gets to end, checkpoint included.
 ENDING_SECONDS = 60.0

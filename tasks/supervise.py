@@ -21,7 +21,7 @@ from contextlib import suppress
 
 import psutil
 
-from grpo_core.descendants import POLL_SECONDS, adopt_orphans, kill_descendants, running_descendants
+from grpo_core.system.descendants import POLL_SECONDS, adopt_orphans, kill_descendants, running_descendants
 
 
 async def supervise(command: list[str], grace: float, from_guard: int) -> int:

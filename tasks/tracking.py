@@ -28,9 +28,9 @@ from mlflow.utils.mlflow_tags import (
     MLFLOW_USER,
 )
 
-from grpo_core.config import RunConfig, flatten
+from grpo_core.config.files import RunConfig, flatten
 from grpo_core.fingerprint import content_hash
-from grpo_core.forecast import Throughput, find_gpu, name_hardware
+from grpo_core.planning.forecast import Throughput, find_gpu, name_hardware
 from grpo_core.rewards.modules import KEPT
 from tasks.lineage import DIGITS, lineage_keys
 from tasks.stage import PLAN, VALIDATE, StageError

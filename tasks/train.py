@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import State
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
-from grpo_core.plan import Plan, load_plan
+from grpo_core.planning.plan import Plan, load_plan
 from tasks.live import OUTPUT, Live, Output, show_curves
 from tasks.process import run_process
 from tasks.sending import sending

@@ -14,12 +14,12 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
-from grpo_core.config import RunConfig
-from grpo_core.outcomes import bounds_of
+from grpo_core.config.files import RunConfig
+from grpo_core.config.inputs import DataChecks
+from grpo_core.evaluation.outcomes import bounds_of
 from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum
 from grpo_core.rewards.contract import RewardError, resolve
-from grpo_core.sections import DataChecks
 from tasks.contract import check, needed_columns, prompt_text
 from tasks.data_report import FINDINGS, count_findings, length_figures, markdown, write_report
 from tasks.gate import LEAST_PROMPTS

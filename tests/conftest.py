@@ -83,7 +83,7 @@ def write_sums(path: Path, first: int, last: int) -> Path:
 def with_keys(values: dict[str, Any], **keys: Any) -> dict[str, Any]:
     """The configuration with each key put into the section that declares it; one that chooses its model on data.eval is
     judged on another set."""
-    from grpo_core.sections import AlgorithmConfig, HealthConfig, ModelConfig, RolloutConfig, TrainConfig
+    from grpo_core.config.inputs import AlgorithmConfig, HealthConfig, ModelConfig, RolloutConfig, TrainConfig
 
     sections = {
         "model": ModelConfig,
@@ -125,8 +125,8 @@ def config_values(model: Path, data: Path, **keys: Any) -> dict[str, Any]:
 
 def make_run(folder: Path, values: dict[str, Any], num_prompts: int = 24) -> Path:
     """A run directory as the validate and plan stages leave it."""
-    from grpo_core.config import dump_config, parse_config
-    from grpo_core.plan import make_plan, plan_inputs
+    from grpo_core.config.files import dump_config, parse_config
+    from grpo_core.planning.plan import make_plan, plan_inputs
 
     config = parse_config(values)
     (folder / "dataset").mkdir(parents=True)

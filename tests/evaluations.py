@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from grpo_core.config import RunConfig, dump_config, parse_config
+from grpo_core.config.files import RunConfig, dump_config, parse_config
 
 SETS = ("held-out", "general")
 

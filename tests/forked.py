@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "grpo_core.trainer"])
+_context.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "grpo_core.training.loop"])
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -28,6 +28,6 @@ def train(run: Path) -> list[dict[str, float]]:
 
 def _train(run: Path, environment: dict[str, str]) -> None:
     os.environ.update(environment)  # a forked process has the environment of the first call
-    from grpo_core.trainer import train
+    from grpo_core.training.loop import train
 
     train(run, run / "training")

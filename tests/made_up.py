@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from grpo_core.comparison import compare_policies
-from grpo_core.config import dump_config, parse_config
-from grpo_core.outcomes import deciding_metric
-from grpo_core.plan import make_plan, plan_inputs
+from grpo_core.config.files import dump_config, parse_config
+from grpo_core.evaluation.comparison import compare_policies
+from grpo_core.evaluation.outcomes import deciding_metric
+from grpo_core.planning.plan import make_plan, plan_inputs
 
 NUM_PROMPTS = 60
 UPDATES = 50

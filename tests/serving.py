@@ -202,7 +202,7 @@ def vllm_serve(folder: Path, port: int, log: Path, max_model_len: int = 32) -> I
 def policy_server(config: Path, port: int, log: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """A vLLM server for the training of a configuration, as it is started (not yet up) and until the body ends;
     `options`: further ones of vLLM's."""
-    command = ["-m", "grpo_core.rollout.vllm_serve", str(config), "--port", str(port), *options]
+    command = ["-m", "grpo_core.rollout.vllm.serve", str(config), "--port", str(port), *options]
     with log.open("ab") as output:
         process = subprocess.Popen([sys.executable, *command], stdout=output, stderr=output, start_new_session=True)
     try:

@@ -13,10 +13,10 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from flows.project import RECIPES
-from grpo_core.config import describe_keys, load_config
-from grpo_core.forecast import ModelShape, PromptLengths, peak_memory
-from grpo_core.plan import make_plan, plan_inputs
-from grpo_core.trainer import train
+from grpo_core.config.files import describe_keys, load_config
+from grpo_core.planning.forecast import ModelShape, PromptLengths, peak_memory
+from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.training.loop import train
 from tests.conftest import config_values, make_run, with_keys
 
 ROOT = Path(__file__).parents[1]

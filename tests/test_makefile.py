@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.config import load_config
+from grpo_core.config.files import load_config
 
 ROOT = Path(__file__).parents[1]
 PYTHON = """#!/bin/bash

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from flows.cli import app
-from grpo_core.config import load_config
+from grpo_core.config.files import load_config
 from tasks.validate import screen, too_few_to_promote
 from tests.readme import write_own_run
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from examples import tiny
-from grpo_core.rewards.judge import QUESTION
+from grpo_core.rewards.builtin.judge import QUESTION
 
 TRAIN_ROWS, EVAL_ROWS = 400, 60
 TOLD = 8  # demonstrations of each training prompt

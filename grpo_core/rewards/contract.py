@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_core.rewards.basics import Range, RewardError, RewardFunction
-from grpo_core.rewards.builtin import BUILTIN
+from grpo_core.config.inputs import RewardConfig
 from grpo_core.rewards.isolated import RewardProcess, kind_of
 from grpo_core.rewards.modules import check_source, missing, not_defined, searched
-from grpo_core.sections import RewardConfig
+from grpo_core.rewards.registry import BUILTIN
+from grpo_core.rewards.types import Range, RewardError, RewardFunction
 
 ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
@@ -121,7 +121,7 @@ def files_here(config: RewardConfig) -> list[str]:
     function = find(config.function)
     module, separator, _ = config.function.partition(":")
     if not separator:
-        return sorted(map(str, Path(__file__).parent.glob("*.py")))
+        return sorted(map(str, Path(__file__).parent.rglob("*.py")))
     files = {sys.modules[module].__file__, inspect.getsourcefile(code_of(function)) if _is_python(function) else None}
     return sorted(filter(None, files))
 

@@ -25,12 +25,12 @@ import typing
 from contextlib import suppress
 from typing import Any
 
-from grpo_core.descendants import adopt_orphans, kill_descendants
+from grpo_core.config.inputs import RewardConfig
 from grpo_core.rewards.contract import Reward, RewardError, files_here, resolve_here
 from grpo_core.rewards.draws import draws_state, set_draws_state
 from grpo_core.rewards.isolated import kind_names
 from grpo_core.rewards.scoring import Batch, checked, plain_answer, text_of
-from grpo_core.sections import RewardConfig
+from grpo_core.system.descendants import adopt_orphans, kill_descendants
 
 OPEN_FILES = 1024
 CHUNK = 1 << 20  # bytes read together

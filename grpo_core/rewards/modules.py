@@ -12,7 +12,7 @@ import sysconfig
 from importlib.abc import InspectLoader
 from pathlib import Path
 
-from grpo_core.rewards.basics import RewardError
+from grpo_core.rewards.types import RewardError
 
 KEPT = "rewards"
 

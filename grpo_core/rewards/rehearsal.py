@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_core.config import RunConfig, load_config
-from grpo_core.environment import quiet_libraries
-from grpo_core.plan import plan_inputs
+from grpo_core.config.files import RunConfig, load_config
+from grpo_core.config.inputs import RewardConfig
+from grpo_core.planning.plan import plan_inputs
 from grpo_core.rewards.contract import Reward, RewardError, resolve
 from grpo_core.rewards.isolated import START_SECONDS
 from grpo_core.rewards.scoring import GRACE, Batch, score, short
-from grpo_core.sections import RewardConfig
+from grpo_core.system.libraries import quiet_libraries
 
 ROWS = 8
 FIRST_SECONDS = 60.0  # for one reward on one completion, with all that it imports or loads for that
@@ -43,7 +43,7 @@ def main() -> None:
     quiet_libraries()
     import pyarrow.parquet as pq
 
-    from grpo_core.data import load_tokenizer
+    from grpo_core.data.prompts import load_tokenizer
 
     config = load_config(arguments.config)
     rows = next(pq.ParquetFile(arguments.data).iter_batches(batch_size=ROWS)).to_pylist()

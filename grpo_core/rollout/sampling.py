@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grpo_core.rollout.engine import Request, Sampling
+from grpo_core.rollout.types import Request, Sampling
 
 BLOCK = 128  # tokens
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_core.config import dump_config, parse_config
+from grpo_core.config.files import dump_config, parse_config
 from tests.conftest import config_values, write_sums
 from tests.e2e.test_kill import REWARD
 from tests.serving import Served, grpo_serve, prefect_server

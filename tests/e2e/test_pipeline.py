@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_core.config import load_config
+from grpo_core.config.files import load_config
 from tests.conftest import make_model, write_sums
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"

@@ -15,7 +15,7 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from grpo_core.config import load_config
+from grpo_core.config.files import load_config
 from tests.e2e.holding import FUNCTION, write_inputs
 from tests.serving import RUN_SECONDS, free_ports, kill_group, mlflow_server
 

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 from prefect import flow
 
-from grpo_core.config import parse_config
+from grpo_core.config.files import parse_config
 from grpo_core.rewards import rehearsal
 from tasks.stage import StageError
 from tasks.storage import open_run

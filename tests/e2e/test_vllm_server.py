@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_core.config import load_config
+from grpo_core.config.files import load_config
 from tasks.servers import servers
 from tasks.stage import Context
 from tests.conftest import config_values, make_model, make_run
@@ -36,12 +36,12 @@ def live(folder: str) -> None:
     """
     import torch
 
-    from grpo_core.config import load_config
-    from grpo_core.data import load_tokenizer
-    from grpo_core.policy import load_model
-    from grpo_core.rollout import vllm_client
-    from grpo_core.rollout.engine import Request, Sampling, make_engine
-    from grpo_core.rollout.vllm_client import ServerError
+    from grpo_core.config.files import load_config
+    from grpo_core.data.prompts import load_tokenizer
+    from grpo_core.model.policy import load_model
+    from grpo_core.rollout.types import Request, Sampling, make_engine
+    from grpo_core.rollout.vllm import client as vllm_client
+    from grpo_core.rollout.vllm.client import ServerError
 
     vllm_client.LEASE_SECONDS = 8.0
     config = load_config(Path(folder) / "run" / "config.toml")

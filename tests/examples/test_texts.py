@@ -27,8 +27,8 @@ from examples.summaries import make as summaries
 from examples.summaries import tldr
 from examples.writing import make as writing
 from examples.writing import writingprompts
-from grpo_core.rewards.judge import judge
-from grpo_core.rewards.quality import distinct_n, rouge, self_repetition
+from grpo_core.rewards.builtin.judge import judge
+from grpo_core.rewards.builtin.quality import distinct_n, rouge, self_repetition
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from flows.cli import app
-from grpo_core.config import parse_config
-from grpo_core.statistics import paired_difference
+from grpo_core.config.files import parse_config
+from grpo_core.evaluation.statistics import paired_difference
 from tasks.compare import comparison_page, paired_with_first, parameters_that_differ
 from tasks.record import NotEvaluatedError, Record, load_record, read_record
 from tasks.storage import UnknownRunError

@@ -11,8 +11,8 @@ import pytest
 import tomli_w
 
 from flows.early import refuse_early
-from grpo_core.config import parse_config
-from grpo_core.plan import PlanError
+from grpo_core.config.files import parse_config
+from grpo_core.planning.plan import PlanError
 from tasks.storage import locked
 from tests.conftest import config_values, write_sums
 

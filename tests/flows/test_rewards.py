@@ -11,7 +11,7 @@ import tomli_w
 from typer.testing import CliRunner
 
 from flows.cli import app
-from grpo_core.rewards.builtin import BUILTIN
+from grpo_core.rewards.registry import BUILTIN
 from tests.conftest import config_values, write_sums
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from grpo_core.rewards.judge import judge
-from grpo_core.rollout.transformers import TransformersEngine
+from grpo_core.rewards.builtin.judge import judge
+from grpo_core.rollout.transformers_engine import TransformersEngine
 from tests.conftest import config_values, make_model
 
 

@@ -14,15 +14,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from grpo_core import trainer
-from grpo_core.batching import MicroBatch, concatenate, micro_batch
-from grpo_core.data import training_order
-from grpo_core.losses import token_losses
-from grpo_core.progress import Progress
+from grpo_core.algorithm.losses import token_losses
+from grpo_core.data.prompts import training_order
 from grpo_core.rollout.collect import collect
-from grpo_core.rollout.engine import Rollout
-from grpo_core.session import Session, set_up
-from grpo_core.update import update
+from grpo_core.rollout.types import Rollout
+from grpo_core.training import loop as trainer
+from grpo_core.training.batch import MicroBatch, concatenate, micro_batch
+from grpo_core.training.session import Session, set_up
+from grpo_core.training.state import Progress
+from grpo_core.training.update import update
 
 START = Progress(rows_per_pass=8)
 

@@ -39,7 +39,7 @@ def train(run: Path, kill_at: int = 0, signal_number: int = signal.SIGKILL) -> i
     """Train in a child that gets the signal as its forward pass `kill_at` begins; RUN/passes counts the passes."""
 
     def work() -> None:
-        from grpo_core.policy import Policy
+        from grpo_core.model.policy import Policy
         from grpo_core.train import main as train_process
 
         forward, count = Policy.forward, 0
@@ -60,7 +60,7 @@ def train(run: Path, kill_at: int = 0, signal_number: int = signal.SIGKILL) -> i
 
 
 def main() -> None:
-    import grpo_core.trainer  # noqa: F401  before any child, for all of them
+    import grpo_core.training.loop  # noqa: F401  before any child, for all of them
 
     values, folder, kills = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), int(sys.argv[3])
     whole = make_run(folder / "whole", values, NUMBER_OF_PROMPTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from grpo_core.rollout.engine import Completion, Finished
+from grpo_core.rollout.types import Completion, Finished
 
 
 def sampled(steps: Iterable[list[Finished]]) -> list[Completion]:

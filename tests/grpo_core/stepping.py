@@ -19,15 +19,15 @@ from unittest import mock
 import torch
 from accelerate import Accelerator
 
-from grpo_core import trainer
-from grpo_core.config import parse_config
-from grpo_core.data import Prompts
-from grpo_core.plan import make_plan, plan_inputs
-from grpo_core.policy import Policy
-from grpo_core.probe import Probe
+from grpo_core.config.files import parse_config
+from grpo_core.data.prompts import Prompts
+from grpo_core.model.policy import Policy
+from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.rewards.contract import resolve
-from grpo_core.rollout.engine import Completion, Finished, Request, Sampling
-from grpo_core.session import Memory, Session
+from grpo_core.rollout.types import Completion, Finished, Request, Sampling
+from grpo_core.training import loop as trainer
+from grpo_core.training.probe import Probe
+from grpo_core.training.session import Memory, Session
 from tests.conftest import config_values
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.advantages import group_advantages
+from grpo_core.algorithm.advantages import group_advantages
 
 NAN = math.nan
 GOLDEN = [[1, 0], [0, 1], [1, 1], [0, NAN], [0, 0], [0, 0], [NAN, NAN], [0, 1]]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from grpo_core.checkpoint import CheckpointError, Checkpoints, require_shared
-from grpo_core.progress import Progress
+from grpo_core.training.checkpoint import CheckpointError, Checkpoints, require_shared
+from grpo_core.training.state import Progress
 from tests.grpo_core.several import in_two_processes
 
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_core.rewards.checks import CheckError, read_check
-from grpo_core.rewards.code import last_block, unit_tests
+from grpo_core.config.inputs import RewardConfig
+from grpo_core.rewards.builtin.code import last_block, unit_tests
+from grpo_core.rewards.builtin.code_tests import CheckError, read_check
 from grpo_core.rewards.contract import resolve
-from grpo_core.rewards.inside import encoded
-from grpo_core.rewards.sandbox import Call, Input, _rebuilt
+from grpo_core.rewards.sandbox.bubblewrap import Call, Input, _rebuilt
+from grpo_core.rewards.sandbox.inside import encoded
 from grpo_core.rewards.scoring import Batch, score
-from grpo_core.sections import RewardConfig
 
 sandboxed = pytest.mark.skipif(not shutil.which("bwrap"), reason="Debian's package bubblewrap is not installed")
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.advantages import group_advantages
-from grpo_core.outcomes import outcomes
+from grpo_core.algorithm.advantages import group_advantages
+from grpo_core.config.inputs import RewardConfig
+from grpo_core.evaluation.outcomes import outcomes
 from grpo_core.rewards.composition import counted, range_of_sum, weighted_sum
-from grpo_core.sections import RewardConfig
 
 VALUES = st.none() | st.sampled_from([0.0, 0.5, 1.0]) | st.floats(-10, 10)
 NAMES = ("first", "second", "third")

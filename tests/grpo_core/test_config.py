@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.config import ConfigError, RunConfig, describe_keys, dump_config, load_config, parse_config
+from grpo_core.config.files import ConfigError, RunConfig, describe_keys, dump_config, load_config, parse_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 VALUES: dict[str, Any] = {

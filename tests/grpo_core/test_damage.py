@@ -10,10 +10,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_core import checkpoint, records
-from grpo_core.checkpoint import CheckpointError
-from grpo_core.plan import load_plan
-from grpo_core.trainer import train
+from grpo_core.planning.plan import load_plan
+from grpo_core.training import checkpoint
+from grpo_core.training import log as records
+from grpo_core.training.checkpoint import CheckpointError
+from grpo_core.training.loop import train
 from tasks.train import check_result
 from tests.conftest import make_run, with_keys
 from tests.grpo_core.disk import Disk

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from grpo_core.data import (
+from grpo_core.data.prompts import (
     decode_completions,
     derive_seed,
     encode_prompts,
@@ -21,8 +21,8 @@ from grpo_core.data import (
     rollout_prompts,
     training_order,
 )
-from grpo_core.plan import Plan, make_plan
-from grpo_core.rules import PlanInputs
+from grpo_core.planning.plan import Plan, make_plan
+from grpo_core.planning.rules import PlanInputs
 from tests.conftest import make_tokenizer
 
 

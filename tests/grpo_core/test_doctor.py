@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from grpo_core.doctor import _changes, _pairs, fixes
-from grpo_core.plan import PlanError, make_plan
-from grpo_core.rules import LEGACY, PlanInputs, Rules, problems
+from grpo_core.planning.plan import PlanError, make_plan
+from grpo_core.planning.rules import LEGACY, PlanInputs, Rules, problems
+from grpo_core.planning.suggestions import _changes, _pairs, fixes
 
 KEYS = ("num_generations", "per_device_train_batch_size", "num_processes", "gradient_accumulation_steps")
 

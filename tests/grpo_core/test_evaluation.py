@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_core import divergence, head
-from grpo_core.config import parse_config
-from grpo_core.divergence import mean_kl
+from grpo_core.config.files import parse_config
 from grpo_core.evaluate import evaluate, prompt_columns, samples_table
-from grpo_core.plan import load_plan
-from grpo_core.policy import load_model, plain_output_layer
-from grpo_core.rollout import transformers as engine
+from grpo_core.model import divergence
+from grpo_core.model import logprobs as head
+from grpo_core.model.divergence import mean_kl
+from grpo_core.model.policy import load_model, plain_output_layer
+from grpo_core.planning.plan import load_plan
+from grpo_core.rollout import transformers_engine as engine
 from tasks.train import check_result
 from tests.conftest import make_model, make_run, write_sums
 from tests.grpo_core.training import checkpoint_of, metrics_of, result_of, trained_run, weights_of

@@ -14,12 +14,14 @@ from accelerate.state import AcceleratorState
 from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config
 
-from grpo_core import head, packing, policy
-from grpo_core.batching import MicroBatch, Sequences
-from grpo_core.policy import Policy
-from grpo_core.progress import Progress
-from grpo_core.session import Session, set_up
-from grpo_core.update import update
+from grpo_core.model import logprobs as head
+from grpo_core.model import packed_attention as packing
+from grpo_core.model import policy
+from grpo_core.model.policy import Policy
+from grpo_core.training.batch import MicroBatch, Sequences
+from grpo_core.training.session import Session, set_up
+from grpo_core.training.state import Progress
+from grpo_core.training.update import update
 from tests.conftest import config_values, make_run
 from tests.grpo_core.exactness import (
     distance,

@@ -14,9 +14,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from grpo_core.data import training_order
-from grpo_core.plan import load_plan
-from grpo_core.session import set_up
+from grpo_core.data.prompts import training_order
+from grpo_core.planning.plan import load_plan
+from grpo_core.training.session import set_up
 from tests.conftest import config_values, make_run
 from tests.grpo_core.exactness import distance, first_update, move, plain_gradient, plain_logprobs, rollout_with
 from tests.grpo_core.launching import TWO_PROCESSES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.files import publish
+from grpo_core.system.files import publish
 from tests.grpo_core.disk import Disk
 
 

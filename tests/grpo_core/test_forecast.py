@@ -12,9 +12,9 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from grpo_core.batching import Sequences
-from grpo_core.config import RunConfig, parse_config
-from grpo_core.forecast import (
+from grpo_core.config.files import RunConfig, parse_config
+from grpo_core.model.policy import Policy, with_adapter
+from grpo_core.planning.forecast import (
     GIB,
     ForecastError,
     PromptLengths,
@@ -30,8 +30,8 @@ from grpo_core.forecast import (
     useful_groups,
     wall_time,
 )
-from grpo_core.plan import Plan, make_plan, plan_inputs
-from grpo_core.policy import Policy, with_adapter
+from grpo_core.planning.plan import Plan, make_plan, plan_inputs
+from grpo_core.training.batch import Sequences
 from tests.conftest import config_values
 
 SIZES = {

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_core.config import ConfigError, parse_config
+from grpo_core.config.files import ConfigError, parse_config
+from grpo_core.config.inputs import RewardConfig
 from grpo_core.rewards import scoring
-from grpo_core.rewards.basics import RewardError
+from grpo_core.rewards.builtin.judge import RUBRIC, _question, grade_of, judge
 from grpo_core.rewards.contract import resolve
-from grpo_core.rewards.judge import RUBRIC, _question, grade_of, judge
 from grpo_core.rewards.scoring import Batch, score, score_arriving
-from grpo_core.sections import RewardConfig
+from grpo_core.rewards.types import RewardError
 from tests.conftest import config_values
 from tests.grpo_core.judging import by_length, completed, contents, judging, material
 from tests.serving import free_ports

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from grpo_core.config import dump_config, parse_config
-from grpo_core.rewards.basics import RewardError
-from grpo_core.rewards.judge import judge
-from grpo_core.trainer import train
+from grpo_core.config.files import dump_config, parse_config
+from grpo_core.rewards.builtin.judge import judge
+from grpo_core.rewards.types import RewardError
+from grpo_core.training.loop import train
 from tests.conftest import make_run, with_keys
 from tests.grpo_core.judging import judging, material
 from tests.grpo_core.launching import TWO_PROCESSES, started
@@ -65,7 +65,7 @@ def test_a_judge_that_goes_down_ends_the_training_with_a_checkpoint_and_it_goes_
 
 ONE_SIDED = """
 import os
-from grpo_core.rewards.basics import RewardError
+from grpo_core.rewards.types import RewardError
 calls = []
 def one_sided(completions):
     calls.append(1)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from grpo_core.launches import RecipeError
-from grpo_core.plan import PlanError, make_plan
-from grpo_core.recipes import Recipe, megatron_inputs, read_recipe, recipe_inputs
-from grpo_core.rules import PlanInputs, Rules
+from grpo_core.planning.frameworks.launches import RecipeError
+from grpo_core.planning.frameworks.recipes import Recipe, megatron_inputs, read_recipe, recipe_inputs
+from grpo_core.planning.plan import PlanError, make_plan
+from grpo_core.planning.rules import PlanInputs, Rules
 
 
 def _recipe(folder: Path, text: str, rules: Rules = "swift-4.6", name: str = "run.sh") -> Recipe:

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.launches import RecipeError
-from grpo_core.megatron import MegatronInputs, megatron_notes, megatron_plan, updates_done
-from grpo_core.plan import PlanError
-from grpo_core.recipes import Recipe, megatron_inputs, read_recipe
+from grpo_core.planning.frameworks.launches import RecipeError
+from grpo_core.planning.frameworks.megatron import MegatronInputs, megatron_notes, megatron_plan, updates_done
+from grpo_core.planning.frameworks.recipes import Recipe, megatron_inputs, read_recipe
+from grpo_core.planning.plan import PlanError
 
 CASES = [
     json.loads(line)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_core.batching import Sequences
-from grpo_core.context import check_context
-from grpo_core.policy import Policy, check_padding, load_model
-from grpo_core.rollout.engine import Request, Sampling
-from grpo_core.rollout.transformers import TransformersEngine
-from grpo_core.session import set_up
+from grpo_core.model.policy import Policy, check_padding, load_model
+from grpo_core.model.positions import check_context
+from grpo_core.rollout.transformers_engine import TransformersEngine
+from grpo_core.rollout.types import Request, Sampling
+from grpo_core.training.batch import Sequences
+from grpo_core.training.session import set_up
 from tests.conftest import make_model, make_run, with_keys
 from tests.grpo_core.exactness import distance
 from tests.grpo_core.sampling import sampled

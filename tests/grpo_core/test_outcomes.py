@@ -12,10 +12,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from grpo_core.comparison import compare_policies
-from grpo_core.config import RunConfig, parse_config
-from grpo_core.outcomes import deciding_metric, majority, outcomes
-from grpo_core.sections import RewardConfig
+from grpo_core.config.files import RunConfig, parse_config
+from grpo_core.config.inputs import RewardConfig
+from grpo_core.evaluation.comparison import compare_policies
+from grpo_core.evaluation.outcomes import deciding_metric, majority, outcomes
 
 WEIGHTS = {"right": 1.0, "style": 0.5}
 REWARDS = [RewardConfig(function=name, weight=weight) for name, weight in WEIGHTS.items()]

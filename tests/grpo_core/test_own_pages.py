@@ -9,8 +9,8 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from grpo_core import own_pages
-from grpo_core.own_pages import OwnPagesOnly
+from grpo_core.system import origin_check as own_pages
+from grpo_core.system.origin_check import OwnPagesOnly
 
 
 def asked(host: str, at: str, **headers: str) -> httpx.Response:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.data import rollout_prompts, training_order
-from grpo_core.plan import PlanError, make_plan
-from grpo_core.rules import PlanInputs
+from grpo_core.data.prompts import rollout_prompts, training_order
+from grpo_core.planning.plan import PlanError, make_plan
+from grpo_core.planning.rules import PlanInputs
 
 
 def _inputs(n: int, g: int, b: int, **rest: Any) -> PlanInputs:

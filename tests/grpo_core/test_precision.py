@@ -12,11 +12,11 @@ from accelerate.state import AcceleratorState
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.batching import MicroBatch, Sequences, pack, prompts_of
-from grpo_core.progress import Progress
-from grpo_core.session import Session, set_up
-from grpo_core.trainer import roll_out, train
-from grpo_core.update import update
+from grpo_core.training.batch import MicroBatch, Sequences, pack, prompts_of
+from grpo_core.training.loop import roll_out, train
+from grpo_core.training.session import Session, set_up
+from grpo_core.training.state import Progress
+from grpo_core.training.update import update
 from tests.conftest import config_values, make_run
 from tests.grpo_core.exactness import distance, first_update, plain_gradient, rollout_with, updating_gradient
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lost_weights import LEARNING_RATES, measure
-from grpo_core.probe import Probe, Scores, probe_sequences
+from grpo_core.training.probe import Probe, Scores, probe_sequences
 
 TOKENS = 100
 ROUNDING = 0.005

@@ -14,10 +14,10 @@ from typing import Any, get_args
 
 import pytest
 
-from grpo_core.launches import RecipeError
-from grpo_core.plan import PlanError, make_plan, updates_done
-from grpo_core.recipes import DEFAULTS, Recipe, read_recipe, recipe_inputs
-from grpo_core.rules import Rules
+from grpo_core.planning.frameworks.launches import RecipeError
+from grpo_core.planning.frameworks.recipes import DEFAULTS, Recipe, read_recipe, recipe_inputs
+from grpo_core.planning.plan import PlanError, make_plan, updates_done
+from grpo_core.planning.rules import Rules
 
 PLANS = Path(__file__).parent / "plans"
 SYSTEMS = sorted(path.stem for path in PLANS.glob("*.jsonl"))

@@ -19,13 +19,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_core import held_out, trainer, update
-from grpo_core.checkpoint import CheckpointError
-from grpo_core.config import dump_config, load_config
-from grpo_core.plan import load_plan
+from grpo_core.config.files import dump_config, load_config
+from grpo_core.planning.plan import load_plan
 from grpo_core.rollout.collect import NotFiniteError
-from grpo_core.stopping import Stopped
-from grpo_core.trainer import train
+from grpo_core.training import held_out, update
+from grpo_core.training import loop as trainer
+from grpo_core.training.checkpoint import CheckpointError
+from grpo_core.training.interrupt import Stopped
+from grpo_core.training.loop import train
 from tests.conftest import make_run, with_keys, write_sums
 from tests.grpo_core.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
 from tests.grpo_core.training import assert_same, figures_of, interrupted
@@ -83,7 +84,7 @@ def test_a_step_whose_evaluation_was_interrupted_is_recorded_once_whatever_follo
     keys = {"not_finite_action": "roll_back", "max_steps": 5, "eval_steps": 2, "save_steps": 100}
     run = make_run(tmp_path / "run", with_keys(values, **keys))
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr("grpo_core.held_out.sample_and_score", _signalled(held_out.sample_and_score, 1))
+        patch.setattr("grpo_core.training.held_out.sample_and_score", _signalled(held_out.sample_and_score, 1))
         train(run, run / "training")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(trainer, "update", _failing(trainer.update, 2, KeyboardInterrupt))
@@ -140,12 +141,12 @@ def test_a_reward_that_draws_random_numbers_draws_the_same_ones_again(values: di
 
 
 PLACES = {  # where the signal comes, and at which call
-    "sampling": ("grpo_core.rollout.transformers.draw", 10),
+    "sampling": ("grpo_core.rollout.transformers_engine.draw", 10),
     "scoring": ("grpo_core.rollout.collect.score_arriving", 9),
     "backward pass": ("torch.Tensor.backward", 20),
     "optimizer step": ("torch.optim.AdamW.step", 5),
-    "evaluation": ("grpo_core.held_out.sample_and_score", 2),
-    "log": ("grpo_core.records.Records.step", 7),
+    "evaluation": ("grpo_core.training.held_out.sample_and_score", 2),
+    "log": ("grpo_core.training.log.Records.step", 7),
 }
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from grpo_core.config.inputs import RewardConfig
 from grpo_core.rewards import scoring
-from grpo_core.rewards.answers import exact_match, numeric_match
+from grpo_core.rewards.builtin.answers import exact_match, numeric_match
+from grpo_core.rewards.builtin.form import format_regex, length, soft_overlong_punishment
 from grpo_core.rewards.contract import RewardError, resolve
-from grpo_core.rewards.form import format_regex, length, soft_overlong_punishment
 from grpo_core.rewards.scoring import Batch, score, score_arriving
-from grpo_core.sections import RewardConfig
 
 
 @pytest.mark.parametrize(

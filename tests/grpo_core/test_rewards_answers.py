@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from math_verify import parse, verify
 
-from grpo_core.rewards import maths
-from grpo_core.rewards.answers import multiple_choice, normalized_match
+from grpo_core.config.inputs import RewardConfig
+from grpo_core.rewards.builtin import maths
+from grpo_core.rewards.builtin.answers import multiple_choice, normalized_match
+from grpo_core.rewards.builtin.maths import math_answer
+from grpo_core.rewards.builtin.maths_worker import compare
+from grpo_core.rewards.builtin.structured import json_schema
 from grpo_core.rewards.contract import RewardError, resolve
-from grpo_core.rewards.maths import math_answer
-from grpo_core.rewards.maths_worker import compare
 from grpo_core.rewards.scoring import Batch, score
-from grpo_core.rewards.structured import json_schema
-from grpo_core.sections import RewardConfig
 
 
 @pytest.mark.parametrize(

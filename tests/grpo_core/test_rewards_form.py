@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from grpo_core.rewards.answers import multiple_choice, normalized_match
-from grpo_core.rewards.builtin import BUILTIN
-from grpo_core.rewards.form import char_length, language, length_band, repetition, tags
-from grpo_core.rewards.quality import distinct_n, readability, rouge, self_repetition
-from grpo_core.rewards.structured import json_schema
+from grpo_core.rewards.builtin.answers import multiple_choice, normalized_match
+from grpo_core.rewards.builtin.form import char_length, language, length_band, repetition, tags
+from grpo_core.rewards.builtin.quality import distinct_n, readability, rouge, self_repetition
+from grpo_core.rewards.builtin.structured import json_schema
+from grpo_core.rewards.registry import BUILTIN
 
 ARTICLE_1 = {  # of the Universal Declaration of Human Rights
     "en": "All human beings are born free and equal in dignity and rights. They are endowed with reason and conscience "

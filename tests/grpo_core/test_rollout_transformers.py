@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
-from grpo_core.policy import with_adapter
-from grpo_core.precision import in_bfloat16
+from grpo_core.config.inputs import ModelConfig
+from grpo_core.model.policy import with_adapter
+from grpo_core.model.precision import in_bfloat16
 from grpo_core.rollout import group_cache
-from grpo_core.rollout import transformers as engine_module
-from grpo_core.rollout.engine import Request, Sampling
-from grpo_core.rollout.transformers import TransformersEngine
-from grpo_core.sections import ModelConfig
+from grpo_core.rollout import transformers_engine as engine_module
+from grpo_core.rollout.transformers_engine import TransformersEngine
+from grpo_core.rollout.types import Request, Sampling
 from tests.conftest import make_model
 from tests.grpo_core.sampling import sampled
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from grpo_core.batching import MicroBatch
-from grpo_core.config import RunConfig
-from grpo_core.session import Session, set_up
+from grpo_core.config.files import RunConfig
+from grpo_core.training.batch import MicroBatch
+from grpo_core.training.session import Session, set_up
 from tests.conftest import config_values, make_run
 from tests.grpo_core.exactness import (
     distance,

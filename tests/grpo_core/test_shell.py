@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.shell import ShellError, commands
+from grpo_core.planning.frameworks.shell import ShellError, commands
 
 SCRIPT = r"""
 TEXT="it's one # text

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_core.statistics import POWER, Bounds, estimate, paired_difference, pass_at_k, tail
+from grpo_core.evaluation.statistics import POWER, Bounds, estimate, paired_difference, pass_at_k, tail
 
 TRIALS = 200
 LEVEL = 0.05

@@ -18,8 +18,8 @@ import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from grpo_core.config import parse_config
-from grpo_core.plan import make_plan, plan_inputs
+from grpo_core.config.files import parse_config
+from grpo_core.planning.plan import make_plan, plan_inputs
 from tests.conftest import config_values
 from tests.grpo_core.stepping import random_settings, step_through
 

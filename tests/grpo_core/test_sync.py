@@ -13,13 +13,13 @@ import pytest
 from torch import nn
 
 from benchmarks.lost_weights import measure
-from grpo_core import session
-from grpo_core.progress import Progress
-from grpo_core.rollout.engine import Engine
-from grpo_core.rollout.transformers import TransformersEngine
-from grpo_core.session import TrainingError
-from grpo_core.sync import sync
-from grpo_core.trainer import train
+from grpo_core.rollout.transformers_engine import TransformersEngine
+from grpo_core.rollout.types import Engine
+from grpo_core.training import session
+from grpo_core.training.loop import train
+from grpo_core.training.session import TrainingError
+from grpo_core.training.state import Progress
+from grpo_core.training.weight_sync import sync
 from tests import forked
 from tests.conftest import make_run, with_keys
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainerControl, TrainerState
 
-from grpo_core import update
-from grpo_core.progress import Progress
-from grpo_core.sections import AlgorithmConfig, TrainConfig
-from grpo_core.session import _optimizer
+from grpo_core.config.inputs import AlgorithmConfig, TrainConfig
+from grpo_core.training import update
+from grpo_core.training.session import _optimizer
+from grpo_core.training.state import Progress
 from tests.grpo_core.several import in_two_processes
 
 

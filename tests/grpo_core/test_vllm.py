@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from grpo_core.rollout.engine import Request, Sampling
+from grpo_core.rollout.types import Request, Sampling
 from tests import forked
 from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.sampling import sampled
@@ -90,10 +90,10 @@ def start(run: Path) -> tuple[Any, Any, Any]:
     """The engine of a run directory's configuration, the model it was made for, the tokenizer."""
     import torch
 
-    from grpo_core.config import load_config
-    from grpo_core.data import load_tokenizer
-    from grpo_core.policy import load_model, with_adapter
-    from grpo_core.rollout.engine import make_engine
+    from grpo_core.config.files import load_config
+    from grpo_core.data.prompts import load_tokenizer
+    from grpo_core.model.policy import load_model, with_adapter
+    from grpo_core.rollout.types import make_engine
 
     config = load_config(run / "config.toml")
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def start(run: Path) -> tuple[Any, Any, Any]:
 
 def sample(run: Path, other: Path) -> dict[str, list[Any]]:
     """What one engine says to several calls, before and after it takes other weights."""
-    from grpo_core.policy import load_model
+    from grpo_core.model.policy import load_model
 
     engine, model, tokenizer = start(run)
     requests = [Request(tokenizer(prompt)["input_ids"], 6, seed=1000 * i) for i, prompt in enumerate(PROMPTS)]
@@ -139,7 +139,7 @@ def second_runner() -> list[Any]:
     import torch
     from vllm.v1.worker.gpu.sample import sampler as module
 
-    from grpo_core.rollout.vllm_logprobs import ignore_truncation
+    from grpo_core.rollout.vllm.logprobs import ignore_truncation
 
     sampler: Any = module.Sampler.__new__(module.Sampler)
     sampler.use_fp64_gumbel, sampler.sampling_states = False, mock.Mock()
@@ -155,8 +155,8 @@ def second_runner() -> list[Any]:
 
 def refusal(run: Path, model: Any) -> list[str]:
     """What an engine with a sampler that is not known says to a configuration without truncation, and to one with."""
-    from grpo_core.config import load_config
-    from grpo_core.rollout.vllm import VLLMEngine
+    from grpo_core.config.files import load_config
+    from grpo_core.rollout.vllm.colocated import VLLMEngine
 
     said = []
     for overrides in ([], ["rollout.top_p=0.9"]):
@@ -173,7 +173,7 @@ def refusal(run: Path, model: Any) -> list[str]:
 
 def resume(run: Path, other: Path) -> dict[str, list[Any]]:
     """The end of `sample`, in a process that has done nothing before it."""
-    from grpo_core.policy import load_model
+    from grpo_core.model.policy import load_model
 
     engine, _, tokenizer = start(run)
     engine.sync_weights(load_model(other))
@@ -392,7 +392,7 @@ def test_the_engine_follows_an_adapter_over_a_base_that_stays(tmp_path: Path) ->
 
 
 def test_the_room_for_adapters_is_the_next_that_vllm_knows() -> None:
-    from grpo_core.rollout.vllm import lora_rank
+    from grpo_core.rollout.vllm.colocated import lora_rank
 
     assert [lora_rank(rank) for rank in (1, 8, 9, 300, 512)] == [8, 8, 16, 320, 512]
     with pytest.raises(ValueError, match="lora_r=513"):

@@ -24,12 +24,14 @@ import requests
 import torch
 from accelerate import PartialState
 
-from grpo_core.config import parse_config
-from grpo_core.rollout import vllm_client, vllm_serve, vllm_server
-from grpo_core.rollout.engine import Request, Sampling
-from grpo_core.rollout.vllm_client import NO_WEIGHTS, Server, ServerError, Unavailable
-from grpo_core.rollout.vllm_server import VLLMServerEngine
-from grpo_core.sections import RolloutConfig
+from grpo_core.config.files import parse_config
+from grpo_core.config.inputs import RolloutConfig
+from grpo_core.rollout.types import Request, Sampling
+from grpo_core.rollout.vllm import client as vllm_client
+from grpo_core.rollout.vllm import serve as vllm_serve
+from grpo_core.rollout.vllm import server as vllm_server
+from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Unavailable
+from grpo_core.rollout.vllm.server import VLLMServerEngine
 from tests.conftest import config_values
 from tests.grpo_core.launching import TWO_PROCESSES
 
@@ -116,7 +118,7 @@ def _transfer() -> Any:
     """The module without vLLM, which takes long to import."""
     vllm = mock.Mock(WeightSource=object, HTTPVLLMWeightSyncClient=_VLLMClient)
     with mock.patch.dict(sys.modules, {"vllm.distributed.weight_transfer": vllm}):
-        return importlib.import_module("grpo_core.rollout.vllm_transfer")
+        return importlib.import_module("grpo_core.rollout.vllm.transfer")
 
 
 @contextmanager
@@ -156,7 +158,7 @@ def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, nam
     with _answering(b'{"weight_version": "base"}') as url:
         server = _server(url)
         assert asyncio.run(server.control("GET", "/weight_info")) == {"weight_version": "base"}
-        with mock.patch.dict(sys.modules, {"grpo_core.rollout.shared_memory": mock.Mock()}):
+        with mock.patch.dict(sys.modules, {"grpo_core.rollout.vllm.shared_memory": mock.Mock()}):
             transfer._connect(server)
         connect.call_args.kwargs["client"].start_weight_update()
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from grpo_core.trainer import train
+from grpo_core.training.loop import train
 from tests.conftest import make_run, with_keys
 
 

@@ -12,8 +12,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from grpo_core.config import RunConfig, parse_config
-from grpo_core.sections import DataChecks
+from grpo_core.config.files import RunConfig, parse_config
+from grpo_core.config.inputs import DataChecks
 from tasks.contract import RULES
 from tasks.lengths import ModelError
 from tasks.validate import screen

@@ -11,7 +11,7 @@ import mlflow
 import pytest
 from markdown_it import MarkdownIt
 
-from grpo_core.statistics import Difference, Estimate
+from grpo_core.evaluation.statistics import Difference, Estimate
 from tasks.champion import present_champion
 from tasks.evaluate import _log_metrics, _markdown, _shown, rows_of, verdicts
 from tasks.tracking import connect

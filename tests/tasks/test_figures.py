@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from grpo_core.statistics import paired_difference
+from grpo_core.evaluation.statistics import paired_difference
 from tasks.figures import verdict
 
 

@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 from scipy.stats import binom
 
-from grpo_core.config import RunConfig, parse_config
-from grpo_core.statistics import POWER
+from grpo_core.config.files import RunConfig, parse_config
+from grpo_core.evaluation.statistics import POWER
 from tasks.gate import Contestant, Verdict, decide, level_of
 from tests.evaluations import fixed_samples, promotion_config, simulated_samples
 

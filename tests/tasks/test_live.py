@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.plan import make_plan
-from grpo_core.rules import PlanInputs
+from grpo_core.planning.plan import make_plan
+from grpo_core.planning.rules import PlanInputs
 from tasks.drawing import draw_curves
 from tasks.live import LAST_LINES, LINES_AT_ONCE, LINES_PER_SECOND, Figures, Output, live_table
 

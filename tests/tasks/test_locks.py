@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_core.config import dump_config, load_config, parse_config
+from grpo_core.config.files import dump_config, load_config, parse_config
 from tasks import storage
 from tasks.storage import RunInUseError, locked, model_lock
 from tests.conftest import config_values

@@ -13,8 +13,8 @@ import polars as pl
 import pytest
 from matplotlib.figure import Figure
 
-from grpo_core.plan import make_plan
-from grpo_core.rules import PlanInputs
+from grpo_core.planning.plan import make_plan
+from grpo_core.planning.rules import PlanInputs
 from tasks import drawing
 from tasks.account import time_of_updates
 from tasks.record import Record, read_record

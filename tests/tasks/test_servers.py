@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_core.config import load_config, parse_config
+from grpo_core.config.files import load_config, parse_config
 from tasks.servers import _devices, _Server, hold_port, servers
 from tasks.stage import Context, StageError
 from tests.conftest import config_values, make_run, with_keys

@@ -21,7 +21,7 @@ from mlflow import MlflowClient
 from typer.testing import CliRunner
 
 from flows.cli import app
-from grpo_core.config import dump_config, parse_config
+from grpo_core.config.files import dump_config, parse_config
 from tasks.stage import (
     ERRORS,
     EVALUATE,

@@ -95,7 +95,9 @@ def test_sigkill_of_the_supervisor_or_its_guard_leaves_nothing(killed: str) -> N
 
 def test_processes_that_survive_sigkill_are_named_and_left_behind() -> None:
     """As in uninterruptible sleep, which nothing here can bring about."""
-    patch = "import psutil; psutil.Process.kill = lambda self: None; import grpo_core.descendants as descendants; "
+    patch = (
+        "import psutil; psutil.Process.kill = lambda self: None; import grpo_core.system.descendants as descendants; "
+    )
     process, pids = _start_tree(f"{patch}descendants.KILL_SECONDS = 0.1")
     process.send_signal(signal.SIGTERM)
     try:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from grpo_core.plan import Plan, make_plan
-from grpo_core.rules import PlanInputs
+from grpo_core.planning.plan import Plan, make_plan
+from grpo_core.planning.rules import PlanInputs
 from tasks.stage import StageError
 from tasks.train import check_result
 

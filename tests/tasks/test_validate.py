@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_core.config import parse_config
+from grpo_core.config.files import parse_config
 from tasks.validate import screen, too_few_to_promote
 from tests.conftest import config_values, write_sums
 

@@ -1,0 +1,240 @@
+"""Log-probabilities and advantages → per-token losses and the weights that turn them into one scalar.
+
+loss = Σ_it weight_it · L_it. The weights carry the whole normalisation of a loss type and follow from the masks alone,
+so that an update may be cut into micro-batches in any way without changing its gradient.
+
+Shapes: B completions, T tokens. ρ is (B, T), or (B, 1) at sequence level; A is (B, 1); m is the completion mask (B, T).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_core.config.inputs import AlgorithmConfig
+
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+
+VESPO_MAX_LOG_RATIO = 20.0  # of a token and of a sequence
+VESPO_MIN_LOG_RATIO = math.log(1e-8)  # of a sequence and of a token's sampling correction
+VESPO_MIN_LAMBDA = 1e-4
+
+ENTROPY_ROUNDING = 1e-5  # nats by which entropies of the same distribution may differ in float32
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """Per-token quantities, all (B, T); meaningful where the completion mask is 1."""
+
+    loss: Tensor  # with beta·KL
+    metrics: dict[str, Tensor]  # detached; to be logged as means over tokens
+    correction: Tensor | None  # detached; the sampling correction
+
+
+def token_losses(
+    logprobs: Tensor,  # (B, T)
+    old_logprobs: Tensor,  # (B, T)
+    mask: Tensor,  # (B, T), 1 on completion tokens
+    advantages: Tensor,  # (B,)
+    config: AlgorithmConfig,
+    *,
+    sampling_logprobs: Tensor | None = None,  # (B, T), as the rollout engine has them
+    ref_logprobs: Tensor | None = None,  # (B, T)
+    keep: Tensor | None = None,  # (B, T), 0 where a token's policy term is left out
+) -> TokenLosses:
+    """L = policy term of the loss type · off-policy mask · keep · sampling correction + β·KL.
+
+    The ratio ρ = π/π_old holds the policy against the one before the first update of the rollout, the sampling
+    correction that one against the engine that drew the tokens. vespo has the correction in its own weight. The KL
+    is left whole by masks and correction.
+    """
+    log_ratio = (logprobs - old_logprobs) * mask
+    ratio = importance_ratio(log_ratio, mask, config.importance_sampling_level)
+    advantage = advantages[:, None]
+    metrics: dict[str, Tensor] = {}
+    correction = None
+    if sampling_logprobs is not None and config.vllm_importance_sampling_correction:
+        correction = sampling_correction(old_logprobs, sampling_logprobs, mask, config)
+        metrics["sampling/importance_sampling_ratio/mean"] = correction
+
+    match config.loss_type:
+        case "cispo":
+            loss = cispo_loss(logprobs, ratio, advantage, config.upper_clip)
+            metrics["cispo_clip_ratio"] = (ratio > config.upper_clip) & (advantage > 0)
+        case "sapo":
+            loss = sapo_loss(ratio, advantage, config.sapo_temperature_pos, config.sapo_temperature_neg)
+        case "vespo":
+            weight = vespo_weight(log_ratio, mask, advantage, correction, config)
+            loss = -weight * advantage * logprobs
+            metrics["vespo/phi_seq_mean"] = weight
+        case _:
+            loss = clipped_loss(ratio, advantage, config.epsilon, config.upper_clip, config.delta)
+            low = (ratio < 1 - config.epsilon) & (advantage < 0)
+            high = (ratio > 1 + config.upper_clip) & (advantage > 0)
+            metrics |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
+
+    if config.off_policy_mask_threshold is not None:
+        sampled = old_logprobs if sampling_logprobs is None else sampling_logprobs
+        on_policy = off_policy_mask(logprobs, sampled, mask, advantage, config.off_policy_mask_threshold)
+        loss = loss * on_policy
+        metrics["off_policy_mask/kept"] = on_policy
+    if keep is not None:
+        loss = loss * keep
+    if correction is not None and config.loss_type != "vespo":
+        loss = loss * correction
+    if ref_logprobs is not None:
+        kl = kl_to_reference(logprobs, ref_logprobs, mask, ratio if config.use_bias_correction_kl else None)
+        loss = loss + config.beta * kl
+        metrics["kl"] = kl
+    return TokenLosses(
+        loss=loss.expand_as(logprobs),
+        metrics={key: value.detach().to(logprobs.dtype).expand_as(logprobs) for key, value in metrics.items()},
+        correction=None if correction is None else correction.expand_as(logprobs),
+    )
+
+
+def importance_ratio(log_ratio: Tensor, mask: Tensor, level: Literal["token", "sequence"]) -> Tensor:
+    """ρ = exp(logp − logp_old): of each token (B, T), or the geometric mean over the completion's tokens (B, 1).
+
+    `log_ratio` is 0 outside the mask. The sequence level is GSPO's (arXiv:2507.18071).
+    """
+    if level == "sequence":
+        log_ratio = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return log_ratio.exp()
+
+
+def clipped_loss(
+    ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high: float, delta: float | None = None
+) -> Tensor:
+    """L = −min(min(ρ, δ)·A, clip(ρ, 1 − ε, 1 + ε_high)·A), shape of ρ: PPO-clip as in GRPO (arXiv:2402.03300).
+
+    ε_high > ε is DAPO's clip-higher (arXiv:2503.14476). δ bounds the term where A < 0, which the clip leaves free
+    (INTELLECT-2, arXiv:2505.07291). bnpo, dr_grpo, dapo and luspo differ in `token_weights` alone.
+    """
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantage
+    if delta is not None:
+        ratio = ratio.clamp(max=delta)
+    return -torch.minimum(ratio * advantage, clipped)
+
+
+def cispo_loss(logprobs: Tensor, ratio: Tensor, advantage: Tensor, bound: float) -> Tensor:
+    """L = −sg[min(ρ, ε_high)]·A·logp, (B, T): every token keeps a gradient (MiniMax-M1, arXiv:2506.13585)."""
+    return -ratio.detach().clamp(max=bound) * advantage * logprobs
+
+
+def sapo_loss(ratio: Tensor, advantage: Tensor, temperature_pos: float, temperature_neg: float) -> Tensor:
+    """L = −sigmoid(τ(ρ − 1))·4/τ·A, shape of ρ; τ follows the sign of A (SAPO, arXiv:2511.20347).
+
+    Where ρ = 1 the gradient is that of ρ·A; it fades smoothly on both sides instead of being clipped.
+    """
+    temperature = torch.where(advantage > 0, temperature_pos, temperature_neg)
+    return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantage
+
+
+@torch.no_grad()
+def vespo_weight(
+    log_ratio: Tensor, mask: Tensor, advantage: Tensor, correction: Tensor | None, config: AlgorithmConfig
+) -> Tensor:
+    """φ(w) = w^k · exp(λ(1 − w)), (B, 1), with one (k, λ) for A ≥ 0 and one for A < 0 (VESPO, arXiv:2602.10693).
+
+    w = Π_t ρ_t · correction_t is the weight of the whole completion against the engine that sampled it. The loss is
+    −sg[φ]·A·logp. Logarithms are clamped, so that a token whose correction is 0 multiplies w by 1e-8.
+    """
+    terms = log_ratio.clamp(-VESPO_MAX_LOG_RATIO, VESPO_MAX_LOG_RATIO)
+    if correction is not None:
+        terms = terms + correction.log().clamp(VESPO_MIN_LOG_RATIO, VESPO_MAX_LOG_RATIO)
+    log_w = (terms * mask).sum(dim=1, keepdim=True).clamp(VESPO_MIN_LOG_RATIO, VESPO_MAX_LOG_RATIO)
+    k = torch.where(advantage >= 0, config.vespo_k_pos, config.vespo_k_neg)
+    decay = torch.where(advantage >= 0, config.vespo_lambda_pos, config.vespo_lambda_neg).clamp(min=VESPO_MIN_LAMBDA)
+    return (decay + k * log_w - decay * log_w.exp()).exp()
+
+
+@torch.no_grad()
+def sampling_correction(
+    old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, config: AlgorithmConfig
+) -> Tensor:
+    """exp(logp_old − logp_sampling) of each token (B, T), or of the completion's sum (B, 1) in the sequence modes.
+
+    Outside [clip_min, clip_max] it is clamped (truncate) or 0 (mask). Outside the completion mask the difference is 0.
+    """
+    difference = (old_logprobs - sampling_logprobs) * mask
+    if config.vllm_importance_sampling_mode.startswith("sequence"):
+        difference = difference.sum(dim=1, keepdim=True)
+    ratio = difference.exp()
+    low, high = config.vllm_importance_sampling_clip_min or 0.0, config.vllm_importance_sampling_clip_max
+    if config.vllm_importance_sampling_mode.endswith("truncate"):
+        return ratio.clamp(low, high)
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
+@torch.no_grad()
+def off_policy_mask(
+    logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, advantage: Tensor, threshold: float
+) -> Tensor:
+    """1 where A ≥ 0 or mean_t(logp_sampling − logp) ≤ threshold, else 0, (B, 1) (DeepSeek-V3.2, arXiv:2512.02556)."""
+    drift = ((sampling_logprobs - logprobs) * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(1)
+    return ((advantage >= 0) | (drift <= threshold)).to(logprobs.dtype)
+
+
+def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ratio: Tensor | None) -> Tensor:
+    """KL estimate k3 = exp(d) − d − 1, d = logp_ref − logp, (B, T); 0 outside the mask.
+
+    Times ρ, where given, its gradient is unbiased off-policy too (DeepSeek-V3.2, arXiv:2512.02556).
+    """
+    difference = (ref_logprobs - logprobs) * mask
+    kl = difference.exp() - difference - 1
+    return kl if ratio is None else kl * ratio
+
+
+def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+    """1 on the valid tokens whose entropy is at least the (1 − share) quantile of all valid tokens', (B, T).
+
+    Beyond the 80/20 Rule (arXiv:2506.01939): the tokens at which a completion forks carry the learning. The quantile
+    is interpolated linearly; ties with it are kept. Entropies that are equal except for rounding count as ties:
+    completions of a group begin with the same distribution, but a pass of another size rounds it differently.
+    """
+    valid = mask > 0
+    if not valid.any():
+        return torch.zeros_like(mask)
+    # torch.quantile refuses more than 2^24 values; ranks of that many need float64.
+    threshold = np.quantile(entropy[valid].double().cpu().numpy(), 1 - share)
+    return (valid & (entropy >= threshold - ENTROPY_ROUNDING)).to(mask.dtype)
+
+
+def token_weights(
+    loss_type: LossType,
+    mask: Tensor,  # (B, T), the rows of one process's micro-step
+    *,
+    micro_steps: int,
+    rollout_tokens: int,
+    steps_per_generation: int,
+    num_processes: int,
+    max_completion_length: int,
+) -> Tensor:
+    """Weight of each token's loss in the process's scalar; the gradient is then averaged over the processes. (B, T)
+
+    grpo, sapo          1 / (length of the completion · B · micro-steps in the update)
+    bnpo                1 / (valid tokens of the micro-step · micro-steps)
+    dr_grpo             1 / (B · max_completion_length · micro-steps)               arXiv:2503.20783
+    dapo, cispo, vespo  1 / (mean tokens of the generation batch per process and micro-step · micro-steps)
+                                                                                    arXiv:2503.14476
+    luspo               1 / (B · micro-steps)                                       arXiv:2602.05261
+    """
+    rows = mask.shape[0]
+    match loss_type:
+        case "grpo" | "sapo":
+            denominator = mask.sum(dim=1, keepdim=True).clamp(min=1) * rows * micro_steps
+        case "bnpo":
+            denominator = mask.sum().clamp(min=1) * micro_steps
+        case "dr_grpo":
+            denominator = torch.tensor(rows * max_completion_length * micro_steps)
+        case "dapo" | "cispo" | "vespo":
+            denominator = torch.tensor(rollout_tokens / num_processes * micro_steps / steps_per_generation)
+        case "luspo":
+            denominator = torch.tensor(rows * micro_steps)
+    return mask / denominator.to(mask.device)

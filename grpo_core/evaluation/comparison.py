@@ -1,0 +1,100 @@
+"""Samples of several policies → report.json: figures with intervals, paired differences, by set and by category."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from grpo_core.config.files import RunConfig
+from grpo_core.evaluation.outcomes import bounds_of, majority, outcomes, per_prompt, prompt_numbers
+from grpo_core.evaluation.statistics import Bounds, estimate, paired_difference, seen_bounds
+
+Outcomes = Mapping[str, Mapping[str, np.ndarray]]  # policy → metric → one value per row of the set
+
+
+def compare_policies(samples: pl.DataFrame, config: RunConfig, policies: Sequence[str]) -> dict[str, Any]:
+    """For each evaluation set its prompts, every policy's figures, and the last policy minus each of the others."""
+    return {name: _compare_on(name, samples, config, policies) for name in config.evaluation_files}
+
+
+def _compare_on(name: str, samples: pl.DataFrame, config: RunConfig, policies: Sequence[str]) -> dict[str, Any]:
+    metrics = _metrics(config)
+    found = {policy: {metric: of(samples, name, policy) for metric, of in metrics.items()} for policy in policies}
+    everywhere = np.ones(len(found["base"]["reward"]), dtype=bool)
+    numbers = prompt_numbers(samples, name)
+    report = _figures(found, [*metrics], everywhere, numbers, config)
+    del report["policies"]["base"]["kl"]
+    categories = _categories(samples, name)
+    if categories is not None:
+        kinds = sorted({kind for kind in categories if kind is not None})
+        report["categories"] = {
+            kind: _figures(found, ["accuracy", "reward"], categories == kind, numbers, config) for kind in kinds
+        }
+    return report
+
+
+def _metrics(config: RunConfig) -> dict[str, Callable[[pl.DataFrame, str, str], np.ndarray]]:
+    """Metric → its outcomes, given samples, set and policy."""
+    n, right = config.evaluation.num_samples, config.accuracy_reward
+    rewards = config.rewards
+    names = ["accuracy", "reward", *(f"rewards/{reward.name}/mean" for reward in rewards)]
+    names += ["completions/mean_length", "completions/clipped_ratio", "kl"]
+    if n > 1:
+        names += [f"pass@{k}" for k in (*(2**i for i in range(n.bit_length()) if 2**i < n), n)]
+
+    def outcomes_of(metric: str) -> Callable[[pl.DataFrame, str, str], np.ndarray]:
+        return lambda samples, name, policy: outcomes(samples, name, policy, metric, rewards, right)
+
+    metrics = {metric: outcomes_of(metric) for metric in names}
+    if n > 1:
+        pattern = config.evaluation.answer_pattern
+        metrics[f"majority@{n}"] = lambda samples, name, policy: majority(samples, name, policy, right, pattern)
+    return metrics
+
+
+def _figures(
+    found: Outcomes, metrics: Sequence[str], rows: np.ndarray, numbers: np.ndarray, config: RunConfig
+) -> dict[str, Any]:
+    """Figures of all policies on the rows where `rows` is true. `numbers`: see `prompt_numbers`."""
+    confidence = config.evaluation.confidence
+    bounds = {metric: bounds_of(metric, config) for metric in metrics}
+    of_prompts = {
+        name: {metric: per_prompt(values[metric][rows], numbers[rows]) for metric in metrics}
+        for name, values in found.items()
+    }
+    seen = {metric: _seen(bounds[metric], [values[metric] for values in found.values()]) for metric in metrics}
+    *others, last = of_prompts
+    return {
+        "num_prompts": len(np.unique(numbers[rows])),
+        "policies": {
+            policy: {metric: asdict(estimate(values[metric], confidence, seen[metric])) for metric in metrics}
+            for policy, values in of_prompts.items()
+        },
+        "differences": {
+            other: {
+                metric: asdict(
+                    paired_difference(of_prompts[other][metric], of_prompts[last][metric], confidence, bounds[metric])
+                )
+                for metric in metrics
+            }
+            for other in others
+        },
+    }
+
+
+def _seen(bounds: Bounds, of_policies: Sequence[np.ndarray]) -> Bounds:
+    """The bounds; the outermost outcome of all policies replaces an infinite one: those of one policy may be equal."""
+    values = np.concatenate(of_policies)
+    return bounds if np.isnan(values).all() else seen_bounds(bounds, values)
+
+
+def _categories(samples: pl.DataFrame, name: str) -> np.ndarray | None:
+    """Category of each prompt of a set; None where no prompt has one."""
+    if "category" not in samples.columns:
+        return None
+    first = samples.filter((pl.col("set") == name) & (pl.col("sample") == 0)).sort("row")["category"]
+    return None if first.is_null().all() else np.array(first.to_list(), dtype=object)

@@ -1,0 +1,175 @@
+"""Samples → what a policy did on each prompt, metric by metric. The distinct prompt is the unit of every statistic.
+
+`samples` has a row for each completion that was drawn of each prompt (see `docs/evaluation.md`, samples.parquet).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import polars as pl
+import polars.selectors as cs
+
+from grpo_core.config.files import RunConfig
+from grpo_core.config.inputs import RewardConfig
+from grpo_core.evaluation.statistics import BINARY, Bounds, pass_at_k
+from grpo_core.rewards.composition import range_of_sum, weighted_sum
+from grpo_core.rewards.contract import range_of
+
+COLUMN_OF = {
+    "completions/mean_length": "completion_tokens",
+    "completions/clipped_ratio": "truncated",
+    "kl": "kl",
+}
+
+
+def outcomes(
+    samples: pl.DataFrame,
+    set: str,
+    policy: str,
+    metric: str,
+    rewards: Sequence[RewardConfig],
+    accuracy_reward: str,
+    unscored_as: pl.Series | None = None,
+) -> np.ndarray:
+    """A policy's `metric` on each prompt of a set, in the order of rows: the mean over the prompt's samples. (N,)
+
+    accuracy: whether the sample is right, which is that `accuracy_reward` gave it 1. reward: the weighted sum of what
+    `rewards` count. pass@K: the probability that one of K samples is right. kl: 0 of the base itself. The others are
+    columns of `samples`. A sample that a reward left unscored is left out, a prompt without a scored one is NaN.
+    unscored_as: one entry per row of the set, in the order of `samples`: a value that replaces the sample's own, or
+    null. Raises ValueError for a metric or a policy that the samples do not have.
+    """
+    of_set = samples.filter(pl.col("set") == set)
+    if (policy, metric) == ("base", "kl"):
+        return np.zeros(of_set["row"].n_unique())
+    if metric.startswith("pass@"):
+        return _pass_at(int(metric.removeprefix("pass@")), of_set, f"{policy}/rewards/{accuracy_reward}")
+    try:
+        values = _of_samples(of_set, policy, metric, rewards, accuracy_reward)
+    except pl.exceptions.ColumnNotFoundError as error:
+        raise ValueError(f"the samples have no {metric!r} of the policy {policy!r}: no column {error}") from None
+    if unscored_as is not None:
+        values = unscored_as.zip_with(unscored_as.is_not_null(), values)
+    means = of_set.select("row", it=values).group_by("row").agg(pl.col("it").mean())
+    return means.sort("row")["it"].fill_null(np.nan).to_numpy()
+
+
+def deciding_metric(samples: pl.DataFrame, accuracy_reward: str) -> str:
+    """What policies are compared by where `promotion.metric` does not say it: accuracy if `accuracy_reward` gave all
+    samples, of every policy, 0 or 1, or did not score them; else reward, since its other values are not "wrong"."""
+    given = samples.select(cs.ends_with(f"/rewards/{accuracy_reward}").cast(pl.Float64))
+    return "accuracy" if all(column.drop_nulls().is_in([0.0, 1.0]).all() for column in given) else "reward"
+
+
+def bounds_of(metric: str, config: RunConfig) -> Bounds:
+    """Lowest and highest value that the metric of a prompt can have; infinite where nothing bounds it."""
+    if metric == "reward":
+        return range_of_sum(config.rewards)
+    if metric == "kl":
+        return 0.0, math.inf
+    if metric == "completions/mean_length":
+        return 0.0, float(config.evaluation_length)
+    ranges = {f"rewards/{reward.name}/mean": range_of(reward) or (-math.inf, math.inf) for reward in config.rewards}
+    return ranges.get(metric, BINARY)
+
+
+def rewards_in(metric: str, config: RunConfig) -> list[str]:
+    """Names of the rewards that the metric follows from."""
+    if metric == "accuracy":
+        return [config.accuracy_reward]
+    if metric == "reward":
+        return [it.name for it in config.rewards if it.weight]
+    return [it.name for it in config.rewards if metric == f"rewards/{it.name}/mean"]
+
+
+def left_unscored(
+    samples: pl.DataFrame, policy: str, others: pl.DataFrame, other: str, set: str, rewards: Sequence[str]
+) -> pl.Series:
+    """Whether one of `rewards` left the policy's sample unscored, although it scored the other policy on that prompt:
+    one value per row of the set, in the order of `samples`. `others` has the columns `other/…` of the other policy."""
+    of_set, theirs = samples.filter(pl.col("set") == set), others.filter(pl.col("set") == set)
+    lost = pl.repeat(False, of_set.height, eager=True)
+    for name in rewards:
+        scored = theirs.filter(pl.col(f"{other}/rewards/{name}").is_not_null())["row"].unique()
+        lost |= of_set[f"{policy}/rewards/{name}"].is_null() & of_set["row"].is_in(scored.implode())
+    return lost
+
+
+def prompt_numbers(samples: pl.DataFrame, set: str) -> np.ndarray:
+    """Number of each row's prompt, in the order of the set's rows; equal prompts have the same number. (N,)"""
+    of_set = samples.filter((pl.col("set") == set) & (pl.col("sample") == 0)).sort("row")
+    numbers: dict[str, int] = {}
+    return np.array(
+        [numbers.setdefault(repr(prompt), len(numbers)) for prompt in of_set["prompt"].to_list()], dtype=int
+    )
+
+
+def per_prompt(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Outcomes of rows (N,) → of distinct prompts (P,): the mean over the rows that have the same prompt and a value.
+
+    Rows of the same prompt are not independent: counted one by one, they would look like more evidence.
+    """
+    scored = ~np.isnan(values)
+    distinct, places = np.unique(numbers, return_inverse=True)
+    sums = np.bincount(places[scored], values[scored], minlength=len(distinct))
+    counts = np.bincount(places[scored], minlength=len(distinct))
+    return np.divide(sums, counts, out=np.full(len(distinct), np.nan), where=counts > 0)
+
+
+def majority(
+    samples: pl.DataFrame, set: str, policy: str, accuracy_reward: str, answer_pattern: str | None
+) -> np.ndarray:
+    """Whether the answer that most samples of a prompt give is right (arXiv:2203.11171), in the order of rows. (N,)
+
+    The answer: the first group of `answer_pattern`'s last match, or without a pattern the completion without white
+    space around it; a completion without a match casts no vote. Of equal counts the answer that came first wins. NaN
+    where the winner's first sample was not scored; 0 where no sample has an answer.
+    """
+    columns = (f"{policy}/completion", f"{policy}/rewards/{accuracy_reward}")
+    of_set = samples.filter(pl.col("set") == set).sort("row", "sample")
+    per_prompt = of_set.group_by("row", maintain_order=True).agg(*columns)
+    return np.array([_vote(zip(*drawn, strict=True), answer_pattern) for _, *drawn in per_prompt.rows()])
+
+
+def _of_samples(
+    samples: pl.DataFrame, policy: str, metric: str, rewards: Sequence[RewardConfig], accuracy_reward: str
+) -> pl.Series:
+    """The metric of each sample; null where it was not scored."""
+    if metric == "accuracy":
+        return (samples[f"{policy}/rewards/{accuracy_reward}"].cast(pl.Float64) == 1).cast(pl.Float64)
+    if metric == "reward":
+        given = samples.select(pl.col(f"{policy}/rewards/{reward.name}").cast(pl.Float64) for reward in rewards)
+        return pl.Series(weighted_sum(given.to_numpy(), rewards), nan_to_null=True)
+    return samples[f"{policy}/{COLUMN_OF.get(metric) or metric.removesuffix('/mean')}"].cast(pl.Float64)
+
+
+def _pass_at(k: int, of_set: pl.DataFrame, reward: str) -> np.ndarray:
+    scored = pl.col(reward)
+    counts = of_set.group_by("row").agg(right=(scored == 1).sum(), scored=scored.count()).sort("row")
+    counted = counts.select("right", "scored").rows()
+    return np.array([pass_at_k(right, drawn, k) if drawn >= k else np.nan for right, drawn in counted])
+
+
+def _vote(drawn: Iterable[tuple[str, float | None]], answer_pattern: str | None) -> float:
+    votes: dict[str, int] = {}
+    rewards: dict[str, float | None] = {}
+    for completion, reward in drawn:
+        answer = _answer(completion, answer_pattern)
+        if answer is not None:
+            votes[answer] = votes.get(answer, 0) + 1
+            rewards.setdefault(answer, reward)
+    if not votes:
+        return 0.0
+    reward = rewards[max(votes, key=votes.__getitem__)]
+    return np.nan if reward is None else float(reward == 1)
+
+
+def _answer(completion: str, pattern: str | None) -> str | None:
+    if pattern is None:
+        return completion.strip()
+    matches = list(re.finditer(pattern, completion))
+    return matches[-1].group(1) if matches else None

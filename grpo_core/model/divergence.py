@@ -1,0 +1,66 @@
+"""How far a policy has moved from its base: the exact KL divergence where its own completions lead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_core.config.fixed_sizes import CHUNK_LOGITS
+from grpo_core.model.logprobs import divergence, kl_of_logs
+from grpo_core.model.policy import decoder, plain_output_layer
+from grpo_core.rollout.types import pad
+
+TOKENS = 8192  # of a forward pass, padding included; one sequence may be longer
+
+
+@torch.no_grad()
+def mean_kl(
+    policy: Any, base: Any, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]
+) -> list[float]:
+    """Of each completion y of a prompt x, (1/|y|) Σ_t KL(π(·|x, y_<t) ‖ π_base(·|x, y_<t)), in nats a token.
+
+    KL(p ‖ q) = Σ_v p(v) (log p(v) − log q(v)) over the whole vocabulary, at temperature 1: nothing is estimated from
+    the sampled token, as k3 is. The models' passes have the dtype of their weights, logarithms and sums are float32.
+    """
+    layers = [plain_output_layer(policy), plain_output_layer(base)]
+    budget = TOKENS
+    if None in layers:
+        layers = [None, None]
+        budget = min(TOKENS, CHUNK_LOGITS // policy.config.get_text_config().vocab_size)
+    found = torch.empty(len(completion_ids))
+    lengths = [len(x) + len(y) for x, y in zip(prompt_ids, completion_ids, strict=True)]
+    for rows in _batches(lengths, budget):
+        ids = pad([prompt_ids[row] + completion_ids[row] for row in rows], torch.int64).to(policy.device)
+        spans = [(len(prompt_ids[row]) - 1, lengths[row] - 1) for row in rows]  # each state predicts the token after it
+        states = [_states(model, layer, ids, spans) for model, layer in zip((policy, base), layers, strict=True)]
+        if layers[0] is None or layers[1] is None:
+            log_p, log_q = (logits.float().log_softmax(-1) for logits in states)
+            kl = kl_of_logs(log_p, log_q)
+        else:
+            kl = divergence(states[0], layers[0].weight, states[1], layers[1].weight)
+        parts = kl.split([stop - start for start, stop in spans])
+        found[rows] = torch.stack([part.mean() for part in parts]).cpu()
+    return found.tolist()
+
+
+def _states(model: Any, layer: Any, ids: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    """Last hidden states of the spans, or logits where the model has to make them itself. Padding is on the right,
+    where a causal model does not see it."""
+    if layer is None:
+        states = model(input_ids=ids, use_cache=False).logits
+    else:
+        states = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+    return torch.cat([row[start:stop] for row, (start, stop) in zip(states, spans, strict=True)])
+
+
+def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
+    """Rows of like length, longest first, of at most `budget` tokens together, padding included."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    start = 0
+    while start < len(order):
+        count = max(1, budget // lengths[order[start]])
+        yield order[start : start + count]
+        start += count

@@ -1,0 +1,100 @@
+"""Hidden states → log-probabilities of chosen tokens, without the logits of all tokens at once.
+
+The output layer is applied to chunks of tokens, so that memory does not grow with tokens · vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_core.config.fixed_sizes import CHUNK_LOGITS, KEPT_LOGITS
+
+
+def chosen_logprobs(
+    hidden: Tensor,  # (N, h)
+    weight: Tensor,  # (V, h)
+    targets: Tensor,  # (N,)
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """logp = z_t − log Σ_j exp z_j and the entropy H = −Σ_j p_j log p_j of z = h Wᵀ / temperature. 2 × (N,) float32
+
+    The products have the dtype of `hidden`.
+    """
+    return _ChosenLogprobs.apply(hidden, weight, targets, temperature)
+
+
+@torch.no_grad()
+def divergence(
+    hidden: Tensor,  # (N, h)
+    weight: Tensor,  # (V, h)
+    other_hidden: Tensor,  # (N, h')
+    other_weight: Tensor,  # (V, h')
+) -> Tensor:
+    """KL(p ‖ q) = Σ_j p_j (log p_j − log q_j), where p = softmax(h Wᵀ) and q that of the other. (N,) float32"""
+    kl = torch.empty(len(hidden), device=hidden.device)
+    for part in _chunks(len(hidden), len(weight)):
+        log_p = _log_softmax(hidden[part], weight, 1.0)
+        kl[part] = kl_of_logs(log_p, _log_softmax(other_hidden[part], other_weight, 1.0))
+    return kl
+
+
+def kl_of_logs(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Σ_j p_j (log p_j − log q_j); where p_j = 0 its term is 0. (N, V) → (N,)"""
+    p = log_p.exp()
+    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    """Backward: ∂logp/∂z_j = [j = t] − p_j and ∂H/∂z_j = −p_j (log p_j + H)."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Any:
+        ctx.set_materialize_grads(False)
+        keep = any(ctx.needs_input_grad) and len(targets) * len(weight) <= KEPT_LOGITS
+        logprobs, entropy = torch.empty(2, len(targets), device=hidden.device)
+        kept: list[Tensor] = []
+        for part in _chunks(len(targets), len(weight)):
+            log_p = _log_softmax(hidden[part], weight, temperature)
+            logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
+            p = log_p.exp()
+            entropy[part] = -torch.linalg.vecdot(p, log_p)
+            if keep:
+                kept.append(p)
+        ctx.save_for_backward(hidden, weight, targets, entropy, *kept)
+        ctx.temperature = temperature
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:  # type: ignore[override]
+        hidden, weight, targets, entropy, *kept = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # in which chunks add up
+        for n, part in enumerate(_chunks(len(targets), len(weight))):
+            p = kept[n] if kept else _log_softmax(hidden[part], weight, ctx.temperature).exp()
+            grad = torch.zeros_like(p)
+            if grad_entropy is not None:
+                log_p = p.log().clamp(min=torch.finfo(p.dtype).min)  # p = 0: its term is 0
+                grad -= grad_entropy[part, None] * p * (log_p + entropy[part, None])
+            if grad_logprobs is not None:
+                grad -= grad_logprobs[part, None] * p
+                grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+            grad = (grad / ctx.temperature).to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[part]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    logits = (hidden @ weight.T).float()
+    return logits.div_(temperature).log_softmax(-1)
+
+
+def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
+    size = max(1, CHUNK_LOGITS // vocabulary)
+    return (slice(start, start + size) for start in range(0, tokens, size))

@@ -1,0 +1,246 @@
+"""Rows in one line of tokens, without padding: each prompt once, then all completions, which attend to theirs.
+
+Whatever works token by token (all of a decoder but its attention) then computes each token once. Attention is flex
+attention with a block mask on a GPU; elsewhere it is computed in a padded form of the line, where the padding costs
+little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from grpo_core.training.batch import Sequences, prompts_of
+
+NAME = "grpo_packed"  # of the attention function, among transformers'
+FLEX_BLOCK = 128  # tokens; a line's length is a multiple of it there, as block masks are
+SHORT = {torch.bfloat16: 512}  # keys up to which plain products are faster than torch's fused attention on a CPU
+
+
+@dataclass(frozen=True)
+class Line:
+    """Where the N tokens of a line belong. U prompts of at most P tokens, R completions of at most T inputs each."""
+
+    input_ids: Tensor  # (1, N)
+    positions: Tensor  # (1, N) in their own sequence
+    predicts: Tensor  # (tokens of all completions,) the place whose hidden state predicts each, row by row
+    attention: _Padded | BlockMask
+
+
+@dataclass(frozen=True)
+class _Padded:
+    """A line as two padded blocks, for attention."""
+
+    prompt_slots: Tensor  # (tokens of prompts,) in the U · P places
+    completion_slots: Tensor  # (tokens of completions,) in the R · T places
+    prompt_of: Tensor  # (R,)
+    mask: Tensor  # (R, 1, T, P + T), True where a completion's token attends to a key
+    num_prompts: int
+    longest_prompt: int
+
+    @property
+    def num_completions(self) -> int:
+        return self.mask.shape[0]
+
+    @property
+    def longest_completion(self) -> int:
+        return self.mask.shape[2]
+
+
+def line_up(sequences: Sequences, device: torch.device, *, flex: bool) -> Line:
+    """The sequences as a line on `device`. A completion's last token is not an input: nothing comes after it."""
+    firsts, owners = prompts_of(sequences)
+    of_row = torch.tensor(owners)
+    prompts, completions = sequences.prompt_lengths[firsts], (sequences.completion_lengths - 1).clamp(min=0)
+    prompt, prompt_position = _ragged(prompts)
+    row, offset = _ragged(completions)
+    position = sequences.prompt_lengths[row] + offset
+    first_rows = torch.tensor(firsts)
+    ids = torch.cat([sequences.input_ids[first_rows[prompt], prompt_position], sequences.input_ids[row, position]])
+    positions = torch.cat([prompt_position, position])
+
+    ends, starts = prompts.cumsum(0) - 1, len(prompt) + completions.cumsum(0) - completions
+    target_row, target = _ragged(sequences.completion_lengths)
+    predicts = torch.where(target == 0, ends[of_row[target_row]], starts[target_row] + target - 1)
+
+    if flex:
+        padding = -len(ids) % FLEX_BLOCK
+        group = nn.functional.pad(torch.cat([prompt, of_row[row]]), (0, padding), value=-1).to(device)
+        member = nn.functional.pad(torch.cat([torch.full_like(prompt, -1), row]), (0, padding), value=-2).to(device)
+        ids, positions = nn.functional.pad(ids, (0, padding)), nn.functional.pad(positions, (0, padding))
+        attention: _Padded | BlockMask = _block_mask(group, member)
+    else:
+        attention = _padded(prompts, completions, of_row, (prompt, prompt_position), (row, offset), device)
+    return Line(ids[None].to(device), positions[None].to(device), predicts.to(device), attention)
+
+
+def packed_states(decoder: Any, line: Line) -> Tensor:
+    """Hidden states that predict completions' tokens, row by row, by a decoder after `use_attention`. (tokens, h)"""
+    attention = line.attention
+    mask = attention if isinstance(attention, BlockMask) else attention.mask  # which transformers takes as it is
+    output = decoder(
+        input_ids=line.input_ids, position_ids=line.positions, attention_mask=mask, use_cache=False, line=attention
+    )
+    return output.last_hidden_state[0].index_select(0, line.predicts)
+
+
+def use_attention(config: Any) -> None:
+    """Let a model of torch's fused attention take lines too; for good, since recomputed layers ask again."""
+    if config._attn_implementation != "sdpa":
+        raise ValueError(f"attention is {config._attn_implementation!r}: a line of tokens needs that of 'sdpa'")
+    config._attn_implementation = NAME
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,  # (1, H, N, d)
+    key: Tensor,  # (1, K, N, d)
+    value: Tensor,  # (1, K, N, d)
+    attention_mask: Any,
+    *,
+    line: _Padded | BlockMask | None = None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: its own for rows, → (B, T, H, d), ours for a line, → (1, N, H, d).
+
+    ValueError for a line where the layer's attention is of another kind.
+    """
+    if line is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    # A window may be there: only models whose windows are longer than any sequence take lines.
+    changes = {name: options.get(name) for name in ("softcap", "s_aux", "position_bias")}
+    if any(value is not None for value in changes.values()):
+        raise ValueError(f"a line of tokens has plain causal attention only, this layer has {changes}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(line, BlockMask):
+        output = _flex(scale, query.is_cuda)(query, key, value, block_mask=line)
+        return output.transpose(1, 2).contiguous(), None
+    return _attend_padded(query[0], key[0], value[0], line, scale)[None], None
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _attend_padded(query: Tensor, key: Tensor, value: Tensor, line: _Padded, scale: float) -> Tensor:
+    """(H, N, d), (K, N, d), (K, N, d) → (N, H, d)"""
+    count = len(line.prompt_slots)
+    (q1, q2), (k1, k2), (v1, v2) = ((x.transpose(0, 1)[:count], x.transpose(0, 1)[count:]) for x in (query, key, value))
+
+    def prompts(x: Tensor) -> Tensor:
+        return _spread(x, line.prompt_slots, line.num_prompts, line.longest_prompt)
+
+    def completions(x: Tensor) -> Tensor:
+        return _spread(x, line.completion_slots, line.num_completions, line.longest_completion)
+
+    k_prompts, v_prompts = prompts(k1), prompts(v1)
+    of_prompts = _attention(prompts(q1), k_prompts, v_prompts, None, scale)
+    gathered = [_gather(of_prompts, line.prompt_slots)]
+    if len(line.completion_slots):
+        keys = torch.cat([k_prompts.index_select(0, line.prompt_of), completions(k2)], dim=2)
+        values = torch.cat([v_prompts.index_select(0, line.prompt_of), completions(v2)], dim=2)
+        gathered.append(_gather(_attention(completions(q2), keys, values, line.mask, scale), line.completion_slots))
+    return torch.cat(gathered)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """softmax(q kᵀ · scale) v, causal without a mask. (B, H, T, d), (B, K, S, d), (B, K, S, d) → (B, H, T, d)"""
+    rows, heads, tokens, size = query.shape
+    groups, keys = key.shape[1], key.shape[2]
+    if keys > SHORT.get(query.dtype, 0):
+        key, value = (x.repeat_interleave(heads // groups, dim=1) for x in (key, value))
+        fused = nn.functional.scaled_dot_product_attention
+        return fused(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
+    if mask is None:
+        mask = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril()
+    # The query heads of one key head are further rows of the same product.
+    queries = query.reshape(rows * groups, -1, size)
+    scores = torch.bmm(queries * scale, key.reshape(rows * groups, keys, size).transpose(1, 2))
+    p = scores.view(rows, heads, tokens, keys).masked_fill(~mask, -torch.inf).softmax(-1)
+    mixed = torch.bmm(p.view(rows * groups, -1, keys), value.reshape(rows * groups, keys, size))
+    return mixed.view(rows, heads, tokens, size)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows at different places; the gradient is put back there, with no need to add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.size = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.size, *gradient.shape[1:]).index_copy_(0, places, gradient), None
+
+
+def _spread(x: Tensor, slots: Tensor, rows: int, width: int) -> Tensor:
+    """(tokens, H, d) → (rows, H, width, d), zeros where there is no token"""
+    padded = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, slots, x)
+    return padded.view(rows, width, *x.shape[1:]).transpose(1, 2)
+
+
+def _gather(x: Tensor, slots: Tensor) -> Tensor:
+    """(rows, H, width, d) → (tokens, H, d)"""
+    return _Gather.apply(x.transpose(1, 2).flatten(0, 1), slots)
+
+
+def _padded(
+    prompts: Tensor,
+    completions: Tensor,
+    prompt_of: Tensor,
+    in_prompts: tuple[Tensor, Tensor],
+    in_completions: tuple[Tensor, Tensor],
+    device: torch.device,
+) -> _Padded:
+    p, t = int(prompts.max()), int(completions.max())
+    (prompt, prompt_position), (row, offset) = in_prompts, in_completions
+    of_prompt = (torch.arange(p) < prompts[prompt_of][:, None])[:, None].expand(-1, t, -1)
+    own = torch.ones(t, t, dtype=torch.bool).tril().expand(len(prompt_of), -1, -1)
+    return _Padded(
+        prompt_slots=(prompt * p + prompt_position).to(device),
+        completion_slots=(row * t + offset).to(device),
+        prompt_of=prompt_of.to(device),
+        mask=torch.cat([of_prompt, own], dim=2)[:, None].to(device),
+        num_prompts=len(prompts),
+        longest_prompt=p,
+    )
+
+
+def _block_mask(group: Tensor, member: Tensor) -> BlockMask:
+    """A token attends to its prompt's tokens and to its own completion's, of those before it and itself."""
+
+    def allowed(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (group[q] == group[k]) & ((member[k] == -1) | (member[q] == member[k]))
+
+    return _create_block_mask(group.is_cuda)(allowed, None, None, len(group), len(group), device=str(group.device))
+
+
+@cache
+def _flex(scale: float, compiled: bool) -> Any:
+    """Flex attention; the scale has to be a constant of the kernel."""
+    attention = partial(flex_attention, scale=scale, enable_gqa=True)
+    return torch.compile(attention) if compiled else attention
+
+
+@cache
+def _create_block_mask(compiled: bool) -> Any:
+    """Compiled, it does not make the whole mask on its way to that of the blocks."""
+    return torch.compile(create_block_mask) if compiled else create_block_mask
+
+
+def _ragged(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and place in it of each element of rows of these lengths, one after the other."""
+    inside = torch.arange(int(lengths.max()))[None] < lengths[:, None]
+    return inside.nonzero(as_tuple=True)  # type: ignore[return-value]

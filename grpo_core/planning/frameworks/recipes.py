@@ -1,0 +1,325 @@
+"""Other systems' recipes as plan inputs: TRL's and Open-R1's YAML, ms-swift's files of arguments, launch scripts.
+
+Each with that system's own defaults: TRL 1.16 (transformers 5.19), TRL 0.17 and 0.16 (transformers 4.50), ms-swift 4.6.
+Values that the plan does not follow from are passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from grpo_core.planning.frameworks.launches import (
+    Launch,
+    RecipeError,
+    beside,
+    launches,
+    processes,
+    read_yaml,
+    trains_by_rloo,
+    why_not_grpo,
+)
+from grpo_core.planning.frameworks.megatron import MEGATRON_KEYS, MegatronInputs
+from grpo_core.planning.rules import PlanInputs, Rules
+
+System = Literal["trl", "swift"]
+Algorithm = Literal["grpo", "rloo", "megatron"]
+SCRIPTS = (".sh", ".bash", ".slurm")
+NEWEST: dict[System, Rules] = {"trl": "trl-1.16", "swift": "swift-4.6"}
+COMMON = {
+    "num_generations": 8,
+    "gradient_accumulation_steps": 1,
+    "num_iterations": 1,
+    "num_train_epochs": 3.0,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "max_completion_length": 256,
+}
+DEFAULTS: dict[Rules, dict[str, Any]] = {
+    "trl-1.16": {**COMMON, "max_completion_length": 512},
+    "trl-0.17": COMMON,
+    "trl-0.16": COMMON,
+    "swift-4.6": {
+        **COMMON,
+        "max_completion_length": 512,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+    },
+}
+WHOLE = (
+    "num_generations",
+    "per_device_train_batch_size",
+    "max_completion_length",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+    "num_iterations",
+)
+NOT_MEGATRON = {
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "warmup_steps",
+    "warmup_ratio",
+}
+MEGATRON_WHOLE = (
+    "num_generations",
+    "max_completion_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "steps_per_generation",
+    "generation_batch_size",
+    "num_train_epochs",
+    "train_iters",
+    "num_iterations",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "lr_warmup_iters",
+    "max_resample_times",
+)
+RLOO = {"num_generations": 2}  # TRL's RLOOConfig, where it differs from GRPOConfig in what a plan follows from
+NO = ("no", False)  # YAML reads a bare `no` as false
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe's arguments, by name. `processes`: numbers whose product is that of the processes; empty if not said.
+
+    `algorithm`: "megatron" is GRPO in Megatron-SWIFT, whose arithmetic is another.
+    """
+
+    rules: Rules
+    arguments: Mapping[str, Any]
+    processes: Mapping[str, Any] = field(default_factory=dict)
+    algorithm: Algorithm = "grpo"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def datasets(self) -> list[str]:
+        """Files, folders or hub names of the training data; ms-swift's may end in #ROWS."""
+        if self.rules == "swift-4.6":
+            given = self.arguments.get("dataset")
+        else:
+            given = self.arguments.get("dataset_name") or self.arguments.get("datasets")
+        named = given if isinstance(given, list) else [given or []]
+        return [str(one.get("path") if isinstance(one, dict) else one) for one in named if one]
+
+    @property
+    def split(self) -> str:
+        return str(self.arguments.get("dataset_train_split", "train"))
+
+
+def read_recipe(path: Path, rules: Rules) -> Recipe:
+    """Read a YAML or JSON file of arguments, or a shell script that launches a training."""
+    if path.suffix in SCRIPTS:
+        return _launched(path, _text(path), rules)
+    arguments = _mapping(path)
+    environment = arguments.get("ENV")  # of ms-swift
+    launch = Launch("", {}, {}, environment if isinstance(environment, dict) else {}, is_whole=True)
+    if rules == "swift-4.6" and arguments.get("rlhf_type", "grpo") != "grpo":
+        raise RecipeError(f"{path}: rlhf_type is {arguments['rlhf_type']}: this does not train by GRPO")
+    return _recipe(rules, launch, arguments, path.parent)
+
+
+def _launched(path: Path, text: str, rules: Rules) -> Recipe:
+    """The recipe of the script's first command that trains by GRPO."""
+    reasons: list[str] = []
+    for launch in launches(text):
+        arguments = {**_config(launch, path), **launch.arguments}
+        reason = why_not_grpo(launch, arguments, rules.partition("-")[0], path.parent)
+        if reason is None:
+            return _recipe(rules, launch, arguments, path.parent)
+        reasons += [reason] if reason not in reasons else []
+    found = "; ".join(reasons) or "none of its commands starts a program of TRL or ms-swift, or a Python file"
+    raise RecipeError(f"the script launches no training by GRPO that can be planned: {found}")
+
+
+def _config(launch: Launch, script: Path) -> dict[str, Any]:
+    """Arguments in the file that `--config` names; a server's are of no interest."""
+    name = launch.arguments.get("config")
+    if not name or why_not_grpo(launch, {"rlhf_type": "grpo", **launch.arguments}, _owner(launch), script.parent):
+        return {}
+    path = beside(str(name), script.parent)
+    if path is None:
+        raise RecipeError(f"--config {name}: there is no such file, neither beside {script} nor in the working folder")
+    return _mapping(path)
+
+
+def _owner(launch: Launch) -> str:
+    return "swift" if launch.program.startswith(("swift ", "megatron ")) else "trl"
+
+
+def _recipe(rules: Rules, launch: Launch, arguments: dict[str, Any], folder: Path) -> Recipe:
+    """The recipe of a launch; Ray's file of roles holds what trains, and on how many GPUs, under `train`."""
+    notes: tuple[str, ...] = ()
+    if launch.program.endswith(".py"):
+        notes = (f"read is what {launch.program} is given; values that its own code sets are not known",)
+    if isinstance(role := arguments.get("train"), dict):
+        if "gpus" not in role:
+            raise RecipeError("train.gpus is not given: Ray starts one training process per GPU of it")
+        ray = {**arguments, **role, "use_ray": True}
+        return Recipe(rules, ray, {"train.gpus": role["gpus"]}, "megatron", notes)
+    algorithm: Algorithm = "grpo"
+    if rules == "swift-4.6" and (launch.program == "megatron rlhf" or MEGATRON_KEYS & arguments.keys()):
+        algorithm = "megatron"
+    elif trains_by_rloo(launch, folder):
+        algorithm = "rloo"
+    return Recipe(rules, arguments, processes(launch, arguments, folder), algorithm, notes)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """The arguments in a YAML or JSON file."""
+    text = _text(path)
+    try:
+        arguments = json.loads(text) if path.suffix == ".json" else read_yaml(text)
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(
+            f"{path}: a recipe is YAML, JSON (.json) or a launch script (.sh); this is none of them: {error}"
+        ) from error
+    if not isinstance(arguments, dict):
+        raise RecipeError(f"{path}: holds {type(arguments).__name__}, not arguments by name")
+    return {str(name): value for name, value in arguments.items()}
+
+
+def recipe_inputs(recipe: Recipe, rows: Sequence[int | None], given: Mapping[str, Any]) -> PlanInputs:
+    """The plan's inputs: what is `given` by hand, else what the recipe says, else the system's defaults.
+
+    `rows`: of each of its data sets, before ms-swift splits held-out ones off; None where that is not known, and only
+    ms-swift's `#ROWS` may say it.
+    """
+    arguments = {**DEFAULTS[recipe.rules], **(RLOO if recipe.algorithm == "rloo" else {})}
+    arguments |= {name: value for name, value in {**recipe.arguments, **given}.items() if value is not None}
+    held_out = _whole("num_eval_prompts", arguments)
+    evaluates = arguments.get("eval_strategy", arguments.get("evaluation_strategy", "no")) not in NO
+    ratio = 0.0
+    if recipe.rules == "swift-4.6":
+        ratio = _swift_ratio(arguments)
+        evaluates = ratio > 0 or (evaluates and bool(arguments.get("val_dataset")))
+    num_prompts, split_off = _prompts(recipe, rows, given, ratio)
+    max_steps = _whole("max_steps", arguments)
+    dynamic = recipe.rules == "swift-4.6" and _is_true(arguments.get("dynamic_sample"))
+    teacher = arguments.get("teacher_model") or arguments.get("teacher_model_server")
+    return PlanInputs(
+        num_prompts=num_prompts,
+        **{key: _whole(key, arguments) for key in WHOLE},
+        num_processes=_processes(recipe, given),
+        num_train_epochs=_number("num_train_epochs", arguments),
+        max_steps=None if max_steps == -1 else max_steps,
+        warmup_steps=_warmup(arguments, recipe.rules),
+        dynamic_sample=dynamic,
+        max_resample_times=_whole("max_resample_times", {"max_resample_times": 3, **arguments}) if dynamic else 0,
+        rules=recipe.rules,
+        has_teacher=recipe.rules == "swift-4.6" and bool(teacher),
+        per_device_eval_batch_size=_whole("per_device_eval_batch_size", arguments) if evaluates else None,
+        num_generations_eval=_whole("num_generations_eval", arguments) if evaluates else None,
+        num_eval_prompts=(split_off or held_out) if evaluates else None,
+    )
+
+
+def megatron_inputs(recipe: Recipe, rows: Sequence[int | None], given: Mapping[str, Any]) -> MegatronInputs:
+    """The same for Megatron-SWIFT, in its own terms; a setting that it does not have is refused."""
+    arguments = {name: value for name, value in {**recipe.arguments, **given}.items() if value is not None}
+    if foreign := sorted(NOT_MEGATRON & arguments.keys()):
+        raise RecipeError(
+            f"Megatron-SWIFT has no {', '.join(foreign)}: its batches follow from micro_batch_size and "
+            "global_batch_size, its length from num_train_epochs or train_iters"
+        )
+    ray = _is_true(arguments.get("use_ray"))
+    num_prompts, _ = _prompts(recipe, rows, given, 0.0 if ray else _swift_ratio(arguments))
+    known = {name: _whole(name, arguments) for name in MEGATRON_WHOLE if name in arguments}
+    return MegatronInputs(
+        num_prompts=num_prompts,
+        world_size=_processes(recipe, given),
+        **known,
+        lr_warmup_fraction=_number("lr_warmup_fraction", arguments) if "lr_warmup_fraction" in arguments else None,
+        dynamic_sample=_is_true(arguments.get("dynamic_sample")),
+        has_group_loss=arguments.get("loss_type") == "real",
+        ray=ray,
+    )
+
+
+def _is_true(value: Any) -> bool:
+    """A switch: given without a value, it is on."""
+    return value == [] or str(value).lower() == "true"
+
+
+def _prompts(recipe: Recipe, rows: Sequence[int | None], given: Mapping[str, Any], ratio: float) -> tuple[int, int]:
+    """Training and held-out prompts. `num_prompts` by hand takes the place of all data sets and their #ROWS."""
+    if "num_prompts" in given:
+        return _split([""], [given["num_prompts"]], ratio)
+    return _split(recipe.datasets or [""], rows, ratio)
+
+
+def _processes(recipe: Recipe, given: Mapping[str, Any]) -> int:
+    if "num_processes" in given:
+        return given["num_processes"]
+    return math.prod(_whole(name, recipe.processes) for name in recipe.processes)
+
+
+def _warmup(arguments: Mapping[str, Any], rules: Rules) -> float:
+    """Steps, or below 1 the share of them that warmup_ratio gives; ms-swift does not take both."""
+    steps, ratio = (_number(key, {key: 0, **arguments}) for key in ("warmup_steps", "warmup_ratio"))
+    if steps and ratio and rules == "swift-4.6":
+        raise RecipeError(f"warmup_steps={steps:g} and warmup_ratio={ratio:g} are both given; remove one")
+    return steps or ratio
+
+
+def _swift_ratio(arguments: Mapping[str, Any]) -> float:
+    """Held-out share of the data; held-out data of its own, or no evaluation, makes it 0."""
+    if arguments.get("val_dataset") or arguments.get("eval_strategy") in NO:
+        return 0.0
+    ratio = _number("split_dataset_ratio", {"split_dataset_ratio": 0, **arguments})
+    if not 0 <= ratio < 1:
+        raise RecipeError(f"split_dataset_ratio={ratio:g} is no share: it lies between 0 and 1")
+    return ratio
+
+
+def _split(datasets: Sequence[str], rows: Sequence[int | None], ratio: float) -> tuple[int, int]:
+    """Training and held-out prompts, of each data set: `#ROWS` of it, and max(int(rows·ratio), 1) of them held out."""
+    train = held_out = 0
+    for name, available in zip(datasets, rows, strict=True):
+        sample = re.search(r"#(\d+)$", name)
+        taken = int(sample.group(1)) if sample else available
+        if taken is None:
+            raise RecipeError(
+                f"the number of prompts is not known, since {f'{name} is not here' if name else 'no data is named'}; "
+                "give it by --num-prompts"
+            )
+        part = max(int(min(taken, available or taken) * ratio), 1) if ratio > 0 else 0
+        train, held_out = train + taken - part, held_out + part
+    return train, held_out
+
+
+def _whole(key: str, arguments: Mapping[str, Any]) -> Any:
+    """The argument as a whole number; None where it is not given."""
+    if key not in arguments:
+        return None
+    number = _number(key, arguments)
+    if number != int(number):
+        raise RecipeError(f"{key} = {arguments[key]!r} is not a whole number")
+    return int(number)
+
+
+def _number(key: str, arguments: Mapping[str, Any]) -> float:
+    value = arguments[key]
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise RecipeError(f"{key} = {value!r} is not a number")
+    return number

@@ -1,0 +1,216 @@
+"""The arithmetic of a run: batches, steps, dropped prompts, warm-up, tokens; an invalid one is refused with fixes.
+
+Symbols: N prompts, G num_generations, b per_device_train_batch_size (completions), W processes, A
+gradient_accumulation_steps, S steps_per_generation, P prompts per generation batch, mu num_iterations. The rules are
+TRL's (1.16); the trainer performs exactly `Plan.max_steps` updates. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_core.config.files import RunConfig
+from grpo_core.errors import GrpoError
+from grpo_core.planning.rules import LEGACY, PlanInputs, problems, total_updates, updates_per_epoch
+from grpo_core.planning.suggestions import Fix, fixes
+
+
+class PlanError(GrpoError):
+    """An invalid combination. `problems`: which value breaks which rule; `fixes`: the nearest valid ones."""
+
+    def __init__(self, inputs: Any, problems: list[str], fixes: list[Fix]):
+        self.inputs = inputs
+        self.problems = problems
+        self.fixes = fixes
+        lines = [*problems]
+        if fixes:
+            lines.append("any one of these works: " + "; ".join(describe(fix) for fix in fixes))
+        super().__init__("\n".join(lines))
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """One forward/backward of every process: part `slice` (of S) of generation batch `rollout` (counted from 0)."""
+
+    rollout: int
+    slice: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A valid run in figures; batch sizes count completions, over all processes unless `per_device`."""
+
+    num_prompts: int
+    num_generations: int
+    per_device_train_batch_size: int
+    num_processes: int
+    gradient_accumulation_steps: int
+    steps_per_generation: int
+    num_iterations: int
+    generation_batch_size: int  # b·W·S
+    effective_batch_size: int  # b·W·A, completions per update
+    prompts_per_generation: int  # P
+    expanded_dataset_size: int  # N·G
+    dropped_prompts_per_epoch: int  # N mod P
+    rollouts_per_epoch: int  # floor(N/P)
+    micro_steps_per_epoch: int  # floor(N/P)·mu·S
+    updates_per_epoch: int
+    max_steps: int
+    rollouts: int  # generation batches sampled over the whole run
+    prompts_seen: int  # P·rollouts; a prompt counts once an epoch
+    prompts_dropped: int  # over the epochs that the run completes
+    completions: int  # trained on
+    max_completions: int  # sampled, if every round of dynamic sampling replaces every group
+    max_completion_tokens: int
+    evaluations: int  # on the held-out prompts, during training
+    warmup_steps: int
+
+    @property
+    def micro_steps_per_rollout(self) -> int:
+        return self.steps_per_generation * self.num_iterations
+
+    @property
+    def on_policy(self) -> bool:
+        """Every rollout is used up by the update that follows it, so the sampling policy is the current one."""
+        return self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
+
+    def micro_steps(self, step: int) -> Iterator[MicroStep]:
+        """The micro-steps of update `step` (from 0): A of them, fewer in an epoch's last update if A does not divide.
+
+        A pure function of `step`: where a run stands is one number.
+        """
+        epoch, update = divmod(step, self.updates_per_epoch)
+        first = update * self.gradient_accumulation_steps
+        last = min(first + self.gradient_accumulation_steps, self.micro_steps_per_epoch)
+        for micro_step in range(first, last):
+            window, position = divmod(micro_step, self.micro_steps_per_rollout)
+            yield MicroStep(epoch * self.rollouts_per_epoch + window, position % self.steps_per_generation)
+
+    def counts(self, updates: int) -> dict[str, int]:
+        """What the first `updates` updates take: generation batches, prompts seen and dropped, completions."""
+        rollouts = _rollouts(
+            updates,
+            self.updates_per_epoch,
+            self.rollouts_per_epoch,
+            self.gradient_accumulation_steps,
+            self.micro_steps_per_rollout,
+        )
+        return {
+            "updates": updates,
+            "rollouts": rollouts,
+            "prompts_seen": rollouts * self.prompts_per_generation,
+            "prompts_dropped": rollouts // self.rollouts_per_epoch * self.dropped_prompts_per_epoch,
+            "completions": rollouts * self.generation_batch_size,
+        }
+
+    def epoch(self, step: int) -> float:
+        """Passes over the prompts completed after `step` updates."""
+        return step / self.updates_per_epoch
+
+
+def make_plan(inputs: PlanInputs) -> Plan:
+    """Work the plan out; PlanError when a rule is broken."""
+    if broken := problems(inputs):
+        raise PlanError(inputs, broken, fixes(inputs))
+    b, w, a = inputs.per_device_train_batch_size, inputs.num_processes, inputs.gradient_accumulation_steps
+    generation_batch = inputs.generation_batch
+    s = generation_batch // (b * w)
+    p = generation_batch // inputs.num_generations
+    legacy = inputs.rules in LEGACY
+    dropped = inputs.num_prompts % (inputs.prompt_batch // inputs.num_generations)
+    rollouts_per_epoch = (inputs.num_prompts - dropped) // p
+    micro_steps = rollouts_per_epoch * inputs.num_iterations * s
+    updates = updates_per_epoch(inputs)
+    max_steps = total_updates(inputs)
+    if legacy:
+        rollouts = _legacy_rollouts(inputs, max_steps)
+    else:
+        rollouts = _rollouts(max_steps, updates, rollouts_per_epoch, a, s * inputs.num_iterations)
+    max_completions = rollouts * generation_batch * (1 + inputs.max_resample_times * inputs.dynamic_sample)
+    warmup = inputs.warmup_steps
+    return Plan(
+        num_prompts=inputs.num_prompts,
+        num_generations=inputs.num_generations,
+        per_device_train_batch_size=b,
+        num_processes=w,
+        gradient_accumulation_steps=a,
+        steps_per_generation=s,
+        num_iterations=inputs.num_iterations,
+        generation_batch_size=generation_batch,
+        effective_batch_size=b * w * a,
+        prompts_per_generation=p,
+        expanded_dataset_size=inputs.num_prompts * inputs.num_generations,
+        dropped_prompts_per_epoch=dropped,
+        rollouts_per_epoch=rollouts_per_epoch,
+        micro_steps_per_epoch=micro_steps,
+        updates_per_epoch=updates,
+        max_steps=max_steps,
+        rollouts=rollouts,
+        prompts_seen=rollouts * p,
+        prompts_dropped=rollouts // rollouts_per_epoch * dropped,
+        completions=rollouts * generation_batch,
+        max_completions=max_completions,
+        max_completion_tokens=max_completions * inputs.max_completion_length,
+        evaluations=math.ceil(max_steps / inputs.eval_steps) if inputs.eval_steps else 0,
+        warmup_steps=math.ceil(warmup * max_steps) if warmup < 1 else int(warmup),
+    )
+
+
+def describe(fix: Fix) -> str:
+    """A fix as a person reads it."""
+    changes = [f"remove {key}" if value is None else f"{key}={value}" for key, value in fix.changes.items()]
+    kept = "the same" if fix.keeps_generation_batch else "a"
+    return f"{', '.join(changes)} ({kept} batch of {fix.generation_batch_size})"
+
+
+def updates_done(inputs: PlanInputs) -> int:
+    """Updates after which a valid run ends: max_steps, but in TRL up to 0.17 with transformers of its time.
+
+    There the length of an epoch counts the prompts that are then dropped, so a run may end, without a word, before the
+    max_steps that its learning rate schedule is made for.
+    """
+    plan = make_plan(inputs)
+    if inputs.rules not in LEGACY:
+        return plan.max_steps
+    return min(plan.max_steps, _legacy_epochs(inputs, plan.max_steps) * _legacy_real_updates(inputs))
+
+
+def _legacy_real_updates(inputs: PlanInputs) -> int:
+    """Updates that an epoch really has: mu for each whole chunk of prompts."""
+    return inputs.num_prompts // (inputs.prompt_batch // inputs.num_generations) * inputs.num_iterations
+
+
+def _legacy_epochs(inputs: PlanInputs, max_steps: int) -> int:
+    updates = updates_per_epoch(inputs)
+    return math.ceil(max_steps / updates) if inputs.max_steps else math.ceil(inputs.num_train_epochs)
+
+
+def _legacy_rollouts(inputs: PlanInputs, max_steps: int) -> int:
+    """TRL 0.17: one for mu updates. 0.16: each of the A micro-steps of every mu-th update has its own."""
+    done = min(max_steps, _legacy_epochs(inputs, max_steps) * _legacy_real_updates(inputs))
+    windows = math.ceil(done / inputs.num_iterations)
+    return windows * (inputs.gradient_accumulation_steps if inputs.rules == "trl-0.16" else 1)
+
+
+def _rollouts(updates: int, updates_per_epoch: int, rollouts_per_epoch: int, a: int, micro_steps: int) -> int:
+    """Generation batches that the first `updates` updates read; `micro_steps`: those that one batch feeds."""
+    epochs, rest = divmod(updates, updates_per_epoch)
+    return epochs * rollouts_per_epoch + min(math.ceil(rest * a / micro_steps), rollouts_per_epoch)
+
+
+def plan_inputs(config: RunConfig, num_prompts: int) -> PlanInputs:
+    """The part of a configuration that the plan follows from."""
+    known = {field.name for field in dataclasses.fields(PlanInputs)}
+    values = {**config.train.model_dump(), **config.rollout.model_dump(), "num_prompts": num_prompts}
+    return PlanInputs(**{key: value for key, value in values.items() if key in known})
+
+
+def load_plan(path: Path) -> Plan:
+    """Read the `plan` object of a plan.json."""
+    return Plan(**json.loads(path.read_text())["plan"])

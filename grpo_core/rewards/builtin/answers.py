@@ -1,0 +1,155 @@
+"""Rewards for the right answer as text, number or letter; maths.py reads mathematics, structured.py JSON."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from decimal import Decimal, DecimalException, InvalidOperation
+from typing import Any
+
+from grpo_core.rewards.types import Rewards, text_of
+
+# A minus right after a digit, letter or closing bracket subtracts or ranges; it is no sign.
+NUMBER = re.compile(
+    r"(?:(?<![\w)\]])[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)"
+)
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+DASHES = re.compile("[\u2010-\u2015\u2212]")
+# What tells answers apart, and the rest of the signs: -5, 3.5, 10-5, .5, 50 %, C#.
+SIGN = re.compile(r"((?<!\w)-(?=\.?\d)|(?<=\d)[-.,:/](?=\d)|(?<!\w)\.(?=\d)|(?<=\w)[%#])|[^\w\s]|_")
+ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+
+# Where a choice is stated: the strongest kind of place first.
+BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+STATED = re.compile(r"(?i)\b(?:answer|choice|option)\b[^.:=\n]{0,40}?(?:\bis\b|\bbe\b|[:=])")
+SENTENCE = 300  # characters that a stated choice may take with its reasons
+BEFORE_CHOICE = re.compile(r"(?i)(?:\W|\\?text\w*|mathrm|mathbf|\b(?:option|choice|letter|answer|is|the)\b)*")
+# A letter alone; "A dog", "I think" and "B cells" are words of a sentence, "A is right" is a choice.
+LETTER = re.compile(
+    r"(?<![\w'’])([A-J])(?![\w'’])(?! (?!is\b|was\b|as\b|and\b|or\b|because\b|since\b|which\b|for\b)[a-z])"
+)
+LONE = re.compile(r"\W*([A-Ja-j])\W*")
+ANOTHER = re.compile(
+    r"(?:\W|\b(?:or|and|nor|but|then|even|also|maybe|perhaps|possibly|both|option)\b)*([A-J])(?![\w'’]| is\b| was\b)"
+)
+NEGATION = re.compile(r"(?i)\b(?:not|no|none|neither|nor|never|cannot|except|wrong|incorrect|false|\w+n['’]t)\b")
+END_OF_CLAUSE = re.compile(r"[.,;:!?\n]|\b(?:because|since|as|and|while|but)\b")
+
+
+def exact_match(completions: Sequence[Any], answer: Sequence[str | int | float]) -> list[float | None]:
+    """1 when the completion is the answer, white space around either ignored, else 0. None where there is no answer."""
+    return [
+        None if expected is None else float(text_of(completion).strip() == str(expected).strip())
+        for completion, expected in zip(completions, answer, strict=True)
+    ]
+
+
+def numeric_match(
+    completions: Sequence[Any], answer: Sequence[str | int | float], tolerance: float = 0.0
+) -> list[float | None]:
+    """1 when the last number in the completion equals the answer within `tolerance`, else 0.
+
+    Thousands separators, signs, decimals and exponents are read; None where the answer is missing or not a number.
+    """
+    return [
+        _numbers_agree(text_of(completion), expected, tolerance)
+        for completion, expected in zip(completions, answer, strict=True)
+    ]
+
+
+def _numbers_agree(text: str, expected: Any, tolerance: float) -> float | None:
+    try:
+        wanted = Decimal(DASHES.sub("-", str(expected)).strip().replace(",", ""))
+    except InvalidOperation:
+        return None
+    if not wanted.is_finite():
+        return None
+    found = NUMBER.findall(DASHES.sub("-", text))
+    if not found:
+        return 0.0
+    try:
+        return float(abs(Decimal(found[-1].replace(",", "")) - wanted) <= Decimal(str(tolerance)))
+    except DecimalException:  # an exponent beyond any answer's: 1e9999999
+        return 0.0
+
+
+def normalized_match(completions: Sequence[Any], answer: Sequence[str | int | float]) -> list[float | None]:
+    """1 when the completion is the answer but for case, articles, punctuation and white space, else 0. None where there
+    is no answer.
+
+    SQuAD's rule (arXiv:1606.05250) in Unicode, and stricter where it would call different answers the same: a sign, a
+    point or the like in a number stays (-5, 3.5, 1/2, 10:30, 50%), so do symbols that are no punctuation (C++, 5 €). A
+    text of which nothing would be left, as of the answer "A", is compared without regard to case only.
+    """
+    return [
+        None
+        if expected is None or not str(expected).strip()
+        else float(_normalized(text_of(completion)) == _normalized(str(expected)))
+        for completion, expected in zip(completions, answer, strict=True)
+    ]
+
+
+def _normalized(text: str) -> str:
+    folded = unicodedata.normalize("NFC", "".join(map(_plain, text)).casefold())
+    digits = THOUSANDS.sub("", DASHES.sub("-", folded))
+    bare = SIGN.sub(lambda sign: "" if sign[1] is None and _is_punctuation(sign[0]) else sign[0], digits)
+    return " ".join(ARTICLE.sub(" ", bare).split()) or folded.strip()
+
+
+def _plain(character: str) -> str:
+    """Full-width and joined letters as plain ones; 10² and 1½ stay, for they are not 102 and 11/2."""
+    if unicodedata.category(character) == "Cf":  # nothing to be seen: joiners, soft hyphens
+        return ""
+    raised = unicodedata.decomposition(character).startswith(("<super>", "<sub>", "<fraction>"))
+    return character if raised else unicodedata.normalize("NFKC", character)
+
+
+def _is_punctuation(character: str) -> bool:
+    return unicodedata.category(character)[0] == "P" or character in "`^"
+
+
+def multiple_choice(completions: Sequence[Any], answer: Sequence[str]) -> list[float | None]:
+    """1 when the completion chooses the answer's letter (A to J), else 0; None where the answer is not such a letter.
+
+    Read is the last `\\boxed{}`, else the last `<answer>`, else the last sentence of the kind "the answer is (B)", else
+    the last line. A choice among several ("A or B"), a negated one ("not B") and a word ("A dog") choose nothing.
+    """
+    return [
+        float(_chosen(text_of(completion)) == letter[1].upper()) if (letter := LONE.fullmatch(str(expected))) else None
+        for completion, expected in zip(completions, answer, strict=True)
+    ]
+
+
+def _chosen(text: str) -> str | None:
+    plain = re.sub(r"[*_`]+", "", text).strip()
+    stated = [plain[head.end() : head.end() + SENTENCE].lstrip().partition("\n")[0] for head in STATED.finditer(plain)]
+    for places in (BOXED.findall(plain), TAGGED.findall(plain), stated):
+        for said in reversed(places):
+            if LETTER.search(said) or LONE.fullmatch(said):
+                return _choice_in(said)
+    return _choice_in(plain.rpartition("\n")[2])
+
+
+def _choice_in(said: str) -> str | None:
+    """The one letter that is chosen: the one that the text begins with, or the only one in it."""
+    said = BEFORE_CHOICE.sub("", said, count=1)
+    if lone := LONE.fullmatch(said):
+        return lone[1].upper()
+    letter = LETTER.search(said)
+    if letter is None:
+        return None
+    before, after = said[: letter.start()], said[letter.end() :]
+    another = ANOTHER.match(after)
+    (clause, *_) = END_OF_CLAUSE.split(after, maxsplit=1)
+    hedged = (another and another[1] != letter[1]) or (before and set(LETTER.findall(after)) - {letter[1]})
+    return None if hedged or NEGATION.search(before) or NEGATION.search(clause) else letter[1]
+
+
+REWARDS: Rewards = {
+    "exact_match": (exact_match, (0.0, 1.0)),
+    "normalized_match": (normalized_match, (0.0, 1.0)),
+    "multiple_choice": (multiple_choice, (0.0, 1.0)),
+    "numeric_match": (numeric_match, (0.0, 1.0)),
+}

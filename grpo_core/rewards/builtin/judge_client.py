@@ -1,0 +1,82 @@
+"""The connection to a judge's server, and the key: which one is sent, and that it goes to that server only."""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import os
+import re
+import ssl
+from typing import Any
+from urllib.parse import urlsplit
+
+from grpo_core.rewards.types import RewardError
+
+SENT = {"accept", "accept-encoding", "authorization", "connection", "content-length", "content-type", "host"}
+KEY_NAME = re.compile(r"[A-Z0-9_]+_API_KEY")
+
+
+def api_key(name: str | None) -> str | None:
+    """The key in the environment variable `name`; None without a name.
+
+    Raises RewardError if the name is not that of a key, or the value is missing or cannot be sent.
+    """
+    if name is None:
+        return None
+    if not KEY_NAME.fullmatch(name):
+        raise RewardError(f"api_key_env={name!r} must name a variable like JUDGE_API_KEY: another's is not sent out")
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise RewardError(f"api_key_env={name!r}: the environment variable {name} is not set")
+    if not (key.isascii() and key.isprintable()) or set(key) & set(" \"'\\"):  # an error might escape it
+        raise RewardError(
+            f"api_key_env={name!r}: the value of {name} has a space, quote, backslash, control or non-ASCII character "
+            "in it, and cannot be sent; set it to the key alone"
+        )
+    return key
+
+
+def connect(base_url: str, key: str | None, max_retries: int, seconds: float) -> Any:
+    """Client of one call: connections belong to an event loop, and each generation batch has its own."""
+    import openai
+
+    # A redirect would take the question to an unknown server, and the client's default key the secret of another one;
+    # a proxy (HTTP_PROXY) would read both, unless the connection through it is encrypted from end to end.
+    key = key or "none"
+    address = urlsplit(base_url)
+    http = openai.DefaultAsyncHttpxClient(
+        verify=_certificates(),
+        follow_redirects=False,
+        trust_env=address.scheme == "https" and not _is_loopback(address.hostname or ""),
+        event_hooks={"request": [functools.partial(_strip, key)]},
+    )
+    return openai.AsyncOpenAI(
+        base_url=base_url, api_key=key, max_retries=max_retries, timeout=seconds, http_client=http
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def _strip(key: str, request: Any) -> None:
+    """Leave no header that the client takes from the environment (OPENAI_CUSTOM_HEADERS, OPENAI_ORG_ID)."""
+    for name in {*request.headers} - SENT:
+        del request.headers[name]
+    request.headers["Authorization"] = f"Bearer {key}"
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: it takes longer than a request."""
+    import certifi
+
+    return ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE") or certifi.where())
+
+
+def hide_key(key: str | None, name: str | None, text: str) -> str:
+    """The text with the variable's name in the key's place."""
+    return text.replace(key, f"${name}") if key else text

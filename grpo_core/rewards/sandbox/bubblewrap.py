@@ -1,0 +1,235 @@
+"""Run a program that nobody has read: bubblewrap's namespaces, limits of the kernel, a filter of system calls.
+
+What holds against what is tried in tests/grpo_core/test_sandbox.py and told in docs/security.md. The program and the
+questions put to it go in, answers come out as data; whether they are right is decided elsewhere (checks.py).
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from grpo_core.rewards.sandbox.seccomp import MACHINES, build_filter
+
+Sandbox = Literal["bubblewrap", "none"]
+NOBODY = 65534
+NEEDED = {"bwrap": "bubblewrap", "mount": "mount"} | dict.fromkeys(("choom", "setpriv", "unshare"), "util-linux")
+LINE = 32  # bytes of an answer's line beside the answer
+STARTED = b"started \n"
+ESCAPE = (
+    "; without a sandbox the completions' code may do all that you may: where that is right, as in a container of its "
+    'own without network, say args = { sandbox = "none" }'
+)
+PYTHON = Path(sys.executable).resolve()  # without the environment's packages
+PREFIX = Path(sys.base_prefix).resolve()
+KINDS: dict[str, Any] = {"list": list, "tuple": tuple, "set": frozenset, "dict": dict, "iterator": iter}
+INSIDE = Path(__file__).with_name("inside.py").read_text()
+
+
+class SandboxError(RuntimeError):
+    """There is no sandbox to run a program in; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use. `cpu_seconds` and `output_kib` are for each question, the others for all together.
+
+    `memory_mib` is the address space of each process, `processes` counts threads too, and the sandbox's own three.
+    """
+
+    cpu_seconds: int = 2
+    wall_seconds: float = 20.0
+    memory_mib: int = 256
+    processes: int = 8
+    output_kib: int = 64
+    scratch_mib: int = 16
+
+
+@dataclass(frozen=True)
+class Call:
+    """A question: the value of an expression among the program's own names."""
+
+    expression: str
+
+
+@dataclass(frozen=True)
+class Input:
+    """A question: what the program prints when this is its standard input."""
+
+    text: str
+
+
+def ask(program: str, questions: Sequence[Call | Input], limits: Limits, sandbox: Sandbox) -> list[Any]:
+    """The program's answer to each question, `...` where it gives none: values for calls, text for inputs.
+
+    Each is answered in a process of its own, in this order, until time is up. Values are what literals can be made of,
+    and other iterables as iterators; all are rebuilt from JSON, none runs code of the program's. SandboxError when the
+    program could not even be started: that is not its fault.
+    """
+    kinds: dict[str, list[tuple[int, str | bytes]]] = {"calls": [], "inputs": []}
+    for number, question in enumerate(questions):
+        if isinstance(question, Call):
+            kinds["calls"].append((number, question.expression))
+        else:
+            kinds["inputs"].append((number, question.text.encode()))
+    job = marshal.dumps({"program": program, "limits": _kernel_limits(limits, sandbox), **kinds})
+    longest = limits.output_kib * 1024
+    output, errors = _run(job, limits, sandbox, (1 + len(questions)) * (longest + LINE))
+    if not output.startswith(STARTED):
+        reason = errors.decode(errors="replace").strip() or f"it had not started after {limits.wall_seconds:g} s"
+        raise SandboxError(f"no sandbox: {reason}{'' if sandbox == 'none' else ESCAPE}")
+    answers: dict[int, Any] = {}
+    for line in output.removeprefix(STARTED).splitlines():
+        answered, _, text = line.partition(b" ")
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            if len(text) <= longest:
+                answers.setdefault(int(answered), _rebuilt(json.loads(text)))
+    return [answers.get(number, ...) for number in range(len(questions))]
+
+
+def _rebuilt(value: Any) -> Any:
+    """The value that inside.py wrote as JSON."""
+    if not isinstance(value, list):
+        return value
+    kind, *items = value
+    items = [_rebuilt(item) for item in items]
+    return KINDS[kind](items)
+
+
+@cache
+def require(sandbox: Sandbox) -> None:
+    """SandboxError where programs cannot be run in this way; a program is run to see it."""
+    if sandbox not in get_args(Sandbox):
+        raise SandboxError(f"sandbox={sandbox!r} is none of {', '.join(get_args(Sandbox))}")
+    if sandbox == "none":
+        return
+    missing = [f"{name} (of Debian's {package})" for name, package in NEEDED.items() if not shutil.which(name)]
+    if missing:
+        raise SandboxError(f"no sandbox: {', '.join(missing)} not found; install it{ESCAPE}")
+    if os.uname().machine not in MACHINES:
+        raise SandboxError(f"no sandbox: no filter of system calls for {os.uname().machine}{ESCAPE}")
+    if ask("", [Call("1")], Limits(), sandbox) != [1]:
+        raise SandboxError(f"no sandbox: a program that says 1 did not{ESCAPE}")
+
+
+def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int) -> tuple[bytes, bytes]:
+    """The first `most` bytes that come out, and what those say who start the program."""
+    with ExitStack() as stack:
+        python = [str(PYTHON), "-I", "-S", "-X", "utf8", "-c", INSIDE]
+        if sandbox == "none":
+            command, filters, folder = python, [], stack.enter_context(tempfile.TemporaryDirectory())
+        else:
+            filters, folder = [stack.enter_context(_filter())], "/"
+            command = [*_enclosed(filters[0], limits.scratch_mib), *python]
+        deadline = time.monotonic() + limits.wall_seconds
+        process = stack.enter_context(
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,  # not the program's, which has none
+                env={},  # /proc shows it of every process, whatever that has unset
+                cwd=folder,
+                pass_fds=filters,
+                start_new_session=True,
+            )
+        )
+        stack.callback(_kill, process)
+        timer = threading.Timer(limits.wall_seconds, _kill, [process])
+        stack.callback(timer.cancel)
+        timer.start()
+        assert process.stdin and process.stdout and process.stderr
+        with suppress(BrokenPipeError):
+            process.stdin.write(job)
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        output = _read(process.stdout.fileno(), most, deadline)
+        _kill(process)
+        return output, process.stderr.read()
+
+
+def _read(descriptor: int, most: int, deadline: float) -> bytes:
+    """What comes until the end, but no longer: without a sandbox a daemon may live on and hold the pipe open."""
+    output, waiting = bytearray(), select.poll()  # select.select takes no descriptor above 1023
+    waiting.register(descriptor, select.POLLIN)
+    while len(output) < most and waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
+        part = os.read(descriptor, most - len(output))
+        if not part:
+            break
+        output += part
+    return bytes(output)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End bubblewrap, and with it all that is in its process namespace."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kernel_limits(limits: Limits, sandbox: Sandbox) -> list[tuple[str, int]]:
+    inside = [("RLIMIT_NPROC", limits.processes)]  # counts in a user namespace; without one, all that the user runs
+    return [
+        ("RLIMIT_CPU", limits.cpu_seconds),
+        ("RLIMIT_AS", limits.memory_mib << 20),
+        ("RLIMIT_FSIZE", limits.scratch_mib << 20),
+        ("RLIMIT_NOFILE", 64),
+        ("RLIMIT_CORE", 0),
+        *(inside if sandbox == "bubblewrap" else []),
+    ]
+
+
+@contextmanager
+def _filter() -> Iterator[int]:
+    """A descriptor to read the filter of system calls from."""
+    reading, writing = os.pipe()
+    try:
+        with os.fdopen(writing, "wb") as file:
+            file.write(build_filter())
+        yield reading
+    finally:
+        os.close(reading)
+
+
+def _enclosed(filter_descriptor: int, scratch_mib: int) -> list[str]:
+    """What a command begins with that is to see the interpreter, read-only, and a scratch /tmp."""
+    tool = {name: shutil.which(name) or name for name in NEEDED}
+    first = [tool["choom"], "-n", "1000", "--"]  # where memory runs out, this is to go, not the training
+    shown = PREFIX
+    if os.geteuid() == 0:
+        # The limit of processes does not bind root; nobody may have no way to the interpreter, which /mnt gives.
+        shown = Path("/mnt")
+        mount = f'{tool["mount"]} --bind "$0" {shown} && exec "$@"'
+        first += [tool["unshare"], "--mount", "/bin/sh", "-c", mount, str(PREFIX), tool["setpriv"]]
+        first += ["--pdeathsig", "KILL", "--clear-groups", "--reuid", str(NOBODY), "--regid", str(NOBODY)]
+    first += [tool["bwrap"], "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
+    first += ["--die-with-parent", "--new-session", "--seccomp", str(filter_descriptor)]
+    for folder in ("/usr/lib", "/usr/lib64", "/lib", "/lib64"):
+        if Path(folder).is_symlink():
+            first += ["--symlink", str(Path(folder).readlink()), folder]
+        else:
+            first += ["--ro-bind-try", folder, folder]
+    first += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    for part in (PYTHON.relative_to(PREFIX), Path("lib")):
+        first += ["--ro-bind", str(shown / part), str(PREFIX / part)]
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(PREFIX)}))
+    if packages.is_relative_to(PREFIX / "lib") and packages.is_dir():
+        first += ["--tmpfs", str(packages), "--remount-ro", str(packages)]
+    first += ["--dev", "/dev", "--remount-ro", "/dev"]
+    first += ["--size", str(scratch_mib << 20), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/", "--"]
+    return first

@@ -1,0 +1,130 @@
+"""What an engine is asked and answers, and the Rollout that training reads."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from grpo_core.config.files import RunConfig
+from grpo_core.config.inputs import RolloutConfig
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; temperature 0 is greedy."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.top_p < 1 or self.top_k > 0
+
+
+def training_sampling(config: RolloutConfig) -> Sampling:
+    """How training completions are drawn."""
+    return Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
+
+
+@dataclass(frozen=True)
+class Request:
+    """`num_completions` of one prompt; completion i is drawn with `seed + i`, whatever else is in the batch."""
+
+    prompt_ids: list[int]
+    num_completions: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Sampled tokens (the end token included), each token's log-probability, and whether the length limit cut it.
+
+    A log-probability is at the sampling temperature (at 1 where sampling is greedy) and over the whole vocabulary,
+    whatever top-k and top-p have left out.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    truncated: bool
+
+
+Finished = tuple[int, list[Completion]]  # a request, by its place among the requests, and all of its completions
+
+
+class Engine(Protocol):
+    """Samples from the policy: with its weights as of the last `sync_weights`, or, in the same memory, as they are."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
+        """After each step the requests that it finished, often none; may be closed early."""
+        ...
+
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probability of each token but the first, given those before it, at temperature 1. An engine that has
+        several copies of the weights says so for each copy, one after the other."""
+        ...
+
+    def sync_weights(self, model: nn.Module) -> None:
+        """Take over the model's weights."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the engine holds, before the process group goes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A generation batch, the same on every process: B completions, groups in a row, right-padded to T tokens."""
+
+    index: int
+    scheduled_rows: list[int]  # P, the dataset rows whose turn it is
+    prompt_ids: list[list[int]]  # B
+    completion_ids: Tensor  # (B, T) int64
+    completion_mask: Tensor  # (B, T) float32, 1 on the tokens that are trained
+    completion_lengths: Tensor  # (B,) int64, the end token included
+    truncated: Tensor  # (B,) bool
+    sampling_logprobs: Tensor  # (B, T) the engine's
+    advantages: Tensor  # (B,)
+    sampled_completions: int  # B, and those of groups that were replaced
+    sampled_tokens: int  # of these completions
+    metrics: dict[str, float]  # rewards, lengths, seconds
+    old_logprobs: Tensor | None = None  # (B, T) the trainer's, before the first update; None when on-policy
+    ref_logprobs: Tensor | None = None  # (B, T)
+    keep: Tensor | None = None  # (B, T) 1 on the tokens of highest entropy; None keeps all
+
+
+def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    """Rows of different lengths as one tensor, zeros on the right. (B, T)"""
+    return nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
+
+
+def make_engine(
+    config: RunConfig, model_path: Path | str, model: nn.Module, tokenizer: object, max_length: int
+) -> Engine:
+    """The configured engine, with the weights at `model_path`, the folder or hub name that `model` was loaded from.
+
+    `max_length`: the longest prompt plus completion, in tokens.
+    """
+    device = next(model.parameters()).device
+    name = config.rollout.engine
+    if name == "auto":
+        name = "vllm" if device.type == "cuda" else "transformers"
+    if name == "transformers":
+        from grpo_core.rollout.transformers_engine import TransformersEngine
+
+        return TransformersEngine(model, tokenizer, max_length)
+    if name == "vllm-server":
+        from grpo_core.rollout.vllm.server import VLLMServerEngine
+
+        return VLLMServerEngine(config, model, max_length)
+    from grpo_core.rollout.vllm.colocated import VLLMEngine
+
+    return VLLMEngine(config, model_path, model, max_length)

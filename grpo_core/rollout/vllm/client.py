@@ -1,0 +1,230 @@
+"""One vLLM server as its trainer sees it: up, ours, with the weights that it must have.
+
+Whatever happens to it (it dies, is started again, comes back with the base's weights), the way back is the same:
+`restore`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from torch import Tensor
+
+from grpo_core.config.inputs import RolloutConfig
+
+LEASE_SECONDS = 20.0  # after which a trainer that was killed no longer has the server
+RENEWALS = 4  # of a lease in its time
+CONTROL_SECONDS = 30.0  # for questions that need no work; who takes longer counts as down
+POLL_SECONDS = 0.5
+ATTEMPTS = 5  # at one answer, the server brought back in between
+IN_FLIGHT = 256  # requests at once: vLLM works on no more by itself, and each is a connection
+
+
+class ServerError(RuntimeError):
+    """A server that cannot be used; the message says which, why, and what to do."""
+
+
+class Unavailable(RuntimeError):
+    """Down, on its way up, or not heard of in time."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights under a name of their own; `snapshot`: the tensors, by the names that vLLM's loader knows; None in the
+    processes that do not send them."""
+
+    version: str
+    snapshot: Mapping[str, Tensor] | None = None
+
+
+NO_WEIGHTS = Weights("none")  # those of a server between two
+
+
+class Server:
+    """A server, and the weights that it must have: `wanted`.
+
+    `send` brings their snapshot there and blocks until it is. `objection`: what speaks against a server that was
+    started in a certain way, "" if nothing does.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        config: RolloutConfig,
+        token: str,
+        holder: str,
+        objection: Callable[[Mapping[str, Any]], str],
+        send: Callable[[Server, Mapping[str, Tensor]], None],
+    ):
+        self.url, self.token, self.holder = url.rstrip("/"), token, holder
+        self.seconds_up, self.seconds = config.vllm_server_timeout, config.vllm_request_timeout
+        self.objection, self.send = objection, send
+        self.wanted, self.given = NO_WEIGHTS, ""  # the weights, and the version that was brought there last
+        self.backend = ""  # of the weight transfer, as the server was started
+        self.transfer: Any = None  # vLLM's trainer-side engine, for as long as the server is there that it speaks to
+        self.restoring = asyncio.Lock()
+        self.in_flight = asyncio.Semaphore(IN_FLIGHT)
+        # A connection for each request: an idle one may be closed by the server just when it is used again.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.AsyncClient(base_url=self.url, limits=limits, trust_env=False)  # through no proxy
+
+    async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of /inference/v1/generate, every token of it by the weights that are wanted now."""
+        version, failure = self.wanted.version, ""
+        async with self.in_flight:
+            for _ in range(ATTEMPTS):
+                try:
+                    answer = await self._request("POST", "/inference/v1/generate", self.seconds, json=body)
+                except httpx.ReadTimeout:
+                    raise ServerError(
+                        f"{self.url}: no answer within {self.seconds:g} s (rollout.vllm_request_timeout): it hangs, or "
+                        "has more to do than it can; see its log, or raise the limit"
+                    ) from None
+                except Unavailable as error:
+                    failure = str(error)
+                else:
+                    if _is_whole(answer, version):
+                        return answer
+                    failure = f"the answer was aborted, or is not by weights {version!r}"
+                await self.restore()
+        raise ServerError(f"{self.url}: {ATTEMPTS} attempts at one answer have failed; the last: {failure}")
+
+    async def restore(self) -> None:
+        """Wait until the server is up, ours, and has the wanted weights; ServerError when that takes too long."""
+        async with self.restoring:
+            clock = asyncio.get_running_loop().time
+            sent_elsewhere = self.seconds if self.wanted.snapshot is None else 0.0
+            deadline = clock() + self.seconds_up + sent_elsewhere
+            while True:
+                try:
+                    await self.take_lease()
+                    return await self.bring_up_to_date()
+                except Unavailable as error:
+                    if clock() > deadline:
+                        raise ServerError(
+                            f"{self.url}: not available for {self.seconds_up:g} s (rollout.vllm_server_timeout): "
+                            f"{error}. Start it again, then this run: it goes on from its last checkpoint"
+                        ) from error
+                await asyncio.sleep(POLL_SECONDS)
+
+    async def bring_up_to_date(self) -> None:
+        """Bring the wanted weights to a server that has others; Unavailable when it is not up."""
+        wanted, found = self.wanted, (await self.control("GET", "/weight_info"))["weight_version"]
+        if found != self.given:  # another process than the one that `transfer` speaks to, or half an update
+            self.transfer = None
+        if found == wanted.version:
+            return
+        if wanted.snapshot is None:
+            raise Unavailable(f"it has weights {found!r}, wanted are {wanted.version!r}")
+        # What is still in flight is nobody's, and what was computed by the old weights is forgotten.
+        await self.control("POST", "/pause", params={"mode": "abort"})
+        await self.control("POST", "/update_weight_version", json={"new_version": NO_WEIGHTS.version})
+        await self._receive(wanted.snapshot)
+        await self.control("POST", "/resume")
+        await self.control("POST", "/update_weight_version", json={"new_version": wanted.version})
+        self.given = wanted.version
+
+    async def take_lease(self) -> None:
+        """The server is this trainer's for LEASE_SECONDS more. Another's lease is waited for; when that one renews it,
+        ServerError."""
+        given = await self._lease()
+        if not given["granted"]:
+            print(f"{self.url} is leased to {given['holder']}: waiting {given['seconds']:.0f} s", flush=True)
+            await asyncio.sleep(given["seconds"] + 0.1)
+            given = await self._lease()
+        if not given["granted"]:
+            raise ServerError(
+                f"{self.url} serves another trainer, {given['holder']}. Two cannot share a server, each would put its "
+                "own weights there: end that one, or name another server (rollout.vllm_server_base_urls)"
+            )
+        if objection := self.objection(given["server"]):
+            raise ServerError(
+                f"{self.url} {objection}; start it as `python -m grpo_core.rollout.vllm.serve CONFIG` does"
+            )
+        self.backend = given["server"]["weight_transfer"]
+
+    async def keep(self) -> None:
+        """Renew the lease, for ever; and should the server have been started again, bring it up to date."""
+        while True:
+            await asyncio.sleep(LEASE_SECONDS / RENEWALS)
+            with suppress(Exception):  # who asks next waits for it, or says what is wrong; the lease must not lapse
+                await self.take_lease()
+                if not self.restoring.locked():
+                    async with self.restoring:
+                        await self.bring_up_to_date()
+
+    async def release(self) -> None:
+        """Give the server to whoever comes next."""
+        with suppress(Unavailable, ServerError):
+            await self.control("POST", "/shutdown_weight_transfer_engine")
+            await self.control("POST", "/collective_rpc", json={"method": "release_lease", "args": [self.token]})
+        await self.http.aclose()
+
+    async def control(self, method: str, path: str, **options: Any) -> Any:
+        """The answer to a question that needs no work."""
+        try:
+            return await self._request(method, path, CONTROL_SECONDS, **options)
+        except httpx.ReadTimeout:
+            raise Unavailable(f"{path} has not answered for {CONTROL_SECONDS:g} s") from None
+
+    async def _lease(self) -> dict[str, Any]:
+        body = {"method": "take_lease", "args": [self.token, self.holder, LEASE_SECONDS]}
+        return (await self.control("POST", "/collective_rpc", json=body))["results"][0]
+
+    async def _receive(self, snapshot: Mapping[str, Tensor]) -> None:
+        """Have the weights sent, in a thread: what hangs in a device's queue can only be left behind."""
+        done: Future[None] = Future()
+
+        def work() -> None:
+            try:
+                self.send(self, snapshot)
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            async with asyncio.timeout(self.seconds):
+                await asyncio.shield(asyncio.wrap_future(done))
+        except TimeoutError:
+            raise ServerError(
+                f"{self.url}: the weights have not arrived within {self.seconds:g} s (rollout.vllm_request_timeout)"
+            ) from None
+
+    async def _request(self, method: str, path: str, seconds: float, **options: Any) -> Any:
+        try:
+            timeout = httpx.Timeout(CONTROL_SECONDS, read=seconds)
+            answer = await self.http.request(method, path, timeout=timeout, **options)
+        except httpx.ReadTimeout:
+            raise
+        except httpx.TransportError as error:
+            raise Unavailable(f"{path}: {error or type(error).__name__}") from error
+        if answer.status_code == 404:
+            raise ServerError(
+                f"{self.url} has no {path}: it runs without VLLM_SERVER_DEV_MODE=1, or is older than vLLM 0.32; "
+                "start it as `python -m grpo_core.rollout.vllm.serve CONFIG` does"
+            )
+        if answer.status_code >= 500:
+            raise Unavailable(f"{path} answers {answer.status_code}: {answer.text[:500]}")
+        if answer.is_error:
+            raise ServerError(f"{self.url}{path} refuses: {answer.status_code} {answer.text[:500]}")
+        try:
+            return answer.json()
+        except ValueError:
+            raise Unavailable(f"{path} answers with something other than JSON: {answer.text[:200]!r}") from None
+
+
+def _is_whole(answer: Mapping[str, Any], version: str) -> bool:
+    """Whether each completion came to its end, and each of its tokens is by the weights of that version."""
+    return all(
+        choice["finish_reason"] != "abort"
+        and {span["version"] for span in choice["weight_versions"] or ()} == {version}
+        for choice in answer["choices"]
+    )

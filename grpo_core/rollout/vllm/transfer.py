@@ -1,0 +1,111 @@
+"""Weights on their way to a vLLM server: by vLLM's own weight-transfer API, whatever the device.
+
+NCCL between GPUs, CUDA IPC on one, shared memory on a CPU.
+
+Only the last has been run by this project; the other two are written against the source of vLLM 0.32, whose API it is:
+each release changes it.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import requests
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer import (
+    HTTPVLLMWeightSyncClient,
+    ParamMeta,
+    WeightSource,
+    WeightTransferTrainerFactory,
+)
+
+from grpo_core.rollout.vllm.client import Server, Unavailable
+
+_one_at_a_time = threading.Lock()  # a device that sends to two servers at once may wait for both in different orders
+
+
+class Source(WeightSource):
+    """What is sent next."""
+
+    def __init__(self) -> None:
+        self.snapshot: Mapping[str, Tensor] = {}
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.snapshot.items()
+
+
+class Client(HTTPVLLMWeightSyncClient):
+    """vLLM's client for the routes by which weights come, without the proxies that the environment names."""
+
+    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        _ask("POST", f"{self.base_url}/{path}", self.timeout, json)
+
+
+def send(server: Server, weights: Mapping[str, Tensor]) -> None:
+    """Bring the weights into the server; Unavailable when it is not there, or whatever else comes between."""
+    device = next(iter(weights.values())).device
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has its own current one
+            torch.cuda.synchronize(device)  # the copies are made; vLLM reads them on streams that wait for no other
+        with _one_at_a_time:
+            if server.transfer is None:
+                server.transfer = _connect(server)
+            server.transfer.source.snapshot = weights
+            server.transfer.send_weights()
+            server.transfer.source.snapshot = {}  # the server's `wanted` alone keeps the copy, until the next is made
+    except Exception as error:  # of HTTP, sockets, the rendezvous, NCCL: none says whether the server is to blame
+        server.transfer = None
+        answer = getattr(error, "response", None)
+        body = "" if answer is None else f": {answer.text[:500]}"
+        raise Unavailable(
+            f"weights cannot be sent: {type(error).__name__}: {error}{body} (see the server's log)"
+        ) from error
+
+
+def _connect(server: Server) -> Any:
+    """vLLM's trainer-side engine for the server's weight transfer."""
+    _ask("POST", f"{server.url}/collective_rpc", server.seconds, {"method": "end_weight_update"})
+    client = Client(server.url, timeout=server.seconds)
+    info: Any
+    if server.backend == "nccl":
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        workers = _ask("GET", f"{server.url}/get_world_size", server.seconds).json()["world_size"]
+        address, port = _meeting_point(server.url)
+        info = NCCLTrainerInitInfo(address, port, 1 + workers, rank=0)
+    elif server.backend == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        info = IPCTrainerInitInfo(rank=0)
+    else:
+        from grpo_core.rollout.vllm.shared_memory import SharedMemoryTrainerInit
+
+        info = SharedMemoryTrainerInit(rank=0)
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())
+
+
+def _ask(method: str, url: str, seconds: float, json: dict[str, Any] | None = None) -> requests.Response:
+    """The answer, asked for through no proxy; raises requests.RequestException if there is none or it is an error."""
+    with requests.Session() as session:
+        session.trust_env = False
+        answer = session.request(method, url, json=json, timeout=seconds)
+    answer.raise_for_status()
+    return answer
+
+
+def _meeting_point(url: str) -> tuple[str, int]:
+    """An address of this machine that the server can reach, and a free port there."""
+    there = urllib.parse.urlsplit(url)
+    with socket.create_connection((there.hostname or "", there.port or 80)) as connection:
+        address = connection.getsockname()[0]
+    with socket.create_server((address, 0)) as free:
+        return address, free.getsockname()[1]

@@ -1,0 +1,235 @@
+"""Everything needed to continue exactly: weights, optimizer, reference policy, random states, and where the run stands.
+
+A checkpoint is written beside its final name and renamed once it is on the disk, with a checksum of each file: a killed
+run or a power cut leaves whole checkpoints or none, and one that was damaged later is recognised and the one before it
+used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import secrets
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import nn
+
+from grpo_core.model.policy import Policy, load_trainable_state, trainable_state
+from grpo_core.rollout.types import Rollout
+from grpo_core.system.files import publish
+from grpo_core.training.random_state import random_state, set_random_state
+from grpo_core.training.state import Progress
+
+MANIFEST = "manifest.json"
+HEALTHY = "healthy"  # an empty file: the step from this checkpoint on went well
+
+
+class CheckpointError(RuntimeError):
+    """Checkpoints that cannot be continued from, or written; the message says why and what to do."""
+
+
+def require_shared(folder: Path, accelerator: Accelerator) -> None:
+    """Raises CheckpointError on every process unless all of them see the same `folder`, where checkpoints go."""
+    if accelerator.num_processes == 1:
+        return
+    probe, token = folder / ".shared", secrets.token_hex(8)
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_text(token)
+    (token,) = broadcast_object_list([token])
+    sees = gather_object([probe.exists() and probe.read_text() == token])
+    if accelerator.is_main_process:
+        probe.unlink()
+    if not all(sees):
+        others = ", ".join(str(process) for process, there in enumerate(sees) if not there)
+        raise CheckpointError(
+            f"{folder} of process 0 is not what process {others} finds under that path. All processes write and read "
+            "checkpoints: put the run directory on a disk that all machines share"
+        )
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where a run's checkpoints lie and the objects that they hold the state of."""
+
+    directory: Path
+    fingerprint: str  # of what they belong to: configuration, plan, data, reward functions
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    reference: Policy | None  # saved where it moves
+
+    def save(self, progress: Progress, keep: int, *, healthy: bool = False) -> None:
+        """Write `step-NNNNNN`; drop all but the newest `keep` and the newest healthy one. Called by every process.
+
+        `healthy`: it is known to be; of weights that no step has looked at yet, `confirm` says so later.
+        The generation batch goes with it: the next update may still read it, and its samples cannot be drawn again,
+        since the policy that drew them is gone. OSError names the file that could not be written; what was there stays.
+        """
+        final = self._folder(progress.updates)
+        temporary = final.with_suffix(".tmp")
+        temporary.mkdir(parents=True, exist_ok=True)
+        _write(random_state(), temporary / f"random-{self.accelerator.process_index}.pt")
+        if self.accelerator.is_main_process:
+            state = {
+                "model": trainable_state(self.model),
+                "optimizer": self.optimizer.state_dict(),
+                "reference": None if self.reference is None else self.reference.master.state_dict(),
+                "progress": {**dataclasses.asdict(progress), "seen_in_epoch": sorted(progress.seen_in_epoch)},
+            }
+            _write(state, temporary / "state.pt")
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            sums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
+            manifest = {"fingerprint": self.fingerprint, "best_step": progress.best_step, "checksums": sums}
+            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+            if healthy or (final / HEALTHY).exists():  # written again, of the same weights
+                (temporary / HEALTHY).touch()
+            _replace(temporary, final)
+            self._prune(keep)
+        self.accelerator.wait_for_everyone()
+
+    def confirm(self, step: int) -> None:
+        """The checkpoint of `step`, if there is one, is healthy. Called by every process."""
+        if self.accelerator.is_main_process and self._folder(step).exists():
+            (self._folder(step) / HEALTHY).touch()
+
+    def restore(self, *, healthy: bool = False) -> Progress | None:
+        """Load the newest whole checkpoint (the newest `healthy` one) and drop those after it; None if there is none.
+
+        A damaged one is set aside as `step-NNNNNN.damaged` with a warning. Raises CheckpointError if a damaged one is
+        all that is left, or if one was written under another configuration, or with other data or reward functions.
+        """
+        found: list[Path | None] = [self._newest(healthy) if self.accelerator.is_main_process else None]
+        (folder,) = broadcast_object_list(found)
+        if folder is None:
+            return None
+        state = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
+        load_trainable_state(self.model, state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.reference is not None:
+            self.reference.master.load_state_dict(state["reference"])
+            self.reference.refresh()
+        set_random_state(torch.load(folder / f"random-{self.accelerator.process_index}.pt", weights_only=True))
+        progress = state["progress"]
+        progress["rollout"] = None if progress["rollout"] is None else Rollout(**progress["rollout"])
+        progress["seen_in_epoch"] = frozenset(progress["seen_in_epoch"])
+        self.accelerator.wait_for_everyone()
+        return Progress(**progress)
+
+    def best_steps(self) -> set[int]:
+        """The best evaluated step of each checkpoint: the policies that going on from one of them may ask for."""
+        return {_manifest(folder)["best_step"] for folder in self._readable()} - {None}
+
+    def _newest(self, healthy: bool) -> Path | None:
+        for replaced in self.directory.glob("*.old"):
+            if replaced.with_suffix("").exists():
+                shutil.rmtree(replaced)
+            else:  # killed between the two renames of `_replace`
+                replaced.rename(replaced.with_suffix(""))
+        for left_over in self.directory.glob("*.tmp"):
+            shutil.rmtree(left_over)
+        unhealthy: list[Path] = []
+        for folder in reversed(self._all()):
+            problem = _damage(folder)
+            if problem:
+                aside = folder.with_suffix(".damaged")
+                if aside.exists():
+                    shutil.rmtree(aside)
+                folder.rename(aside)
+                warnings.warn(f"checkpoint {folder} is damaged ({problem}): the one before it is used", stacklevel=2)
+                continue
+            manifest = _manifest(folder)
+            if manifest["fingerprint"] != self.fingerprint:
+                raise CheckpointError(
+                    f"{folder} was written under another configuration or plan, with other data or other reward "
+                    f"functions; move {self.directory.parent} away to start anew, or restore what it was to continue it"
+                )
+            if not healthy or (folder / HEALTHY).exists():
+                for later in unhealthy:
+                    _remove(later)
+                return folder
+            unhealthy.append(folder)
+        damaged = sorted(path.name for path in self.directory.glob("*.damaged"))
+        if damaged and not unhealthy:
+            raise CheckpointError(
+                f"no whole checkpoint is left in {self.directory}, only {', '.join(damaged)}. Put a whole copy of one "
+                "back, without .damaged in its name; or, to train from the beginning, remove them"
+            )
+        return None
+
+    def _prune(self, keep: int) -> None:
+        folders = self._readable()
+        healthy = [f for f in folders if (f / HEALTHY).exists()]
+        for folder in set(self._all()) - {*folders[-keep:], *healthy[-1:]}:
+            _remove(folder)
+
+    def _folder(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}"
+
+    def _all(self) -> list[Path]:
+        return sorted(path for path in self.directory.glob("step-*") if not path.suffix)
+
+    def _readable(self) -> list[Path]:
+        return [folder for folder in self._all() if _manifest(folder)]
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """Content of the manifest; empty if it cannot be read."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) and isinstance(manifest.get("checksums"), dict) else {}
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files, in words; None when they are as they were written."""
+    manifest = _manifest(folder)
+    if not manifest:
+        return f"{MANIFEST} cannot be read"
+    for name, checksum in manifest["checksums"].items():
+        if not (folder / name).exists():
+            return f"{name} is missing"
+        if _checksum(folder / name) != checksum:
+            return f"{name} is not what was written"
+    return None
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _write(state: object, path: Path) -> None:
+    """torch.save, whose own error does not tell a full disk."""
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:
+        if isinstance(cause := error.__context__, OSError):
+            raise OSError(cause.errno, cause.strerror, str(path)) from None
+        raise
+
+
+def _replace(temporary: Path, final: Path) -> None:
+    """Rename over a folder that may exist."""
+    if final.exists():
+        final.rename(final.with_suffix(".old"))
+    publish(temporary, final)
+    shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Under a name that a start clears away: killed in between, half a checkpoint must not pass for one."""
+    temporary = folder.with_suffix(".tmp")
+    folder.rename(temporary)
+    shutil.rmtree(temporary)

@@ -1,0 +1,137 @@
+"""The health policy: limits that a training should not break, what breaking one means, and what to try."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_core.config.inputs import HealthAction, HealthConfig
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A broken limit: what is to be done, and the sentence for the log."""
+
+    step: int
+    rule: str
+    action: HealthAction
+    message: str
+
+
+@dataclass(frozen=True)
+class _Rule:
+    name: str
+    metric: str
+    sign: int  # 1: broken above the limit, -1: broken below
+    limit: float
+    steps: int
+    action: HealthAction
+    advice: str
+
+
+def observe(
+    config: HealthConfig, streaks: Mapping[str, int], step: int, metrics: Mapping[str, float]
+) -> tuple[dict[str, int], list[Finding]]:
+    """New streaks (updates in a row that broke each limit) and what is found after update `step`.
+
+    A finding comes when a streak reaches its length, and again each time it has grown by that length.
+    """
+    rules = {rule.name: rule for rule in _rules(config)}
+    excess = {name: rule.sign * (metrics.get(rule.metric, rule.limit) - rule.limit) for name, rule in rules.items()}
+    broken = {name: rules[name] for name in rules if excess[name] > 0}
+    grown = {name: streaks.get(name, 0) + 1 for name in broken}
+    return grown, [
+        Finding(step, name, rule.action, _sentence(rule, step, grown[name], metrics[rule.metric]))
+        for name, rule in broken.items()
+        if grown[name] % rule.steps == 0
+    ]
+
+
+def not_finite(config: HealthConfig, step: int, error: Exception) -> Finding:
+    """The finding for a NaN or infinity: nothing that comes after it can be right, so there is no mere warning."""
+    return Finding(
+        step,
+        "not_finite",
+        config.not_finite_action,
+        f"{error}. The weights, or a number on the way to their gradient, are broken: an update was too large, or the "
+        "base model is damaged; or, where only rewards are named, no function scored a single completion. Lower "
+        "train.learning_rate or train.max_grad_norm, or look at this step's completions and rewards. The "
+        "newest checkpoint that a healthy step followed is kept: health.not_finite_action = 'roll_back' goes on from "
+        "it",
+    )
+
+
+def is_healthy(config: HealthConfig, streaks: Mapping[str, int]) -> bool:
+    """No limit is being broken that would roll the training back: the weights looked at are ones to come back to."""
+    return not any(rule.action == "roll_back" and streaks.get(rule.name) for rule in _rules(config))
+
+
+def may_roll_back(config: HealthConfig) -> bool:
+    return "roll_back" in (config.not_finite_action, *(rule.action for rule in _rules(config)))
+
+
+def record(path: Path, finding: Finding) -> None:
+    """Append a finding to health.jsonl and say it."""
+    with path.open("a") as file:
+        file.write(json.dumps(vars(finding)) + "\n")
+    print(f"health: {finding.message} [{finding.action.replace('_', ' ')}]", flush=True)
+
+
+def _rules(config: HealthConfig) -> list[_Rule]:
+    c = config
+    return [
+        _Rule(
+            "zero_advantages", "frac_reward_zero_std", 1, 1 - 1e-9, c.zero_advantages_steps, c.zero_advantages_action,
+            "within each group all completions got the same reward, so there is nothing to learn from. Look at the "
+            "completions: the prompts are too easy, too hard, or the reward cannot tell answers apart. Mix in prompts "
+            "of other difficulty, raise num_generations or temperature, or set rollout.dynamic_sample",
+        ),
+        _Rule(
+            "entropy", "entropy", -1, c.min_entropy, c.patience, c.entropy_action,
+            "the policy hardly varies what it says any more and stops exploring. Raise algorithm.epsilon_high (0.28) "
+            "or algorithm.entropy_coef, lower train.learning_rate, or take a checkpoint from before",
+        ),
+        _Rule(
+            "kl", "kl", 1, c.max_kl, c.patience, c.kl_action,
+            "the policy is far from its reference and may have lost its language. Lower train.learning_rate or raise "
+            "algorithm.beta; look whether the completions game a reward",
+        ),
+        _Rule(
+            "clip_ratio", "clip_ratio/region_mean", 1, c.max_clip_ratio, c.patience, c.clip_ratio_action,
+            "most tokens have no gradient because the policy has moved away from the one that sampled them. Lower "
+            "train.num_iterations, steps_per_generation or learning_rate, or widen algorithm.epsilon",
+        ),
+        _Rule(
+            "log_ratio", "log_ratio/max", 1, c.max_log_ratio, c.patience, c.log_ratio_action,
+            "the trainer finds a sampled token e to that power more or less likely than the engine did. Engine and "
+            "trainer differ (precision, sampling settings), or the rollout is too old (with rollout.max_staleness = 1 "
+            "one batch of training is always among it): lower num_iterations, learning_rate or max_staleness, or use "
+            "the same precision on both sides",
+        ),
+        _Rule(
+            "clipped_length", "completions/clipped_ratio", 1, c.max_clipped_length, c.patience, c.clipped_length_action,
+            "nearly all completions are cut off before they end, so their rewards say little. Raise "
+            "rollout.max_completion_length, add soft_overlong_punishment to the rewards, or check that the model and "
+            "its chat template end their answers",
+        ),
+        _Rule(
+            "importance_sampling_ratio", "sampling/importance_sampling_ratio/mean", -1,
+            c.min_importance_sampling_ratio, c.patience, c.importance_sampling_ratio_action,
+            "the sampling correction, about 1 where engine and trainer agree, multiplies most of the gradient by "
+            "almost nothing. In the sequence modes small differences add up over a long completion: set "
+            "algorithm.vllm_importance_sampling_mode = 'token_truncate', use the same precision on both sides, or "
+            "lower rollout.max_staleness or train.learning_rate",
+        ),
+    ]  # fmt: skip
+
+
+def _sentence(rule: _Rule, step: int, streak: int, value: float) -> str:
+    side = "above" if rule.sign > 0 else "below"
+    figure = (
+        "no completion has an advantage"
+        if rule.name == "zero_advantages"
+        else f"{rule.metric} = {value:.4g} is {side} {rule.limit:g}"
+    )
+    return f"step {step}: {figure}, {streak} updates in a row: {rule.advice}"

@@ -1,0 +1,81 @@
+"""Evaluation in training: the policy on the held-out prompts, each counted once; the best model kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import load_file, save_file
+
+from grpo_core.config.files import RunConfig
+from grpo_core.data.prompts import derive_seed
+from grpo_core.model.policy import load_trainable_state, trainable_state
+from grpo_core.rewards.composition import weighted_sum
+from grpo_core.rollout.collect import sample_and_score, share, share_samples
+from grpo_core.rollout.types import Request, Sampling
+from grpo_core.system.files import publish
+from grpo_core.training.checkpoint import Checkpoints
+from grpo_core.training.session import Session
+from grpo_core.training.state import Progress
+from grpo_core.training.weight_sync import sync
+
+
+def evaluation_sampling(config: RunConfig) -> Sampling:
+    """How evaluated completions are drawn."""
+    keys = config.evaluation
+    return Sampling(config.evaluation_length, keys.temperature, keys.top_p, keys.top_k)
+
+
+def evaluation_request(config: RunConfig, row: int, prompt_ids: list[int], num_samples: int = 1) -> Request:
+    """Completions of a held-out prompt; their seeds depend on nothing but run seed and row."""
+    return Request(prompt_ids, num_samples, derive_seed(config.seed, row))
+
+
+def evaluate_policy(session: Session, progress: Progress) -> dict[str, float]:
+    """Metrics of the policy as it stands; every process answers its share of the prompts, and all get the whole."""
+    held_out, accelerator = session.held_out, session.accelerator
+    assert held_out is not None
+    sync(session, progress)
+    rows = share(len(held_out.ids), accelerator)
+    requests = [evaluation_request(session.config, row, held_out.ids[row]) for row in rows]
+    sampling = evaluation_sampling(session.config)
+    samples, _ = share_samples(
+        lambda: sample_and_score(session.engine, requests, rows, sampling, held_out, session.tokenizer, session.rewards)
+    )
+    matrix = np.array([sample.rewards for sample in samples])  # (N, K)
+    sums = weighted_sum(matrix, session.config.rewards)
+    names = [reward.name for reward in session.rewards]
+    by_name = dict(zip(names, matrix.T, strict=True))
+    right = by_name[session.config.accuracy_reward]
+    figures = {
+        "eval_reward": sums[~np.isnan(sums)],
+        "eval_accuracy": right[~np.isnan(right)] == 1,
+        **{f"eval_rewards/{name}/mean": values[~np.isnan(values)] for name, values in by_name.items()},
+        "eval_completions/mean_length": np.array([len(sample.completion.ids) for sample in samples]),
+        "eval_completions/clipped_ratio": np.array([sample.completion.truncated for sample in samples]),
+    }
+    return {name: float(values.mean()) for name, values in figures.items() if len(values)}
+
+
+def keep_best(session: Session, progress: Progress, folder: Path, checkpoints: Checkpoints) -> None:
+    """Write the policy under `folder` when this evaluation is the best so far; drop older ones but those that a
+    checkpoint names as its best."""
+    if progress.best_step != progress.updates or not session.accelerator.is_main_process:
+        return
+    final = _best(folder, progress.best_step)
+    temporary = final.with_suffix(".tmp")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in trainable_state(session.model).items()}, temporary)
+    publish(temporary, final)
+    needed = {final, *(_best(folder, step) for step in checkpoints.best_steps())}
+    for old in set(folder.iterdir()) - needed:
+        old.unlink()
+
+
+def load_best(session: Session, step: int, folder: Path) -> None:
+    """Take the policy as it was evaluated after `step` back into the model."""
+    load_trainable_state(session.model, load_file(_best(folder, step)))
+
+
+def _best(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}.safetensors"

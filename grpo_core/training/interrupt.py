@@ -1,0 +1,101 @@
+"""Told to end by SIGTERM or SIGINT, a training stops where its state is whole: between two updates.
+
+Until an update is about to change the weights, all that it did can be done again, so a stop need not wait for its end:
+`interruptible` is left at once, and what is saved is the state after the last complete update.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+
+from grpo_core.rewards.types import RewardError
+from grpo_core.training.random_state import random_state, set_random_state
+
+EXIT_STATUS = 128 + signal.SIGTERM  # of a training that ended because it was told to
+
+
+class Stopped(KeyboardInterrupt):
+    """Not an Exception, which a reward function may swallow, and of the kind that asyncio lets pass."""
+
+
+@dataclass
+class _Told:
+    """Signals reach the process, not a session: there is one of this."""
+
+    to_stop: bool = False
+    may_raise: bool = False
+    raised: bool = False
+
+
+_told = _Told()
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """In the block SIGTERM and SIGINT ask for a stop, once; outside of the main thread, which gets none, nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _told.to_stop = _told.may_raise = _told.raised = False
+    former = {number: signal.signal(number, _note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def interruptible(accelerator: Accelerator) -> Iterator[None]:
+    """A stop ends the block with Stopped, up to its `commit`; the random states are then again as it found them, as
+    they are after a RewardError.
+
+    Several processes have to stop at the same place: they do where the block begins and at each `check`.
+    """
+    before = random_state()
+    try:
+        try:
+            _told.may_raise = accelerator.num_processes == 1
+            check(accelerator)
+            yield
+        finally:
+            _told.may_raise = False
+    except BaseException as error:
+        if not (_told.raised or isinstance(error, RewardError)):
+            raise
+        set_random_state(before)
+        if isinstance(error, Stopped) or not _told.raised:
+            raise
+        raise Stopped from error  # what broke because it was left half way
+
+
+def check(accelerator: Accelerator) -> None:
+    """Stopped on all processes when one of them was told to stop; called by each of them."""
+    told = _told.to_stop
+    if accelerator.num_processes > 1:
+        told = accelerator.reduce(torch.tensor(float(told), device=accelerator.device), "sum").item() > 0
+    if told:
+        _stop()
+
+
+def commit() -> None:
+    """What follows changes the weights: a stop waits for the end of the update."""
+    _told.may_raise = False
+
+
+def _note(*_: object) -> None:
+    again, _told.to_stop = _told.to_stop, True
+    if _told.may_raise and not again:
+        _stop()
+
+
+def _stop() -> None:
+    _told.raised = True
+    raise Stopped

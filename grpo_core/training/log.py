@@ -1,0 +1,195 @@
+"""What a training leaves to read: metrics.jsonl, health.jsonl, completions as Parquet, progress lines, result.json.
+
+A line of metrics.jsonl has `step`, the figures and `timestamp`, seconds since 1970 when the update was done. Timestamps
+rise, whatever became of the lines before: an update that is done again has a later one than when it was first done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from grpo_core.rollout.collect import Sample
+from grpo_core.rollout.types import Rollout
+from grpo_core.system.files import publish
+from grpo_core.training import health
+from grpo_core.training.health import Finding
+from grpo_core.training.session import Session
+from grpo_core.training.state import Progress
+
+SECONDS_BETWEEN_LINES = 2.0
+LINE_KEYS = ("step", "timestamp")  # of metrics.jsonl, beside the figures
+
+
+class Records:
+    """Open for the length of a training; only the main process writes."""
+
+    def __init__(self, session: Session, output: Path, progress: Progress):
+        self.session = session
+        self.accelerator = session.accelerator
+        self.output = output
+        self.plan = session.plan
+        self.resumed_at = progress.updates
+        self.last: dict[str, float] = {}
+        self.lost: list[int] = []  # steps whose lines of metrics.jsonl cannot be read
+        self.printed = 0.0
+        self.newest = 0.0  # timestamp
+        if not self.accelerator.is_main_process:
+            return
+        (output / "completions").mkdir(parents=True, exist_ok=True)
+        self._open(progress)
+        where = f"continuing after step {self.resumed_at}" if self.resumed_at else "starting"
+        size = self.plan.effective_batch_size
+        print(f"training: {where}, {self.plan.max_steps} updates of {size} completions", flush=True)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the metrics of update `step` (from 1). They are on the disk before a checkpoint of it is written."""
+        self.last = metrics
+        if not self.accelerator.is_main_process:
+            return
+        self.newest = round(max(time.time(), self.newest + 0.001), 3)
+        self.file.write(json.dumps({"step": step, **metrics, "timestamp": self.newest}) + "\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        if step == self.plan.max_steps or time.monotonic() - self.printed > SECONDS_BETWEEN_LINES:
+            self.printed = time.monotonic()
+            print(_line(step, self.plan.max_steps, metrics), flush=True)
+
+    def completions(self, step: int, rollout: Rollout, samples: Sequence[Sample]) -> None:
+        """Record the generation batch that was sampled for update `step`, one row per completion.
+
+        Sampled again after a roll-back to a place between its updates, it has the rows of both times: `step` says for
+        which updates.
+        """
+        if not self.accelerator.is_main_process:
+            return
+        columns: dict[str, Any] = {
+            "step": [step] * len(samples),
+            "prompt": [self.session.prompts.rows[sample.row]["prompt"] for sample in samples],
+            "completion": [sample.text for sample in samples],
+            "advantage": rollout.advantages.tolist(),
+            "prompt_tokens": [len(ids) for ids in rollout.prompt_ids],
+            "completion_tokens": [len(sample.completion.ids) for sample in samples],
+            "truncated": rollout.truncated.tolist(),
+        }
+        for position, reward in enumerate(self.session.rewards):
+            values = [sample.rewards[position] for sample in samples]
+            columns[f"rewards/{reward.name}"] = pa.array(values, pa.float64(), from_pandas=True)  # NaN → null: None
+        table, path = pa.table(columns), self._completions(rollout.index)
+        if path.exists():
+            earlier = pq.read_table(path)
+            table = pa.concat_tables([earlier.filter(pc.field("step") < step), table])
+        temporary = path.with_suffix(".tmp")
+        pq.write_table(table, temporary)
+        publish(temporary, path)
+
+    def finding(self, finding: Finding) -> None:
+        """Record what the health policy found."""
+        if self.accelerator.is_main_process:
+            health.record(self.output / "health.jsonl", finding)
+
+    def rewind(self, progress: Progress) -> None:
+        """Forget what is after `progress`: its updates are done again."""
+        if self.accelerator.is_main_process:
+            print(f"training: back to step {progress.updates}", flush=True)
+            self.file.close()
+            self._open(progress)
+
+    def stop(self, progress: Progress, why: str) -> None:
+        """Say why and where the training stops; who told it to may be gone, and with it who reads this."""
+        if self.accelerator.is_main_process:
+            self.file.close()
+            with contextlib.suppress(OSError):
+                saved = f"the checkpoint of step {progress.updates} is written" if progress.updates else "no step done"
+                print(f"training: {why}, {saved}", flush=True)
+
+    def finish(self, progress: Progress) -> dict[str, Any]:
+        """Write result.json, last of all: its presence says that the training is complete."""
+        plan, rows, recomputed = self.plan, progress.rows_per_pass, self.session.policy.recomputed
+        passes = math.ceil(plan.per_device_train_batch_size / rows)
+        result = {
+            "counted": progress.counts,
+            "planned": plan.counts(plan.max_steps),
+            "stopped_early_at_step": progress.updates if progress.stopped_early else None,
+            "best_step": progress.best_step,
+            "best_value": None if progress.best_step is None else progress.best_value,
+            "sampled_completions": progress.sampled_completions,
+            "sampled_tokens": progress.sampled_tokens,
+            "train_seconds": round(progress.train_seconds, 3),
+            "resumed_at_step": self.resumed_at or None,
+            "roll_backs": progress.roll_backs,
+            "per_device_train_batch_size": rows,
+            "gradient_accumulation_steps": plan.gradient_accumulation_steps * passes,
+            "recomputed_layers": recomputed,
+            "ran_out_of_memory": rows < plan.per_device_train_batch_size
+            or (recomputed > 0 and not self.session.config.train.gradient_checkpointing),
+            "metrics": self.last,
+            "steps_without_metrics": self.lost,
+        }
+        if self.accelerator.is_main_process:
+            if progress.stopped_early:
+                print(f"training: stopped early after step {progress.updates}, best was step {progress.best_step}")
+            self.file.close()
+            temporary = self.output / "result.json.tmp"
+            temporary.write_text(json.dumps(result, indent=2) + "\n")
+            publish(temporary, self.output / "result.json")
+        return result
+
+    def _open(self, progress: Progress) -> None:
+        """Drop the lines and the generation batches of updates after `progress`, to write on from there."""
+        path, step = self.output / "metrics.jsonl", progress.recorded
+        rows = _readable_rows(path)
+        kept = [row for row in rows if row["step"] <= step]
+        self.lost = sorted({*range(1, step + 1)} - {int(row["step"]) for row in kept})
+        if self.lost:
+            warnings.warn(
+                f"{path} has lost the lines of steps {self.lost}: training goes on, their figures are gone",
+                stacklevel=2,
+            )
+        self.newest = max([self.newest, *(row["timestamp"] for row in rows)])
+        self.last = {name: value for name, value in kept[-1].items() if name not in LINE_KEYS} if kept else {}
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        publish(temporary, path)
+        self.file = path.open("a")
+        trained = {self._completions(index) for index in range(self.plan.counts(progress.updates)["rollouts"])}
+        for abandoned in {*(self.output / "completions").iterdir()} - trained:
+            abandoned.unlink()
+
+    def _completions(self, index: int) -> Path:
+        return self.output / "completions" / f"rollout-{index:06d}.parquet"
+
+
+def _line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
+    entropy = f"entropy {metrics['entropy']:.3f}" if "entropy" in metrics else "no token trained"
+    return (
+        f"step {step}/{max_steps}  reward {metrics['reward']:.3f}  loss {metrics['loss']:+.4f}  "
+        f"grad {metrics['grad_norm']:.2f}  {entropy}  "
+        f"length {metrics['completions/mean_length']:.1f}  {metrics['step_time']:.2f} s"
+    )
+
+
+def _readable_rows(path: Path) -> list[dict[str, float]]:
+    """The whole lines there are. A kill may cut the last one off, and a power cut leave zeros in the place of some."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            row = json.loads(line.strip(b"\0"))
+        except ValueError:
+            continue
+        if isinstance(row, dict) and row.keys() >= {*LINE_KEYS}:
+            rows.append(row)
+    return rows

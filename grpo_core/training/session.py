@@ -1,0 +1,184 @@
+"""What a training works with from its first update to its last, loaded and prepared from a run directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from transformers import get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
+
+from grpo_core.config.files import RunConfig, load_config
+from grpo_core.config.inputs import TrainConfig
+from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
+from grpo_core.model.policy import Policy, check_padding, load_model, with_adapter
+from grpo_core.model.positions import check_context
+from grpo_core.planning.plan import Plan, load_plan
+from grpo_core.rewards.contract import Reward, resolve, source_of
+from grpo_core.rollout.types import Engine, make_engine
+from grpo_core.training.probe import SHORTEST, Probe, probe_sequences
+
+# In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
+BIASES_AND_NORMS = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+Result = TypeVar("Result")
+
+
+class TrainingError(RuntimeError):
+    """Training that must not go on; the message gives the step, the figure and what to try."""
+
+
+@dataclass
+class Memory:
+    """How many completions one forward pass holds. Where that is one already, the policy keeps less of it."""
+
+    rows: int
+    policy: Policy
+
+    def run(self, work: Callable[[int], Result]) -> Result:
+        """`work(rows)`, again for as long as memory runs out: with half the rows, and where one is left, keeping the
+        activations of half of the layers, then of none. `work` starts afresh each time."""
+        while True:
+            try:
+                return work(self.rows)
+            except torch.OutOfMemoryError as error:
+                keeps = torch.is_grad_enabled() and self.policy.recomputed < len(self.policy.recomputable)
+                if self.rows == 1 and not keeps:
+                    raise TrainingError(
+                        "memory runs out with a single completion in a forward pass; shorten max_completion_length, "
+                        f"set model.use_peft, or take a smaller model ({error})"
+                    ) from error
+            # After the exception is gone: it holds the activations of the attempt that failed.
+            if self.rows > 1:
+                self.rows = (self.rows + 1) // 2
+            else:
+                layers = len(self.policy.recomputable)
+                self.policy.recompute(min(self.policy.recomputed + (layers + 1) // 2, layers))
+            torch.cuda.empty_cache()
+            recomputed = f", {self.policy.recomputed} layers computed again" if self.policy.recomputed else ""
+            print(f"out of memory: going on with {self.rows} completions in a forward pass{recomputed}", flush=True)
+
+
+@dataclass(frozen=True)
+class Session:
+    """Configuration, data and the objects that hold weights; what moves from update to update is `Progress`."""
+
+    config: RunConfig
+    plan: Plan
+    accelerator: Accelerator
+    tokenizer: Any
+    prompts: Prompts
+    held_out: Prompts | None  # for evaluation in training
+    rewards: list[Reward]
+    model: Any  # the causal LM with the weights that are trained, under its adapter if there is one
+    policy: Policy
+    reference: Policy | None  # a model of its own; None without KL, and with an adapter, whose base it is
+    optimizer: torch.optim.Optimizer
+    learning_rate: Callable[[int], float]  # by the number of updates done
+    engine: Engine
+    memory: Memory
+    probe: Probe
+
+
+def set_up(run: Path) -> Session:
+    """Load and prepare everything that the run directory's configuration names."""
+    config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
+    accelerator = Accelerator()
+    if accelerator.num_processes != plan.num_processes:
+        raise TrainingError(
+            f"the plan is for num_processes={plan.num_processes}, but {accelerator.num_processes} were started; "
+            f"use `accelerate launch --num_processes {plan.num_processes}`, or change train.num_processes and plan anew"
+        )
+    rewards = [resolve(reward) for reward in config.rewards]
+    tokenizer = load_tokenizer(config.model)
+    prompts = load_prompts(run / "dataset" / "train.parquet", tokenizer)
+    held_out = load_prompts(run / "dataset" / "eval.parquet", tokenizer) if config.train.eval_steps else None
+    set_seed(config.seed)
+    # vLLM scores nothing as long as its longest sequence: it wants room for one more token.
+    lengths = [SHORTEST + 1, prompts.max_length + config.rollout.max_completion_length]
+    if held_out is not None:
+        lengths.append(held_out.max_length + config.evaluation_length)
+    max_length = max(lengths)
+    base = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
+    check_context(base.config, max_length)
+    check_padding(base, max_length)
+    model = with_adapter(base, config.model)
+    policy = Policy(
+        model,
+        config.rollout.temperature,
+        max_length=max_length,
+        bf16=config.train.mixed_precision == "bf16",
+        gradient_checkpointing=config.train.gradient_checkpointing,
+    )
+    engine = make_engine(config, config.model.name_or_path, policy.model, tokenizer, max_length)
+    set_seed(config.seed)  # after the engine, which seeds the process for itself
+    optimizer = _optimizer(model, config.train)
+    if not policy.packs and accelerator.is_main_process:
+        print("prompts are computed anew for each completion, and padded: the model's layers need whole rows")
+    return Session(
+        config=config,
+        plan=plan,
+        accelerator=accelerator,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=held_out,
+        rewards=rewards,
+        model=model,
+        policy=policy,
+        reference=_reference(config, accelerator, max_length),
+        optimizer=optimizer,
+        learning_rate=_learning_rate(optimizer, config.train, plan),
+        engine=engine,
+        memory=Memory(plan.per_device_train_batch_size, policy),
+        probe=Probe(
+            probe_sequences(prompts.ids, tokenizer.eos_token_id, max(lengths) - 1), config.train.mixed_precision
+        ),
+    )
+
+
+def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
+    """What a checkpoint belongs to: plan, data, reward functions, and the configuration that a training depends on."""
+    sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
+    values = [config.determining()[section] for section in sections]
+    digest = hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode())
+    for reward in config.rewards:
+        digest.update(hashlib.blake2b(source_of(reward)).digest())
+    for name in ("train", "eval") if config.train.eval_steps else ("train",):
+        with (run / "dataset" / f"{name}.parquet").open("rb") as data:
+            digest.update(hashlib.file_digest(data, "blake2b").digest())
+    return digest.hexdigest()
+
+
+def _reference(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
+    """The base model, frozen, when the KL term needs a copy of it."""
+    if config.algorithm.beta == 0 or config.model.use_peft:
+        return None
+    model = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
+    bf16 = config.train.mixed_precision == "bf16"
+    return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length, bf16=bf16)
+
+
+def _optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices, except those that transformers' Trainer takes for biases or norms, such as
+    the biases of fused experts and the norms of single heads."""
+    weights = {*get_parameter_names(model, [torch.nn.LayerNorm], BIASES_AND_NORMS)}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = [p for name, p in trained.items() if name in weights and p.ndim >= 2]
+    others = [p for name, p in trained.items() if not (name in weights and p.ndim >= 2)]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    betas = (config.adam_beta1, config.adam_beta2)
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
+
+
+def _learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, plan: Plan) -> Callable[[int], float]:
+    """transformers' schedule as a function of the number of updates done, so that there is no state to save."""
+    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, plan.warmup_steps, plan.max_steps)
+    return lambda updates: config.learning_rate * scheduler.lr_lambdas[0](updates)

@@ -1,0 +1,97 @@
+"""Where a run stands: everything beside weights and optimizer that the next update depends on or the result reports."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from grpo_core.planning.plan import Plan
+from grpo_core.rollout.types import Rollout
+
+
+@dataclass(frozen=True)
+class Progress:
+    """State after `updates` optimizer updates, counted over all starts of the run."""
+
+    rows_per_pass: int  # completions that one forward pass holds; per_device_train_batch_size until memory runs out
+    updates: int = 0
+    rollout: Rollout | None = None  # the generation batch in use
+    unevaluated: dict[str, float] | None = None  # metrics of the last update while its evaluation is still to be made
+    # What happened, to be compared with the plan.
+    rollouts: int = 0
+    prompts_seen: int = 0
+    prompts_dropped: int = 0
+    seen_in_epoch: frozenset[int] = frozenset()
+    completions: int = 0
+    sampled_completions: int = 0
+    sampled_tokens: int = 0
+    num_tokens: int = 0  # prompts and completions trained on
+    train_seconds: float = 0.0
+    # Controllers and verdicts.
+    entropy_coef: float = 0.0
+    last_entropy: float = math.inf
+    streaks: dict[str, int] = field(default_factory=dict)  # updates in a row that each health limit was broken
+    roll_backs: int = 0
+    best_step: int | None = None
+    best_value: float = -math.inf
+    evaluations_without_gain: int = 0
+    stopped_early: bool = False
+
+    def with_rollout(self, rollout: Rollout, plan: Plan) -> Progress:
+        """A generation batch was sampled.
+
+        One that is sampled again, after a roll-back to a place between its updates, is counted once: its later updates
+        train on other samples of the same prompts.
+        """
+        if rollout.index < self.rollouts and self.rollout is None:
+            return replace(self, rollout=rollout)
+        new = set(rollout.scheduled_rows) - self.seen_in_epoch
+        seen = self.seen_in_epoch | new
+        epoch_ends = (rollout.index + 1) % plan.rollouts_per_epoch == 0
+        prompt_tokens = sum(map(len, rollout.prompt_ids))
+        return replace(
+            self,
+            rollout=rollout,
+            rollouts=self.rollouts + 1,
+            prompts_seen=self.prompts_seen + len(new),
+            prompts_dropped=self.prompts_dropped + (plan.num_prompts - len(seen) if epoch_ends else 0),
+            seen_in_epoch=frozenset() if epoch_ends else seen,
+            completions=self.completions + len(rollout.prompt_ids),
+            sampled_completions=self.sampled_completions + rollout.sampled_completions,
+            sampled_tokens=self.sampled_tokens + rollout.sampled_tokens,
+            num_tokens=self.num_tokens + prompt_tokens + int(rollout.completion_lengths.sum()),
+        )
+
+    def with_update(self, seconds: float) -> Progress:
+        """An optimizer update was made."""
+        return replace(self, updates=self.updates + 1, train_seconds=self.train_seconds + seconds)
+
+    def with_evaluation(self, value: float, threshold: float, patience: int | None) -> Progress:
+        """The policy was evaluated: a new best, or one evaluation nearer to the end of patience."""
+        gained = value > self.best_value + threshold
+        waited = 0 if gained else self.evaluations_without_gain + 1
+        is_best = value > self.best_value
+        return replace(
+            self,
+            best_step=self.updates if is_best else self.best_step,
+            best_value=max(value, self.best_value),
+            evaluations_without_gain=waited,
+            unevaluated=None,
+            stopped_early=patience is not None and waited >= patience,
+        )
+
+    @property
+    def recorded(self) -> int:
+        """Updates whose metrics are complete: all, except the last while its evaluation is still to be made."""
+        return self.updates - (self.unevaluated is not None)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What happened, under the names of `Plan.counts`."""
+        return {
+            "updates": self.updates,
+            "rollouts": self.rollouts,
+            "prompts_seen": self.prompts_seen,
+            "prompts_dropped": self.prompts_dropped,
+            "completions": self.completions,
+        }
