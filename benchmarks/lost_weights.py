@@ -52,8 +52,9 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
     """One row per learning rate."""
     import torch
 
+    from grpo_core.errors import TrainingError
     from grpo_core.training import loop as trainer
-    from grpo_core.training.session import TrainingError, _optimizer, set_up
+    from grpo_core.training.session import _optimizer, set_up
     from grpo_core.training.state import Progress
     from grpo_core.training.update import update
     from grpo_core.training.weight_sync import probe_scores, sync

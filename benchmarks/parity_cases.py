@@ -14,8 +14,10 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 
+from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.files import dump_config, parse_config
-from grpo_core.config.inputs import AlgorithmConfig, RolloutConfig, TrainConfig
+from grpo_core.config.rollout import RolloutConfig
+from grpo_core.config.training import TrainConfig
 from grpo_core.planning.plan import make_plan, plan_inputs
 
 ROLLOUTS = 2

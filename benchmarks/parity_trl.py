@@ -37,7 +37,7 @@ from parity_cases import BASE, BY_DESIGN, CASES, brevity, digits, write_model, w
 from torch import Tensor  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
-from grpo_core.data.prompts import rollout_prompts, training_order  # noqa: E402
+from grpo_core.data.order import rollout_prompts, training_order  # noqa: E402
 from grpo_core.planning.plan import Plan  # noqa: E402
 from grpo_core.rollout.types import Completion, Finished, Rollout  # noqa: E402
 from grpo_core.training.loop import advance  # noqa: E402

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flows.form import CONFIGS, PRESETS, resolve
-from grpo_core.config.files import ConfigError, RunConfig, read_values
+from grpo_core.config.files import read_values, search_beside
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
 from grpo_core.rewards.contract import RewardError, code_of, find
-from grpo_core.rewards.modules import search_beside
 from grpo_core.rewards.registry import BUILTIN
 
 MODULES = "GRPO_REWARD_MODULES"  # comma-separated; a deployment's parameters may name any reward defined in them

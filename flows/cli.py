@@ -32,8 +32,9 @@ from flows.status import show_status, status
 from flows.terminal import refuse, say
 from flows.up import up
 from grpo_core.config.evaluation import RegistryConfig
-from grpo_core.config.files import ConfigError, RunConfig, describe_keys, load_config, read_overrides
-from grpo_core.errors import GrpoError
+from grpo_core.config.files import describe_keys, load_config, read_overrides
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError, GrpoError
 from tasks.stage import EVALUATE, REGISTER, STAGES, TRAIN, Interrupted, refuse_outdated_inputs
 from tasks.storage import find_run, locked, storage_root
 

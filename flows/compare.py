@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.terminal import refuse
-from grpo_core.config.files import ConfigError
+from grpo_core.errors import ConfigError
 from tasks.storage import UnknownRunError, write_text
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_core.config.files import RunConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.rewards.contract import resolve
 from tasks.places import check_places

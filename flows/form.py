@@ -14,7 +14,9 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from grpo_core.config.files import ConfigError, RunConfig, describe_bounds, parse_config, read_values
+from grpo_core.config.files import describe_bounds, parse_config, read_values
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
 
 CONFIGS = Path(os.environ.get("GRPO_CONFIGS", Path(__file__).parents[1] / "configs"))
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.toml"))

@@ -18,7 +18,8 @@ from prefect.states import Cancelling
 from flows.allowed import resolve_allowed
 from flows.early import refuse_early
 from flows.form import Changes, Preset, resolve
-from grpo_core.config.files import ConfigError, RunConfig
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
 from tasks.attempts import keep_retry
 from tasks.champion import is_decided
 from tasks.evaluate import evaluate

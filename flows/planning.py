@@ -15,8 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grpo_core.config.files import ConfigError, RunConfig, load_config, parse_config
-from grpo_core.config.inputs import RolloutConfig, TrainConfig
+from grpo_core.config.files import load_config, parse_config
+from grpo_core.config.rollout import RolloutConfig
+from grpo_core.config.run import RunConfig
+from grpo_core.config.training import TrainConfig
+from grpo_core.errors import ConfigError, RewardError
 from grpo_core.planning.forecast import (
     PromptLengths,
     find_gpu,
@@ -32,7 +35,6 @@ from grpo_core.planning.frameworks.recipes import NEWEST, Recipe, System, megatr
 from grpo_core.planning.plan import Plan, PlanError, make_plan, plan_inputs, updates_done
 from grpo_core.planning.rules import PlanInputs, Rules
 from grpo_core.rewards.contract import check
-from grpo_core.rewards.types import RewardError
 from tasks.places import check_places
 from tasks.stage import StageError
 from tasks.storage import storage_root

@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from grpo_core.config.files import ConfigError, parse_config, read_values
+from grpo_core.config.files import parse_config, read_values
+from grpo_core.errors import ConfigError
 
 # Links to configs/, examples/ and docs/recipes/; an installed package holds copies.
 FILES = Path(__file__).parent / "recipes"

@@ -17,8 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.terminal import refuse
-from grpo_core.config.files import ConfigError, RunConfig, load_config
+from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
 from grpo_core.rewards.contract import Reward, RewardError, resolve
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import Batch, score

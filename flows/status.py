@@ -14,7 +14,9 @@ from rich.table import Table
 
 from flows.terminal import say
 from grpo_core.config.evaluation import HELD_OUT
-from grpo_core.config.files import ConfigError, RunConfig, load_config
+from grpo_core.config.files import load_config
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
 from grpo_core.rewards.contract import RewardError
 from tasks import figures
 from tasks.stage import EVALUATE, STAGES, conditions, made_at

@@ -7,8 +7,13 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from grpo_core.config.files import RunConfig
+from grpo_core.config.rollout import RolloutConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.rewards.contract import source_of
+from grpo_core.rewards.registry import OPERATIONAL
+
+# Which servers sample, not what.
+SERVERS = {key for key in RolloutConfig.model_fields if key.startswith("vllm_")}
 
 
 def content_hash(source: str) -> str:
@@ -42,10 +47,32 @@ def _file_hash(file: Path, size: int, modified_ns: int) -> bytes:
         return hashlib.file_digest(stream, "blake2b").digest()
 
 
+def determining(config: RunConfig) -> dict[str, Any]:
+    """The values that results follow from: all but those that only watch, rehearse, or say what memory and disk a
+    training takes. `held_out`: those of `evaluation` that a training depends on.
+
+    A limit that stopped a training may be changed, and the training goes on from where it was.
+    """
+    others: Any = {
+        "health": True,
+        "rewards": {"__all__": {"timeout", "range", "isolated", "memory_gib"}},
+        "rollout": {"max_sync_drift", "gpu_memory_utilization", "cpu_kv_cache_gib", *SERVERS},
+        "data": {"answer_column"},
+        "train": {"save_steps", "save_total_limit", "gradient_checkpointing"},
+    }
+    values = config.model_dump(mode="json", exclude=others)
+    for reward in values["rewards"]:
+        left_out = OPERATIONAL.get(reward["function"], ())
+        reward["args"] = {name: value for name, value in reward["args"].items() if name not in left_out}
+    reported = {"confidence", "sets", "category_column", "num_samples", "answer_pattern"}
+    sampled = {key: value for key, value in values["evaluation"].items() if key not in reported}
+    return {**values, "held_out": sampled if config.train.eval_steps else None}
+
+
 def reward_parts(config: RunConfig) -> list[dict[str, Any]]:
     """What scores follow from: each reward's determining keys and the hash of its source; for a classifier's model, the
     hash of its content."""
-    parts: list[dict[str, Any]] = config.determining()["rewards"]
+    parts: list[dict[str, Any]] = determining(config)["rewards"]
     for part, reward in zip(parts, config.rewards, strict=True):
         part["source"] = hashlib.blake2b(source_of(reward)).hexdigest()
         if reward.function == "classifier" and "model" in part["args"]:

@@ -25,7 +25,7 @@ def main() -> None:
     if (output / "result.json").exists():
         sys.exit(f"{output} holds a finished training (result.json); move it away to train again")
     quiet_libraries()
-    from grpo_core.rewards.types import RewardError
+    from grpo_core.errors import RewardError
     from grpo_core.training.interrupt import EXIT_STATUS, Stopped
     from grpo_core.training.loop import train
 

@@ -28,8 +28,8 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
 from grpo_core.config.evaluation import CHAMPION, RegistryConfig
-from grpo_core.config.files import ConfigError, parse_config
-from grpo_core.errors import GrpoError
+from grpo_core.config.files import parse_config
+from grpo_core.errors import ConfigError, GrpoError
 from tasks.gate import Contestant, Verdict, decide
 from tasks.history import ROLLED_BACK, Entry, bounded, reigns, written
 from tasks.spending import ATTEMPTS, take_number

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import HELD_OUT
-from grpo_core.config.files import flatten
 from grpo_core.evaluation.outcomes import bounds_of, outcomes, per_prompt, prompt_numbers
 from grpo_core.evaluation.statistics import paired_difference
 from tasks import drawing, figures

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_core.config.files import RunConfig
+from grpo_core.config.run import RunConfig
 
 SHARES = ("accuracy", "completions/clipped_ratio")  # metrics that are shares of prompts; pass@K and majority@n besides
 NAMES = {

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from grpo_core.config.evaluation import Guard, PromotionConfig
-from grpo_core.config.files import RunConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import (
     bounds_of,
     deciding_metric,

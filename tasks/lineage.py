@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import grpo_core
-from grpo_core.config.files import RunConfig, flatten
-from grpo_core.fingerprint import content_hash, reward_parts
+from grpo_core.config.base import flatten
+from grpo_core.config.run import RunConfig
+from grpo_core.fingerprint import content_hash, determining, reward_parts
 
 DIGITS = 12  # of a hash that people read
 
@@ -27,7 +28,7 @@ def lineage_inputs(config: RunConfig) -> dict[str, dict[str, Any]]:
     """What the output of each stage depends on, by the names that people read: configuration keys and their values,
     hashes of contents and sources. Inputs are known by their content: the same under another name or in another place
     is no reason to run a stage again."""
-    part = config.determining()
+    part = determining(config)
 
     def section(name: str) -> dict[str, Any]:
         return flatten({name: part[name]})

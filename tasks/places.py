@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from grpo_core.config.files import ConfigError, RunConfig
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
 
 LONGEST_HUB_NAME = 96  # characters, by the hub's rule
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

@@ -12,7 +12,8 @@ from typing import Any
 
 import polars as pl
 
-from grpo_core.config.files import RunConfig, load_config
+from grpo_core.config.files import load_config
+from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from tasks.drawing import Row
 from tasks.figures import metric_of

@@ -14,7 +14,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.evaluation import HELD_OUT
-from grpo_core.config.files import RunConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.data.prompts import load_tokenizer, without_gaps
 from tasks import figures
 from tasks.champion import RECORD, RECORDED

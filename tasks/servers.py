@@ -16,7 +16,7 @@ from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
-from grpo_core.config.files import RunConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.rollout.vllm.serve import ADDRESSES
 from tasks.process import GRACE_SECONDS, TAIL_LINES
 from tasks.stage import Context, StageError

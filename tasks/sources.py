@@ -6,7 +6,7 @@ from pathlib import Path
 
 import polars as pl
 
-from grpo_core.config.files import RunConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from tasks.places import is_file, is_folder, may_be_on_the_hub
 from tasks.text_sources import Fault, find_fault, scan_text

@@ -17,7 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from grpo_core.config.files import RunConfig, load_config
+from grpo_core.config.files import load_config
+from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from grpo_core.fingerprint import content_hash
 from grpo_core.system.files import publish

@@ -30,10 +30,11 @@ from typing import Any
 
 import psutil
 
-from grpo_core.config.files import RunConfig, dump_config
+from grpo_core.config.files import KEPT, dump_config
+from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from grpo_core.rewards.contract import files_of
-from grpo_core.rewards.modules import KEPT, place_of
+from grpo_core.rewards.modules import place_of
 from grpo_core.system.files import publish
 
 # Longer than a supervised process gets to end, checkpoint included.

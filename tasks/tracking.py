@@ -28,10 +28,11 @@ from mlflow.utils.mlflow_tags import (
     MLFLOW_USER,
 )
 
-from grpo_core.config.files import RunConfig, flatten
+from grpo_core.config.base import flatten
+from grpo_core.config.files import KEPT
+from grpo_core.config.run import RunConfig
 from grpo_core.fingerprint import content_hash
 from grpo_core.planning.forecast import Throughput, find_gpu, name_hardware
-from grpo_core.rewards.modules import KEPT
 from tasks.lineage import DIGITS, lineage_keys
 from tasks.stage import PLAN, VALIDATE, StageError
 from tasks.storage import kept_rewards, read_json, storage_root, write_text

@@ -14,8 +14,8 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
-from grpo_core.config.files import RunConfig
 from grpo_core.config.inputs import DataChecks
+from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import bounds_of
 from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum

@@ -83,7 +83,10 @@ def write_sums(path: Path, first: int, last: int) -> Path:
 def with_keys(values: dict[str, Any], **keys: Any) -> dict[str, Any]:
     """The configuration with each key put into the section that declares it; one that chooses its model on data.eval is
     judged on another set."""
-    from grpo_core.config.inputs import AlgorithmConfig, HealthConfig, ModelConfig, RolloutConfig, TrainConfig
+    from grpo_core.config.algorithm import AlgorithmConfig
+    from grpo_core.config.inputs import ModelConfig
+    from grpo_core.config.rollout import RolloutConfig
+    from grpo_core.config.training import HealthConfig, TrainConfig
 
     sections = {
         "model": ModelConfig,

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from grpo_core.config.files import RunConfig, dump_config, parse_config
+from grpo_core.config.files import dump_config, parse_config
+from grpo_core.config.run import RunConfig
 
 SETS = ("held-out", "general")
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_core.config.inputs import AlgorithmConfig
+from grpo_core.config.algorithm import AlgorithmConfig
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_core.config.inputs import Section
+from grpo_core.config.base import Section
 
 HELD_OUT = "held-out"  # name of the set that `data.eval` is
 CHAMPION = "champion"  # alias of the version that is in use

@@ -5,18 +5,14 @@ The order is a pure function of seed and rollout number, so a run's place in its
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.planning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -105,36 +101,3 @@ def decode_completions(
         text.removeprefix(before[tuple(prompt)]) if text.startswith(before[tuple(prompt)]) else own
         for prompt, text, own in zip(prompt_ids, whole, alone, strict=True)
     ]
-
-
-def rollout_prompts(plan: Plan, seed: int, rollout: int) -> list[int]:
-    """Dataset rows of generation batch `rollout`: chunks of one permutation an epoch, the rest dropped. (P,)"""
-    epoch, chunk = divmod(rollout, plan.rollouts_per_epoch)
-    order = np.random.default_rng([seed, epoch]).permutation(plan.num_prompts)
-    size = plan.prompts_per_generation
-    return order[chunk * size : (chunk + 1) * size].tolist()
-
-
-def fresh_prompts(plan: Plan, seed: int, rollout: int, used: Collection[int], count: int) -> list[int]:
-    """Up to `count` dataset rows to replace groups of generation batch `rollout` with, none of them among `used`."""
-    order = np.random.default_rng([seed, rollout, 2]).permutation(plan.num_prompts)
-    return list(itertools.islice((int(row) for row in order if row not in used), count))
-
-
-def training_order(plan: Plan, seed: int, rollout: int) -> np.ndarray:
-    """Which rows of the generation batch each process trains on at each slice. (S, W, b)
-
-    Shuffled, so that an update that takes only a part of the batch sees parts of many groups; the same rows whatever
-    way an update is cut into processes and micro-steps.
-    """
-    order = np.random.default_rng([seed, rollout, 1]).permutation(plan.generation_batch_size)
-    return order.reshape(plan.steps_per_generation, plan.num_processes, plan.per_device_train_batch_size)
-
-
-def derive_seed(*parts: int) -> int:
-    """A 48-bit seed from integers; equal parts give equal seeds on every machine and in every process.
-
-    torch's generator on a GPU reads all of its bits, the one on a CPU only the lower 32.
-    """
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=6)
-    return int.from_bytes(digest.digest(), "big")

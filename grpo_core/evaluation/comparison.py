@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from grpo_core.config.files import RunConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import bounds_of, majority, outcomes, per_prompt, prompt_numbers
 from grpo_core.evaluation.statistics import Bounds, estimate, paired_difference, seen_bounds
 

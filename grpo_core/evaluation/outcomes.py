@@ -13,8 +13,8 @@ import numpy as np
 import polars as pl
 import polars.selectors as cs
 
-from grpo_core.config.files import RunConfig
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.statistics import BINARY, Bounds, pass_at_k
 from grpo_core.rewards.composition import range_of_sum, weighted_sum
 from grpo_core.rewards.contract import range_of

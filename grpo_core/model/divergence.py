@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from grpo_core.config.fixed_sizes import CHUNK_LOGITS
+from grpo_core.model.capabilities import decoder, plain_output_layer
 from grpo_core.model.logprobs import divergence, kl_of_logs
-from grpo_core.model.policy import decoder, plain_output_layer
-from grpo_core.rollout.types import pad
+from grpo_core.model.sequences import pad
 
 TOKENS = 8192  # of a forward pass, padding included; one sequence may be longer
 

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from grpo_core.training.batch import Sequences, prompts_of
+from grpo_core.model.sequences import Sequences, prompts_of
 
 NAME = "grpo_packed"  # of the attention function, among transformers'
 FLEX_BLOCK = 128  # tokens; a line's length is a multiple of it there, as block masks are

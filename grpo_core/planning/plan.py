@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_core.config.files import RunConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from grpo_core.planning.rules import LEGACY, PlanInputs, problems, total_updates, updates_per_epoch
 from grpo_core.planning.suggestions import Fix, fixes

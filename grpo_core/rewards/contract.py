@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.errors import RewardError
 from grpo_core.rewards.isolated import RewardProcess, kind_of
 from grpo_core.rewards.modules import check_source, missing, not_defined, searched
 from grpo_core.rewards.registry import BUILTIN
-from grpo_core.rewards.types import Range, RewardError, RewardFunction
+from grpo_core.rewards.types import Range, RewardFunction
 
 ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.errors import RewardError
 from grpo_core.rewards.draws import draws_state, set_draws_state
-from grpo_core.rewards.types import RewardError
 
 START_SECONDS = 300.0  # for a process to start and import the function's module
 END_SECONDS = 15.0  # for a process to end: a little longer than the guard tries

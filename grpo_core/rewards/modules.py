@@ -12,19 +12,7 @@ import sysconfig
 from importlib.abc import InspectLoader
 from pathlib import Path
 
-from grpo_core.rewards.types import RewardError
-
-KEPT = "rewards"
-
-
-def search_beside(config: Path) -> None:
-    """Make the modules of the working folder, those beside a configuration, and those that a run keeps importable.
-
-    These folders come last, so that a file in them hides no installed module.
-    """
-    for folder in (Path.cwd(), config.parent.resolve(), config.parent.resolve() / KEPT):
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+from grpo_core.errors import RewardError
 
 
 def searched() -> str:

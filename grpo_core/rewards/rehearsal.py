@@ -16,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_core.config.files import RunConfig, load_config
+from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import plan_inputs
 from grpo_core.rewards.contract import Reward, RewardError, resolve
 from grpo_core.rewards.isolated import START_SECONDS

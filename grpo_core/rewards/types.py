@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpo_core.errors import GrpoError
-
 RewardFunction = Callable[..., Any]  # the rewards, or a coroutine that gives them
 Range = tuple[float, float]
 Rewards = Mapping[str, tuple[RewardFunction, Range]]  # by name, each with the lowest and the highest value it gives
-
-
-class RewardError(GrpoError):
-    """A reward that cannot be used, that broke its contract, or whose server is gone; the message says which.
-
-    A reward function raises it for what no completion is to blame for. Training ends with a checkpoint then.
-    """
 
 
 def text_of(completion: str | Sequence[dict[str, str]]) -> str:

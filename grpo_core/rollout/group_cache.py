@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_core.model.policy import TOLERANCE, attends_to_all, decoder
+from grpo_core.model.capabilities import TOLERANCE, attends_to_all, decoder
 
 NAME = "grpo_group_cache"
 FIRST_CAPACITY = 64  # tokens of a completion that there is room for at first

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
-
-from grpo_core.config.files import RunConfig
-from grpo_core.config.inputs import RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -27,11 +22,6 @@ class Sampling:
     def is_truncated(self) -> bool:
         """Whether some tokens cannot be drawn."""
         return self.top_p < 1 or self.top_k > 0
-
-
-def training_sampling(config: RolloutConfig) -> Sampling:
-    """How training completions are drawn."""
-    return Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
 
 
 @dataclass(frozen=True)
@@ -99,32 +89,3 @@ class Rollout:
     old_logprobs: Tensor | None = None  # (B, T) the trainer's, before the first update; None when on-policy
     ref_logprobs: Tensor | None = None  # (B, T)
     keep: Tensor | None = None  # (B, T) 1 on the tokens of highest entropy; None keeps all
-
-
-def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """Rows of different lengths as one tensor, zeros on the right. (B, T)"""
-    return nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
-
-
-def make_engine(
-    config: RunConfig, model_path: Path | str, model: nn.Module, tokenizer: object, max_length: int
-) -> Engine:
-    """The configured engine, with the weights at `model_path`, the folder or hub name that `model` was loaded from.
-
-    `max_length`: the longest prompt plus completion, in tokens.
-    """
-    device = next(model.parameters()).device
-    name = config.rollout.engine
-    if name == "auto":
-        name = "vllm" if device.type == "cuda" else "transformers"
-    if name == "transformers":
-        from grpo_core.rollout.transformers_engine import TransformersEngine
-
-        return TransformersEngine(model, tokenizer, max_length)
-    if name == "vllm-server":
-        from grpo_core.rollout.vllm.server import VLLMServerEngine
-
-        return VLLMServerEngine(config, model, max_length)
-    from grpo_core.rollout.vllm.colocated import VLLMEngine
-
-    return VLLMEngine(config, model_path, model, max_length)

@@ -22,7 +22,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
-from grpo_core.model.policy import Policy, load_trainable_state, trainable_state
+from grpo_core.model.loading import load_trainable_state, trainable_state
+from grpo_core.model.policy import Policy
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import publish
 from grpo_core.training.random_state import random_state, set_random_state

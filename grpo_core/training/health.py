@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_core.config.inputs import HealthAction, HealthConfig
+from grpo_core.config.training import HealthAction, HealthConfig
 
 
 @dataclass(frozen=True)

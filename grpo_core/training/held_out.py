@@ -7,28 +7,15 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file, save_file
 
-from grpo_core.config.files import RunConfig
-from grpo_core.data.prompts import derive_seed
-from grpo_core.model.policy import load_trainable_state, trainable_state
+from grpo_core.model.loading import load_trainable_state, trainable_state
 from grpo_core.rewards.composition import weighted_sum
 from grpo_core.rollout.collect import sample_and_score, share, share_samples
-from grpo_core.rollout.types import Request, Sampling
+from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
 from grpo_core.system.files import publish
 from grpo_core.training.checkpoint import Checkpoints
 from grpo_core.training.session import Session
 from grpo_core.training.state import Progress
 from grpo_core.training.weight_sync import sync
-
-
-def evaluation_sampling(config: RunConfig) -> Sampling:
-    """How evaluated completions are drawn."""
-    keys = config.evaluation
-    return Sampling(config.evaluation_length, keys.temperature, keys.top_p, keys.top_k)
-
-
-def evaluation_request(config: RunConfig, row: int, prompt_ids: list[int], num_samples: int = 1) -> Request:
-    """Completions of a held-out prompt; their seeds depend on nothing but run seed and row."""
-    return Request(prompt_ids, num_samples, derive_seed(config.seed, row))
 
 
 def evaluate_policy(session: Session, progress: Progress) -> dict[str, float]:

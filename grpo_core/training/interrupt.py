@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 
-from grpo_core.rewards.types import RewardError
+from grpo_core.errors import RewardError
 from grpo_core.training.random_state import random_state, set_random_state
 
 EXIT_STATUS = 128 + signal.SIGTERM  # of a training that ended because it was told to

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from grpo_core.algorithm.losses import top_entropy_mask
-from grpo_core.data.prompts import training_order
-from grpo_core.model.policy import save_model, without_adapter
-from grpo_core.rewards.types import RewardError
+from grpo_core.data.order import training_order
+from grpo_core.errors import RewardError, TrainingError
+from grpo_core.model.loading import save_model, without_adapter
 from grpo_core.rollout.collect import NotFiniteError, Sample, begin, collect
 from grpo_core.rollout.types import Rollout
 from grpo_core.rollout.vllm.server import VLLMServerEngine
@@ -30,7 +30,7 @@ from grpo_core.training.health import Finding
 from grpo_core.training.held_out import evaluate_policy, keep_best, load_best
 from grpo_core.training.interrupt import Stopped, check, interruptible, listening
 from grpo_core.training.log import Records
-from grpo_core.training.session import Session, TrainingError, fingerprint, set_up
+from grpo_core.training.session import Session, fingerprint, set_up
 from grpo_core.training.state import Progress
 from grpo_core.training.update import adapt_entropy, score, update
 from grpo_core.training.weight_sync import probe_scores, sync

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,55 +15,25 @@ from accelerate.utils import set_seed
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from grpo_core.config.files import RunConfig, load_config
-from grpo_core.config.inputs import TrainConfig
+from grpo_core.config.files import load_config
+from grpo_core.config.run import RunConfig
+from grpo_core.config.training import TrainConfig
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
-from grpo_core.model.policy import Policy, check_padding, load_model, with_adapter
+from grpo_core.errors import TrainingError
+from grpo_core.fingerprint import determining
+from grpo_core.model.capabilities import check_padding
+from grpo_core.model.loading import load_model, with_adapter
+from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.contract import Reward, resolve, source_of
-from grpo_core.rollout.types import Engine, make_engine
+from grpo_core.rollout.factory import make_engine
+from grpo_core.rollout.types import Engine
+from grpo_core.training.memory import Memory
 from grpo_core.training.probe import SHORTEST, Probe, probe_sequences
 
 # In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
 BIASES_AND_NORMS = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-
-Result = TypeVar("Result")
-
-
-class TrainingError(RuntimeError):
-    """Training that must not go on; the message gives the step, the figure and what to try."""
-
-
-@dataclass
-class Memory:
-    """How many completions one forward pass holds. Where that is one already, the policy keeps less of it."""
-
-    rows: int
-    policy: Policy
-
-    def run(self, work: Callable[[int], Result]) -> Result:
-        """`work(rows)`, again for as long as memory runs out: with half the rows, and where one is left, keeping the
-        activations of half of the layers, then of none. `work` starts afresh each time."""
-        while True:
-            try:
-                return work(self.rows)
-            except torch.OutOfMemoryError as error:
-                keeps = torch.is_grad_enabled() and self.policy.recomputed < len(self.policy.recomputable)
-                if self.rows == 1 and not keeps:
-                    raise TrainingError(
-                        "memory runs out with a single completion in a forward pass; shorten max_completion_length, "
-                        f"set model.use_peft, or take a smaller model ({error})"
-                    ) from error
-            # After the exception is gone: it holds the activations of the attempt that failed.
-            if self.rows > 1:
-                self.rows = (self.rows + 1) // 2
-            else:
-                layers = len(self.policy.recomputable)
-                self.policy.recompute(min(self.policy.recomputed + (layers + 1) // 2, layers))
-            torch.cuda.empty_cache()
-            recomputed = f", {self.policy.recomputed} layers computed again" if self.policy.recomputed else ""
-            print(f"out of memory: going on with {self.rows} completions in a forward pass{recomputed}", flush=True)
 
 
 @dataclass(frozen=True)
@@ -146,7 +116,7 @@ def set_up(run: Path) -> Session:
 def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
     """What a checkpoint belongs to: plan, data, reward functions, and the configuration that a training depends on."""
     sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
-    values = [config.determining()[section] for section in sections]
+    values = [determining(config)[section] for section in sections]
     digest = hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode())
     for reward in config.rewards:
         digest.update(hashlib.blake2b(source_of(reward)).digest())

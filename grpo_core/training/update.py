@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from grpo_core.algorithm.losses import token_losses
-from grpo_core.config.inputs import AlgorithmConfig
+from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.model.policy import Policy
+from grpo_core.model.sequences import pack
 from grpo_core.rollout.collect import NotFiniteError, share
 from grpo_core.rollout.types import Rollout
-from grpo_core.training.batch import MicroBatch, join, pack, take, trained
+from grpo_core.training.batch import MicroBatch, join, take, trained
 from grpo_core.training.interrupt import commit
 from grpo_core.training.session import Session
 from grpo_core.training.state import Progress

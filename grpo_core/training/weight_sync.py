@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from grpo_core.errors import TrainingError
+from grpo_core.model.sequences import Sequences, pad
 from grpo_core.rollout.collect import NotFiniteError
-from grpo_core.rollout.types import pad
-from grpo_core.training.batch import Sequences
 from grpo_core.training.probe import Scores
-from grpo_core.training.session import Session, TrainingError
+from grpo_core.training.session import Session
 from grpo_core.training.state import Progress
 
 DRIFT_BOUND = {"no": 1e-3, "bf16": 0.1}  # by mixed_precision; vLLM on a million parameters stays below 2e-6 and 0.022

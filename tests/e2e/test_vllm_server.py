@@ -38,8 +38,9 @@ def live(folder: str) -> None:
 
     from grpo_core.config.files import load_config
     from grpo_core.data.prompts import load_tokenizer
-    from grpo_core.model.policy import load_model
-    from grpo_core.rollout.types import Request, Sampling, make_engine
+    from grpo_core.model.loading import load_model
+    from grpo_core.rollout.factory import make_engine
+    from grpo_core.rollout.types import Request, Sampling
     from grpo_core.rollout.vllm import client as vllm_client
     from grpo_core.rollout.vllm.client import ServerError
 

@@ -15,9 +15,10 @@ import pytest
 from flows import allowed
 from flows.allowed import HARMLESS, resolve_allowed
 from flows.form import resolve
-from grpo_core.config.files import ConfigError, describe_keys
+from grpo_core.config.files import describe_keys
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.model.policy import load_model
+from grpo_core.errors import ConfigError
+from grpo_core.model.loading import load_model
 from grpo_core.rewards.registry import BUILTIN
 from tasks.lengths import ModelError, load_tokenizer_and_context
 

@@ -14,7 +14,9 @@ from prefect.utilities.schema_tools.validation import validate
 from flows.form import CONFIGS, PRESETS, changes_of, resolve
 from flows.pipeline import pipeline
 from flows.promotion import promote
-from grpo_core.config.files import ConfigError, RunConfig, describe_keys, load_config, parse_config
+from grpo_core.config.files import describe_keys, load_config, parse_config
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
 
 SCHEMA = parameter_schema(pipeline).model_dump_for_openapi()
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "minItems", "pattern"}

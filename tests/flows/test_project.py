@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.project import RECIPES, write_project
-from grpo_core.config.files import ConfigError, load_config
+from grpo_core.config.files import load_config
+from grpo_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"^    (?:python -m (examples\.\w+\.\w+)|grpo run (configs/\w+\.toml))", re.MULTILINE)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.algorithm.losses import token_losses
-from grpo_core.data.prompts import training_order
+from grpo_core.data.order import training_order
 from grpo_core.rollout.collect import collect
 from grpo_core.rollout.types import Rollout
 from grpo_core.training import loop as trainer

@@ -26,8 +26,9 @@ from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.rewards.contract import resolve
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling
 from grpo_core.training import loop as trainer
+from grpo_core.training.memory import Memory
 from grpo_core.training.probe import Probe
-from grpo_core.training.session import Memory, Session
+from grpo_core.training.session import Session
 from tests.conftest import config_values
 
 

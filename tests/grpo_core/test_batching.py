@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_core.rollout.types import pad
-from grpo_core.training.batch import Sequences, pack
+from grpo_core.model.sequences import Sequences, pack, pad
 
 # Each row: the number of its prompt, the length of its completion.
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9) | st.just(40)), min_size=1, max_size=12)

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.config.files import ConfigError, RunConfig, describe_keys, dump_config, load_config, parse_config
+from grpo_core.config.files import describe_keys, dump_config, load_config, parse_config
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 VALUES: dict[str, Any] = {

@@ -15,11 +15,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.config.files import parse_config
-from grpo_core.evaluate import evaluate, prompt_columns, samples_table
+from grpo_core.evaluation.run import evaluate
+from grpo_core.evaluation.samples import prompt_columns, samples_table
 from grpo_core.model import divergence
 from grpo_core.model import logprobs as head
+from grpo_core.model.capabilities import plain_output_layer
 from grpo_core.model.divergence import mean_kl
-from grpo_core.model.policy import load_model, plain_output_layer
+from grpo_core.model.loading import load_model
 from grpo_core.planning.plan import load_plan
 from grpo_core.rollout import transformers_engine as engine
 from tasks.train import check_result

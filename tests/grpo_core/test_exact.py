@@ -18,7 +18,8 @@ from grpo_core.model import logprobs as head
 from grpo_core.model import packed_attention as packing
 from grpo_core.model import policy
 from grpo_core.model.policy import Policy
-from grpo_core.training.batch import MicroBatch, Sequences
+from grpo_core.model.sequences import Sequences
+from grpo_core.training.batch import MicroBatch
 from grpo_core.training.session import Session, set_up
 from grpo_core.training.state import Progress
 from grpo_core.training.update import update

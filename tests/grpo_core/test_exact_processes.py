@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from grpo_core.data.prompts import training_order
+from grpo_core.data.order import training_order
 from grpo_core.planning.plan import load_plan
 from grpo_core.training.session import set_up
 from tests.conftest import config_values, make_run

@@ -12,8 +12,11 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from grpo_core.config.files import RunConfig, parse_config
-from grpo_core.model.policy import Policy, with_adapter
+from grpo_core.config.files import parse_config
+from grpo_core.config.run import RunConfig
+from grpo_core.model.loading import with_adapter
+from grpo_core.model.policy import Policy
+from grpo_core.model.sequences import Sequences
 from grpo_core.planning.forecast import (
     GIB,
     ForecastError,
@@ -31,7 +34,6 @@ from grpo_core.planning.forecast import (
     wall_time,
 )
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
-from grpo_core.training.batch import Sequences
 from tests.conftest import config_values
 
 SIZES = {

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from grpo_core.config.files import dump_config, load_config
-from grpo_core.config.inputs import HealthConfig
+from grpo_core.config.training import HealthConfig
+from grpo_core.errors import TrainingError
 from grpo_core.rollout.collect import NotFiniteError
 from grpo_core.training import loop as trainer
 from grpo_core.training.health import is_healthy, not_finite, observe
 from grpo_core.training.loop import train
-from grpo_core.training.session import TrainingError
 from tests.conftest import make_run, with_keys
 
 HEALTHY = {

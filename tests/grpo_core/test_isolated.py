@@ -22,11 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.errors import RewardError
 from grpo_core.rewards import isolated as isolation
 from grpo_core.rewards.contract import Reward, resolve, source_of
 from grpo_core.rewards.draws import draws_state, set_draws_state
 from grpo_core.rewards.scoring import Batch, score, score_arriving
-from grpo_core.rewards.types import RewardError
 from grpo_core.training.loop import train
 from tests.conftest import make_run
 from tests.grpo_core.training import assert_same, metrics_of, trained_run

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_core.config.files import ConfigError, parse_config
+from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.errors import ConfigError, RewardError
+from grpo_core.fingerprint import determining
 from grpo_core.rewards import scoring
 from grpo_core.rewards.builtin.judge import RUBRIC, _question, grade_of, judge
 from grpo_core.rewards.contract import resolve
 from grpo_core.rewards.scoring import Batch, score, score_arriving
-from grpo_core.rewards.types import RewardError
 from tests.conftest import config_values
 from tests.grpo_core.judging import by_length, completed, contents, judging, material
 from tests.serving import free_ports
@@ -385,7 +386,7 @@ def test_what_json_cannot_hold_is_refused_in_the_configuration(tmp_path: Path, v
 def test_a_training_is_the_same_on_another_server_or_budget_and_another_by_another_rubric(tmp_path: Path) -> None:
     def rewards_of(**arguments: Any) -> Any:
         values = {**config_values(tmp_path, tmp_path), "rewards": [{"function": "judge", "args": arguments}]}
-        return parse_config(values).determining()["rewards"]
+        return determining(parse_config(values))["rewards"]
 
     first = rewards_of(model="m", base_url="http://a/v1", budget_requests=10, api_key_env="A_API_KEY")
     assert first == rewards_of(model="m", base_url="http://b/v1", budget_requests=20, request_timeout=5)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from grpo_core.config.files import dump_config, parse_config
+from grpo_core.errors import RewardError
 from grpo_core.rewards.builtin.judge import judge
-from grpo_core.rewards.types import RewardError
 from grpo_core.training.loop import train
 from tests.conftest import make_run, with_keys
 from tests.grpo_core.judging import judging, material

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from grpo_core.rewards.types import RewardError
+from grpo_core.errors import RewardError
 from tests.grpo_core.judging import by_length, contents, judging
 from tests.serving import free_ports
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.algorithm.losses import token_losses, token_weights, top_entropy_mask
-from grpo_core.config.inputs import AlgorithmConfig
+from grpo_core.config.algorithm import AlgorithmConfig
 from tests.grpo_core.test_losses_golden import ENTROPY, LOSS_TYPES, MASK, weights_of
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_core.algorithm.losses import LossType, TokenLosses, token_losses, token_weights, top_entropy_mask
-from grpo_core.config.inputs import AlgorithmConfig
+from grpo_core.config.algorithm import AlgorithmConfig
 
 LOSS_TYPES = get_args(LossType)
 

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_core.model.policy import Policy, check_padding, load_model
+from grpo_core.model.capabilities import check_padding
+from grpo_core.model.loading import load_model
+from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
+from grpo_core.model.sequences import Sequences
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Request, Sampling
-from grpo_core.training.batch import Sequences
 from grpo_core.training.session import set_up
 from tests.conftest import make_model, make_run, with_keys
 from tests.grpo_core.exactness import distance

@@ -16,15 +16,17 @@ from transformers import AutoTokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from grpo_core.config.inputs import RewardConfig
-from grpo_core.data.prompts import Prompts, rollout_prompts
-from grpo_core.model.policy import Policy, load_model
+from grpo_core.data.order import rollout_prompts
+from grpo_core.data.prompts import Prompts
+from grpo_core.errors import TrainingError
+from grpo_core.model.loading import load_model
+from grpo_core.model.policy import Policy
+from grpo_core.model.sequences import Sequences, prompts_of
 from grpo_core.planning.plan import load_plan
 from grpo_core.rewards.contract import resolve
 from grpo_core.rollout.collect import _requests, sample_and_score, share
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Sampling
-from grpo_core.training.batch import Sequences, prompts_of
-from grpo_core.training.session import TrainingError
 from tests.conftest import with_keys
 from tests.grpo_core.training import are_close, checkpoint_of, metrics_of, result_of, trained_run, weights_of
 

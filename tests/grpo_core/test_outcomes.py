@@ -12,8 +12,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from grpo_core.config.files import RunConfig, parse_config
+from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.comparison import compare_policies
 from grpo_core.evaluation.outcomes import deciding_metric, majority, outcomes
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.data.prompts import rollout_prompts, training_order
+from grpo_core.data.order import rollout_prompts, training_order
 from grpo_core.planning.plan import PlanError, make_plan
 from grpo_core.planning.rules import PlanInputs
 

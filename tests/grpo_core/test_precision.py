@@ -12,7 +12,8 @@ from accelerate.state import AcceleratorState
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.training.batch import MicroBatch, Sequences, pack, prompts_of
+from grpo_core.model.sequences import Sequences, pack, prompts_of
+from grpo_core.training.batch import MicroBatch
 from grpo_core.training.loop import roll_out, train
 from grpo_core.training.session import Session, set_up
 from grpo_core.training.state import Progress

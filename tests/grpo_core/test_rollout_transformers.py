@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.model.policy import with_adapter
+from grpo_core.model.loading import with_adapter
 from grpo_core.model.precision import in_bfloat16
 from grpo_core.rollout import group_cache
 from grpo_core.rollout import transformers_engine as engine_module

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from grpo_core.config.files import RunConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.training.batch import MicroBatch
 from grpo_core.training.session import Session, set_up
 from tests.conftest import config_values, make_run

@@ -13,11 +13,11 @@ import pytest
 from torch import nn
 
 from benchmarks.lost_weights import measure
+from grpo_core.errors import TrainingError
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Engine
 from grpo_core.training import session
 from grpo_core.training.loop import train
-from grpo_core.training.session import TrainingError
 from grpo_core.training.state import Progress
 from grpo_core.training.weight_sync import sync
 from tests import forked

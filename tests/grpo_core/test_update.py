@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainerControl, TrainerState
 
-from grpo_core.config.inputs import AlgorithmConfig, TrainConfig
+from grpo_core.config.algorithm import AlgorithmConfig
+from grpo_core.config.training import TrainConfig
 from grpo_core.training import update
 from grpo_core.training.session import _optimizer
 from grpo_core.training.state import Progress

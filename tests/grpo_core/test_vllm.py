@@ -92,8 +92,8 @@ def start(run: Path) -> tuple[Any, Any, Any]:
 
     from grpo_core.config.files import load_config
     from grpo_core.data.prompts import load_tokenizer
-    from grpo_core.model.policy import load_model, with_adapter
-    from grpo_core.rollout.types import make_engine
+    from grpo_core.model.loading import load_model, with_adapter
+    from grpo_core.rollout.factory import make_engine
 
     config = load_config(run / "config.toml")
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def start(run: Path) -> tuple[Any, Any, Any]:
 
 def sample(run: Path, other: Path) -> dict[str, list[Any]]:
     """What one engine says to several calls, before and after it takes other weights."""
-    from grpo_core.model.policy import load_model
+    from grpo_core.model.loading import load_model
 
     engine, model, tokenizer = start(run)
     requests = [Request(tokenizer(prompt)["input_ids"], 6, seed=1000 * i) for i, prompt in enumerate(PROMPTS)]
@@ -173,7 +173,7 @@ def refusal(run: Path, model: Any) -> list[str]:
 
 def resume(run: Path, other: Path) -> dict[str, list[Any]]:
     """The end of `sample`, in a process that has done nothing before it."""
-    from grpo_core.model.policy import load_model
+    from grpo_core.model.loading import load_model
 
     engine, _, tokenizer = start(run)
     engine.sync_weights(load_model(other))

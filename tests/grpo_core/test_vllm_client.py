@@ -25,7 +25,7 @@ import torch
 from accelerate import PartialState
 
 from grpo_core.config.files import parse_config
-from grpo_core.config.inputs import RolloutConfig
+from grpo_core.config.rollout import RolloutConfig
 from grpo_core.rollout.types import Request, Sampling
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import serve as vllm_serve

@@ -65,7 +65,7 @@ def test_the_weights_sent_are_those_of_the_adapted_model_under_the_bases_names(
     import torch
 
     from grpo_core.config.inputs import ModelConfig
-    from grpo_core.model.policy import load_model, plain_weights, with_adapter
+    from grpo_core.model.loading import load_model, plain_weights, with_adapter
 
     model_folder = make_model(tmp_path, architecture, **changes)
     config = ModelConfig(name_or_path=str(model_folder), use_peft=True, lora_r=3, lora_alpha=12)
@@ -86,7 +86,7 @@ def test_the_weights_sent_are_those_of_the_adapted_model_under_the_bases_names(
 def test_a_tied_head_is_among_the_weights_sent_and_its_memory_is_copied_once(tmp_path: Path) -> None:
     import torch
 
-    from grpo_core.model.policy import load_model, plain_weights
+    from grpo_core.model.loading import load_model, plain_weights
 
     model = load_model(make_model(tmp_path / "model", tie_word_embeddings=True))
     weights = plain_weights(model)

@@ -18,7 +18,8 @@ from mlflow.store.model_registry.dbmodels.models import SqlRegisteredModelTag
 from typer.testing import CliRunner
 
 from flows.cli import app
-from grpo_core.config.files import ConfigError, dump_config
+from grpo_core.config.files import dump_config
+from grpo_core.errors import ConfigError
 from tasks import champion as module
 from tasks.champion import PromotionError, identity, is_decided, promote, rollback
 from tasks.register import keep_record

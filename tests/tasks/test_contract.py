@@ -12,8 +12,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from grpo_core.config.files import RunConfig, parse_config
+from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import DataChecks
+from grpo_core.config.run import RunConfig
 from tasks.contract import RULES
 from tasks.lengths import ModelError
 from tasks.validate import screen

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_core.config.files import parse_config
-from grpo_core.evaluate import outcomes_key
+from grpo_core.evaluation.run import outcomes_key
 from tasks.lineage import lineage_keys
 from tests.conftest import config_values, write_sums
 

@@ -12,7 +12,8 @@ from typing import Any
 import mlflow
 import pytest
 
-from grpo_core.config.files import RunConfig, parse_config
+from grpo_core.config.files import parse_config
+from grpo_core.config.run import RunConfig
 from grpo_core.planning.forecast import name_hardware
 from tasks import tracking
 from tasks.lineage import lineage_keys

@@ -8,7 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_core.rewards.types import RewardError, Rewards, text_of
+from grpo_core.errors import RewardError
+from grpo_core.rewards.types import Rewards, text_of
 
 OPERATIONAL = frozenset({"batch_size", "device"})  # arguments that change no score, but for rounding
 
@@ -70,7 +71,7 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[An
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from grpo_core.model.policy import attention_of
+    from grpo_core.model.loading import attention_of
 
     try:
         # The training's random state must not depend on when this is called first.

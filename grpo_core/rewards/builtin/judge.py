@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from grpo_core.errors import RewardError
 from grpo_core.rewards.builtin.judge_client import api_key, connect, hide_key
-from grpo_core.rewards.types import RewardError, Rewards, text_of
+from grpo_core.rewards.types import Rewards, text_of
 
 RUBRIC = """Grade the reply to the request: how helpful, correct and clear it is.
 

@@ -10,7 +10,7 @@ import ssl
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_core.rewards.types import RewardError
+from grpo_core.errors import RewardError
 
 SENT = {"accept", "accept-encoding", "authorization", "connection", "content-length", "content-type", "host"}
 KEY_NAME = re.compile(r"[A-Z0-9_]+_API_KEY")

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 from torch import Tensor
 
-from grpo_core.config.inputs import RolloutConfig
+from grpo_core.config.rollout import RolloutConfig
 
 LEASE_SECONDS = 20.0  # after which a trainer that was killed no longer has the server
 RENEWALS = 4  # of a lease in its time

@@ -17,8 +17,9 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from grpo_core.config.files import RunConfig
-from grpo_core.rollout.types import Completion, Finished, Request, Sampling, training_sampling
+from grpo_core.config.run import RunConfig
+from grpo_core.rollout.requests import training_sampling
+from grpo_core.rollout.types import Completion, Finished, Request, Sampling
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE, ignore_truncation
 from grpo_core.rollout.vllm.weights import Copies, are_done, do, find_copies, part, share, unpacked_linear_layers
 

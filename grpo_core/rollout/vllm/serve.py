@@ -13,7 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-from grpo_core.config.files import RunConfig, load_config
+from grpo_core.config.files import load_config
+from grpo_core.config.run import RunConfig
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.system.libraries import quiet_libraries
 

@@ -21,9 +21,10 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from grpo_core.config.files import RunConfig
-from grpo_core.model.policy import plain_weights
-from grpo_core.rollout.types import Completion, Finished, Request, Sampling, training_sampling
+from grpo_core.config.run import RunConfig
+from grpo_core.model.loading import plain_weights
+from grpo_core.rollout.requests import training_sampling
+from grpo_core.rollout.types import Completion, Finished, Request, Sampling
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Weights
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm.serve import ADDRESSES, largest_group, wrong_vllm

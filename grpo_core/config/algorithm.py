@@ -1,0 +1,138 @@
+"""`[algorithm]`: rewards → advantages → loss."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from grpo_core.config.base import HIGHEST_ENTROPY, Section
+
+
+class AlgorithmConfig(Section):
+    """Rewards → advantages → loss; docs/algorithm.md has each formula and its paper."""
+
+    advantage_estimator: Literal["grpo", "rloo"] = "grpo"
+    """What a reward is compared with: its group's mean (GRPO), or the mean of the others in its group (RLOO)."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide advantages by the group's standard deviation, the batch's, or not at all (Dr. GRPO)."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Weighted sum of the rewards, then normalise; or normalise each reward in its group, then sum (GDPO)."""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = "dapo"
+    """Loss of a token, and how tokens are averaged."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """One ratio per token (GRPO) or one per completion, the geometric mean of its tokens' (GSPO)."""
+    epsilon: float = Field(0.2, ge=0)
+    """Lower clipping bound of the ratio: 1 - epsilon."""
+    epsilon_high: float | None = Field(None, ge=0)
+    """Upper clipping bound is 1 + epsilon_high; default: epsilon. DAPO recommends 0.28. For cispo it is the bound
+    itself (ScaleRL: 5.0)."""
+    delta: float | None = Field(None, gt=1)
+    """Bound of the ratio where the advantage is negative, above 1 + epsilon_high (two-sided clip); default: none."""
+    sapo_temperature_pos: float = Field(1.0, gt=0)
+    """sapo: temperature of the soft gate for positive advantages."""
+    sapo_temperature_neg: float = Field(1.05, gt=0)
+    """sapo: temperature of the soft gate for the others."""
+    vespo_k_pos: float = Field(2.0, ge=0)
+    """vespo: power of the sequence weight for advantages of 0 and above."""
+    vespo_lambda_pos: float = Field(3.0, ge=0)
+    """vespo: decay of the sequence weight for advantages of 0 and above."""
+    vespo_k_neg: float = Field(3.0, ge=0)
+    """vespo: power of the sequence weight for negative advantages."""
+    vespo_lambda_neg: float = Field(2.0, ge=0)
+    """vespo: decay of the sequence weight for negative advantages."""
+    beta: float = Field(0.0, ge=0)
+    """Weight of the KL to the reference policy; 0 needs none."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL estimate by the importance ratio, so that its gradient is unbiased off-policy."""
+    sync_ref_model: bool = False
+    """Move the reference policy towards the policy every ref_model_sync_steps updates (TR-DPO)."""
+    ref_model_mixup_alpha: float = Field(0.6, gt=0, le=1)
+    """New reference = alpha * policy + (1 - alpha) * old reference."""
+    ref_model_sync_steps: int = Field(512, ge=1)
+    """Updates between two moves of the reference policy."""
+    mask_truncated_completions: bool = False
+    """Leave completions that hit max_completion_length out of the loss (DAPO)."""
+    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    """Share of the tokens, those of the highest entropy, whose policy loss is trained; 1 trains all."""
+    off_policy_mask_threshold: float | None = Field(None, gt=0)
+    """Leave out completions with a negative advantage from which the policy has moved away by more than this mean
+    log-ratio (DeepSeek-V3.2); default: none."""
+    vllm_importance_sampling_correction: bool = True
+    """Correct for the difference between the sampling engine's (any engine's) log-probabilities and the trainer's, both
+    at the sampling temperature and before top_p and top_k."""
+    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "sequence_mask"
+    )
+    """One correction per token or per completion; outside the bounds it is clamped (truncate) or made 0 (mask)."""
+    vllm_importance_sampling_clip_max: float = Field(3.0, gt=0)
+    """Upper bound of the correction."""
+    vllm_importance_sampling_clip_min: float | None = Field(None, gt=0)
+    """Lower bound of the correction; default: none."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of an entropy bonus; with use_adaptive_entropy, its first value."""
+    use_adaptive_entropy: bool = False
+    """Raise entropy_coef while entropy is at or below entropy_target, lower it else (Skywork-OR1); the bonus applies
+    only while it is at or below."""
+    entropy_coef_min: float = Field(0.0, ge=0)
+    """Adaptive entropy: lower bound of the weight."""
+    entropy_coef_max: float = Field(1.0, ge=0)
+    """Adaptive entropy: upper bound of the weight."""
+    entropy_coef_delta: float = Field(0.005, gt=0)
+    """Adaptive entropy: change of the weight after an update."""
+    entropy_target: float = Field(0.2, ge=0, le=HIGHEST_ENTROPY)
+    """Adaptive entropy: mean entropy of a token to keep, in nats."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AlgorithmConfig:
+        problem = None
+        if self.multi_objective_aggregation == "normalize_then_sum" and (
+            self.advantage_estimator != "grpo" or self.scale_rewards != "group"
+        ):
+            problem = (
+                "multi_objective_aggregation='normalize_then_sum' normalises in its own way; leave advantage_estimator "
+                f"and scale_rewards at 'grpo' and 'group' (they are {self.advantage_estimator!r} and "
+                f"{self.scale_rewards!r})"
+            )
+        elif self.delta is not None and self.delta <= 1 + self.upper_clip:
+            problem = (
+                f"delta={self.delta:g} must be above 1 + epsilon_high = {1 + self.upper_clip:g}, which clips first"
+            )
+        elif self.delta is not None and self.loss_type in ("cispo", "sapo", "vespo"):
+            problem = f"loss_type={self.loss_type!r} does not clip in two sides; remove delta"
+        elif self.loss_type == "vespo" and self.importance_sampling_level != "token":
+            problem = "loss_type='vespo' makes its own sequence weight; use importance_sampling_level='token'"
+        elif self.loss_type == "luspo" and self.importance_sampling_level != "sequence":
+            problem = "loss_type='luspo' is defined on sequences; set importance_sampling_level='sequence'"
+        elif self.loss_type == "cispo" and self.epsilon_high is None:
+            problem = "loss_type='cispo' takes epsilon_high as the bound of the ratio itself; set it (ScaleRL: 5.0)"
+        elif self.loss_type == "vespo" and self._corrects_by_sequence:
+            problem = (
+                f"loss_type='vespo' sums the corrections of tokens; vllm_importance_sampling_mode="
+                f"{self.vllm_importance_sampling_mode!r} has none: use 'token_truncate' or 'token_mask'"
+            )
+        elif (self.vllm_importance_sampling_clip_min or 0) > self.vllm_importance_sampling_clip_max:
+            problem = (
+                f"vllm_importance_sampling_clip_min={self.vllm_importance_sampling_clip_min:g} is above "
+                f"vllm_importance_sampling_clip_max={self.vllm_importance_sampling_clip_max:g}"
+            )
+        elif self.sync_ref_model and self.beta == 0:
+            problem = "sync_ref_model=true has no reference policy to move while beta=0; set beta or remove it"
+        elif self.entropy_coef_min > self.entropy_coef_max:
+            problem = f"entropy_coef_min={self.entropy_coef_min:g} is above entropy_coef_max={self.entropy_coef_max:g}"
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    @property
+    def upper_clip(self) -> float:
+        """epsilon_high, or epsilon where it is not given."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        return self.use_adaptive_entropy or self.entropy_coef > 0
+
+    @property
+    def _corrects_by_sequence(self) -> bool:
+        return self.vllm_importance_sampling_correction and self.vllm_importance_sampling_mode.startswith("sequence")

@@ -1,0 +1,91 @@
+"""`[rollout]`: how completions are sampled, and by which engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from grpo_core.config.base import Section
+
+VLLM_MIN_TEMPERATURE = 0.01  # vLLM raises a lower one to this
+
+
+class RolloutConfig(Section):
+    engine: Literal["auto", "vllm", "vllm-server", "transformers"] = "auto"
+    """What samples completions; `auto` takes vLLM on a GPU and transformers on a CPU. `vllm-server`: vLLM in processes
+    of its own, on other GPUs or another machine."""
+    num_generations: int = Field(8, ge=2)
+    """G: completions sampled for each prompt."""
+    max_completion_length: int = Field(256, ge=1)
+    """Tokens after which a completion is cut off."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; log-probabilities in training are scaled by it too. At least 0.01 unless engine is
+    `transformers`."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: the smallest set of tokens with at least this probability; 1 keeps all. The loss and the
+    sampling correction compare probabilities over the whole vocabulary all the same."""
+    top_k: int = Field(0, ge=0)
+    """Sample among this many most likely tokens; 0 keeps all. For the loss, see top_p."""
+    dynamic_sample: bool = False
+    """Replace groups whose rewards are all equal by groups of fresh prompts (DAPO's dynamic sampling)."""
+    max_resample_times: int = Field(3, ge=1)
+    """Rounds of such replacements for a generation batch; what is left after them stays in it."""
+    max_sync_drift: float | None = Field(None, gt=0)
+    """Mean difference between the engine's and the trainer's log-probabilities of a fixed probe batch, after a weight
+    update of the engine, above which training stops; default: 0.001, in bf16 0.1, or less if the engine does not follow
+    the policy's movement."""
+    gpu_memory_utilization: float = Field(0.3, gt=0, le=1)
+    """Share of the GPU's memory that vLLM takes for its weights and KV cache."""
+    cpu_kv_cache_gib: int = Field(1, ge=1)
+    """vLLM's KV cache when it runs on a CPU, in GiB."""
+    vllm_server_base_urls: list[str] = Field(default_factory=list)
+    """vllm-server: addresses of running servers, such as http://10.0.0.5:8000; default: a training starts its own."""
+    vllm_num_servers: int = Field(1, ge=1)
+    """vllm-server: servers that a training starts on the GPUs after its own, or on the CPU."""
+    vllm_tensor_parallel_size: int = Field(1, ge=1)
+    """vllm-server: GPUs that share a copy of the model, in each server that a training starts."""
+    vllm_data_parallel_size: int = Field(1, ge=1)
+    """vllm-server: copies of the model in each server that a training starts."""
+    vllm_weight_transfer: Literal["auto", "nccl", "ipc", "shared_memory"] = "auto"
+    """vllm-server: how weights reach the servers that a training starts: between GPUs (nccl), on one GPU that trainer
+    and server share (ipc), on the CPU (shared_memory); `auto` is nccl where there is a GPU."""
+    vllm_server_timeout: float = Field(240.0, gt=0)
+    """vllm-server: seconds that a server may be down, or take to start, before the training stops."""
+    vllm_request_timeout: float = Field(1800.0, gt=0)
+    """vllm-server: seconds that a server may take for an answer, or for new weights, before the training stops."""
+    max_staleness: int = Field(0, ge=0, le=1)
+    """vllm-server: 1 samples the next generation batch while this one is trained on, from the policy as it was before;
+    the sampling correction accounts for the difference."""
+
+    @model_validator(mode="after")
+    def _temperature_can_be_sampled(self) -> RolloutConfig:
+        if self.temperature < VLLM_MIN_TEMPERATURE and self.engine != "transformers":
+            raise ValueError(
+                f"temperature={self.temperature:g} with engine={self.engine!r}: vLLM samples at "
+                f"{VLLM_MIN_TEMPERATURE:g} where less is asked for; set temperature to {VLLM_MIN_TEMPERATURE:g} or "
+                "more, or engine to 'transformers'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_are_asked(self) -> RolloutConfig:
+        if self.engine == "vllm-server":
+            wrong = [url for url in self.vllm_server_base_urls if not url.startswith(("http://", "https://"))]
+            if wrong:
+                raise ValueError(f"vllm_server_base_urls: {wrong[0]!r} is no address such as http://127.0.0.1:8000")
+            if len(set(self.vllm_server_base_urls)) < len(self.vllm_server_base_urls):
+                raise ValueError(f"vllm_server_base_urls={self.vllm_server_base_urls} names a server twice")
+            each = self.vllm_tensor_parallel_size, self.vllm_data_parallel_size
+            if self.vllm_weight_transfer == "ipc" and (self.vllm_num_servers, *each) != (1, 1, 1):
+                raise ValueError(
+                    "vllm_weight_transfer='ipc' is for one server on one GPU, the training's own; "
+                    f"vllm_num_servers={self.vllm_num_servers}, vllm_tensor_parallel_size={each[0]} and "
+                    f"vllm_data_parallel_size={each[1]} have to be 1, or the transfer 'nccl'"
+                )
+        elif self.vllm_server_base_urls or self.max_staleness:
+            raise ValueError(
+                f"vllm_server_base_urls={self.vllm_server_base_urls} and max_staleness={self.max_staleness} are for "
+                f"engine='vllm-server', which can sample while the policy is trained; engine is {self.engine!r}"
+            )
+        return self

@@ -1,0 +1,115 @@
+"""A run's configuration as a whole, and the rules across its sections."""
+
+from __future__ import annotations
+
+import json
+from math import isfinite
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from grpo_core.config.algorithm import AlgorithmConfig
+from grpo_core.config.base import Section, flatten
+from grpo_core.config.evaluation import GUARDED, HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
+from grpo_core.config.inputs import DataConfig, ModelConfig, RewardConfig
+from grpo_core.config.rollout import RolloutConfig
+from grpo_core.config.training import HealthConfig, TrainConfig
+
+
+class RunConfig(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
+    """Name of the run and of its directory."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seeds prompt order and sampling."""
+    model: ModelConfig
+    data: DataConfig
+    rewards: list[RewardConfig] = Field(min_length=1)
+    """Reward functions; what the policy is trained on is the weighted sum of what they count."""
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    health: HealthConfig = HealthConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    registry: RegistryConfig = RegistryConfig()
+    promotion: PromotionConfig = PromotionConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        names = [reward.name for reward in self.rewards]
+        if len(set(names)) < len(names):
+            raise ValueError(f"rewards {names} share a name; give those of the same function a `name` each")
+        for place, reward in enumerate(self.rewards):
+            if reward.gate not in (None, *names):
+                raise ValueError(f"rewards.{place}.gate={reward.gate!r} is not among the rewards {names}")
+            if reward.function == "judge":
+                _check_json(reward.args, f"rewards.{place}.args.")
+        if self.evaluation.accuracy_reward not in (None, *names):
+            raise ValueError(
+                f"evaluation.accuracy_reward={self.evaluation.accuracy_reward!r} is not among the rewards {names}"
+            )
+        sets = [HELD_OUT, *(each.name for each in self.evaluation.sets)]
+        for key, name in [
+            ("promotion.set", self.promotion.set),
+            *((f"promotion.guards.{place}.set", guard.set) for place, guard in enumerate(self.promotion.guards)),
+        ]:
+            if name not in sets:
+                raise ValueError(f"{key}={name!r} is not among the evaluation sets {sets}")
+        self._check_judging_sets()
+        metrics = [*GUARDED, *(f"rewards/{name}/mean" for name in names)]
+        for place, guard in enumerate(self.promotion.guards):
+            if guard.metric not in metrics:
+                raise ValueError(f"promotion.guards.{place}.metric={guard.metric!r} is not among {metrics}")
+        if self.model.use_peft and self.algorithm.sync_ref_model:
+            raise ValueError(
+                "algorithm.sync_ref_model=true with model.use_peft=true: the reference policy is the base model under "
+                "the adapter, which does not move; remove one of the two"
+            )
+        if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
+            raise ValueError(
+                f"rollout.max_staleness={self.rollout.max_staleness} trains on samples of an earlier policy; "
+                "algorithm.vllm_importance_sampling_correction has to be true"
+            )
+        return self
+
+    def _check_judging_sets(self) -> None:
+        """Raises ValueError if a promotion would judge by the prompts on which the training chose its model."""
+        chosen_by = {
+            "train.load_best_model_at_end": self.train.load_best_model_at_end,
+            "train.early_stopping_patience": self.train.early_stopping_patience,
+        }
+        judged_by = {
+            "promotion.set": self.promotion.set,
+            **{f"promotion.guards.{place}.set": guard.set for place, guard in enumerate(self.promotion.guards)},
+        }
+        sources = {HELD_OUT: (self.data.eval, self.data.eval_split)}
+        sources |= {each.name: (each.data, each.split) for each in self.evaluation.sets}
+        choosing = [f"{key}={json.dumps(value)}" for key, value in chosen_by.items() if value]
+        judging = {key: name for key, name in judged_by.items() if sources[name] == sources[HELD_OUT]}
+        if choosing and judging:
+            named = ", ".join(f"{key}={name!r}" for key, name in judging.items())
+            raise ValueError(
+                f"{', '.join(choosing)} with {named}: the training chooses its model on "
+                "data.eval, which that set is, so it would look better there than it is; add other prompts as a set in "
+                f"[[evaluation.sets]] and name it in {', '.join(judging)}, or remove {', '.join(choosing)}"
+            )
+
+    @property
+    def accuracy_reward(self) -> str:
+        return self.evaluation.accuracy_reward or self.rewards[0].name
+
+    @property
+    def evaluation_files(self) -> dict[str, str]:
+        """Evaluation set → the data set under dataset/ that holds its validated prompts."""
+        return {HELD_OUT: "eval", **{each.name: f"eval-{each.name}" for each in self.evaluation.sets}}
+
+    @property
+    def evaluation_length(self) -> int:
+        """Tokens after which an evaluated completion is cut off."""
+        return self.evaluation.max_completion_length or self.rollout.max_completion_length
+
+
+def _check_json(values: dict[str, Any], prefix: str) -> None:
+    """Raises ValueError for values that TOML has and JSON, in which requests to a judge are sent, does not."""
+    for key, value in flatten(values, prefix).items():
+        if not isinstance(value, (str, int, float, type(None))) or (isinstance(value, float) and not isfinite(value)):
+            raise ValueError(f"{key}={value} cannot be sent as JSON; write dates and times as text, and no inf or nan")

@@ -1,0 +1,125 @@
+"""`[train]` and `[health]`: the optimizer, its batches, checkpoints, and the limits that a training is watched by."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from grpo_core.config.base import HIGHEST_ENTROPY, MOST, Section
+
+HealthAction = Literal["warn", "stop", "roll_back"]
+
+
+class HealthConfig(Section):
+    """What counts as unhealthy and what is done then: warn, stop, or roll back to the last healthy checkpoint and go on
+    from there with fresh samples and half the learning rate."""
+
+    patience: int = Field(5, ge=1)
+    """Updates in a row that a limit has to be broken before its action is taken."""
+    max_roll_backs: int = Field(2, ge=1)
+    """Roll-backs after which the next one is a stop."""
+    zero_advantages_steps: int = Field(20, ge=1)
+    """Limit: updates in a row in which no completion has an advantage."""
+    zero_advantages_action: HealthAction = "warn"
+    """What then."""
+    min_entropy: float = Field(1e-3, ge=0, le=HIGHEST_ENTROPY)
+    """Limit: mean entropy of a token, in nats; below, the policy says one thing only."""
+    entropy_action: HealthAction = "warn"
+    """What then."""
+    max_kl: float = Field(10.0, gt=0)
+    """Limit: mean KL to the reference policy, in nats per token."""
+    kl_action: HealthAction = "stop"
+    """What then."""
+    max_clip_ratio: float = Field(0.5, gt=0, le=1)
+    """Limit: share of tokens whose gradient the clip removes."""
+    clip_ratio_action: HealthAction = "warn"
+    """What then."""
+    max_log_ratio: float = Field(5.0, gt=0)
+    """Limit: largest |log-ratio| between the policy and the one that sampled, of a token."""
+    log_ratio_action: HealthAction = "warn"
+    """What then."""
+    max_clipped_length: float = Field(0.9, gt=0, le=1)
+    """Limit: share of completions that hit max_completion_length."""
+    clipped_length_action: HealthAction = "warn"
+    """What then."""
+    min_importance_sampling_ratio: float = Field(0.5, ge=0)
+    """Limit: mean sampling correction of a token; below, the correction removes most of the gradient."""
+    importance_sampling_ratio_action: HealthAction = "warn"
+    """What to do when this limit is broken: warn, stop the training, or roll back."""
+    not_finite_action: Literal["stop", "roll_back"] = "stop"
+    """What is done at once when a loss, gradient or log-probability is NaN or infinite."""
+
+
+class TrainConfig(Section):
+    num_processes: int = Field(1, ge=1)
+    """Training processes (one per GPU) started by `accelerate launch`."""
+    mixed_precision: Literal["no", "bf16"] = "no"
+    """`bf16` computes with a bfloat16 copy of the weights; weights, gradients and optimizer stay float32."""
+    per_device_train_batch_size: int = Field(8, ge=1)
+    """Completions per process and micro-step."""
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    """Micro-steps per optimizer update."""
+    steps_per_generation: int | None = Field(None, ge=1)
+    """Micro-steps that one generation batch feeds; default: gradient_accumulation_steps."""
+    generation_batch_size: int | None = Field(None, ge=1)
+    """Completions sampled at once over all processes; give this or steps_per_generation, not both."""
+    num_iterations: int = Field(1, ge=1)
+    """Passes over each generation batch (mu in the GRPO paper)."""
+    num_train_epochs: float = Field(1.0, gt=0, le=MOST)
+    """Passes over the prompts; may be fractional."""
+    max_steps: int | None = Field(None, ge=1)
+    """Optimizer updates; overrides num_train_epochs."""
+    learning_rate: float = Field(1e-6, gt=0)
+    """AdamW's peak learning rate."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    """Course of the learning rate after warm-up."""
+    warmup_steps: float = Field(0, ge=0)
+    """Updates of linear warm-up; a value below 1 is a share of max_steps."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay (biases and norms excluded)."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's first-moment decay."""
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    """AdamW's second-moment decay."""
+    adam_epsilon: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, updates a third longer."""
+    save_steps: int = Field(100, ge=1)
+    """A checkpoint every this many updates."""
+    save_total_limit: int = Field(2, ge=1)
+    """Checkpoints kept, newest first; the newest healthy one is always among them."""
+    eval_steps: int | None = Field(None, ge=1)
+    """Evaluate on the held-out prompts every this many updates and after the last; default: never during training."""
+    metric_for_best_model: Literal["eval_reward", "eval_accuracy"] = "eval_reward"
+    """The evaluation metric that says which model is best; larger is better."""
+    load_best_model_at_end: bool = False
+    """Hand on the best evaluated model instead of the last."""
+    early_stopping_patience: int | None = Field(None, ge=1)
+    """Stop after this many evaluations in a row without a new best; default: never."""
+    early_stopping_threshold: float = Field(0.0, ge=0)
+    """How much better than the best an evaluation has to be to count as a new best for early stopping."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainConfig:
+        if self.steps_per_generation is not None and self.generation_batch_size is not None:
+            raise ValueError(
+                f"steps_per_generation={self.steps_per_generation} and generation_batch_size="
+                f"{self.generation_batch_size} are both given; each follows from the other: remove one"
+            )
+        if self.lr_scheduler_type == "constant" and self.warmup_steps > 0:
+            raise ValueError(
+                f"lr_scheduler_type='constant' ignores warmup_steps={self.warmup_steps:g}; "
+                "use 'constant_with_warmup' or remove warmup_steps"
+            )
+        needs_evaluation = {
+            "load_best_model_at_end": self.load_best_model_at_end,
+            "early_stopping_patience": self.early_stopping_patience,
+        }
+        for key, value in needs_evaluation.items():
+            if value and self.eval_steps is None:
+                raise ValueError(f"{key}={value} needs evaluations to go by; set eval_steps")
+        return self

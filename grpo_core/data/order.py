@@ -1,0 +1,44 @@
+"""Which prompts a generation batch takes, by seed and epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Collection
+
+import numpy as np
+
+from grpo_core.planning.plan import Plan
+
+
+def rollout_prompts(plan: Plan, seed: int, rollout: int) -> list[int]:
+    """Dataset rows of generation batch `rollout`: chunks of one permutation an epoch, the rest dropped. (P,)"""
+    epoch, chunk = divmod(rollout, plan.rollouts_per_epoch)
+    order = np.random.default_rng([seed, epoch]).permutation(plan.num_prompts)
+    size = plan.prompts_per_generation
+    return order[chunk * size : (chunk + 1) * size].tolist()
+
+
+def fresh_prompts(plan: Plan, seed: int, rollout: int, used: Collection[int], count: int) -> list[int]:
+    """Up to `count` dataset rows to replace groups of generation batch `rollout` with, none of them among `used`."""
+    order = np.random.default_rng([seed, rollout, 2]).permutation(plan.num_prompts)
+    return list(itertools.islice((int(row) for row in order if row not in used), count))
+
+
+def training_order(plan: Plan, seed: int, rollout: int) -> np.ndarray:
+    """Which rows of the generation batch each process trains on at each slice. (S, W, b)
+
+    Shuffled, so that an update that takes only a part of the batch sees parts of many groups; the same rows whatever
+    way an update is cut into processes and micro-steps.
+    """
+    order = np.random.default_rng([seed, rollout, 1]).permutation(plan.generation_batch_size)
+    return order.reshape(plan.steps_per_generation, plan.num_processes, plan.per_device_train_batch_size)
+
+
+def derive_seed(*parts: int) -> int:
+    """A 48-bit seed from integers; equal parts give equal seeds on every machine and in every process.
+
+    torch's generator on a GPU reads all of its bits, the one on a CPU only the lower 32.
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=6)
+    return int.from_bytes(digest.digest(), "big")

@@ -1,0 +1,133 @@
+"""Base, champion and trained policy on the same prompts, set by set, each prompt once; what the report rests on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from grpo_core.config.files import load_config
+from grpo_core.config.run import RunConfig
+from grpo_core.evaluation.samples import _answer_columns, prompt_columns, samples_table
+from grpo_core.fingerprint import reward_parts
+
+if TYPE_CHECKING:
+    pass
+
+
+def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str, Any]:
+    """Report of all policies; writes samples.parquet (a row a completion) under `output`.
+
+    A champion with another architecture or tokenizer than the run's base model is left out: the engine cannot sample
+    from it. "champion" in the report is for the caller to fill in, who knows what the folder is.
+    """
+    import torch
+
+    from grpo_core.data.prompts import load_prompts, load_tokenizer
+    from grpo_core.evaluation.comparison import compare_policies
+    from grpo_core.evaluation.outcomes import deciding_metric
+    from grpo_core.model.capabilities import check_padding
+    from grpo_core.model.divergence import mean_kl
+    from grpo_core.model.loading import load_model
+    from grpo_core.model.positions import check_context
+    from grpo_core.model.precision import in_bfloat16
+    from grpo_core.rewards.contract import resolve
+    from grpo_core.rollout.collect import sample_and_score
+    from grpo_core.rollout.factory import make_engine
+    from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
+
+    config = load_config(run / "config.toml")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = load_tokenizer(config.model)
+    files = {name: run / "dataset" / f"{file}.parquet" for name, file in config.evaluation_files.items()}
+    sets = {name: load_prompts(path, tokenizer) for name, path in files.items()}
+    rewards = [resolve(reward) for reward in config.rewards]
+    sampling, n = evaluation_sampling(config), config.evaluation.num_samples
+
+    def in_precision(model: Any) -> Any:
+        return in_bfloat16(model) if config.train.mixed_precision == "bf16" else model
+
+    base = load_model(config.model.name_or_path, config.model.revision).to(device)
+    max_length = max(prompts.max_length for prompts in sets.values()) + config.evaluation_length
+    check_context(base.config, max_length)
+    check_padding(base, max_length)
+    base = in_precision(base)
+    engine = make_engine(config, config.model.name_or_path, base, tokenizer, max_length)
+    columns = {name: prompt_columns(name, prompts.rows, config) for name, prompts in sets.items()}
+    policies: list[str] = []
+
+    def sample(policy: str, model: Any) -> None:
+        policies.append(policy)
+        for name, prompts in sets.items():
+            print(f"evaluating the {policy} policy on {len(prompts.ids)} prompts ({name})", flush=True)
+            requests = [evaluation_request(config, row, ids, n) for row, ids in enumerate(prompts.ids)]
+            rows = range(len(requests))
+            samples, _ = sample_and_score(engine, requests, rows, sampling, prompts, tokenizer, rewards)
+            columns[name] |= _answer_columns(policy, samples, rewards)
+            if model is not base:
+                asked = [prompts.ids[sample.row] for sample in samples]
+                completed = [sample.completion.ids for sample in samples]
+                columns[name][f"{policy}/kl"] = mean_kl(model, base, asked, completed)
+
+    sample("base", base)
+    if champion is not None:
+        model = in_precision(load_model(champion).to(device))
+        if unlike := _unlike(base, model, tokenizer, champion):
+            print(f"the champion is left out: it has another {unlike} than {config.model.name_or_path}", flush=True)
+        else:
+            engine.sync_weights(model)
+            sample("champion", model)
+        del model  # one beside the base is enough
+    trained = in_precision(load_model(run / "training" / "model").to(device))
+    engine.sync_weights(trained)
+    sample("trained", trained)
+    engine.close()
+
+    scores = [f"{policy}/rewards/{reward.name}" for policy in policies for reward in rewards]
+    table = pl.concat([samples_table(values, scores) for values in columns.values()], how="diagonal")
+    table.write_parquet(output / "samples.parquet")
+    found = compare_policies(table, config, policies)
+    default_metric = deciding_metric(table, config.accuracy_reward)
+    metric = config.promotion.metric or default_metric
+    unit = ".1%" if metric == "accuracy" else ".3f"
+    for name, of_set in found.items():
+        means = [f"{policy} {of_set['policies'][policy][metric]['mean']:{unit}}" for policy in policies]
+        print(f"{metric} on {name}: {', '.join(means)}", flush=True)
+    return {
+        "key": outcomes_key(config, files),
+        "policies": policies,
+        "champion": None,
+        "accuracy_reward": config.accuracy_reward,
+        "deciding_metric": default_metric,
+        "temperature": config.evaluation.temperature,
+        "num_samples": n,
+        "confidence": config.evaluation.confidence,
+        "sets": found,
+    }
+
+
+def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
+    """Hash of all that outcomes follow from beside the policy: two policies' recorded outcomes may be paired where it
+    is the same. `files`: the prompts of each set."""
+    sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
+    parts = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward, config.seed]
+    digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
+    for name, path in sorted(files.items()):
+        digest.update(name.encode() + hashlib.blake2b(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _unlike(base: Any, model: Any, tokenizer: Any, folder: Path) -> str:
+    """What a policy has that keeps the base's engine from sampling from it; "" when nothing does."""
+    from transformers import AutoTokenizer
+
+    shapes = ({name: weights.shape for name, weights in each.named_parameters()} for each in (base, model))
+    if next(shapes) != next(shapes):
+        return "architecture"
+    own = AutoTokenizer.from_pretrained(folder)
+    same = (own.get_vocab(), own.chat_template) == (tokenizer.get_vocab(), tokenizer.chat_template)
+    return "" if same else "tokenizer"

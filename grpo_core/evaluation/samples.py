@@ -1,0 +1,56 @@
+"""samples.parquet: one row per completion, with what each policy answered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from grpo_core.config.run import RunConfig
+from grpo_core.rewards.contract import Reward
+
+if TYPE_CHECKING:
+    from grpo_core.rollout.collect import Sample
+
+
+def _answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, list[Any]]:
+    """The columns of samples.parquet that are a policy's own, but for its KL."""
+    columns: dict[str, list[Any]] = {
+        f"{policy}/completion": [sample.text for sample in samples],
+        f"{policy}/completion_tokens": [len(sample.completion.ids) for sample in samples],
+        f"{policy}/truncated": [sample.completion.truncated for sample in samples],
+    }
+    for k, reward in enumerate(rewards):
+        values = [sample.rewards[k] for sample in samples]
+        columns[f"{policy}/rewards/{reward.name}"] = [None if math.isnan(value) else value for value in values]
+    return columns
+
+
+def samples_table(columns: Mapping[str, list[Any]], scores: Iterable[str]) -> pl.DataFrame:
+    """The samples of one set, with the same types whatever is empty in it; `scores`: the columns of rewards."""
+    types: dict[str, Any] = {"answer": pl.String, "category": pl.String, **dict.fromkeys(scores, pl.Float64)}
+    return pl.DataFrame(columns, schema_overrides={name: kind for name, kind in types.items() if name in columns})
+
+
+def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[str, list[Any]]:
+    """The columns of samples.parquet that are the same for all policies: one entry a sample of a prompt."""
+    n = config.evaluation.num_samples
+    columns: dict[str, list[Any]] = {"prompt": [_plain(row["prompt"]) for row in rows]}
+    for column, source in (("answer", config.data.answer_column), ("category", config.evaluation.category_column)):
+        if source in rows[0]:
+            columns[column] = [None if row[source] is None else str(row[source]) for row in rows]
+    places: dict[str, list[Any]] = {
+        "set": [name] * n * len(rows),
+        "row": [row for row in range(len(rows)) for _ in range(n)],
+        "sample": list(range(n)) * len(rows),
+    }
+    return places | {column: [value for value in values for _ in range(n)] for column, values in columns.items()}
+
+
+def _plain(prompt: Any) -> Any:
+    """A prompt; of messages the fields that every set has."""
+    if isinstance(prompt, str):
+        return prompt
+    return [{"role": message["role"], "content": message["content"]} for message in prompt]

@@ -1,0 +1,108 @@
+"""What a model's architecture allows: found out once, by trying it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo_core.model.packed_attention import line_up, packed_states, use_attention
+from grpo_core.model.sequences import Sequences
+
+PROBED = 100  # tokens that ways to compute a sequence are compared over: several blocks of flex attention
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # relative, between two ways to compute the same
+
+
+def decoder(model: Any) -> Any:
+    """What gives the last hidden states, with the adapter in place if there is one."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found = base.get_decoder()
+    return base.model if found is base else found  # transformers does not find that of Llama 4's text model
+
+
+@torch.no_grad()
+def plain_output_layer(model: Any) -> nn.Linear | None:
+    """The linear layer that makes the logits of the decoder's output, where that is all there is to it.
+
+    None for models that scale or cap their logits, or whose output layer is adapted or has a bias: there the model
+    itself has to make them.
+    """
+    layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(layer) is not nn.Linear or layer.bias is not None:
+        return None
+    if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
+        return None
+    ids = torch.arange(4, device=layer.weight.device)[None]
+    same = torch.allclose(layer(decoder(model)(input_ids=ids).last_hidden_state), model(input_ids=ids).logits)
+    return layer if same else None
+
+
+def attends_to_all(config: Any, max_length: float = math.inf) -> bool:
+    """Whether each layer attends to all tokens before, as far as the configuration says, in sequences of up to
+    `max_length` tokens: a window that no sequence fills hides nothing."""
+    window = getattr(config, "sliding_window", None)
+    if kinds := getattr(config, "layer_types", None):
+        reaches_all = {"full_attention"} | ({"sliding_attention"} if window and window >= max_length else set())
+        return set(kinds) <= reaches_all
+    bounds = [window, getattr(config, "attention_chunk_size", None)]
+    return all(bound is None or bound >= max_length for bound in bounds)
+
+
+@torch.no_grad()
+def check_padding(model: Any, max_length: float) -> None:
+    """Raises ValueError if padding on the right changes the hidden states of a row, as it can in sparse attention when
+    sequences are longer than the number of keys that it selects. `model`: in float32, where rounding explains less."""
+    config = decoder(model).config
+    selected = getattr(config, "index_topk", None) or 0  # keys that DeepSeek's sparse attention selects
+    width = _probe_width(config, max_length, max(PROBED, 2 * selected))
+    length = 3 * width // 4
+    row = torch.arange(width, device=model.device).remainder(config.vocab_size)[None]
+    padded = row.repeat(2, 1)
+    padded[1, length:] = 0
+    bare = decoder(model)(input_ids=row[:, :length], use_cache=False).last_hidden_state[0]
+    states = decoder(model)(input_ids=padded, use_cache=False).last_hidden_state[1, :length]
+    if not (states - bare).norm() < TOLERANCE[torch.float32] * bare.norm():
+        raise ValueError(
+            f"{type(model).__name__} gives a sequence of {length} tokens other hidden states when it is padded to "
+            f"{width}: its log-probabilities would depend on what shares a forward pass with it. Choose another "
+            "model" + (f", or keep prompt plus completion within {selected} tokens (index_topk)" if selected else "")
+        )
+
+
+def _probe_width(config: Any, max_length: float, wanted: int) -> int:
+    """Tokens of a probe: as many as wanted, within the model's positions and the run's longest sequence."""
+    return int(min(wanted, getattr(config, "max_position_embeddings", None) or wanted, max_length))
+
+
+@torch.no_grad()
+def make_packable(model: Any, *, flex: bool, max_length: float = math.inf) -> bool:
+    """Let the model take lines of tokens; whether these have the hidden states of a plain pass.
+
+    Not so for layers that attend to a window only, or that carry a state: they stay as they are.
+    """
+    config = decoder(model).config
+    if not attends_to_all(config, max_length):
+        return False
+    length = _probe_width(config, max_length, PROBED)
+    prompt, completion = length // 2, length - length // 2
+    ids = torch.arange(2 * (prompt + completion)).remainder(config.vocab_size).view(2, -1).repeat_interleave(2, 0)
+    ids[1::2, prompt + 1 :] = 0
+    states = decoder(model)(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
+    plain = states[:, prompt - 1 : -1].flatten(0, 1)
+    usual = config._attn_implementation
+    try:
+        use_attention(config)
+        sequences = Sequences(ids, torch.full((4,), prompt), torch.full((4,), completion))
+        line = line_up(sequences, model.device, flex=flex)
+        with torch.set_grad_enabled(flex):  # a kernel that cannot be compiled is to fail here
+            packed = packed_states(decoder(model), line)
+        if packed.requires_grad:
+            packed.sum().backward()
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another attention
+        packed = torch.full_like(plain, torch.nan)
+    if (plain - packed.detach()).norm() < TOLERANCE[plain.dtype] * plain.norm():
+        return True
+    config._attn_implementation = usual
+    return False

@@ -1,0 +1,84 @@
+"""Prompts and completions as rows of tokens, and how many of them share a forward pass."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+
+def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    """Rows of different lengths as one tensor, zeros on the right. (B, T)"""
+    return nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Prompts and completions joined, right-padded: causal attention needs no mask. Log-probabilities are (B, T).
+
+    On the CPU; the policy takes what it needs to its device.
+    """
+
+    input_ids: Tensor  # (B, L) int64
+    prompt_lengths: Tensor  # (B,) int64
+    completion_lengths: Tensor  # (B,) int64; their largest is T
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.prompt_lengths + self.completion_lengths
+
+    def take(self, rows: Tensor) -> Sequences:
+        """Some rows, padded to the longest of them."""
+        chosen = Sequences(self.input_ids[rows], self.prompt_lengths[rows], self.completion_lengths[rows])
+        return replace(chosen, input_ids=chosen.input_ids[:, : int(chosen.lengths.max())])
+
+
+def pack(sequences: Sequences, tokens: int, *, share_prompts: bool) -> Iterator[Tensor]:
+    """The rows in parts of at most `tokens` tokens, or of one row: those with the same prompt, then those of like
+    length next to each other. A prompt counts once in a part with `share_prompts`, else padding counts too.
+
+    Completions padded to the longest, as a line's attention has them on a CPU, are at most twice as many.
+    """
+    lengths, completions = sequences.lengths.tolist(), sequences.completion_lengths.tolist()
+    if share_prompts:
+        _, owners = prompts_of(sequences)
+        longest: dict[int, int] = defaultdict(int)
+        for row, owner in enumerate(owners):
+            longest[owner] = max(longest[owner], lengths[row])
+        order = sorted(range(len(lengths)), key=lambda row: (-longest[owners[row]], owners[row], -lengths[row]))
+    else:
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    part: list[int] = []
+    filled = longest_completion = 0
+    for row in order:
+        if share_prompts:
+            known = part and owners[row] == owners[part[-1]]
+            after = filled + (completions[row] if known else lengths[row])
+        else:
+            after = (len(part) + 1) * lengths[part[0] if part else row]
+        padded = (len(part) + 1) * max(longest_completion, completions[row])
+        if part and (after > tokens or padded > 2 * tokens):
+            yield torch.tensor(part)
+            part, after, longest_completion = [], lengths[row], 0
+        part.append(row)
+        filled, longest_completion = after, max(longest_completion, completions[row])
+    yield torch.tensor(part)
+
+
+def prompts_of(sequences: Sequences) -> tuple[list[int], list[int]]:
+    """The first row of each different prompt, and for each row which of these its prompt is."""
+    places: dict[tuple[int, ...], int] = {}
+    firsts: list[int] = []
+    owners: list[int] = []
+    for row, (ids, length) in enumerate(
+        zip(sequences.input_ids.tolist(), sequences.prompt_lengths.tolist(), strict=True)
+    ):
+        prompt = tuple(ids[:length])
+        if prompt not in places:
+            places[prompt] = len(firsts)
+            firsts.append(row)
+        owners.append(places[prompt])
+    return firsts, owners

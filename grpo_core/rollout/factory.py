@@ -1,0 +1,34 @@
+"""Build the engine that a configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from grpo_core.config.run import RunConfig
+from grpo_core.rollout.types import Engine
+
+
+def make_engine(
+    config: RunConfig, model_path: Path | str, model: nn.Module, tokenizer: object, max_length: int
+) -> Engine:
+    """The configured engine, with the weights at `model_path`, the folder or hub name that `model` was loaded from.
+
+    `max_length`: the longest prompt plus completion, in tokens.
+    """
+    device = next(model.parameters()).device
+    name = config.rollout.engine
+    if name == "auto":
+        name = "vllm" if device.type == "cuda" else "transformers"
+    if name == "transformers":
+        from grpo_core.rollout.transformers_engine import TransformersEngine
+
+        return TransformersEngine(model, tokenizer, max_length)
+    if name == "vllm-server":
+        from grpo_core.rollout.vllm.server import VLLMServerEngine
+
+        return VLLMServerEngine(config, model, max_length)
+    from grpo_core.rollout.vllm.colocated import VLLMEngine
+
+    return VLLMEngine(config, model_path, model, max_length)

@@ -1,0 +1,24 @@
+"""What an engine is asked for: by a generation batch, and by an evaluation."""
+
+from __future__ import annotations
+
+from grpo_core.config.rollout import RolloutConfig
+from grpo_core.config.run import RunConfig
+from grpo_core.data.order import derive_seed
+from grpo_core.rollout.types import Request, Sampling
+
+
+def training_sampling(config: RolloutConfig) -> Sampling:
+    """How training completions are drawn."""
+    return Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
+
+
+def evaluation_sampling(config: RunConfig) -> Sampling:
+    """How evaluated completions are drawn."""
+    keys = config.evaluation
+    return Sampling(config.evaluation_length, keys.temperature, keys.top_p, keys.top_k)
+
+
+def evaluation_request(config: RunConfig, row: int, prompt_ids: list[int], num_samples: int = 1) -> Request:
+    """Completions of a held-out prompt; their seeds depend on nothing but run seed and row."""
+    return Request(prompt_ids, num_samples, derive_seed(config.seed, row))
