@@ -16,7 +16,7 @@ import numpy as np
 from scipy import stats
 
 from grpo_core.evaluation.statistics import BINARY, estimate, paired_difference, seen_bounds, tail
-from tasks.gate import level_of
+from tasks.registry.gate import level_of
 
 SIZES = (10, 20, 50, 100, 200, 500, 1000)
 CONFIDENCE = 0.95

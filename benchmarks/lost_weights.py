@@ -130,8 +130,8 @@ def _engine_made_as(engine: Name, run: Path) -> Iterator[None]:
         with mock.patch.object(session, "make_engine", make):
             yield
     elif engine.startswith("vllm-server"):
-        from tasks.servers import servers
-        from tasks.stage import Context
+        from tasks.processes.vllm_servers import servers
+        from tasks.stages.stage import Context
 
         context = Context(load_config(run / "config.toml"), run, run)
         with servers(context, logging.getLogger()) as addresses, mock.patch.dict(os.environ, addresses):

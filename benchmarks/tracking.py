@@ -23,7 +23,7 @@ from typing import Any
 import mlflow
 import psutil
 
-from tasks.sending import sending
+from tasks.tracking.sending import sending
 from tests.serving import free_ports, mlflow_server
 
 FIGURES = 30  # of an update, as many as the quickstart has

@@ -35,8 +35,8 @@ from grpo_core.config.evaluation import RegistryConfig
 from grpo_core.config.files import describe_keys, load_config, read_overrides
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError, GrpoError
-from tasks.stage import EVALUATE, REGISTER, STAGES, TRAIN, Interrupted, refuse_outdated_inputs
-from tasks.storage import find_run, locked, storage_root
+from tasks.stages.run_directory import find_run, locked, storage_root
+from tasks.stages.stage import EVALUATE, REGISTER, STAGES, TRAIN, Interrupted, refuse_outdated_inputs
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(init)
@@ -129,8 +129,8 @@ def promote(
     model, registered = _find_model(model)
     version = version or registered or RegistryConfig().alias
     _check_registered(model, version)
-    from tasks import champion
-    from tasks.tracking import answering
+    from tasks.registry import champion
+    from tasks.tracking.runs import answering
 
     with _refusals(2, model):
         changes = read_overrides(overrides)
@@ -155,8 +155,8 @@ def rollback(model: RegisteredModel) -> None:
     """Make the previous champion of a registered model champion again. Exit status 2: there is none."""
     configure()
     model, _ = _find_model(model)
-    from tasks import champion
-    from tasks.tracking import answering
+    from tasks.registry import champion
+    from tasks.tracking.runs import answering
 
     with _refusals(2):
         if _has_server():
@@ -190,7 +190,7 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
 
 def _find_model(name: str) -> tuple[str, str | None]:
     """The registered model of this name; else the one that the run of this name has registered, and the version."""
-    from tasks.champion import PromotionError, check
+    from tasks.registry.champion import PromotionError, check
 
     try:
         check(name)
@@ -230,7 +230,7 @@ def _has_server() -> bool:
 
 def _check_registered(model: str, version: str) -> None:
     """Before Prefect, which takes its time."""
-    from tasks.champion import check
+    from tasks.registry.champion import check
 
     with _refusals(2):
         check(model, version)
@@ -249,8 +249,8 @@ def _refusals(code: int, name: str = "") -> Iterator[None]:
 def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
     """What happened and where to look."""
     from tasks.evaluate import rows_of, verdicts
-    from tasks.figures import metric_of
-    from tasks.report import PAGE
+    from tasks.rendering.figures import metric_of
+    from tasks.reports.report import PAGE
 
     report, training, registration = (stage.read_receipt(folder) for stage in (EVALUATE, TRAIN, REGISTER))
     counted = training["counted"]

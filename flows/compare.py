@@ -12,10 +12,10 @@ from rich.text import Text
 
 from flows.terminal import refuse
 from grpo_core.errors import ConfigError
-from tasks.storage import UnknownRunError, write_text
+from tasks.stages.run_directory import UnknownRunError, write_text
 
 if TYPE_CHECKING:
-    from tasks import page
+    from tasks.rendering import page
 
 MOST_RUNS = 6  # more lines in one picture cannot be told apart
 
@@ -28,8 +28,8 @@ def compare(
     html: Annotated[Path | None, typer.Option(help="write the comparison, with curves, to this file too")] = None,
 ) -> None:
     """Show in what runs differ, their figures, and whether they are better than the first on the same prompts."""
-    from tasks.compare import comparison, comparison_page
-    from tasks.record import NotEvaluatedError, load_record
+    from tasks.reports.compare import comparison, comparison_page
+    from tasks.reports.record import NotEvaluatedError, load_record
 
     if not 2 <= len(runs) <= MOST_RUNS or len({*runs}) < len(runs):
         refuse(f"{' '.join(runs)}: from two to {MOST_RUNS} runs can be compared, each named once")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.rewards.contract import resolve
-from tasks.places import check_places
-from tasks.sources import count_prompts, needs_loading
+from tasks.data.places import check_places
+from tasks.data.sources import count_prompts, needs_loading
 
 ENOUGH = 10**9  # prompts, where counting them would mean to load a dataset: no rule asks for more
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from grpo_core.system.libraries import quiet_libraries
-from tasks.storage import storage_root
+from tasks.stages.run_directory import storage_root
 
 HEARTBEAT_SECONDS = 30  # of a flow run, the least that Prefect allows; `set_up` has the server watch for it
 POLL_SECONDS = 2  # between a runner's looks for triggered runs; Prefect's own 10 keep a person waiting

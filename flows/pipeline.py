@@ -20,15 +20,15 @@ from flows.early import refuse_early
 from flows.form import Changes, Preset, resolve
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
-from tasks.attempts import keep_retry
-from tasks.champion import is_decided
 from tasks.evaluate import evaluate
 from tasks.plan import GPU_DEPLOYMENT, plan
 from tasks.promotion import promote
-from tasks.refusals import plain
 from tasks.register import register
-from tasks.stage import EVALUATE, REGISTER, TRAIN, Stage, StageError, conditions
-from tasks.storage import open_run
+from tasks.registry.champion import is_decided
+from tasks.stages.attempts import keep_retry
+from tasks.stages.refusals import plain
+from tasks.stages.run_directory import open_run
+from tasks.stages.stage import EVALUATE, REGISTER, TRAIN, Stage, StageError, conditions
 from tasks.train import train
 from tasks.validate import validate
 

@@ -35,9 +35,9 @@ from grpo_core.planning.frameworks.recipes import NEWEST, Recipe, System, megatr
 from grpo_core.planning.plan import Plan, PlanError, make_plan, plan_inputs, updates_done
 from grpo_core.planning.rules import PlanInputs, Rules
 from grpo_core.rewards.contract import check
-from tasks.places import check_places
-from tasks.stage import StageError
-from tasks.storage import storage_root
+from tasks.data.places import check_places
+from tasks.stages.run_directory import storage_root
+from tasks.stages.stage import StageError
 
 ASSUMED_PROMPT_TOKENS = 256
 NO_FILE: dict[str, Any] = {  # what a configuration needs, but a plan does not
@@ -145,7 +145,7 @@ def _own_plan(
     figures = make_plan(inputs)
     gpu, known = find_gpu() if gpu is None else gpu, None
     if history:
-        from tasks.tracking import earlier_throughput
+        from tasks.tracking.runs import earlier_throughput
 
         known = earlier_throughput(config, name_hardware(gpu))
     if config.model.name_or_path:
@@ -192,8 +192,8 @@ def _megatron(recipe: Recipe, rows: list[int | None], given: Mapping[str, Any]) 
 
 @contextmanager
 def _sources() -> Iterator[ModuleType]:
-    """`tasks.sources`, imported only where data is read, since it imports polars; its errors as ConfigError."""
-    from tasks import sources
+    """`tasks.data.sources`, imported only where data is read, since it imports polars; its errors as ConfigError."""
+    from tasks.data import sources
 
     try:
         yield sources

@@ -12,7 +12,7 @@ import psutil
 
 from flows.running import ServerError
 from flows.server import SERVER_ID, ask
-from tasks.storage import storage_root
+from tasks.stages.run_directory import storage_root
 
 HOST = "127.0.0.1"
 LEAST_PORT = 1024  # that is not the administrator's

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flows.server import ID_HEADER, SERVER_ID, STORAGE_HEADER
 from grpo_core.system.origin_check import OwnPagesOnly
-from tasks.storage import storage_root
+from tasks.stages.run_directory import storage_root
 
 SHUTDOWN_SECONDS = 5  # for requests in progress, such as the event streams of open pages
 

@@ -11,9 +11,9 @@ from pydantic import WithJsonSchema
 
 from flows.form import form_schema
 from tasks import promotion
-from tasks.attempts import keep_retry
-from tasks.champion import CANDIDATE, Outcome
-from tasks.refusals import plain
+from tasks.registry.champion import CANDIDATE, Outcome
+from tasks.stages.attempts import keep_retry
+from tasks.stages.refusals import plain
 
 Changes = Annotated[dict[str, Any], WithJsonSchema(form_schema("promotion"))]
 

@@ -63,8 +63,8 @@ def try_rewards(
     import numpy as np
 
     from grpo_core.rewards.composition import counted, weighted_sum
-    from tasks.lengths import ModelError
-    from tasks.sources import SourceError
+    from tasks.data.lengths import ModelError
+    from tasks.data.sources import SourceError
 
     try:
         run = load_config(config, overrides)
@@ -107,7 +107,7 @@ def _first_sentence(function: Any) -> str:
 
 def _batch(config: RunConfig, rewards: Sequence[Reward], row: int, texts: Sequence[str]) -> Batch:
     """These texts as completions of a row of the training prompts."""
-    from tasks.sources import load_source
+    from tasks.data.sources import load_source
 
     frame = load_source("data.train", config.data.train, config.data.train_split, config.data.prompt_column)
     if row >= frame.height:
@@ -128,7 +128,7 @@ def _ids(config: RunConfig, rewards: Sequence[Reward], texts: Sequence[str]) -> 
     """Tokens of the texts with the end token after them, where a reward may look at them."""
     if not any(reward.accepts is None or "completion_ids" in reward.accepts for reward in rewards):
         return [[] for _ in texts]
-    from tasks.lengths import load_tokenizer_and_context
+    from tasks.data.lengths import load_tokenizer_and_context
 
     tokenizer, _ = load_tokenizer_and_context(config.model)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -18,7 +18,7 @@ from typing import TextIO
 import psutil
 
 from grpo_core.errors import GrpoError
-from tasks.storage import storage_root
+from tasks.stages.run_directory import storage_root
 
 PATIENCE = 1.0  # seconds in which another command that looks at the lock has let go of it
 

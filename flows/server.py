@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.running import ServerError, Up, find_up
-from tasks.storage import storage_root
+from tasks.stages.run_directory import storage_root
 
 START_SECONDS = 180
 STOP_SECONDS = 10
@@ -65,7 +65,15 @@ def prefect_api() -> Iterator[str]:
     log = server_log()
     with log.open("a") as output:
         server = subprocess.Popen(
-            [sys.executable, "-m", "tasks.supervise", str(STOP_SECONDS), sys.executable, "-m", *server_command(port)],
+            [
+                sys.executable,
+                "-m",
+                "tasks.processes.supervise",
+                str(STOP_SECONDS),
+                sys.executable,
+                "-m",
+                *server_command(port),
+            ],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -49,5 +49,13 @@ def _supervised(*command: str) -> None:
     """Become a process that runs `python -m COMMAND` and ends the flow runs with it. Prefect's own runner and worker
     leave those alone when they are told to end."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a pipe there would be watched
-    supervisor = [sys.executable, "-m", "tasks.supervise", str(ENDING_SECONDS), sys.executable, "-m", *command]
+    supervisor = [
+        sys.executable,
+        "-m",
+        "tasks.processes.supervise",
+        str(ENDING_SECONDS),
+        sys.executable,
+        "-m",
+        *command,
+    ]
     os.execv(sys.executable, supervisor)

@@ -7,12 +7,12 @@ from typing import Any
 from prefect import Flow, Task, flow, get_run_logger
 from prefect.runtime import deployment
 
-from tasks.attempts import keep_retry
 from tasks.evaluate import evaluate
 from tasks.plan import plan
-from tasks.refusals import plain
 from tasks.register import register
-from tasks.storage import find_run, locked
+from tasks.stages.attempts import keep_retry
+from tasks.stages.refusals import plain
+from tasks.stages.run_directory import find_run, locked
 from tasks.train import train
 from tasks.validate import validate
 

@@ -18,9 +18,9 @@ from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.rewards.contract import RewardError
-from tasks import figures
-from tasks.stage import EVALUATE, STAGES, conditions, made_at
-from tasks.storage import UnknownRunError, find_run, find_runs, storage_root
+from tasks.rendering import figures
+from tasks.stages.run_directory import UnknownRunError, find_run, find_runs, storage_root
+from tasks.stages.stage import EVALUATE, STAGES, conditions, made_at
 
 WHEN = "%Y-%m-%d %H:%M"
 COLOURS = {"up to date": "green", "stale": "yellow", "missing": "dim"}

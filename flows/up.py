@@ -23,7 +23,7 @@ from flows.ports import HOST, is_listening, refuse_taken
 from flows.running import ServerError, Up, announced, new_up
 from flows.server import SERVER_ID, START_SECONDS, is_ours, server_command, server_log
 from flows.terminal import refuse, say
-from tasks.storage import storage_root
+from tasks.stages.run_directory import storage_root
 
 ENDING_SECONDS = 60  # that a server, which may be making its database, and serving each get to end
 LINES_SHOWN = 10
@@ -54,7 +54,7 @@ def up(
 
 
 def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
-    from tasks.tracking import SERVED_AT, connect, tracking_uri
+    from tasks.tracking.runs import SERVED_AT, connect, tracking_uri
 
     if (uri := tracking_uri()).startswith("http"):
         refuse(f"MLFLOW_TRACKING_URI={uri} is a server that runs already: start `grpo serve` alone")
@@ -95,7 +95,7 @@ def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
 def _start(name: str, module: Sequence[str], log: Path | None = None) -> Child:
     """Start `python -m MODULE…` under supervision, in a session of its own: out of reach of the terminal's Ctrl-C,
     which would end all of them together. The end of the pipe tells the supervisor that this process has died."""
-    command = [sys.executable, "-m", "tasks.supervise", str(ENDING_SECONDS), sys.executable, "-m", *module]
+    command = [sys.executable, "-m", "tasks.processes.supervise", str(ENDING_SECONDS), sys.executable, "-m", *module]
     with log.open("ab") if log else nullcontext() as output:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
     return Child(name, process, log)

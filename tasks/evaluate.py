@@ -17,15 +17,15 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.evaluation import CHAMPION, HELD_OUT
-from tasks import figures as as_text
-from tasks.champion import identity, present_champion
-from tasks.lineage import lineage_keys
-from tasks.markdown import escape, table
-from tasks.process import run_process
-from tasks.report import PAGE, write_report
-from tasks.servers import servers
-from tasks.stage import EVALUATE, TRAIN, Context, run_stage
-from tasks.tracking import (
+from tasks.processes.run import run_process
+from tasks.processes.vllm_servers import servers
+from tasks.registry.champion import identity, present_champion
+from tasks.rendering import figures as as_text
+from tasks.rendering.markdown import escape, table
+from tasks.reports.report import PAGE, write_report
+from tasks.stages.lineage import lineage_keys
+from tasks.stages.stage import EVALUATE, TRAIN, Context, run_stage
+from tasks.tracking.runs import (
     answering,
     commit_text,
     connect,

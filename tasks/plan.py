@@ -13,9 +13,9 @@ from prefect.client.schemas.objects import State
 
 from grpo_core.planning.forecast import PromptLengths, find_gpu, forecast, forecast_rows, name_hardware
 from grpo_core.planning.plan import make_plan, plan_inputs
-from tasks.sources import list_pass_rates
-from tasks.stage import PLAN, VALIDATE, Context, run_stage
-from tasks.tracking import earlier_throughput
+from tasks.data.sources import list_pass_rates
+from tasks.stages.stage import PLAN, VALIDATE, Context, run_stage
+from tasks.tracking.runs import earlier_throughput
 
 GPU_DEPLOYMENT = "GRPO_GPU_DEPLOYMENT"  # its value `gpu` hands train over to train/gpu, evaluate to evaluate/gpu
 

@@ -10,10 +10,11 @@ from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.states import Completed
 
-from tasks import champion, figures
-from tasks.champion import Outcome
-from tasks.markdown import escape, table
-from tasks.tracking import answering
+from tasks.registry import champion
+from tasks.registry.champion import Outcome
+from tasks.rendering import figures
+from tasks.rendering.markdown import escape, table
+from tasks.tracking.runs import answering
 
 PROMOTED = "grpo.promoted"
 ROLLED_BACK = "grpo.rolled-back"

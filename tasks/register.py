@@ -16,16 +16,15 @@ from prefect.client.schemas.objects import State
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
 from grpo_core.data.prompts import load_tokenizer, without_gaps
-from tasks import figures
-from tasks.champion import RECORD, RECORDED
-from tasks.lineage import key_of, lineage_keys
-from tasks.live import CURVES
-from tasks.markdown import escape
-from tasks.model_version import Example, log_version
-from tasks.report import PAGE, headline
-from tasks.sending import send_rest
-from tasks.stage import EVALUATE, PLAN, REGISTER, TRAIN, Context, run_stage
-from tasks.tracking import (
+from tasks.registry.champion import RECORD, RECORDED
+from tasks.registry.model_version import Example, log_version
+from tasks.rendering import figures
+from tasks.rendering.markdown import escape
+from tasks.reports.report import PAGE, headline
+from tasks.stages.lineage import key_of, lineage_keys
+from tasks.stages.stage import EVALUATE, PLAN, REGISTER, TRAIN, Context, run_stage
+from tasks.tracking.live import CURVES
+from tasks.tracking.runs import (
     LINEAGE,
     answering,
     commit_text,
@@ -37,6 +36,7 @@ from tasks.tracking import (
     tracking_uri,
     trained_on_commit,
 )
+from tasks.tracking.sending import send_rest
 
 PLAN_TAGS = ("num_prompts", "max_steps", "completions")
 CHARTS = "^(reward$|rewards/|eval_|entropy$|kl$|completions/mean_length$)"  # those to look at first

@@ -17,13 +17,13 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
 from grpo_core.planning.plan import Plan, load_plan
-from tasks.live import OUTPUT, Live, Output, show_curves
-from tasks.process import run_process
-from tasks.sending import sending
-from tasks.servers import servers
-from tasks.stage import PLAN, TRAIN, Context, StageError, run_stage
-from tasks.storage import read_json
-from tasks.tracking import open_tracking_run
+from tasks.processes.run import run_process
+from tasks.processes.vllm_servers import servers
+from tasks.stages.run_directory import read_json
+from tasks.stages.stage import PLAN, TRAIN, Context, StageError, run_stage
+from tasks.tracking.live import OUTPUT, Live, Output, show_curves
+from tasks.tracking.runs import open_tracking_run
+from tasks.tracking.sending import sending
 
 TRAINING_LIMIT = "grpo-training"  # global concurrency limit: as many trainings at once as there are GPUs for
 LEASE_SECONDS = 60.0

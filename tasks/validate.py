@@ -20,14 +20,14 @@ from grpo_core.evaluation.outcomes import bounds_of
 from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum
 from grpo_core.rewards.contract import RewardError, resolve
-from tasks.contract import check, needed_columns, prompt_text
-from tasks.data_report import FINDINGS, count_findings, length_figures, markdown, write_report
-from tasks.gate import LEAST_PROMPTS
-from tasks.lengths import ModelError, load_tokenizer_and_context, sample_lengths
-from tasks.process import TimeLimitError, run_process
-from tasks.sources import SourceError, load_sources, without_unstorable
-from tasks.stage import VALIDATE, Context, StageError, run_stage
-from tasks.storage import remove
+from tasks.data.contract import check, needed_columns, prompt_text
+from tasks.data.lengths import ModelError, load_tokenizer_and_context, sample_lengths
+from tasks.data.sources import SourceError, load_sources, without_unstorable
+from tasks.processes.run import TimeLimitError, run_process
+from tasks.registry.gate import LEAST_PROMPTS
+from tasks.reports.data_report import FINDINGS, count_findings, length_figures, markdown, write_report
+from tasks.stages.run_directory import remove
+from tasks.stages.stage import VALIDATE, Context, StageError, run_stage
 
 FINDINGS_SHOWN = 10
 

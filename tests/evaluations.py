@@ -89,7 +89,7 @@ def register_version(
     """Number of a new version of a registered model, candidate now, whose MLflow run has this evaluation."""
     from mlflow.exceptions import MlflowException
 
-    from tasks.tracking import connect
+    from tasks.tracking.runs import connect
 
     client = connect()
     run = client.create_run("0")

@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Locator, Page, ViewportSize, expect, sync_playwright
 
-from tasks.markdown import escape, table
+from tasks.rendering.markdown import escape, table
 from tests.conftest import EXAMPLE
 from tests.serving import RUN_SECONDS, Served, serving
 from tests.tasks.test_markdown import HOSTILE, read

@@ -61,7 +61,7 @@ def finished(storage: Path, inputs: Path) -> Path:
 
 
 def _mlflow_run(finished: Path) -> Any:
-    from tasks.tracking import connect
+    from tasks.tracking.runs import connect
 
     return connect().get_run(json.loads((finished / "registration.json").read_text())["mlflow_run_id"])
 
@@ -126,7 +126,7 @@ def test_every_held_out_prompt_is_evaluated_once_by_both_policies(finished: Path
 
 
 def test_mlflow_has_the_configuration_the_plan_live_metrics_and_the_evaluation(finished: Path) -> None:
-    from tasks.tracking import connect
+    from tasks.tracking.runs import connect
 
     run = _mlflow_run(finished)
     report = json.loads((finished / "evaluation" / "report.json").read_text())
@@ -147,7 +147,7 @@ def test_the_registered_version_carries_the_alias_and_loads_with_transformers(fi
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tasks.tracking import connect
+    from tasks.tracking.runs import connect
 
     registration = json.loads((finished / "registration.json").read_text())
     version = connect().get_model_version_by_alias("arithmetic", "candidate")
@@ -210,8 +210,8 @@ def test_a_stage_rerun_alone_meets_the_champion_and_the_pipeline_reruns_just_wha
     finished: Path, inputs: Path
 ) -> None:
     from flows.stages import evaluate_run
-    from tasks.stage import conditions
-    from tasks.tracking import connect
+    from tasks.stages.stage import conditions
+    from tasks.tracking.runs import connect
 
     _run(inputs)
     evaluate_run("small")
@@ -247,7 +247,7 @@ def test_the_real_prompts_and_plan_made_again_come_out_the_same_and_nothing_is_t
     finished: Path, inputs: Path
 ) -> None:
     from flows.stages import plan_run, validate_run
-    from tasks.stage import conditions
+    from tasks.stages.stage import conditions
 
     _run(inputs)
     validate_run("small", force=True)
@@ -258,8 +258,8 @@ def test_the_real_prompts_and_plan_made_again_come_out_the_same_and_nothing_is_t
 
 def test_a_stage_alone_refuses_to_work_on_what_an_edit_made_stale(finished: Path, inputs: Path) -> None:
     from flows.stages import evaluate_run
-    from tasks.stage import StageError
-    from tasks.storage import open_run
+    from tasks.stages.run_directory import open_run
+    from tasks.stages.stage import StageError
 
     with open_run(_config(inputs, "train.max_steps=5")):
         pass

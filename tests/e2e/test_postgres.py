@@ -149,8 +149,8 @@ def test_any_number_of_promotions_and_rollbacks_fits_the_database(
     servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PostgreSQL refuses a value that is longer than its column, where SQLite takes it."""
-    from tasks.champion import promote, rollback
-    from tasks.tracking import connect
+    from tasks.registry.champion import promote, rollback
+    from tasks.tracking.runs import connect
 
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"postgresql+psycopg2://mlflow@{servers.database}/mlflow")

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from tasks.markdown import escape
+from tasks.rendering.markdown import escape
 from tests.evaluations import fixed_samples, register_version
 
 
@@ -25,7 +25,7 @@ def _artifact(key: str) -> Any:
 
 def test_a_refusal_is_the_named_answer_of_a_completed_flow_run(storage: Path) -> None:
     from flows.promotion import promote, rollback
-    from tasks.champion import PromotionError
+    from tasks.registry.champion import PromotionError
 
     _register("flows", 7)
     promoted = promote("flows", return_state=True)

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from grpo_core.config.files import load_config
-from tasks.servers import servers
-from tasks.stage import Context
+from tasks.processes.vllm_servers import servers
+from tasks.stages.stage import Context
 from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.sampling import sampled
 from tests.grpo_core.test_vllm import PACKED, plain_logprobs
@@ -184,7 +184,7 @@ def parity(completion_ids):
         port = os.environ["GRPO_VLLM_SERVERS"].split()[0].rsplit(":", 1)[1]
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if port in words and "tasks.supervise" not in words:
+            if port in words and "tasks.processes.supervise" not in words:
                 process.kill()
     return [float(ids[0] % 2) for ids in completion_ids]
 """

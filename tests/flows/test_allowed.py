@@ -20,7 +20,7 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import ConfigError
 from grpo_core.model.loading import load_model
 from grpo_core.rewards.registry import BUILTIN
-from tasks.lengths import ModelError, load_tokenizer_and_context
+from tasks.data.lengths import ModelError, load_tokenizer_and_context
 
 OWN = """
 from pathlib import Path

@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 from flows.cli import app
 from grpo_core.config.files import parse_config
 from grpo_core.evaluation.statistics import paired_difference
-from tasks.compare import comparison_page, paired_with_first, parameters_that_differ
-from tasks.record import NotEvaluatedError, Record, load_record, read_record
-from tasks.storage import UnknownRunError
+from tasks.reports.compare import comparison_page, paired_with_first, parameters_that_differ
+from tasks.reports.record import NotEvaluatedError, Record, load_record, read_record
+from tasks.stages.run_directory import UnknownRunError
 from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
 from tests.pages import Page
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(runs: list[str], mes
 def test_a_run_of_another_machine_is_read_from_mlflow(
     storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tasks.tracking import connect
+    from tasks.tracking.runs import connect
 
     here = read_record(storage / "runs" / "slower")
     folder = storage / "runs" / "slower"

@@ -13,7 +13,7 @@ import tomli_w
 from flows.early import refuse_early
 from grpo_core.config.files import parse_config
 from grpo_core.planning.plan import PlanError
-from tasks.storage import locked
+from tasks.stages.run_directory import locked
 from tests.conftest import config_values, write_sums
 
 

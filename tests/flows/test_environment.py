@@ -99,7 +99,7 @@ def test_a_file_of_the_working_folder_hides_no_module_from_what_a_command_starts
     (tmp_path / "random.py").write_text("raise SystemExit('it was imported')\n")
     code = (
         "import subprocess, sys; from flows.environment import configure; configure()\n"
-        "python = [sys.executable, '-m', 'tasks.supervise', '1', sys.executable, '-c', 'import random']\n"
+        "python = [sys.executable, '-m', 'tasks.processes.supervise', '1', sys.executable, '-c', 'import random']\n"
         "sys.exit(subprocess.run(python, stdin=subprocess.DEVNULL).returncode)"
     )
     environment = {**os.environ, "GRPO_STORAGE": str(tmp_path / "storage")}

@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 from flows.cli import app
 from grpo_core.config.files import dump_config
 from grpo_core.errors import ConfigError
-from tasks import champion as module
-from tasks.champion import PromotionError, identity, is_decided, promote, rollback
 from tasks.register import keep_record
-from tasks.storage import storage_root
-from tasks.tracking import connect
+from tasks.registry import champion as module
+from tasks.registry.champion import PromotionError, identity, is_decided, promote, rollback
+from tasks.stages.run_directory import storage_root
+from tasks.tracking.runs import connect
 from tests.evaluations import fixed_samples, promotion_config, register_version
 
 NUM_PROMPTS = 40

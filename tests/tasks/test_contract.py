@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import DataChecks
 from grpo_core.config.run import RunConfig
-from tasks.contract import RULES
-from tasks.lengths import ModelError
+from tasks.data.contract import RULES
+from tasks.data.lengths import ModelError
 from tasks.validate import screen
 from tests.conftest import config_values, make_model
 

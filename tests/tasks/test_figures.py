@@ -8,7 +8,7 @@ import re
 import pytest
 
 from grpo_core.evaluation.statistics import paired_difference
-from tasks.figures import verdict
+from tasks.rendering.figures import verdict
 
 
 @pytest.mark.parametrize(

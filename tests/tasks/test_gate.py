@@ -12,7 +12,7 @@ from scipy.stats import binom
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.statistics import POWER
-from tasks.gate import Contestant, Verdict, decide, level_of
+from tasks.registry.gate import Contestant, Verdict, decide, level_of
 from tests.evaluations import fixed_samples, promotion_config, simulated_samples
 
 TRIALS = 150

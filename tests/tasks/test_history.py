@@ -7,7 +7,7 @@ from typing import Any
 
 from mlflow.store.model_registry.dbmodels.models import SqlRegisteredModelTag
 
-from tasks.history import bounded, reigns, written
+from tasks.registry.history import bounded, reigns, written
 
 
 def test_a_history_fits_its_column_and_leads_back_as_a_whole_one_would() -> None:

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tasks.lengths import BYTES_PER_TOKEN, GIANT, LONGEST, SAMPLED, fit, may_fit, renders, sample_lengths, token_lengths
+from tasks.data.lengths import (
+    BYTES_PER_TOKEN,
+    GIANT,
+    LONGEST,
+    SAMPLED,
+    fit,
+    may_fit,
+    renders,
+    sample_lengths,
+    token_lengths,
+)
 
 CORPUS = ["the sum of two numbers is a number", "la somme de deux nombres", "и сумма двух чисел"]
 TEMPLATE = (

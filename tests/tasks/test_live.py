@@ -10,8 +10,8 @@ import pytest
 
 from grpo_core.planning.plan import make_plan
 from grpo_core.planning.rules import PlanInputs
-from tasks.drawing import draw_curves
-from tasks.live import LAST_LINES, LINES_AT_ONCE, LINES_PER_SECOND, Figures, Output, live_table
+from tasks.rendering.drawing import draw_curves
+from tasks.tracking.live import LAST_LINES, LINES_AT_ONCE, LINES_PER_SECOND, Figures, Output, live_table
 
 LOG = logging.getLogger("training output")
 

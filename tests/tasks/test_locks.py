@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from grpo_core.config.files import dump_config, load_config, parse_config
-from tasks import storage
-from tasks.storage import RunInUseError, locked, model_lock
+from tasks.stages import run_directory as storage
+from tasks.stages.run_directory import RunInUseError, locked, model_lock
 from tests.conftest import config_values
 
 Values = dict[str, Any]
@@ -38,7 +38,7 @@ def run(tmp_path: Path, values: Values, monkeypatch: pytest.MonkeyPatch) -> Path
 HOLD = """
 import sys
 from pathlib import Path
-from tasks.storage import locked
+from tasks.stages.run_directory import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -48,8 +48,8 @@ with locked(Path(sys.argv[1])):
 HOLD_AND_SUPERVISE = """
 import sys
 from pathlib import Path
-from tasks.process import run_process
-from tasks.storage import locked
+from tasks.processes.run import run_process
+from tasks.stages.run_directory import locked
 STUBBORN = '''
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

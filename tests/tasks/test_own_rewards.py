@@ -13,8 +13,8 @@ import tomli_w
 
 from grpo_core.config.files import load_config
 from grpo_core.rewards.contract import RewardError, resolve
-from tasks.lineage import lineage_keys
-from tasks.storage import kept_rewards, open_run
+from tasks.stages.lineage import lineage_keys
+from tasks.stages.run_directory import kept_rewards, open_run
 from tests.conftest import config_values, write_sums
 
 GRPO = Path(sys.executable).with_name("grpo")  # as a person calls it: without the working folder on the path
@@ -126,7 +126,7 @@ def test_a_run_keeps_its_rewards_and_its_stages_find_them(tmp_path: Path, monkey
     (folder / "kept_reward.py").unlink()
     code = (
         "import sys; from pathlib import Path; from grpo_core.config.files import load_config\n"
-        "from tasks.lineage import lineage_keys; from grpo_core.rewards.contract import resolve; import json\n"
+        "from tasks.stages.lineage import lineage_keys; from grpo_core.rewards.contract import resolve; import json\n"
         "config = load_config(Path(sys.argv[1])); rewards = [resolve(it) for it in config.rewards]\n"
         "print(json.dumps([[it.function(['abc']) for it in rewards], lineage_keys(config)]))"
     )

@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 
 from grpo_core.planning.plan import make_plan
 from grpo_core.planning.rules import PlanInputs
-from tasks import drawing
-from tasks.account import time_of_updates
-from tasks.record import Record, read_record
-from tasks.report import report_page
+from tasks.rendering import drawing
+from tasks.reports.account import time_of_updates
+from tasks.reports.record import Record, read_record
+from tasks.reports.report import report_page
 from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
 from tests.pages import Page
 

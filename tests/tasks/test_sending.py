@@ -16,9 +16,9 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from tasks import sending as module
-from tasks.sending import SENT_FILE, send_rest, sending
-from tasks.tracking import tracking_uri
+from tasks.tracking import sending as module
+from tasks.tracking.runs import tracking_uri
+from tasks.tracking.sending import SENT_FILE, send_rest, sending
 from tests.serving import free_ports, kill_group, mlflow_server
 
 LOG = logging.getLogger("sending")

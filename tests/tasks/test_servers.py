@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from grpo_core.config.files import load_config, parse_config
-from tasks.servers import _devices, _Server, hold_port, servers
-from tasks.stage import Context, StageError
+from tasks.processes.vllm_servers import _devices, _Server, hold_port, servers
+from tasks.stages.stage import Context, StageError
 from tests.conftest import config_values, make_run, with_keys
 
 
@@ -74,7 +74,7 @@ def test_a_held_port_is_given_to_nothing_else_and_a_server_can_listen_on_it_twic
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Server]:
     """One whose processes do nothing but end."""
     monkeypatch.setattr(_Server, "_start", lambda self: subprocess.Popen(["true"]))
-    monkeypatch.setattr("tasks.servers.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("tasks.processes.vllm_servers.PAUSE_SECONDS", 0.0)
     made = _Server(tmp_path / "config.toml", tmp_path / "server.log", {}, logging.getLogger())
     yield made
     made.stop()

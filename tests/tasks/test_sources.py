@@ -20,8 +20,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.sources import SourceError, count_prompts, list_pass_rates, load_source, needs_loading, without_unstorable
-from tasks.text_sources import BLOCK
+from tasks.data.sources import (
+    SourceError,
+    count_prompts,
+    list_pass_rates,
+    load_source,
+    needs_loading,
+    without_unstorable,
+)
+from tasks.data.text_sources import BLOCK
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "007+1=", "answer": "NA"}]
 
@@ -118,10 +125,10 @@ def test_brackets_in_texts_are_no_nesting(tmp_path: Path, name: str) -> None:
 def test_a_small_file_that_decompresses_to_a_giant_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(1000 * GOOD))
-    monkeypatch.setattr("tasks.text_sources.LARGEST", 1000 * len(GOOD) - 1)
+    monkeypatch.setattr("tasks.data.text_sources.LARGEST", 1000 * len(GOOD) - 1)
     with pytest.raises(SourceError, match="decompressed it has more than 30,999 bytes"):
         load_source("data.train", str(path), "train")
-    monkeypatch.setattr("tasks.text_sources.LARGEST", 1000 * len(GOOD))
+    monkeypatch.setattr("tasks.data.text_sources.LARGEST", 1000 * len(GOOD))
     assert load_source("data.train", str(path), "train").height == 1000
 
 
@@ -130,7 +137,7 @@ def test_a_file_that_does_not_fit_into_memory_is_refused_in_a_sentence(tmp_path:
     path.write_bytes(gzip.compress(bytes(2**28), 1))
     program = (
         "import resource, sys\n"
-        "from tasks.sources import SourceError, load_source\n"
+        "from tasks.data.sources import SourceError, load_source\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**27,) * 2)\n"
         "try: load_source('data.train', sys.argv[1], 'train')\n"

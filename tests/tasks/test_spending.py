@@ -6,7 +6,7 @@ import random
 
 from mlflow.store.model_registry.dbmodels.models import SqlRegisteredModelTag
 
-from tasks.spending import take_number
+from tasks.registry.spending import take_number
 
 WIDTH = SqlRegisteredModelTag.__table__.c.value.type.length
 

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from grpo_core.config.files import dump_config, parse_config
-from tasks.stage import (
+from tasks.stages.run_directory import UnknownRunError, find_run, write_text
+from tasks.stages.stage import (
     ERRORS,
     EVALUATE,
     MARKER,
@@ -38,7 +39,6 @@ from tasks.stage import (
     conditions,
     run_stage,
 )
-from tasks.storage import UnknownRunError, find_run, write_text
 from tests.conftest import config_values, write_sums
 from tests.grpo_core.disk import Disk
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.process import TimeLimitError, run_process
-from tasks.stage import StageError
+from tasks.processes.run import TimeLimitError, run_process
+from tasks.stages.stage import StageError
 
 # Starts a child in a session of its own (as torch's launcher and vLLM do), both deaf to SIGTERM; then says both pids.
 TREE = """
@@ -34,7 +34,7 @@ def _gone(pids: list[int]) -> bool:
 
 
 def _start_tree(patch: str = "") -> tuple[subprocess.Popen[str], list[int]]:
-    """Under `tasks.supervise`, in which `patch` is run first; and the ids of the tree's processes."""
+    """Under `tasks.processes.supervise`, in which `patch` is run first; and the ids of the tree's processes."""
     code = f"from tasks import supervise\n{patch}\nsupervise.main()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, GRACE, sys.executable, "-c", TREE],
@@ -117,7 +117,7 @@ def test_sigkill_of_a_process_inside_run_process_leaves_no_orphan(tmp_path: Path
         [
             sys.executable,
             "-c",
-            "from tasks.process import run_process;"
+            "from tasks.processes.run import run_process;"
             f"run_process([{str(script)!r}], lambda line: print(line, flush=True), grace={GRACE})",
         ],
         stdout=subprocess.PIPE,
@@ -137,7 +137,7 @@ def test_a_graceful_child_gets_to_finish_on_sigterm() -> None:
         "print('up', flush=True); signal.pause()"
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "tasks.supervise", "20", sys.executable, "-c", code],
+        [sys.executable, "-m", "tasks.processes.supervise", "20", sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -160,7 +160,16 @@ subprocess.Popen([sys.executable, "-c", code, sys.argv[1]]).wait()
 
 def test_a_child_that_still_saves_is_awaited_when_its_launcher_died_at_once(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tasks.supervise", "60", sys.executable, "-c", LAUNCHER, str(tmp_path / "saved")],
+        [
+            sys.executable,
+            "-m",
+            "tasks.processes.supervise",
+            "60",
+            sys.executable,
+            "-c",
+            LAUNCHER,
+            str(tmp_path / "saved"),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -15,10 +15,10 @@ import pytest
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.forecast import name_hardware
-from tasks import tracking
-from tasks.lineage import lineage_keys
-from tasks.stage import StageError
-from tasks.tracking import (
+from tasks.stages.lineage import lineage_keys
+from tasks.stages.stage import StageError
+from tasks.tracking import runs as tracking
+from tasks.tracking.runs import (
     connect,
     earlier_throughput,
     open_tracking_run,

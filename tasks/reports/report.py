@@ -14,11 +14,12 @@ import polars as pl
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.evaluation.outcomes import outcomes
 from grpo_core.evaluation.statistics import POWER
-from tasks import account, drawing, figures
-from tasks.drawing import BLUE, GREY, ORANGE
-from tasks.page import Chart, Section, Table, Tile, Verdict, render
-from tasks.record import Record, read_record
-from tasks.storage import write_text
+from tasks.rendering import drawing, figures
+from tasks.rendering.drawing import BLUE, GREY, ORANGE
+from tasks.rendering.page import Chart, Section, Table, Tile, Verdict, render
+from tasks.reports import account
+from tasks.reports.record import Record, read_record
+from tasks.stages.run_directory import write_text
 
 PAGE = "report.html"
 POLICY_COLOURS = {"base": GREY, "champion": ORANGE, "trained": BLUE}

@@ -33,9 +33,9 @@ from grpo_core.config.files import KEPT
 from grpo_core.config.run import RunConfig
 from grpo_core.fingerprint import content_hash
 from grpo_core.planning.forecast import Throughput, find_gpu, name_hardware
-from tasks.lineage import DIGITS, lineage_keys
-from tasks.stage import PLAN, VALIDATE, StageError
-from tasks.storage import kept_rewards, read_json, storage_root, write_text
+from tasks.stages.lineage import DIGITS, lineage_keys
+from tasks.stages.run_directory import kept_rewards, read_json, storage_root, write_text
+from tasks.stages.stage import PLAN, VALIDATE, StageError
 
 RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start_time (ms) of its MLflow run
 PARAMS_AT_ONCE = 100  # as many as MLflow takes

@@ -19,8 +19,8 @@ import polars as pl
 from grpo_core.data.prompts import end_token_problem
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.registry import VALUE_PROBLEMS
-from tasks.lengths import fit, has_tokens, may_fit, renders
-from tasks.sources import is_unstorable
+from tasks.data.lengths import fit, has_tokens, may_fit, renders
+from tasks.data.sources import is_unstorable
 
 ROLES = ("system", "user", "assistant")
 # U+FFFD; control characters but for tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or

@@ -1,4 +1,5 @@
-"""`python -m tasks.supervise GRACE COMMAND…`: run a command so that nothing of it outlives whatever asked for it.
+"""`python -m tasks.processes.supervise GRACE COMMAND…`: run a command so that nothing of it outlives
+the process that asked for it.
 
 Stands between a task and its training, and around what serves flows. SIGTERM, or the end of the pipe that is its
 standard input (the task's process died, even by SIGKILL), ends the command: SIGTERM to its process group, up to GRACE

@@ -11,11 +11,11 @@ import numpy as np
 import tomli_w
 
 from grpo_core.planning.plan import Plan
-from tasks import drawing, figures
-from tasks.drawing import ORANGE, Row, series
-from tasks.lineage import DIGITS
-from tasks.page import Cell, Chart, Section, Table
-from tasks.record import Record
+from tasks.rendering import drawing, figures
+from tasks.rendering.drawing import ORANGE, Row, series
+from tasks.rendering.page import Cell, Chart, Section, Table
+from tasks.reports.record import Record
+from tasks.stages.lineage import DIGITS
 
 PACKAGES = ("grpo-flows", "torch", "transformers", "accelerate", "peft", "vllm", "prefect", "mlflow")
 COUNTS = {

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from tasks.stage import StageError
-from tasks.storage import held_locks
+from tasks.stages.run_directory import held_locks
+from tasks.stages.stage import StageError
 
 TAIL_LINES = 25
 GRACE_SECONDS = 20.0
@@ -36,7 +36,7 @@ def run_process(
     """
     tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
     with subprocess.Popen(
-        [sys.executable, "-m", "tasks.supervise", str(grace), sys.executable, *command],
+        [sys.executable, "-m", "tasks.processes.supervise", str(grace), sys.executable, *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from grpo_core.config.files import ModelConfig
+from grpo_core.config.inputs import ModelConfig
 from grpo_core.data.prompts import encode_prompts, load_tokenizer, without_gaps
 from grpo_core.errors import GrpoError
 from grpo_core.model.positions import usable_positions

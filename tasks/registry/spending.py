@@ -12,7 +12,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from tasks.history import CHARACTERS
+from tasks.registry.history import CHARACTERS
 
 ATTEMPTS = "champion.attempts"
 DIGEST_CHARACTERS = 12

@@ -91,7 +91,7 @@ def render(
 @functools.cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("tasks"),
+        loader=jinja2.PackageLoader("tasks.rendering"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

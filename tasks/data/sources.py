@@ -8,8 +8,8 @@ import polars as pl
 
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
-from tasks.places import is_file, is_folder, may_be_on_the_hub
-from tasks.text_sources import Fault, find_fault, scan_text
+from tasks.data.places import is_file, is_folder, may_be_on_the_hub
+from tasks.data.text_sources import Fault, find_fault, scan_text
 
 PASS_RATE = "pass_rate"
 TEXT_KINDS = (".jsonl", ".json", ".csv")

@@ -18,9 +18,9 @@ from typing import Any
 
 from grpo_core.config.run import RunConfig
 from grpo_core.rollout.vllm.serve import ADDRESSES
-from tasks.process import GRACE_SECONDS, TAIL_LINES
-from tasks.stage import Context, StageError
-from tasks.storage import held_locks
+from tasks.processes.run import GRACE_SECONDS, TAIL_LINES
+from tasks.stages.run_directory import held_locks
+from tasks.stages.stage import Context, StageError
 
 POLL_SECONDS = 0.5
 PAUSE_SECONDS = 2.0  # before a server that died is started again
@@ -85,7 +85,7 @@ class _Server:
     def _start(self) -> subprocess.Popen[bytes]:
         with self.output.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "tasks.supervise", str(GRACE_SECONDS), sys.executable, *self.command],
+                [sys.executable, "-m", "tasks.processes.supervise", str(GRACE_SECONDS), sys.executable, *self.command],
                 stdin=subprocess.PIPE,  # its end says that this process has died
                 stdout=output,
                 stderr=subprocess.STDOUT,

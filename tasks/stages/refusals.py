@@ -1,7 +1,8 @@
 """How a flow that cannot go on says so: a foreseen error by its sentence, a signal by what is saved.
 
 Prefect logs an exception with its traceback in the task and again in the flow, and calls every signal a crash. A
-foreseen error's traceback is left to errors.log in the run's directory (`tasks.stage`), and to Prefect's log at DEBUG.
+foreseen error's traceback is left to errors.log in the run's directory (`tasks.stages.stage`), and to Prefect's log at
+DEBUG.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from prefect.runtime import deployment
 from prefect.states import Cancelled
 
 from grpo_core.errors import GrpoError
-from tasks.attempts import close_left_open
-from tasks.stage import Interrupted
+from tasks.stages.attempts import close_left_open
+from tasks.stages.stage import Interrupted
 
 P = ParamSpec("P")
 R = TypeVar("R")

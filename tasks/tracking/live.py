@@ -24,9 +24,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
 from grpo_core.planning.plan import Plan
-from tasks.drawing import Row, draw_curves
-from tasks.figures import duration
-from tasks.tracking import run_page
+from tasks.rendering.drawing import Row, draw_curves
+from tasks.rendering.figures import duration
+from tasks.tracking.runs import run_page
 
 OUTPUT, CURVES = "output.log", "curves.png"
 LINES_PER_SECOND = 5.0  # into the log, on average; of warnings as many again

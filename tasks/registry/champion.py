@@ -30,11 +30,11 @@ from mlflow.exceptions import MlflowException
 from grpo_core.config.evaluation import CHAMPION, RegistryConfig
 from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError, GrpoError
-from tasks.gate import Contestant, Verdict, decide
-from tasks.history import ROLLED_BACK, Entry, bounded, reigns, written
-from tasks.spending import ATTEMPTS, take_number
-from tasks.storage import model_lock
-from tasks.tracking import answering, connect
+from tasks.registry.gate import Contestant, Verdict, decide
+from tasks.registry.history import ROLLED_BACK, Entry, bounded, reigns, written
+from tasks.registry.spending import ATTEMPTS, take_number
+from tasks.stages.run_directory import model_lock
+from tasks.tracking.runs import answering, connect
 
 CANDIDATE = RegistryConfig().alias
 HISTORY = "champion.history"

@@ -21,9 +21,9 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-from tasks.live import CURVES, Figures, Row
-from tasks.storage import write_text
-from tasks.tracking import brief_requests, connect, first_cause, tracking_uri
+from tasks.stages.run_directory import write_text
+from tasks.tracking.live import CURVES, Figures, Row
+from tasks.tracking.runs import brief_requests, connect, first_cause, tracking_uri
 
 SENT_FILE = "mlflow_sent"
 ROWS_AT_ONCE = 25

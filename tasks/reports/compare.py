@@ -13,10 +13,10 @@ from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.evaluation.outcomes import bounds_of, outcomes, per_prompt, prompt_numbers
 from grpo_core.evaluation.statistics import paired_difference
-from tasks import drawing, figures
-from tasks.drawing import series
-from tasks.page import Cell, Chart, Section, Table, Verdict, render
-from tasks.record import Record
+from tasks.rendering import drawing, figures
+from tasks.rendering.drawing import series
+from tasks.rendering.page import Cell, Chart, Section, Table, Verdict, render
+from tasks.reports.record import Record
 
 METRICS = ("accuracy", "reward", "completions/mean_length", "completions/clipped_ratio", "kl")
 PAIRED = ("accuracy", "reward")

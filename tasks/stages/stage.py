@@ -22,8 +22,8 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from grpo_core.fingerprint import content_hash
 from grpo_core.system.files import publish
-from tasks.lineage import key_of, lineage_inputs, lineage_keys, what_changed
-from tasks.storage import read_json, remove, set_aside, write_text
+from tasks.stages.lineage import key_of, lineage_inputs, lineage_keys, what_changed
+from tasks.stages.run_directory import read_json, remove, set_aside, write_text
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -207,7 +207,7 @@ def _foreseen(error: Exception) -> str:
     """What is wrong and what to do when MLflow or the storage fails a stage; "" for any other error."""
     from mlflow.exceptions import MlflowException
 
-    from tasks.tracking import describe
+    from tasks.tracking.runs import describe
 
     if isinstance(error, MlflowException):
         return describe(error)

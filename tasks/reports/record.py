@@ -15,10 +15,10 @@ import polars as pl
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
-from tasks.drawing import Row
-from tasks.figures import metric_of
-from tasks.stage import EVALUATE, PLAN, TRAIN, VALIDATE
-from tasks.storage import UnknownRunError, find_run
+from tasks.rendering.drawing import Row
+from tasks.rendering.figures import metric_of
+from tasks.stages.run_directory import UnknownRunError, find_run
+from tasks.stages.stage import EVALUATE, PLAN, TRAIN, VALIDATE
 
 SAMPLES = "samples.parquet"
 TRACKED = re.compile(r"[0-9a-f]{32}|.+@.+|.+/\d+")  # an MLflow run id, MODEL@ALIAS, MODEL/VERSION
@@ -94,8 +94,8 @@ def _tracked(reference: str) -> tuple[str, str | None] | None:
     """The MLflow run that is named, if there is such a run, and for a version the folder there that has its record."""
     import mlflow
 
-    from tasks.champion import RECORD
-    from tasks.tracking import connect
+    from tasks.registry.champion import RECORD
+    from tasks.tracking.runs import connect
 
     client = connect()
     name, at, alias = reference.partition("@")

@@ -10,10 +10,10 @@ from typing import Any
 
 import polars as pl
 
-from tasks.contract import RULES, SHOWN
-from tasks.drawing import draw_lengths
-from tasks.markdown import escape, table
-from tasks.storage import remove
+from tasks.data.contract import RULES, SHOWN
+from tasks.rendering.drawing import draw_lengths
+from tasks.rendering.markdown import escape, table
+from tasks.stages.run_directory import remove
 
 REPORT, FINDINGS, PICTURE = "report.json", "findings.csv", "lengths.png"
 FINDINGS_IN_TABLE = 100
