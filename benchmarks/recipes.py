@@ -27,7 +27,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from benchmarks.recipe_arithmetic import expected
-from flows.cli import app
+from flows.cli.main import app
 
 PROMPTS = 8000
 SYSTEMS = {"trl": "trl", "open-r1": "trl", "ms-swift": "swift"}

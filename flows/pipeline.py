@@ -15,9 +15,9 @@ from prefect.exceptions import ExternalSignal
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelling
 
-from flows.allowed import resolve_allowed
-from flows.early import refuse_early
-from flows.form import Changes, Preset, resolve
+from flows.parameters.allowed import resolve_allowed
+from flows.parameters.early import refuse_early
+from flows.parameters.form import Changes, Preset, resolve
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from tasks.evaluate import evaluate

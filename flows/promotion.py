@@ -9,7 +9,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from pydantic import WithJsonSchema
 
-from flows.form import form_schema
+from flows.parameters.form import form_schema
 from tasks import promotion
 from tasks.registry.champion import CANDIDATE, Outcome
 from tasks.stages.attempts import keep_retry

@@ -126,7 +126,7 @@ def starting(storage: Path, **environment: str) -> Iterator[Served]:
     """`grpo up` over this storage, as it is started (not yet up) and until the body ends; `environment`: further
     variables of its processes."""
     ports = free_ports(2)
-    command = ["-m", "flows.cli", "up", "--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1])]
+    command = ["-m", "flows.cli.main", "up", "--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1])]
     with _running(command, ports, storage, environment) as served:
         yield served
 
@@ -145,7 +145,10 @@ def serving(storage: Path, **environment: str) -> Iterator[Served]:
 
 @contextmanager
 def prefect_server(
-    storage: Path, port: int | None = None, command: Sequence[str] = ("-m", "flows.prefect_server"), **environment: str
+    storage: Path,
+    port: int | None = None,
+    command: Sequence[str] = ("-m", "flows.serving.prefect_server"),
+    **environment: str,
 ) -> Iterator[Served]:
     """The Prefect server of `grpo up` alone, until the body ends; on a free port unless it has to be found where one
     was before; `command`: `grpo up`'s, unless it is Prefect's own."""
@@ -230,7 +233,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 def grpo_serve(served: Served, **environment: str) -> Iterator[psutil.Popen]:
     """`grpo serve` for a Prefect server, until the body ends; `environment`: further variables."""
     log = served.storage / "grpo-serve.log"
-    command = [sys.executable, "-m", "flows.cli", "serve"]
+    command = [sys.executable, "-m", "flows.cli.main", "serve"]
     with log.open("ab") as output:
         process = psutil.Popen(
             command, env={**served.environment, **environment}, stdout=output, stderr=subprocess.STDOUT

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState
 
-from flows.project import RECIPES
+from flows.cli.init import RECIPES
 from grpo_core.config.files import describe_keys, load_config
 from grpo_core.planning.forecast import ModelShape, PromptLengths, peak_memory
 from grpo_core.planning.plan import make_plan, plan_inputs

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from flows.cli import app
+from flows.cli.main import app
 from grpo_core.config.files import load_config
 from tasks.validate import screen, too_few_to_promote
 from tests.readme import write_own_run

@@ -16,7 +16,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Storage root of this test session, with Prefect's API running over it."""
     root = tmp_path_factory.mktemp("storage")
     os.environ["GRPO_STORAGE"] = str(root)
-    from flows.environment import configure
+    from flows.serving.environment import configure
 
     configure()
     from prefect.testing.utilities import prefect_test_harness

@@ -46,7 +46,7 @@ def test_a_killed_run_leaves_no_process_and_continues_from_its_last_update(tmp_p
         "PYTHONPATH": str(tmp_path),
         "MAY_GO_ON": str(go_on),
     }
-    command = [sys.executable, "-m", "flows.cli", "run", str(config), "--set", "name=killed"]
+    command = [sys.executable, "-m", "flows.cli.main", "run", str(config), "--set", "name=killed"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     watchdog = threading.Timer(300, process.kill)
     watchdog.start()

@@ -49,7 +49,7 @@ def _overrides(inputs: Path, *overrides: str) -> list[str]:
 
 
 def _run(inputs: Path, *overrides: str) -> Path:
-    from flows.form import changes_of
+    from flows.parameters.form import changes_of
     from flows.pipeline import pipeline
 
     return pipeline("quickstart", changes_of(CONFIG, _overrides(inputs, *overrides)))

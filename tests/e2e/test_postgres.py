@@ -300,7 +300,7 @@ def _until(is_ready: Callable[[], Any], process: subprocess.Popen[bytes], log: P
 @contextmanager
 def _serving(worker: Mapping[str, str], log: Path, prefect: Served) -> Iterator[None]:
     """`grpo serve` until the body ends."""
-    with _process([sys.executable, "-m", "flows.cli", "serve"], log, worker) as process:
+    with _process([sys.executable, "-m", "flows.cli.main", "serve"], log, worker) as process:
 
         def is_ready() -> bool:
             is_said = "rollback/local" in log.read_text()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
+from flows.cli.main import app
 from tasks.rendering.markdown import escape
 from tests.evaluations import fixed_samples, register_version
 

@@ -13,7 +13,7 @@ from statistics import mean
 
 import pytest
 
-from flows.project import RECIPES, write_project
+from flows.cli.init import RECIPES, write_project
 from tests.serving import free_ports, vllm_serve
 
 SECONDS = 1200
@@ -28,7 +28,7 @@ def test_the_small_form_of_a_recipe_learns(recipe: str, tmp_path: Path) -> None:
     project = write_project("small", recipe, tmp_path)
     _python(project, f"examples.{recipe}.make")
     with _judge(project) if recipe == "writing" else nullcontext(CHANGES.get(recipe, [])) as changes:
-        _python(project, "flows.cli", "run", f"configs/{recipe}.toml", *changes)
+        _python(project, "flows.cli.main", "run", f"configs/{recipe}.toml", *changes)
     run = project / "storage" / "runs" / "small"
     lines = (run / "training" / "metrics.jsonl").read_text().splitlines()
     rewards = [json.loads(line)["reward"] for line in lines]

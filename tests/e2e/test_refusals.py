@@ -22,7 +22,7 @@ from tests.serving import Served, free_ports, grpo_serve, hear_ctrl_c, prefect_s
 
 pytestmark = pytest.mark.e2e
 
-CLI = [sys.executable, "-m", "flows.cli"]
+CLI = [sys.executable, "-m", "flows.cli.main"]
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,9 @@ def test_a_schedule_that_is_switched_on_makes_runs(served: Served) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("begun", ["flows.prefect_server", "mlflow.server", "flows.cli serve", "flows.deployments"])
+@pytest.mark.parametrize(
+    "begun", ["flows.serving.prefect_server", "mlflow.server", "flows.cli.main serve", "flows.serving.deployments"]
+)
 def test_ctrl_c_pressed_twice_while_servers_start_leaves_none_and_no_traceback(begun: str, tmp_path: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     with starting(tmp_path) as served:

@@ -44,7 +44,7 @@ def port(inputs: Path, storage: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def _run(inputs: Path, name: str, *overrides: str) -> Path:
-    from flows.form import changes_of
+    from flows.parameters.form import changes_of
     from flows.pipeline import pipeline
 
     values = [

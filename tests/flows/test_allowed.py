@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from flows import allowed
-from flows.allowed import HARMLESS, resolve_allowed
-from flows.form import resolve
+from flows.parameters import allowed
+from flows.parameters.allowed import HARMLESS, resolve_allowed
+from flows.parameters.form import resolve
 from grpo_core.config.files import describe_keys
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import ConfigError
@@ -44,9 +44,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "team.toml").write_text(preset.replace('[[rewards]]\nfunction = "numeric_match"', reward))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv(allowed.MODULES, raising=False)
-    monkeypatch.setattr("flows.form.CONFIGS", tmp_path)
-    monkeypatch.setattr("flows.allowed.CONFIGS", tmp_path)
-    for module in ("flows.form", "flows.allowed"):
+    monkeypatch.setattr("flows.parameters.form.CONFIGS", tmp_path)
+    monkeypatch.setattr("flows.parameters.allowed.CONFIGS", tmp_path)
+    for module in ("flows.parameters.form", "flows.parameters.allowed"):
         monkeypatch.setattr(f"{module}.PRESETS", ["team"])
     yield tmp_path
     sys.modules.pop("house", None)
@@ -107,7 +107,7 @@ def test_a_module_beside_the_worker_s_presets_only_if_it_is_listed(
     presets.mkdir()
     (folder / "team.toml").rename(presets / "team.toml")
     (presets / "beside_presets.py").write_text(OWN)
-    for module in ("flows.form", "flows.allowed"):
+    for module in ("flows.parameters.form", "flows.parameters.allowed"):
         monkeypatch.setattr(f"{module}.CONFIGS", presets)
     with pytest.raises(ConfigError, match="GRPO_REWARD_MODULES lists"):
         resolve_allowed("team", _rewards("beside_presets:graded"))

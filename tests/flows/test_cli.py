@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
+from flows.cli.main import app
 from tests.conftest import config_values, make_run
 
 HEAVY = {
@@ -36,7 +36,7 @@ HEAVY = {
 )
 def test_commands_that_only_answer_import_no_heavy_library(arguments: list[str], tmp_path: Path) -> None:
     code = (
-        "import sys; from flows.cli import app\n"
+        "import sys; from flows.cli.main import app\n"
         f"try: app({arguments!r})\n"
         "except SystemExit as end: assert not end.code, end.code\n"
         f"loaded = {HEAVY!r} & set(sys.modules)\n"

@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 from typer.testing import CliRunner, Result
 
-from flows.cli import app
+from flows.cli.main import app
 from grpo_core.config.files import parse_config
 from grpo_core.evaluation.statistics import paired_difference
 from tasks.reports.compare import comparison_page, paired_with_first, parameters_that_differ

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from prefect.flows import load_flow_from_entrypoint
 
-from flows.server import STORAGE_HEADER, ask
+from flows.serving.local_server import STORAGE_HEADER, ask
 from tests.conftest import config_values, write_sums
 from tests.serving import Served, prefect_server
 
@@ -80,7 +80,7 @@ def _prefect(server: Served, *command: str, **variables: str) -> str:
 
 @contextmanager
 def _worker(server: Served, pool: str) -> Iterator[None]:
-    command = [sys.executable, "-m", "flows.cli", "worker", pool]
+    command = [sys.executable, "-m", "flows.cli.main", "worker", pool]
     log = server.storage / f"worker-{pool}.log"
     with log.open("wb") as output:
         worker = subprocess.Popen(command, env=server.environment, stdout=output, stderr=subprocess.STDOUT)

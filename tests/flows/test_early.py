@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from flows.early import refuse_early
+from flows.parameters.early import refuse_early
 from grpo_core.config.files import parse_config
 from grpo_core.planning.plan import PlanError
 from tasks.stages.run_directory import locked
@@ -51,7 +51,7 @@ def config(tmp_path: Path) -> Path:
 def test_a_run_that_cannot_succeed_is_refused_by_one_sentence_before_any_server(
     config: Path, override: str, storage: str, code: int, sentence: str
 ) -> None:
-    command = [sys.executable, "-m", "flows.cli", "run", str(config), "--set", override]
+    command = [sys.executable, "-m", "flows.cli.main", "run", str(config), "--set", override]
     environment = {**os.environ, "GRPO_STORAGE": str(config.parent / storage)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     said = done.stdout + done.stderr
@@ -73,7 +73,7 @@ def test_sizes_of_a_dataset_on_a_hub_are_checked_without_loading_it(config: Path
 def test_a_run_that_another_process_works_in_is_refused_before_any_server(config: Path) -> None:
     folder = config.parent / "storage" / "runs" / "test"
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "flows.cli", "run", str(config)]
+    command = [sys.executable, "-m", "flows.cli.main", "run", str(config)]
     with locked(folder):
         environment = {**os.environ, "GRPO_STORAGE": str(config.parent / "storage")}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)

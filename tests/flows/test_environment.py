@@ -16,8 +16,8 @@ from unittest import mock
 
 import pytest
 
-from flows.environment import configure
-from flows.server import ask
+from flows.serving.environment import configure
+from flows.serving.local_server import ask
 from tests.serving import free_ports
 
 
@@ -98,7 +98,7 @@ def test_hosts_that_need_no_proxy_already_still_need_none(named: dict[str, str])
 def test_a_file_of_the_working_folder_hides_no_module_from_what_a_command_starts(tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit('it was imported')\n")
     code = (
-        "import subprocess, sys; from flows.environment import configure; configure()\n"
+        "import subprocess, sys; from flows.serving.environment import configure; configure()\n"
         "python = [sys.executable, '-m', 'tasks.processes.supervise', '1', sys.executable, '-c', 'import random']\n"
         "sys.exit(subprocess.run(python, stdin=subprocess.DEVNULL).returncode)"
     )

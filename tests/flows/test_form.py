@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
 
-from flows.form import CONFIGS, PRESETS, changes_of, resolve
+from flows.parameters.form import CONFIGS, PRESETS, changes_of, resolve
 from flows.pipeline import pipeline
 from flows.promotion import promote
 from grpo_core.config.files import describe_keys, load_config, parse_config

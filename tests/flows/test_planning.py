@@ -47,7 +47,7 @@ TRL_CASE = {
 
 
 def _grpo(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flows.cli", "plan", *map(str, arguments)]
+    command = [sys.executable, "-m", "flows.cli.main", "plan", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
 
 
@@ -222,7 +222,7 @@ def test_the_table_shows_what_the_json_says(config: Path, tmp_path: Path) -> Non
 
 def test_planning_needs_neither_torch_nor_prefect_nor_mlflow(config: Path) -> None:
     code = (
-        "import sys; from flows.cli import app\n"
+        "import sys; from flows.cli.main import app\n"
         f"try: app(['plan', {str(config)!r}, '--json'])\n"
         "except SystemExit as end: assert end.code == 0, end.code\n"
         "loaded = {'torch', 'prefect', 'mlflow', 'transformers', 'pandera'} & set(sys.modules)\n"

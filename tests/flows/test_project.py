@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.project import RECIPES, write_project
+from flows.cli.init import RECIPES, write_project
+from flows.cli.main import app
 from grpo_core.config.files import load_config
 from grpo_core.errors import ConfigError
 
@@ -83,7 +83,7 @@ def test_an_installed_package_has_the_recipes_with_it(tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     work = tmp_path / "work"
     work.mkdir()
-    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from flows.cli import app; app()"
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from flows.cli.main import app; app()"
     command = [sys.executable, "-I", "-c", code, str(tmp_path / "site"), "init", "mine", "--recipe", "maths"]
     done = subprocess.run(command, cwd=work, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

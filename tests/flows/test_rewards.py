@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-from flows.cli import app
+from flows.cli.main import app
 from grpo_core.rewards.registry import BUILTIN
 from tests.conftest import config_values, write_sums
 

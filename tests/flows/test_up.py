@@ -18,8 +18,8 @@ from typing import TextIO
 import psutil
 import pytest
 
-from flows.running import ServerError, announced, find_up, new_up
-from flows.server import find_api_to_serve, wait_until_healthy
+from flows.serving.local_server import find_api_to_serve, wait_until_healthy
+from flows.serving.running import ServerError, announced, find_up, new_up
 from tests.conftest import config_values, make_run
 from tests.serving import STOP_SECONDS, Served, free_ports, serving
 
@@ -34,7 +34,7 @@ PROJECT = Path(__file__).parents[2]
 def _grpo(storage: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
     return subprocess.run(
-        [sys.executable, "-m", "flows.cli", *arguments],
+        [sys.executable, "-m", "flows.cli.main", *arguments],
         env={**kept, "GRPO_STORAGE": str(storage), **environment},
         capture_output=True,
         text=True,

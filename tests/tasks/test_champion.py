@@ -17,7 +17,7 @@ from mlflow import MlflowClient, set_tracking_uri
 from mlflow.store.model_registry.dbmodels.models import SqlRegisteredModelTag
 from typer.testing import CliRunner
 
-from flows.cli import app
+from flows.cli.main import app
 from grpo_core.config.files import dump_config
 from grpo_core.errors import ConfigError
 from tasks.register import keep_record
@@ -37,7 +37,7 @@ def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("GRPO_STORAGE", str(folder))
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         patch.chdir(folder)  # artifacts of MLflow's default experiment are in the current folder
-        patch.setattr("flows.cli.configure", lambda: None)  # it sets the environment of all tests that come after
+        patch.setattr("flows.cli.main.configure", lambda: None)  # it sets the environment of all tests that come after
         yield
     set_tracking_uri(None)
 

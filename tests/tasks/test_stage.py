@@ -20,7 +20,7 @@ import pytest
 from mlflow import MlflowClient
 from typer.testing import CliRunner
 
-from flows.cli import app
+from flows.cli.main import app
 from grpo_core.config.files import dump_config, parse_config
 from tasks.stages.run_directory import UnknownRunError, find_run, write_text
 from tasks.stages.stage import (
@@ -432,7 +432,7 @@ def test_status_shows_each_stage_and_its_exit_status_says_whether_anything_is_to
 
 def test_status_imports_neither_torch_nor_prefect_nor_mlflow(run: Path) -> None:
     code = (
-        "import sys; from flows.cli import app; app(['status', 'test'], standalone_mode=False);"
+        "import sys; from flows.cli.main import app; app(['status', 'test'], standalone_mode=False);"
         "print('loaded', {'torch', 'prefect', 'mlflow', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

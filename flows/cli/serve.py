@@ -1,5 +1,5 @@
 """`grpo serve`: offers what Prefect's UI triggers, and runs it here. `grpo worker`: runs the triggered flows of a work
-pool. `flows.up` has `grpo up`, which starts the servers too."""
+pool. `flows.cli.up` has `grpo up`, which starts the servers too."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from flows.environment import configure
-from flows.running import ServerError
-from flows.server import find_api_to_serve
-from flows.terminal import refuse
+from flows.cli.terminal import refuse
+from flows.serving.environment import configure
+from flows.serving.local_server import find_api_to_serve
+from flows.serving.running import ServerError
 
 ENDING_SECONDS = 28  # that flow runs get when serving ends: a training takes 20 at most, and is to be gone in 30
 
@@ -20,7 +20,7 @@ ENDING_SECONDS = 28  # that flow runs get when serving ends: a training takes 20
 def serve() -> None:
     """Offer the pipeline and each stage in Prefect's UI, and run here what is triggered there, until Ctrl-C."""
     _set_up()
-    _supervised("flows.deployments")
+    _supervised("flows.serving.deployments")
 
 
 def worker(
@@ -37,7 +37,7 @@ def _set_up() -> None:
     configure()
     try:
         os.environ["PREFECT_API_URL"] = find_api_to_serve()
-        from flows.set_up import password_asked_for, set_up
+        from flows.serving.server_setup import password_asked_for, set_up
 
         with password_asked_for():
             set_up()

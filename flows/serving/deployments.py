@@ -19,9 +19,9 @@ from prefect.runner import Runner
 from prefect.schedules import Cron
 from prefect.settings import PREFECT_API_URL
 
-from flows.environment import TAG
 from flows.pipeline import pipeline
 from flows.promotion import promote, rollback
+from flows.serving.environment import TAG
 from flows.stages import evaluate_run, plan_run, register_run, train_run, validate_run
 
 NAME = "local"  # pipeline/local, train/local, …

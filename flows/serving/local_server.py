@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.running import ServerError, Up, find_up
+from flows.serving.running import ServerError, Up, find_up
 from tasks.stages.run_directory import storage_root
 
 START_SECONDS = 180
@@ -89,7 +89,7 @@ def prefect_api() -> Iterator[str]:
 
 def server_command(port: int) -> list[str]:
     """Module and arguments of our Prefect server."""
-    return ["flows.prefect_server", str(port)]
+    return ["flows.serving.prefect_server", str(port)]
 
 
 def server_log() -> Path:

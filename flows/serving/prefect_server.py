@@ -1,4 +1,4 @@
-"""Prefect's server for the pages and programs of one machine: `python -m flows.prefect_server PORT`.
+"""Prefect's server for the pages and programs of one machine: `python -m flows.serving.prefect_server PORT`.
 
 `prefect server start` without a password obeys every web page that a browser on the machine has open: a page can
 create a deployment whose steps are shell commands.
@@ -15,7 +15,7 @@ import urllib.parse
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flows.server import ID_HEADER, SERVER_ID, STORAGE_HEADER
+from flows.serving.local_server import ID_HEADER, SERVER_ID, STORAGE_HEADER
 from grpo_core.system.origin_check import OwnPagesOnly
 from tasks.stages.run_directory import storage_root
 

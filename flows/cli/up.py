@@ -18,11 +18,11 @@ from typing import Annotated
 import psutil
 import typer
 
-from flows.environment import configure
-from flows.ports import HOST, is_listening, refuse_taken
-from flows.running import ServerError, Up, announced, new_up
-from flows.server import SERVER_ID, START_SECONDS, is_ours, server_command, server_log
-from flows.terminal import refuse, say
+from flows.cli.terminal import refuse, say
+from flows.serving.environment import configure
+from flows.serving.local_server import SERVER_ID, START_SECONDS, is_ours, server_command, server_log
+from flows.serving.ports import HOST, is_listening, refuse_taken
+from flows.serving.running import ServerError, Up, announced, new_up
 from tasks.stages.run_directory import storage_root
 
 ENDING_SECONDS = 60  # that a server, which may be making its database, and serving each get to end
@@ -83,7 +83,7 @@ def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
         mlflow_process = psutil.Process(children[1].process.pid)
         _wait(children, lambda: _answers(f"{this.mlflow_url}/health") and is_listening(mlflow_process, mlflow_port))
         say(f"MLflow   {this.mlflow_url}  ready; writes to {mlflow_log}")
-        children.append(_start("grpo serve", ["flows.cli", "serve"]))
+        children.append(_start("grpo serve", ["flows.cli.main", "serve"]))
         _wait_for_end(children)
     finally:
         _on_signals(signal.SIG_IGN)  # a second Ctrl-C would leave some behind; none takes long

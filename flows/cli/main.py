@@ -20,17 +20,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flows import rewards
-from flows.compare import compare
-from flows.environment import TAG, configure
-from flows.planning import plan
-from flows.project import init
-from flows.running import find_up
-from flows.server import find_api, prefect_api
-from flows.serving import serve, worker
-from flows.status import show_status, status
-from flows.terminal import refuse, say
-from flows.up import up
+from flows.cli import rewards
+from flows.cli.compare import compare
+from flows.cli.init import init
+from flows.cli.plan import plan
+from flows.cli.serve import serve, worker
+from flows.cli.status import show_status, status
+from flows.cli.terminal import refuse, say
+from flows.cli.up import up
+from flows.serving.environment import TAG, configure
+from flows.serving.local_server import find_api, prefect_api
+from flows.serving.running import find_up
 from grpo_core.config.evaluation import RegistryConfig
 from grpo_core.config.files import describe_keys, load_config, read_overrides
 from grpo_core.config.run import RunConfig
@@ -69,7 +69,7 @@ def grpo(version: Annotated[bool, typer.Option("--version", help="print the vers
 def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Run the pipeline here: validate, plan, train, evaluate, register. Finished stages are skipped."""
     resolved = _load(config, overrides)
-    from flows.early import refuse_early
+    from flows.parameters.early import refuse_early
 
     with _refusals(2, resolved.name):
         refuse_early(resolved)
@@ -83,7 +83,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
         say(f"Run {resolved.name} starts; Prefect's UI, in some seconds and while this runs: {page}")
         from prefect import tags
 
-        from flows.form import changes_of
+        from flows.parameters.form import changes_of
         from flows.pipeline import pipeline
 
     with _refusals(1, resolved.name), tags(TAG):
@@ -208,7 +208,7 @@ def _prefect() -> Iterator[str]:
     with _refusals(2):
         with prefect_api() as url:
             yield url
-        from flows.set_up import ensure_training_limit, password_asked_for
+        from flows.serving.server_setup import ensure_training_limit, password_asked_for
 
         with password_asked_for():
             ensure_training_limit()
@@ -222,7 +222,7 @@ def _has_server() -> bool:
             return False
         os.environ["PREFECT_API_URL"] = api
         os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
-        from flows.set_up import check_access
+        from flows.serving.server_setup import check_access
 
         check_access()
     return True

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.terminal import refuse
+from flows.cli.terminal import refuse
 from grpo_core.errors import ConfigError
 from tasks.stages.run_directory import UnknownRunError, write_text
 

@@ -17,8 +17,8 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 
-from flows.environment import HEARTBEAT_SECONDS, TAG
-from flows.running import ServerError
+from flows.serving.environment import HEARTBEAT_SECONDS, TAG
+from flows.serving.running import ServerError
 from tasks.train import TRAINING_LIMIT
 
 CRASH_WATCH = "grpo: runs whose process is gone are crashed"

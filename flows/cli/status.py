@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flows.terminal import say
+from flows.cli.terminal import say
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig

@@ -18,7 +18,7 @@ from grpo_core.config.files import describe_bounds, parse_config, read_values
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 
-CONFIGS = Path(os.environ.get("GRPO_CONFIGS", Path(__file__).parents[1] / "configs"))
+CONFIGS = Path(os.environ.get("GRPO_CONFIGS", Path(__file__).parents[2] / "configs"))
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.toml"))
 LAST = ("seed", "algorithm", "health")  # in the form, which Prefect cannot fold: long, or seldom changed
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flows.form import CONFIGS, PRESETS, resolve
+from flows.parameters.form import CONFIGS, PRESETS, resolve
 from grpo_core.config.files import read_values, search_beside
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
