@@ -64,10 +64,11 @@ bench: setup ## the training loop beside TRL's, on this machine
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt
 	$(BIN)/python -m benchmarks.vs_trl
 
-check: setup ## lint, format and types
+check: setup ## lint, format, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 format: setup ## format the code
 	$(BIN)/ruff check --fix .

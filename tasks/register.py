@@ -22,6 +22,7 @@ from tasks.rendering import figures
 from tasks.rendering.markdown import escape
 from tasks.reports.report import PAGE, headline
 from tasks.stages.lineage import key_of, lineage_keys
+from tasks.stages.outages import tracking_uri
 from tasks.stages.stage import EVALUATE, PLAN, REGISTER, TRAIN, Context, run_stage
 from tasks.tracking.live import CURVES
 from tasks.tracking.runs import (
@@ -33,7 +34,6 @@ from tasks.tracking.runs import (
     lineage_text,
     read_tracking_run,
     run_page,
-    tracking_uri,
     trained_on_commit,
 )
 from tasks.tracking.sending import send_rest

@@ -54,7 +54,8 @@ def up(
 
 
 def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
-    from tasks.tracking.runs import SERVED_AT, connect, tracking_uri
+    from tasks.stages.outages import tracking_uri
+    from tasks.tracking.runs import SERVED_AT, connect
 
     if (uri := tracking_uri()).startswith("http"):
         refuse(f"MLFLOW_TRACKING_URI={uri} is a server that runs already: start `grpo serve` alone")

@@ -23,6 +23,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.fingerprint import content_hash
 from grpo_core.system.files import publish
 from tasks.stages.lineage import key_of, lineage_inputs, lineage_keys, what_changed
+from tasks.stages.outages import advice
 from tasks.stages.run_directory import read_json, remove, set_aside, write_text
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]]
         return Cancelled(message=message, data=Interrupted(message, signal))
     except Exception as error:
         _note_down(stage, run, error)
-        if sentence := _foreseen(error):
+        if sentence := advice(error):
             raise StageError(f"{stage.name}: {sentence}") from error
         raise
 
@@ -201,19 +202,6 @@ def _note_down(stage: Stage, run: Path, error: Exception) -> None:
     with suppress(OSError), (run / ERRORS).open("a") as file:
         file.write(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} {stage.name}\n")
         file.write("".join(traceback.format_exception(error)) + "\n")
-
-
-def _foreseen(error: Exception) -> str:
-    """What is wrong and what to do when MLflow or the storage fails a stage; "" for any other error."""
-    from mlflow.exceptions import MlflowException
-
-    from tasks.tracking.runs import describe
-
-    if isinstance(error, MlflowException):
-        return describe(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename or 'storage'}; see to that, then run the same again"
-    return ""
 
 
 def _run_stage(stage: Stage, run: Path, work: Callable[[Context], dict[str, Any]], force: bool) -> State[None]:

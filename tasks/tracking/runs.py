@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit
 
 import mlflow
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
@@ -34,6 +33,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.fingerprint import content_hash
 from grpo_core.planning.forecast import Throughput, find_gpu, name_hardware
 from tasks.stages.lineage import DIGITS, lineage_keys
+from tasks.stages.outages import describe, tracking_uri
 from tasks.stages.run_directory import kept_rewards, read_json, storage_root, write_text
 from tasks.stages.stage import PLAN, VALIDATE, StageError
 
@@ -47,18 +47,6 @@ SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the 
 # They log each try at a server that is down, a new database and a missing GPU: nothing that a person can act on.
 for library in ("urllib3.connectionpool", "mlflow.store.db.utils", "mlflow.system_metrics.system_metrics_monitor"):
     logging.getLogger(library).setLevel(logging.ERROR)
-
-
-def tracking_uri() -> str:
-    """$MLFLOW_TRACKING_URI, else a SQLite file under the storage root. ValueError when it has a password in it, which
-    links and receipts would show."""
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{storage_root() / 'mlflow' / 'mlflow.db'}"
-    if (parts := urlsplit(uri)).password is not None:
-        raise ValueError(
-            f"MLFLOW_TRACKING_URI holds a password of {parts.hostname}, and the URI is shown in links: leave it "
-            "out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-        )
-    return uri
 
 
 def connect() -> mlflow.MlflowClient:
@@ -92,26 +80,6 @@ def answering() -> Iterator[None]:
             yield
     except MlflowException as error:
         raise StageError(describe(error)) from error
-
-
-def describe(error: MlflowException) -> str:
-    """What is wrong with MLflow, and what to do."""
-    if 400 <= error.get_http_status_code() < 500:
-        return f"MLflow at {tracking_uri()} refuses what it is asked: {error}"
-    return (
-        f"MLflow at {tracking_uri()} does not answer ({first_cause(error)}): start the server, then run the same "
-        "again; without MLFLOW_TRACKING_URI, runs are kept in a SQLite file under the storage root"
-    )
-
-
-def first_cause(error: BaseException) -> str:
-    """What the operating system said, else the error itself: MLflow's client wraps it in what its libraries say."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return str(error)
 
 
 def open_tracking_run(config: RunConfig, run: Path, folder: Path) -> dict[str, Any]:

@@ -14,24 +14,19 @@ import pytest
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
+from grpo_core.errors import GrpoError
 from grpo_core.planning.forecast import name_hardware
 from tasks.stages.lineage import lineage_keys
+from tasks.stages.outages import tracking_uri
 from tasks.stages.stage import StageError
 from tasks.tracking import runs as tracking
-from tasks.tracking.runs import (
-    connect,
-    earlier_throughput,
-    open_tracking_run,
-    read_tracking_run,
-    run_address,
-    tracking_uri,
-)
+from tasks.tracking.runs import connect, earlier_throughput, open_tracking_run, read_tracking_run, run_address
 from tests.conftest import config_values, write_sums
 
 
 def test_a_tracking_uri_with_a_password_is_refused_without_saying_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://grpo:hidden@mlflow.internal")
-    with pytest.raises(ValueError, match=r"a password of mlflow\.internal.*set MLFLOW_TRACKING_USERNAME") as error:
+    with pytest.raises(GrpoError, match=r"a password of mlflow\.internal.*set MLFLOW_TRACKING_USERNAME") as error:
         tracking_uri()
     assert "hidden" not in str(error.value)
 

@@ -1,0 +1,58 @@
+"""Where MLflow is, and what a person can do when it or the storage fails."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from grpo_core.errors import GrpoError
+from tasks.stages.run_directory import storage_root
+
+if TYPE_CHECKING:
+    from mlflow.exceptions import MlflowException
+
+
+def tracking_uri() -> str:
+    """$MLFLOW_TRACKING_URI, or a SQLite file under the storage root.
+
+    Raises GrpoError if the URI contains a password, which links and receipts would show.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{storage_root() / 'mlflow' / 'mlflow.db'}"
+    if (parts := urlsplit(uri)).password is not None:
+        raise GrpoError(
+            f"MLFLOW_TRACKING_URI holds a password of {parts.hostname}, and the URI is shown in links: leave it "
+            "out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
+    return uri
+
+
+def describe(error: MlflowException) -> str:
+    """What is wrong with MLflow, and what to do."""
+    if 400 <= error.get_http_status_code() < 500:
+        return f"MLflow at {tracking_uri()} refuses what it is asked: {error}"
+    return (
+        f"MLflow at {tracking_uri()} does not answer ({first_cause(error)}): start the server, then run the same "
+        "again; without MLFLOW_TRACKING_URI, runs are kept in a SQLite file under the storage root"
+    )
+
+
+def first_cause(error: BaseException) -> str:
+    """What the operating system said, else the error itself: MLflow's client wraps it in what its libraries say."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error)
+
+
+def advice(error: Exception) -> str:
+    """A sentence with the cause and what to do if MLflow or the storage failed; "" for any other error."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        return describe(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename or 'storage'}; see to that, then run the same again"
+    return ""
