@@ -49,7 +49,7 @@ def all_rows(session: Any) -> Iterator[None]:
 
 @contextmanager
 def one_large_pass(session: Any) -> Iterator[None]:
-    with mock.patch("grpo_core.training.update.CPU_TOKENS", 2**30):
+    with mock.patch("grpo_core.training.memory.CPU_TOKENS", 2**30):
         yield
 
 
@@ -119,17 +119,18 @@ def measure(workload: Workload, precision: str, variants: dict[str, Any], rounds
     from grpo_core.training import loop as trainer
     from grpo_core.training import update as module
     from grpo_core.training.batch import concatenate
-    from grpo_core.training.session import set_up
-    from grpo_core.training.state import Progress
+    from grpo_core.training.roll_out import roll_out
+    from grpo_core.training.session import load_session
+    from grpo_core.training.state import TrainingState
 
     with tempfile.TemporaryDirectory() as scratch:
         folder, run = Path(scratch, "workload"), Path(scratch, "run")
         write(workload, folder)
         with replayed(workload, folder):
             run_directory(workload, folder, run, {"precision": precision})
-            session = set_up(run)
-            progress = Progress(rows_per_pass=session.memory.rows)
-            rollout, _ = trainer.roll_out(session, 0, progress)
+            session = load_session(run)
+            progress = TrainingState(rows_per_pass=session.memory.rows)
+            rollout, _ = roll_out(session, 0, progress)
         batch = concatenate([trainer._micro_batch(session, rollout, 0, 1)])
         seconds: dict[str, list[float]] = {name: [] for name in variants}
         for turn in range(rounds + 1):

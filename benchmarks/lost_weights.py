@@ -54,10 +54,11 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
 
     from grpo_core.errors import TrainingError
     from grpo_core.training import loop as trainer
-    from grpo_core.training.session import _optimizer, set_up
-    from grpo_core.training.state import Progress
+    from grpo_core.training.roll_out import roll_out
+    from grpo_core.training.session import _optimizer, load_session
+    from grpo_core.training.state import TrainingState
     from grpo_core.training.update import update
-    from grpo_core.training.weight_sync import probe_scores, sync
+    from grpo_core.training.weight_sync import probe_logprobs, sync_weights
 
     model = make_model(folder / "model", initializer_range=0.02, tie_word_embeddings=True, **MODEL)
     keys: dict[str, Any] = {"mixed_precision": precision, "use_peft": "lora" in engine, "lora_r": 8}
@@ -66,9 +67,9 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
     values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
     run = make_run(folder / "run", values)
     with _engine_made_as(engine, run):
-        session = set_up(run)
-        progress = Progress(rows_per_pass=8)
-        rollout, _ = trainer.roll_out(session, 0, progress)
+        session = load_session(run)
+        progress = TrainingState(rows_per_pass=8)
+        rollout, _ = roll_out(session, 0, progress)
         generator = torch.Generator().manual_seed(0)
         rollout = replace(rollout, advantages=torch.randn(len(rollout.advantages), generator=generator))
         batch = trainer._micro_batch(session, rollout, 0, 1)
@@ -79,14 +80,14 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
             """The update after which it stops, mean movement per update, largest drift."""
             optimizer = _optimizer(session.model, session.config.train)
             at_rate = replace(session, optimizer=optimizer, learning_rate=lambda updates: learning_rate)
-            movements, drifts, before = [], [0.0], probe_scores(session).trainer
+            movements, drifts, before = [], [0.0], probe_logprobs(session).trainer
             for number in range(1, updates + 1):
                 update(at_rate, batch, replace(progress, updates=number - 1))
                 try:
-                    drifts.append(sync(at_rate, replace(progress, updates=number)))
+                    drifts.append(sync_weights(at_rate, replace(progress, updates=number)))
                 except TrainingError:
                     return number, sum(movements) / max(len(movements), 1), max(drifts)
-                after = probe_scores(session).trainer
+                after = probe_logprobs(session).trainer
                 movements.append((after - before).abs().mean().item())
                 before = after
             return None, sum(movements) / updates, max(drifts)
@@ -97,7 +98,7 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
             session.policy.refresh()
             session.engine.sync_weights(session.policy.model)
             session.probe.noticed = session.probe.reference = None
-            session.probe.compare(probe_scores(session))
+            session.probe.compare(probe_logprobs(session))
 
         rows = []
         for learning_rate in LEARNING_RATES:
@@ -113,7 +114,7 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
 
 @contextmanager
 def _engine_made_as(engine: Name, run: Path) -> Iterator[None]:
-    """Inside, `set_up` makes this engine; except for vllm-shared it has memory of its own for the weights."""
+    """Inside, `load_session` makes this engine; except for vllm-shared it has memory of its own for the weights."""
     from grpo_core.config.files import load_config
     from grpo_core.rollout.transformers_engine import TransformersEngine
     from grpo_core.training import session

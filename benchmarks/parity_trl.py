@@ -41,8 +41,8 @@ from grpo_core.data.order import rollout_prompts, training_order  # noqa: E402
 from grpo_core.planning.plan import Plan  # noqa: E402
 from grpo_core.rollout.types import Completion, Finished, Rollout  # noqa: E402
 from grpo_core.training.loop import advance  # noqa: E402
-from grpo_core.training.session import set_up  # noqa: E402
-from grpo_core.training.state import Progress  # noqa: E402
+from grpo_core.training.session import load_session  # noqa: E402
+from grpo_core.training.state import TrainingState  # noqa: E402
 
 BOUND = 1e-5
 WEIGHTS_BOUND = 1e-4
@@ -149,7 +149,7 @@ def compared(folder: Path, keys: dict[str, Any], share_prompts: bool) -> dict[st
 
 
 def train_here(run: Path, share_prompts: bool) -> tuple[Trained, Kept]:
-    session = set_up(run)
+    session = load_session(run)
     assert session.policy.packs
     session.policy.packs = share_prompts
     plan, seed, trained, rollouts = session.plan, session.config.seed, Trained(), []
@@ -171,7 +171,7 @@ def train_here(run: Path, share_prompts: bool) -> tuple[Trained, Kept]:
 
     session.engine.generate = noisy  # type: ignore[method-assign]
     records: Any = SimpleNamespace(completions=lambda step, rollout, samples: rollouts.append(rollout))
-    progress = Progress(rows_per_pass=session.memory.rows, entropy_coef=session.config.algorithm.entropy_coef)
+    progress = TrainingState(rows_per_pass=session.memory.rows, entropy_coef=session.config.algorithm.entropy_coef)
     with recorded(session.model, trained):
         while progress.updates < plan.max_steps:
             progress, metrics = advance(session, progress, records)

@@ -85,12 +85,12 @@ def replayed(workload: Workload, folder: Path) -> Iterator[None]:
 
 
 def main(folder: Path, settings: dict[str, Any], result: Path) -> None:
-    from grpo_core.training.log import Records
+    from grpo_core.training.log import TrainingLog
     from grpo_core.training.loop import train
 
     workload = read(folder)
     clock = Clock(workload.warm_up)
-    record, set_up = Records.step, Records.__init__
+    record, set_up = TrainingLog.step, TrainingLog.__init__
     metrics: list[dict[str, float]] = []
 
     def begin(self: Any, *arguments: Any, **keys: Any) -> None:
@@ -102,7 +102,7 @@ def main(folder: Path, settings: dict[str, Any], result: Path) -> None:
         clock.step()
         metrics.append(values)
 
-    Records.__init__, Records.step = begin, step  # type: ignore[method-assign]
+    TrainingLog.__init__, TrainingLog.step = begin, step  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as scratch, replayed(workload, folder):
         run = Path(scratch, "run")
         run_directory(workload, folder, run, settings)

@@ -20,3 +20,7 @@ class RewardError(GrpoError):
 
 class TrainingError(RuntimeError):
     """Training that must not go on; the message gives the step, the figure and what to try."""
+
+
+class NotFiniteError(RuntimeError):
+    """A NaN or infinity where training needs a number."""

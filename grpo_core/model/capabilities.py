@@ -78,9 +78,9 @@ def _probe_width(config: Any, max_length: float, wanted: int) -> int:
 
 @torch.no_grad()
 def make_packable(model: Any, *, flex: bool, max_length: float = math.inf) -> bool:
-    """Let the model take lines of tokens; whether these have the hidden states of a plain pass.
+    """Let the model take packed batches. Returns whether their hidden states match those of a plain forward pass.
 
-    Not so for layers that attend to a window only, or that carry a state: they stay as they are.
+    Models with layers that attend to a window only, or that carry a state, are left as they are.
     """
     config = decoder(model).config
     if not attends_to_all(config, max_length):
@@ -94,7 +94,7 @@ def make_packable(model: Any, *, flex: bool, max_length: float = math.inf) -> bo
     usual = config._attn_implementation
     try:
         use_attention(config)
-        sequences = Sequences(ids, torch.full((4,), prompt), torch.full((4,), completion))
+        sequences = Sequences(ids, torch.full((4,), prompt), torch.full((4,), completion), torch.arange(4) // 2)
         line = line_up(sequences, model.device, flex=flex)
         with torch.set_grad_enabled(flex):  # a kernel that cannot be compiled is to fail here
             packed = packed_states(decoder(model), line)

@@ -25,6 +25,7 @@ class Sequences:
     input_ids: Tensor  # (B, L) int64
     prompt_lengths: Tensor  # (B,) int64
     completion_lengths: Tensor  # (B,) int64; their largest is T
+    prompt_of: Tensor  # (B,) int64; rows with the same number have the same prompt
 
     @property
     def lengths(self) -> Tensor:
@@ -32,7 +33,7 @@ class Sequences:
 
     def take(self, rows: Tensor) -> Sequences:
         """Some rows, padded to the longest of them."""
-        chosen = Sequences(self.input_ids[rows], self.prompt_lengths[rows], self.completion_lengths[rows])
+        chosen = Sequences(*(values[rows] for values in vars(self).values()))
         return replace(chosen, input_ids=chosen.input_ids[:, : int(chosen.lengths.max())])
 
 
@@ -69,14 +70,11 @@ def pack(sequences: Sequences, tokens: int, *, share_prompts: bool) -> Iterator[
 
 
 def prompts_of(sequences: Sequences) -> tuple[list[int], list[int]]:
-    """The first row of each different prompt, and for each row which of these its prompt is."""
-    places: dict[tuple[int, ...], int] = {}
+    """The first row of each different prompt, and for each row the place of its prompt among these."""
+    places: dict[int, int] = {}
     firsts: list[int] = []
     owners: list[int] = []
-    for row, (ids, length) in enumerate(
-        zip(sequences.input_ids.tolist(), sequences.prompt_lengths.tolist(), strict=True)
-    ):
-        prompt = tuple(ids[:length])
+    for row, prompt in enumerate(sequences.prompt_of.tolist()):
         if prompt not in places:
             places[prompt] = len(firsts)
             firsts.append(row)

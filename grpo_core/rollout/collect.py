@@ -6,14 +6,11 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
-from torch import Tensor
 
 from grpo_core.algorithm.advantages import Advantages, group_advantages, sample_std
 from grpo_core.config.algorithm import AlgorithmConfig
@@ -21,6 +18,8 @@ from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.order import derive_seed, fresh_prompts, rollout_prompts
 from grpo_core.data.prompts import Prompts, decode_completions
+from grpo_core.distributed import gathered, share
+from grpo_core.errors import NotFiniteError
 from grpo_core.model.sequences import pad
 from grpo_core.planning.plan import Plan
 from grpo_core.rewards.composition import counted
@@ -28,12 +27,7 @@ from grpo_core.rewards.contract import Reward, RewardError
 from grpo_core.rewards.scoring import Batch, score_arriving
 from grpo_core.rewards.types import text_of
 from grpo_core.rollout.requests import training_sampling
-from grpo_core.rollout.types import Completion, Engine, Finished, Request, Rollout, Sampling
-from grpo_core.rollout.vllm.server import VLLMServerEngine
-
-
-class NotFiniteError(RuntimeError):
-    """A NaN or infinity where training needs a number."""
+from grpo_core.rollout.types import Completion, Engine, Finished, GenerationBatch, Lookahead, Request, Sampling
 
 
 @dataclass(frozen=True)
@@ -54,12 +48,12 @@ def collect(
     tokenizer: Any,
     rewards: Sequence[Reward],
     engine: Engine,
-    accelerator: Accelerator,
     attempt: int = 0,
-) -> tuple[Rollout, list[Sample]]:
-    """Generation batch `index`: the rollout, without old and reference log-probabilities, and its samples.
+) -> tuple[GenerationBatch, list[Sample]]:
+    """Generation batch `index`, and its samples in the same order.
 
-    Every process samples and scores its share; all get the whole. `attempt` gives other samples of the same prompts.
+    Every process samples and scores its share, and all get the whole. Another `attempt` draws other samples of the same
+    prompts.
     """
     g = plan.num_generations
     sampling = training_sampling(config.rollout)
@@ -68,14 +62,14 @@ def collect(
     def draw(rows: Sequence[int]) -> list[Sample]:
         """G scored completions of each row, over all processes."""
         start = time.perf_counter()
-        mine = share(len(rows) * g, accelerator)
+        mine = share(len(rows) * g)
         requests, request_rows = _requests(rows, prompts, g, (config.seed, index, attempt), mine)
-        gathered, generated = share_samples(
+        drawn, generated = share_samples(
             lambda: sample_and_score(engine, requests, request_rows, sampling, prompts, tokenizer, rewards)
         )
         seconds["time/generate"] += generated
         seconds["time/score"] += time.perf_counter() - start - generated
-        return gathered
+        return drawn
 
     scheduled = rollout_prompts(plan, config.seed, index)
     samples = draw(scheduled)
@@ -94,43 +88,46 @@ def collect(
             samples[group * g : (group + 1) * g] = replacements[start : start + g]
         advantages = _advantages(samples, config, plan)
 
-    rollout = _rollout(index, scheduled, samples, sampled, prompts, advantages.advantages, config.algorithm)
     metrics = {
         "reward": advantages.rewards.nanmean().item(),
         "reward_std": sample_std(advantages.rewards).item(),
         "frac_reward_zero_std": (advantages.group_std == 0).float().mean().item(),
         **_reward_metrics(config.rewards, _matrix(samples)),
-        **_length_metrics(rollout),
+        **_length_metrics([sample.completion for sample in samples]),
         **seconds,
     }
     if config.rollout.dynamic_sample:
         if not math.isnan(first_reward):
             metrics["dynamic_sampling/first_reward"] = first_reward
         metrics["dynamic_sampling/resampled_groups"] = (len(sampled) - len(samples)) / g
-    return replace(rollout, metrics=metrics), samples
+    completions = [sample.completion for sample in samples]
+    sampling_logprobs = pad([completion.logprobs for completion in completions], torch.float32)
+    if not sampling_logprobs.isfinite().all():
+        raise NotFiniteError(f"rollout {index}: the policy's log-probabilities of its own samples are not finite")
+    trained = [_is_trained(completion, config.algorithm) for completion in completions]
+    batch = GenerationBatch(
+        index=index,
+        scheduled_rows=scheduled,
+        prompt_ids=[prompts.ids[sample.row] for sample in samples],
+        prompt_of=torch.tensor([sample.row for sample in samples]),
+        completion_ids=pad([completion.ids for completion in completions], torch.int64),
+        completion_mask=pad(trained, torch.float32),
+        completion_lengths=torch.tensor([len(completion.ids) for completion in completions]),
+        truncated=torch.tensor([completion.truncated for completion in completions]),
+        sampling_logprobs=sampling_logprobs,
+        advantages=advantages.advantages,
+        sampled_completions=len(sampled),
+        sampled_tokens=sum(len(sample.completion.ids) for sample in sampled),
+        metrics=metrics,
+    )
+    return batch, samples
 
 
-def begin(
-    index: int,
-    config: RunConfig,
-    plan: Plan,
-    prompts: Prompts,
-    engine: VLLMServerEngine,
-    accelerator: Accelerator,
-    attempt: int,
-) -> None:
-    """Have this process's share of generation batch `index` sampled while something else is done; what `collect` then
-    takes up."""
+def begin(index: int, config: RunConfig, plan: Plan, prompts: Prompts, engine: Lookahead, attempt: int) -> None:
+    """Start sampling this process's share of generation batch `index`; `collect` takes it up later."""
     rows, g = rollout_prompts(plan, config.seed, index), plan.num_generations
-    mine = share(len(rows) * g, accelerator)
-    requests, _ = _requests(rows, prompts, g, (config.seed, index, attempt), mine)
+    requests, _ = _requests(rows, prompts, g, (config.seed, index, attempt), share(len(rows) * g))
     engine.begin(requests, training_sampling(config.rollout))
-
-
-def share(count: int, accelerator: Accelerator) -> range:
-    """Which of `count` things this process does; none where there are more processes than things."""
-    place, processes = accelerator.process_index, accelerator.num_processes
-    return range(count * place // processes, count * (place + 1) // processes)
 
 
 def _matrix(samples: Sequence[Sample]) -> np.ndarray:
@@ -195,10 +192,10 @@ def share_samples(draw: Callable[[], tuple[list[Sample], float]]) -> tuple[list[
         samples, seconds = draw()
     except RewardError as error:
         problem = error
-    problems = [found for found in gather_object([problem]) if found is not None]
+    problems = [found for found in gathered([problem]) if found is not None]
     if problems:
         raise problems[0]
-    return gather_object(samples), seconds
+    return gathered(samples), seconds
 
 
 def _requests(
@@ -217,38 +214,9 @@ def _requests(
     return requests, request_rows
 
 
-def _rollout(
-    index: int,
-    scheduled: list[int],
-    samples: Sequence[Sample],
-    sampled: Sequence[Sample],
-    prompts: Prompts,
-    advantages: Tensor,
-    config: AlgorithmConfig,
-) -> Rollout:
-    completions = [sample.completion for sample in samples]
-    sampling_logprobs = pad([completion.logprobs for completion in completions], torch.float32)
-    if not sampling_logprobs.isfinite().all():
-        raise NotFiniteError(f"rollout {index}: the policy's log-probabilities of its own samples are not finite")
-    lengths = torch.tensor([len(completion.ids) for completion in completions])
-    truncated = torch.tensor([completion.truncated for completion in completions])
-    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
-    if config.mask_truncated_completions:
-        mask = mask * ~truncated[:, None]
-    return Rollout(
-        index=index,
-        scheduled_rows=scheduled,
-        prompt_ids=[prompts.ids[sample.row] for sample in samples],
-        completion_ids=pad([completion.ids for completion in completions], torch.int64),
-        completion_mask=mask,
-        completion_lengths=lengths,
-        truncated=truncated,
-        sampling_logprobs=sampling_logprobs,
-        advantages=advantages,
-        sampled_completions=len(sampled),
-        sampled_tokens=sum(len(sample.completion.ids) for sample in sampled),
-        metrics={},
-    )
+def _is_trained(completion: Completion, config: AlgorithmConfig) -> list[float]:
+    """1 per token that is trained, 0 per token that is not: with mask_truncated_completions, all that were cut off."""
+    return [float(not (config.mask_truncated_completions and completion.truncated))] * len(completion.ids)
 
 
 def _reward_metrics(rewards: Sequence[RewardConfig], given: np.ndarray) -> dict[str, float]:
@@ -263,14 +231,15 @@ def _reward_metrics(rewards: Sequence[RewardConfig], given: np.ndarray) -> dict[
     return metrics
 
 
-def _length_metrics(rollout: Rollout) -> dict[str, float]:
-    lengths = rollout.completion_lengths.float()
-    terminated = lengths[~rollout.truncated]
+def _length_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    lengths = torch.tensor([len(completion.ids) for completion in completions], dtype=torch.float32)
+    truncated = torch.tensor([completion.truncated for completion in completions])
+    terminated = lengths[~truncated]
     return {
         "completions/mean_length": lengths.mean().item(),
         "completions/min_length": lengths.min().item(),
         "completions/max_length": lengths.max().item(),
-        "completions/clipped_ratio": rollout.truncated.float().mean().item(),
+        "completions/clipped_ratio": truncated.float().mean().item(),
         "completions/mean_terminated_length": terminated.mean().item() if len(terminated) else 0.0,
         "completions/min_terminated_length": terminated.min().item() if len(terminated) else 0.0,
         "completions/max_terminated_length": terminated.max().item() if len(terminated) else 0.0,

@@ -71,7 +71,7 @@ class TransformersEngine:
             first += len(chunk)
 
     @torch.no_grad()
-    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+    def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         device = next(self.model.parameters()).device
         width = max(len(ids) for ids in sequences)
         input_ids = torch.tensor([ids + [self.pad_id] * (width - len(ids)) for ids in sequences], device=device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -56,9 +56,9 @@ class Engine(Protocol):
         """After each step the requests that it finished, often none; may be closed early."""
         ...
 
-    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probability of each token but the first, given those before it, at temperature 1. An engine that has
-        several copies of the weights says so for each copy, one after the other."""
+    def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probability of each token except the first, given those before it, at temperature 1. One row per
+        sequence; an engine with several copies of the weights gives all rows of each copy, one copy after the other."""
         ...
 
     def sync_weights(self, model: nn.Module) -> None:
@@ -70,22 +70,42 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class Lookahead(Protocol):
+    """An engine that samples later generation batches while the training trains."""
+
+    def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Start sampling with the weights as they are; `generate` with the same requests returns the result."""
+        ...
+
+    def drop_begun(self) -> None:
+        """Cancel everything that was begun and not yet asked for."""
+        ...
+
+
 @dataclass(frozen=True)
-class Rollout:
-    """A generation batch, the same on every process: B completions, groups in a row, right-padded to T tokens."""
+class GenerationBatch:
+    """Sampled and scored: B completions, the same on every process, groups in a row, right-padded to T tokens."""
 
     index: int
     scheduled_rows: list[int]  # P, the dataset rows whose turn it is
     prompt_ids: list[list[int]]  # B
+    prompt_of: Tensor  # (B,) int64, the dataset row of each completion's prompt
     completion_ids: Tensor  # (B, T) int64
     completion_mask: Tensor  # (B, T) float32, 1 on the tokens that are trained
     completion_lengths: Tensor  # (B,) int64, the end token included
     truncated: Tensor  # (B,) bool
     sampling_logprobs: Tensor  # (B, T) the engine's
     advantages: Tensor  # (B,)
-    sampled_completions: int  # B, and those of groups that were replaced
-    sampled_tokens: int  # of these completions
+    sampled_completions: int  # B, plus those of groups that were replaced
+    sampled_tokens: int  # tokens of the sampled completions
     metrics: dict[str, float]  # rewards, lengths, seconds
-    old_logprobs: Tensor | None = None  # (B, T) the trainer's, before the first update; None when on-policy
-    ref_logprobs: Tensor | None = None  # (B, T)
-    keep: Tensor | None = None  # (B, T) 1 on the tokens of highest entropy; None keeps all
+
+
+@dataclass(frozen=True)
+class Rollout(GenerationBatch):
+    """A generation batch with the trainer's log-probabilities: what updates read."""
+
+    old_logprobs: Tensor | None  # (B, T) before the first update; None if every update is on-policy
+    ref_logprobs: Tensor | None  # (B, T) of the reference policy; None without KL
+    keep: Tensor | None  # (B, T) 1 on the tokens of highest entropy; None keeps all

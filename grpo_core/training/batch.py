@@ -18,7 +18,7 @@ from grpo_core.algorithm.losses import LossType, token_weights
 from grpo_core.config.run import RunConfig
 from grpo_core.model.sequences import Sequences, pad
 from grpo_core.planning.plan import Plan
-from grpo_core.rollout.types import Rollout
+from grpo_core.rollout.types import GenerationBatch, Rollout
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class MicroBatch:
         return replace(self, **tensors)
 
 
-def join(rollout: Rollout, rows: Sequence[int]) -> Sequences:
-    """The given rows of a rollout as sequences, on the CPU."""
-    lengths = rollout.completion_lengths[rows].tolist()
+def join(batch: GenerationBatch, rows: Sequence[int]) -> Sequences:
+    """Prompts and completions of the given rows joined, on the CPU."""
+    lengths = batch.completion_lengths[rows].tolist()
     sequences = [
-        rollout.prompt_ids[row] + rollout.completion_ids[row, :length].tolist()
+        batch.prompt_ids[row] + batch.completion_ids[row, :length].tolist()
         for row, length in zip(rows, lengths, strict=True)
     ]
-    prompt_lengths = torch.tensor([len(rollout.prompt_ids[row]) for row in rows])
-    return Sequences(pad(sequences, torch.int64), prompt_lengths, torch.tensor(lengths))
+    prompt_lengths = torch.tensor([len(batch.prompt_ids[row]) for row in rows])
+    return Sequences(pad(sequences, torch.int64), prompt_lengths, torch.tensor(lengths), batch.prompt_of[rows])
 
 
 def micro_batch(rollout: Rollout, rows: Sequence[int], plan: Plan, config: RunConfig, micro_steps: int) -> MicroBatch:
@@ -93,8 +93,8 @@ def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
         tensors = [getattr(batch, name) for batch in batches]
         return None if tensors[0] is None else _stack(tensors)
 
-    tensors = ("input_ids", "prompt_lengths", "completion_lengths")
-    parts = {name: _stack([getattr(batch.sequences, name) for batch in batches]) for name in tensors}
+    columns = dataclasses.fields(Sequences)
+    parts = {field.name: _stack([getattr(batch.sequences, field.name) for batch in batches]) for field in columns}
     names = [field.name for field in dataclasses.fields(MicroBatch) if field.name != "sequences"]
     return MicroBatch(Sequences(**parts), **{name: rows(name) for name in names})  # type: ignore[arg-type]
 

@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
+from grpo_core.distributed import from_main, gathered, wait_for_all
 from grpo_core.model.loading import load_trainable_state, trainable_state
 from grpo_core.model.policy import Policy
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import publish
 from grpo_core.training.random_state import random_state, set_random_state
-from grpo_core.training.state import Progress
+from grpo_core.training.state import TrainingState
 
 MANIFEST = "manifest.json"
 HEALTHY = "healthy"  # an empty file: the step from this checkpoint on went well
@@ -45,8 +45,8 @@ def require_shared(folder: Path, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_text(token)
-    (token,) = broadcast_object_list([token])
-    sees = gather_object([probe.exists() and probe.read_text() == token])
+    token = from_main(token)
+    sees = gathered([probe.exists() and probe.read_text() == token])
     if accelerator.is_main_process:
         probe.unlink()
     if not all(sees):
@@ -68,63 +68,62 @@ class Checkpoints:
     optimizer: torch.optim.Optimizer
     reference: Policy | None  # saved where it moves
 
-    def save(self, progress: Progress, keep: int, *, healthy: bool = False) -> None:
+    def save(self, state: TrainingState, keep: int, *, healthy: bool = False) -> None:
         """Write `step-NNNNNN`; drop all but the newest `keep` and the newest healthy one. Called by every process.
 
         `healthy`: it is known to be; of weights that no step has looked at yet, `confirm` says so later.
         The generation batch goes with it: the next update may still read it, and its samples cannot be drawn again,
         since the policy that drew them is gone. OSError names the file that could not be written; what was there stays.
         """
-        final = self._folder(progress.updates)
+        final = self._folder(state.updates)
         temporary = final.with_suffix(".tmp")
         temporary.mkdir(parents=True, exist_ok=True)
         _write(random_state(), temporary / f"random-{self.accelerator.process_index}.pt")
         if self.accelerator.is_main_process:
-            state = {
+            content = {
                 "model": trainable_state(self.model),
                 "optimizer": self.optimizer.state_dict(),
                 "reference": None if self.reference is None else self.reference.master.state_dict(),
-                "progress": {**dataclasses.asdict(progress), "seen_in_epoch": sorted(progress.seen_in_epoch)},
+                "state": {**dataclasses.asdict(state), "seen_in_epoch": sorted(state.seen_in_epoch)},
             }
-            _write(state, temporary / "state.pt")
-        self.accelerator.wait_for_everyone()
+            _write(content, temporary / "state.pt")
+        wait_for_all()
         if self.accelerator.is_main_process:
             sums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
-            manifest = {"fingerprint": self.fingerprint, "best_step": progress.best_step, "checksums": sums}
+            manifest = {"fingerprint": self.fingerprint, "best_step": state.best_step, "checksums": sums}
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
             if healthy or (final / HEALTHY).exists():  # written again, of the same weights
                 (temporary / HEALTHY).touch()
             _replace(temporary, final)
             self._prune(keep)
-        self.accelerator.wait_for_everyone()
+        wait_for_all()
 
     def confirm(self, step: int) -> None:
         """The checkpoint of `step`, if there is one, is healthy. Called by every process."""
         if self.accelerator.is_main_process and self._folder(step).exists():
             (self._folder(step) / HEALTHY).touch()
 
-    def restore(self, *, healthy: bool = False) -> Progress | None:
+    def restore(self, *, healthy: bool = False) -> TrainingState | None:
         """Load the newest whole checkpoint (the newest `healthy` one) and drop those after it; None if there is none.
 
         A damaged one is set aside as `step-NNNNNN.damaged` with a warning. Raises CheckpointError if a damaged one is
         all that is left, or if one was written under another configuration, or with other data or reward functions.
         """
-        found: list[Path | None] = [self._newest(healthy) if self.accelerator.is_main_process else None]
-        (folder,) = broadcast_object_list(found)
+        folder = from_main(self._newest(healthy) if self.accelerator.is_main_process else None)
         if folder is None:
             return None
-        state = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
-        load_trainable_state(self.model, state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        content = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
+        load_trainable_state(self.model, content["model"])
+        self.optimizer.load_state_dict(content["optimizer"])
         if self.reference is not None:
-            self.reference.master.load_state_dict(state["reference"])
+            self.reference.master.load_state_dict(content["reference"])
             self.reference.refresh()
         set_random_state(torch.load(folder / f"random-{self.accelerator.process_index}.pt", weights_only=True))
-        progress = state["progress"]
-        progress["rollout"] = None if progress["rollout"] is None else Rollout(**progress["rollout"])
-        progress["seen_in_epoch"] = frozenset(progress["seen_in_epoch"])
-        self.accelerator.wait_for_everyone()
-        return Progress(**progress)
+        fields = content["state"]
+        fields["rollout"] = None if fields["rollout"] is None else Rollout(**fields["rollout"])
+        fields["seen_in_epoch"] = frozenset(fields["seen_in_epoch"])
+        wait_for_all()
+        return TrainingState(**fields)
 
     def best_steps(self) -> set[int]:
         """The best evaluated step of each checkpoint: the policies that going on from one of them may ask for."""

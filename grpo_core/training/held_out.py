@@ -7,23 +7,24 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file, save_file
 
+from grpo_core.distributed import share
 from grpo_core.model.loading import load_trainable_state, trainable_state
 from grpo_core.rewards.composition import weighted_sum
-from grpo_core.rollout.collect import sample_and_score, share, share_samples
+from grpo_core.rollout.collect import sample_and_score, share_samples
 from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
 from grpo_core.system.files import publish
 from grpo_core.training.checkpoint import Checkpoints
 from grpo_core.training.session import Session
-from grpo_core.training.state import Progress
-from grpo_core.training.weight_sync import sync
+from grpo_core.training.state import TrainingState
+from grpo_core.training.weight_sync import sync_weights
 
 
-def evaluate_policy(session: Session, progress: Progress) -> dict[str, float]:
+def evaluate_policy(session: Session, state: TrainingState) -> dict[str, float]:
     """Metrics of the policy as it stands; every process answers its share of the prompts, and all get the whole."""
-    held_out, accelerator = session.held_out, session.accelerator
+    held_out = session.held_out
     assert held_out is not None
-    sync(session, progress)
-    rows = share(len(held_out.ids), accelerator)
+    sync_weights(session, state)
+    rows = share(len(held_out.ids))
     requests = [evaluation_request(session.config, row, held_out.ids[row]) for row in rows]
     sampling = evaluation_sampling(session.config)
     samples, _ = share_samples(
@@ -44,12 +45,12 @@ def evaluate_policy(session: Session, progress: Progress) -> dict[str, float]:
     return {name: float(values.mean()) for name, values in figures.items() if len(values)}
 
 
-def keep_best(session: Session, progress: Progress, folder: Path, checkpoints: Checkpoints) -> None:
+def keep_best(session: Session, state: TrainingState, folder: Path, checkpoints: Checkpoints) -> None:
     """Write the policy under `folder` when this evaluation is the best so far; drop older ones but those that a
     checkpoint names as its best."""
-    if progress.best_step != progress.updates or not session.accelerator.is_main_process:
+    if state.best_step != state.updates or not session.accelerator.is_main_process:
         return
-    final = _best(folder, progress.best_step)
+    final = _best(folder, state.best_step)
     temporary = final.with_suffix(".tmp")
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in trainable_state(session.model).items()}, temporary)

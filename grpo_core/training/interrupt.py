@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from accelerate import Accelerator
 
+from grpo_core.distributed import any_process
 from grpo_core.errors import RewardError
 from grpo_core.training.random_state import random_state, set_random_state
 
@@ -38,8 +38,8 @@ _told = _Told()
 
 
 @contextmanager
-def listening() -> Iterator[None]:
-    """In the block SIGTERM and SIGINT ask for a stop, once; outside of the main thread, which gets none, nothing."""
+def stop_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGINT into one request to stop. Does nothing outside the main thread, which gets no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -57,13 +57,13 @@ def interruptible(accelerator: Accelerator) -> Iterator[None]:
     """A stop ends the block with Stopped, up to its `commit`; the random states are then again as it found them, as
     they are after a RewardError.
 
-    Several processes have to stop at the same place: they do where the block begins and at each `check`.
+    Several processes have to stop at the same place: where the block begins, and at each `stop_if_asked`.
     """
     before = random_state()
     try:
         try:
             _told.may_raise = accelerator.num_processes == 1
-            check(accelerator)
+            stop_if_asked()
             yield
         finally:
             _told.may_raise = False
@@ -76,12 +76,9 @@ def interruptible(accelerator: Accelerator) -> Iterator[None]:
         raise Stopped from error  # what broke because it was left half way
 
 
-def check(accelerator: Accelerator) -> None:
-    """Stopped on all processes when one of them was told to stop; called by each of them."""
-    told = _told.to_stop
-    if accelerator.num_processes > 1:
-        told = accelerator.reduce(torch.tensor(float(told), device=accelerator.device), "sum").item() > 0
-    if told:
+def stop_if_asked() -> None:
+    """Raises Stopped on all processes if one of them was told to stop. Called by every process."""
+    if any_process(_told.to_stop):
         _stop()
 
 

@@ -1,4 +1,4 @@
-"""What a training leaves to read: metrics.jsonl, health.jsonl, completions as Parquet, progress lines, result.json.
+"""What a training leaves to read: metrics.jsonl, health.jsonl, completions as Parquet, state lines, result.json.
 
 A line of metrics.jsonl has `step`, the figures and `timestamp`, seconds since 1970 when the update was done. Timestamps
 rise, whatever became of the lines before: an update that is done again has a later one than when it was first done.
@@ -26,21 +26,21 @@ from grpo_core.system.files import publish
 from grpo_core.training import health
 from grpo_core.training.health import Finding
 from grpo_core.training.session import Session
-from grpo_core.training.state import Progress
+from grpo_core.training.state import TrainingState
 
 SECONDS_BETWEEN_LINES = 2.0
 LINE_KEYS = ("step", "timestamp")  # of metrics.jsonl, beside the figures
 
 
-class Records:
+class TrainingLog:
     """Open for the length of a training; only the main process writes."""
 
-    def __init__(self, session: Session, output: Path, progress: Progress):
+    def __init__(self, session: Session, output: Path, state: TrainingState):
         self.session = session
         self.accelerator = session.accelerator
         self.output = output
         self.plan = session.plan
-        self.resumed_at = progress.updates
+        self.resumed_at = state.updates
         self.last: dict[str, float] = {}
         self.lost: list[int] = []  # steps whose lines of metrics.jsonl cannot be read
         self.printed = 0.0
@@ -48,7 +48,7 @@ class Records:
         if not self.accelerator.is_main_process:
             return
         (output / "completions").mkdir(parents=True, exist_ok=True)
-        self._open(progress)
+        self._open(state)
         where = f"continuing after step {self.resumed_at}" if self.resumed_at else "starting"
         size = self.plan.effective_batch_size
         print(f"training: {where}, {self.plan.max_steps} updates of {size} completions", flush=True)
@@ -99,36 +99,36 @@ class Records:
         if self.accelerator.is_main_process:
             health.record(self.output / "health.jsonl", finding)
 
-    def rewind(self, progress: Progress) -> None:
-        """Forget what is after `progress`: its updates are done again."""
+    def rewind(self, state: TrainingState) -> None:
+        """Forget what is after `state`: its updates are done again."""
         if self.accelerator.is_main_process:
-            print(f"training: back to step {progress.updates}", flush=True)
+            print(f"training: back to step {state.updates}", flush=True)
             self.file.close()
-            self._open(progress)
+            self._open(state)
 
-    def stop(self, progress: Progress, why: str) -> None:
+    def stop(self, state: TrainingState, why: str) -> None:
         """Say why and where the training stops; who told it to may be gone, and with it who reads this."""
         if self.accelerator.is_main_process:
             self.file.close()
             with contextlib.suppress(OSError):
-                saved = f"the checkpoint of step {progress.updates} is written" if progress.updates else "no step done"
+                saved = f"the checkpoint of step {state.updates} is written" if state.updates else "no step done"
                 print(f"training: {why}, {saved}", flush=True)
 
-    def finish(self, progress: Progress) -> dict[str, Any]:
+    def finish(self, state: TrainingState) -> dict[str, Any]:
         """Write result.json, last of all: its presence says that the training is complete."""
-        plan, rows, recomputed = self.plan, progress.rows_per_pass, self.session.policy.recomputed
+        plan, rows, recomputed = self.plan, state.rows_per_pass, self.session.policy.recomputed
         passes = math.ceil(plan.per_device_train_batch_size / rows)
         result = {
-            "counted": progress.counts,
+            "counted": state.counts,
             "planned": plan.counts(plan.max_steps),
-            "stopped_early_at_step": progress.updates if progress.stopped_early else None,
-            "best_step": progress.best_step,
-            "best_value": None if progress.best_step is None else progress.best_value,
-            "sampled_completions": progress.sampled_completions,
-            "sampled_tokens": progress.sampled_tokens,
-            "train_seconds": round(progress.train_seconds, 3),
+            "stopped_early_at_step": state.updates if state.stopped_early else None,
+            "best_step": state.best_step,
+            "best_value": None if state.best_step is None else state.best_value,
+            "sampled_completions": state.sampled_completions,
+            "sampled_tokens": state.sampled_tokens,
+            "train_seconds": round(state.train_seconds, 3),
             "resumed_at_step": self.resumed_at or None,
-            "roll_backs": progress.roll_backs,
+            "roll_backs": state.roll_backs,
             "per_device_train_batch_size": rows,
             "gradient_accumulation_steps": plan.gradient_accumulation_steps * passes,
             "recomputed_layers": recomputed,
@@ -138,17 +138,17 @@ class Records:
             "steps_without_metrics": self.lost,
         }
         if self.accelerator.is_main_process:
-            if progress.stopped_early:
-                print(f"training: stopped early after step {progress.updates}, best was step {progress.best_step}")
+            if state.stopped_early:
+                print(f"training: stopped early after step {state.updates}, best was step {state.best_step}")
             self.file.close()
             temporary = self.output / "result.json.tmp"
             temporary.write_text(json.dumps(result, indent=2) + "\n")
             publish(temporary, self.output / "result.json")
         return result
 
-    def _open(self, progress: Progress) -> None:
-        """Drop the lines and the generation batches of updates after `progress`, to write on from there."""
-        path, step = self.output / "metrics.jsonl", progress.recorded
+    def _open(self, state: TrainingState) -> None:
+        """Drop the lines and the generation batches of updates after `state`, to write on from there."""
+        path, step = self.output / "metrics.jsonl", state.recorded
         rows = _readable_rows(path)
         kept = [row for row in rows if row["step"] <= step]
         self.lost = sorted({*range(1, step + 1)} - {int(row["step"]) for row in kept})
@@ -163,7 +163,7 @@ class Records:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
         publish(temporary, path)
         self.file = path.open("a")
-        trained = {self._completions(index) for index in range(self.plan.counts(progress.updates)["rollouts"])}
+        trained = {self._completions(index) for index in range(self.plan.counts(state.updates)["rollouts"])}
         for abandoned in {*(self.output / "completions").iterdir()} - trained:
             abandoned.unlink()
 

@@ -11,19 +11,21 @@ import torch
 from grpo_core.errors import TrainingError
 from grpo_core.model.policy import Policy
 
+CPU_TOKENS = 2048  # per pass on a CPU; with more, what a layer computes leaves the cache before the next layer reads it
+
 Result = TypeVar("Result")
 
 
 @dataclass
-class Memory:
-    """How many completions one forward pass holds. Where that is one already, the policy keeps less of it."""
+class OutOfMemoryRetry:
+    """Completions per forward pass: halved when memory runs out; at one completion, activations are recomputed."""
 
     rows: int
     policy: Policy
 
     def run(self, work: Callable[[int], Result]) -> Result:
-        """`work(rows)`, again for as long as memory runs out: with half the rows, and where one is left, keeping the
-        activations of half of the layers, then of none. `work` starts afresh each time."""
+        """`work(rows)`, tried again as long as memory runs out: with half the rows; with one row, recomputing the
+        activations of half of the layers, then of all. `work` starts from the beginning each time."""
         while True:
             try:
                 return work(self.rows)
@@ -43,3 +45,8 @@ class Memory:
             torch.cuda.empty_cache()
             recomputed = f", {self.policy.recomputed} layers computed again" if self.policy.recomputed else ""
             print(f"out of memory: going on with {self.rows} completions in a forward pass{recomputed}", flush=True)
+
+
+def tokens_per_pass(budget: int, device: torch.device) -> int:
+    """Token budget of one forward pass on this device."""
+    return min(budget, CPU_TOKENS) if device.type == "cpu" else budget

@@ -28,8 +28,8 @@ from grpo_core.model.positions import check_context
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.contract import Reward, resolve, source_of
 from grpo_core.rollout.factory import make_engine
-from grpo_core.rollout.types import Engine
-from grpo_core.training.memory import Memory
+from grpo_core.rollout.types import Engine, Lookahead
+from grpo_core.training.memory import OutOfMemoryRetry
 from grpo_core.training.probe import SHORTEST, Probe, probe_sequences
 
 # In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
@@ -38,7 +38,7 @@ BIASES_AND_NORMS = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_
 
 @dataclass(frozen=True)
 class Session:
-    """Configuration, data and the objects that hold weights; what moves from update to update is `Progress`."""
+    """Configuration, data and the objects that hold weights; what changes from update to update is `TrainingState`."""
 
     config: RunConfig
     plan: Plan
@@ -53,11 +53,12 @@ class Session:
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]  # by the number of updates done
     engine: Engine
-    memory: Memory
+    lookahead: Lookahead | None  # the engine, if it samples ahead of the training
+    memory: OutOfMemoryRetry
     probe: Probe
 
 
-def set_up(run: Path) -> Session:
+def load_session(run: Path) -> Session:
     """Load and prepare everything that the run directory's configuration names."""
     config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
     accelerator = Accelerator()
@@ -106,7 +107,8 @@ def set_up(run: Path) -> Session:
         optimizer=optimizer,
         learning_rate=_learning_rate(optimizer, config.train, plan),
         engine=engine,
-        memory=Memory(plan.per_device_train_batch_size, policy),
+        lookahead=engine if config.rollout.max_staleness and isinstance(engine, Lookahead) else None,
+        memory=OutOfMemoryRetry(plan.per_device_train_batch_size, policy),
         probe=Probe(
             probe_sequences(prompts.ids, tokenizer.eos_token_id, max(lengths) - 1), config.train.mixed_precision
         ),

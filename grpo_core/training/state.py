@@ -10,13 +10,13 @@ from grpo_core.rollout.types import Rollout
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingState:
     """State after `updates` optimizer updates, counted over all starts of the run."""
 
     rows_per_pass: int  # completions that one forward pass holds; per_device_train_batch_size until memory runs out
     updates: int = 0
     rollout: Rollout | None = None  # the generation batch in use
-    unevaluated: dict[str, float] | None = None  # metrics of the last update while its evaluation is still to be made
+    unrecorded: dict[str, float] | None = None  # metrics of the last update until its evaluation is complete
     # What happened, to be compared with the plan.
     rollouts: int = 0
     prompts_seen: int = 0
@@ -37,8 +37,8 @@ class Progress:
     evaluations_without_gain: int = 0
     stopped_early: bool = False
 
-    def with_rollout(self, rollout: Rollout, plan: Plan) -> Progress:
-        """A generation batch was sampled.
+    def with_rollout(self, rollout: Rollout, plan: Plan) -> TrainingState:
+        """The state after a generation batch was sampled.
 
         One that is sampled again, after a roll-back to a place between its updates, is counted once: its later updates
         train on other samples of the same prompts.
@@ -62,12 +62,18 @@ class Progress:
             num_tokens=self.num_tokens + prompt_tokens + int(rollout.completion_lengths.sum()),
         )
 
-    def with_update(self, seconds: float) -> Progress:
-        """An optimizer update was made."""
-        return replace(self, updates=self.updates + 1, train_seconds=self.train_seconds + seconds)
+    def with_update(self, seconds: float, rows_per_pass: int) -> TrainingState:
+        """The state after an optimizer update."""
+        total = self.train_seconds + seconds
+        return replace(self, updates=self.updates + 1, train_seconds=total, rows_per_pass=rows_per_pass)
 
-    def with_evaluation(self, value: float, threshold: float, patience: int | None) -> Progress:
-        """The policy was evaluated: a new best, or one evaluation nearer to the end of patience."""
+    def with_evaluation(
+        self, metrics: dict[str, float], value: float, threshold: float, patience: int | None
+    ) -> TrainingState:
+        """The state after an evaluation: a new best, or one evaluation nearer to the end of patience.
+
+        `value`: the metric that the best is chosen by.
+        """
         gained = value > self.best_value + threshold
         waited = 0 if gained else self.evaluations_without_gain + 1
         is_best = value > self.best_value
@@ -76,14 +82,18 @@ class Progress:
             best_step=self.updates if is_best else self.best_step,
             best_value=max(value, self.best_value),
             evaluations_without_gain=waited,
-            unevaluated=None,
+            unrecorded={**(self.unrecorded or {}), **metrics},
             stopped_early=patience is not None and waited >= patience,
         )
 
     @property
     def recorded(self) -> int:
-        """Updates whose metrics are complete: all, except the last while its evaluation is still to be made."""
-        return self.updates - (self.unevaluated is not None)
+        """Updates whose metrics are complete: all, except the last until its evaluation is complete."""
+        return self.updates - (self.unrecorded is not None)
+
+    def is_done(self, plan: Plan) -> bool:
+        """Whether every update of the plan is made and recorded, or the training has stopped early."""
+        return self.unrecorded is None and (self.updates >= plan.max_steps or self.stopped_early)
 
     @property
     def counts(self) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,20 +11,17 @@ from torch import Tensor
 
 from grpo_core.algorithm.losses import token_losses
 from grpo_core.config.algorithm import AlgorithmConfig
-from grpo_core.model.policy import Policy
+from grpo_core.distributed import average_gradients, clip_gradients, largest, total
+from grpo_core.errors import NotFiniteError
 from grpo_core.model.sequences import pack
-from grpo_core.rollout.collect import NotFiniteError, share
-from grpo_core.rollout.types import Rollout
-from grpo_core.training.batch import MicroBatch, join, take, trained
+from grpo_core.training.batch import MicroBatch, take, trained
 from grpo_core.training.interrupt import commit
+from grpo_core.training.memory import tokens_per_pass
 from grpo_core.training.session import Session
-from grpo_core.training.state import Progress
-
-BUCKET = 2**26  # gradient elements reduced at once: few calls, little memory
-CPU_TOKENS = 2048  # of a pass on a CPU; with more, what a layer makes no longer stays in the cache for the next
+from grpo_core.training.state import TrainingState
 
 
-def update(session: Session, batch: MicroBatch, progress: Progress) -> dict[str, float]:
+def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[str, float]:
     """Accumulate the gradient of this process's rows, average it over the processes, step; global metrics.
 
     Figures of tokens are means over those that are trained: without KL and entropy bonus, of completions with an
@@ -33,7 +29,7 @@ def update(session: Session, batch: MicroBatch, progress: Progress) -> dict[str,
     when loss or gradient is not a number, before the step is taken, or a weight after it.
     """
     config, accelerator, optimizer = session.config, session.accelerator, session.optimizer
-    entropy_coef = applied_entropy_coef(config.algorithm, progress)
+    entropy_coef = applied_entropy_coef(config.algorithm, state)
     session.policy.refresh()
 
     longest = int(batch.sequences.lengths.max())
@@ -43,73 +39,59 @@ def update(session: Session, batch: MicroBatch, progress: Progress) -> dict[str,
     def accumulate(rows: int) -> _Tally:
         session.policy.zero_grad()  # of both copies: memory may have run out between the two
         tally = _Tally(accelerator.device)
-        tokens = _tokens(rows * longest, accelerator.device)
+        tokens = tokens_per_pass(rows * longest, accelerator.device)
         for part in pack(batch.sequences, tokens, share_prompts=session.policy.packs):
             _forward_backward(session, take(batch, part).to(accelerator.device), entropy_coef, tally)
         return tally
 
     tally = session.memory.run(accumulate)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    _average_gradients(parameters, accelerator.num_processes)
-    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.train.max_grad_norm).item()
+    average_gradients(parameters)
+    grad_norm = clip_gradients(parameters, config.train.max_grad_norm)
     metrics = tally.over_all_processes(session)
     if not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)):
         optimizer.zero_grad()
-        raise NotFiniteError(f"step {progress.updates + 1}: loss {metrics['loss']}, gradient norm {grad_norm}")
+        raise NotFiniteError(f"step {state.updates + 1}: loss {metrics['loss']}, gradient norm {grad_norm}")
     commit()
-    learning_rate = session.learning_rate(progress.updates) * 0.5**progress.roll_backs
+    learning_rate = session.learning_rate(state.updates) * 0.5**state.roll_backs
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
     if not torch.stack([parameter.isfinite().all() for parameter in parameters]).all():
-        raise NotFiniteError(f"step {progress.updates + 1}: the weights after the update are not finite")
+        raise NotFiniteError(f"step {state.updates + 1}: the weights after the update are not finite")
     if config.algorithm.has_entropy_bonus:
         metrics["entropy_coef"] = entropy_coef
     return {**metrics, "grad_norm": grad_norm, "learning_rate": learning_rate}
 
 
-@torch.no_grad()
-def score(session: Session, policy: Policy, rollout: Rollout, needed: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the completions `needed` (B,), 0 of the others. 2 × (B, T) on the CPU
-
-    Each process computes its share of them and gets all.
-    """
-    accelerator = session.accelerator
-    rows = needed.nonzero().flatten()
-    mine = rows[share(len(rows), accelerator)]
-    scored = torch.zeros(2, *rollout.completion_ids.shape, device=accelerator.device)
-
-    def work(rows_per_pass: int) -> None:
-        everything = join(rollout, mine.tolist())
-        tokens = _tokens(rows_per_pass * int(everything.lengths.max()), accelerator.device)
-        for part in pack(everything, tokens, share_prompts=policy.packs):
-            values = torch.stack(policy(everything.take(part)))
-            scored[:, mine[part], : values.shape[2]] = values
-
-    if len(mine):
-        session.memory.run(work)
-    logprobs, entropy = accelerator.reduce(scored, "sum").cpu()  # each row is 0 on all processes but one
-    return logprobs, entropy
-
-
-def applied_entropy_coef(config: AlgorithmConfig, progress: Progress) -> float:
+def applied_entropy_coef(config: AlgorithmConfig, state: TrainingState) -> float:
     """Weight of the entropy bonus in the next update; adaptive, it rests while entropy is above the target."""
     if config.use_adaptive_entropy:
-        return progress.entropy_coef if progress.last_entropy <= config.entropy_target else 0.0
+        return state.entropy_coef if state.last_entropy <= config.entropy_target else 0.0
     return config.entropy_coef
 
 
-def adapt_entropy(config: AlgorithmConfig, progress: Progress, entropy: float) -> Progress:
-    """Skywork-OR1 (arXiv:2505.22312): a step up while entropy is at or below its target, else a step down."""
+def adapt_entropy(config: AlgorithmConfig, state: TrainingState, entropy: float | None) -> TrainingState:
+    """Skywork-OR1 (arXiv:2505.22312): the coefficient goes a step up while entropy is at or below its target, else a
+    step down. `entropy`: None if no token was trained."""
+    if entropy is None or not config.use_adaptive_entropy:
+        return state
     step = config.entropy_coef_delta if entropy <= config.entropy_target else -config.entropy_coef_delta
-    coef = min(max(progress.entropy_coef + step, config.entropy_coef_min), config.entropy_coef_max)
-    return replace(progress, entropy_coef=coef, last_entropy=entropy)
+    coef = min(max(state.entropy_coef + step, config.entropy_coef_min), config.entropy_coef_max)
+    return replace(state, entropy_coef=coef, last_entropy=entropy)
 
 
-def _tokens(budget: int, device: torch.device) -> int:
-    """Of one pass."""
-    return min(budget, CPU_TOKENS) if device.type == "cpu" else budget
+@torch.no_grad()
+def move_reference(session: Session, state: TrainingState) -> None:
+    """Every ref_model_sync_steps updates: reference ← alpha · policy + (1 − alpha) · reference (TR-DPO,
+    arXiv:2404.09656)."""
+    algorithm, reference = session.config.algorithm, session.reference
+    if reference is None or not algorithm.sync_ref_model or state.updates % algorithm.ref_model_sync_steps:
+        return
+    for old, new in zip(reference.master.parameters(), session.model.parameters(), strict=True):
+        old.lerp_(new.to(old.device), algorithm.ref_model_mixup_alpha)
+    reference.refresh()
 
 
 class _Tally:
@@ -128,17 +110,15 @@ class _Tally:
 
     def over_all_processes(self, session: Session) -> dict[str, float]:
         """Means over tokens, where there are any, extremes, and the loss; the same on every process."""
-        accelerator = session.accelerator
-        sums = accelerator.reduce(torch.stack([*self.sums.values()]), "sum").tolist()
-        totals = dict(zip(self.sums, sums, strict=True))
-        rows = torch.tensor(float(session.memory.rows), device=accelerator.device)
-        extremes = accelerator.gather(torch.stack([*self.maxima.values(), -rows])[None]).max(dim=0).values.tolist()
+        totals = dict(zip(self.sums, total(torch.stack([*self.sums.values()])).tolist(), strict=True))
+        rows = torch.tensor(float(session.memory.rows), device=session.accelerator.device)
+        extremes = largest(torch.stack([*self.maxima.values(), -rows])).tolist()
         session.memory.rows = int(-extremes.pop())  # what fits everywhere
         tokens, kept, kept_entropy = (totals.pop(name) for name in ("tokens", "kept_tokens", "kept_entropy"))
-        loss = totals.pop("loss") / accelerator.num_processes
+        loss = totals.pop("loss") / session.accelerator.num_processes
         highest = {name: value for name, value in zip(self.maxima, extremes, strict=True) if math.isfinite(value)}
         lowest = {name: -highest.pop(name) for name in [*highest] if name.endswith("min")}
-        means = {name: total / tokens for name, total in totals.items()} if tokens else {}
+        means = {name: value / tokens for name, value in totals.items()} if tokens else {}
         if kept:
             means["kept_entropy"] = kept_entropy / kept
         return {"loss": loss, **means, **highest, **lowest}
@@ -184,28 +164,3 @@ def _forward_backward(session: Session, batch: MicroBatch, entropy_coef: float, 
             per_completion = (losses.metrics[name] * mask).sum(1) / mask.sum(1).clamp(min=1)
             extreme = name.replace("mean", "min" if sign < 0 else "max")
             tally.highest(extreme, sign * per_completion, mask.sum(1))
-
-
-@torch.no_grad()
-def _average_gradients(parameters: Sequence[Tensor], num_processes: int) -> None:
-    """Mean of each gradient over the processes, in few large messages.
-
-    A parameter that has no gradient on any process gets none, as with one process: the optimizer leaves it alone.
-    """
-    if num_processes == 1:
-        return
-    used = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
-    torch.distributed.all_reduce(used)
-    trained = [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count]
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    bucket: list[Tensor] = []
-    for position, gradient in enumerate(gradients):
-        bucket.append(gradient)
-        if sum(g.numel() for g in bucket) >= BUCKET or position == len(gradients) - 1:
-            flat = torch.cat([g.flatten() for g in bucket]) / num_processes
-            torch.distributed.all_reduce(flat)
-            for g, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                g.copy_(mean.view_as(g))
-            bucket = []
-    for parameter, gradient in zip(trained, gradients, strict=True):
-        parameter.grad = gradient

@@ -56,7 +56,7 @@ def live(folder: str) -> None:
 
     def drift(engine: Any) -> float:
         probes = [[3, 4, 5, 6, 7], [8, 9], [5] * 40]
-        rows = zip(engine.score(probes), (plain_logprobs(model, ids) for ids in probes), strict=True)
+        rows = zip(engine.compute_logprobs(probes), (plain_logprobs(model, ids) for ids in probes), strict=True)
         return max(abs(a - b) for row in rows for a, b in zip(*row, strict=True))
 
     def refusal(work: Callable[[], Any]) -> str:
@@ -94,7 +94,7 @@ def live(folder: str) -> None:
         keeper.cancel()
     heir = connect()
     found["drift of the heir"] = drift(heir)
-    found["the first, once more"] = refusal(lambda: engine.score([[3, 4]]))
+    found["the first, once more"] = refusal(lambda: engine.compute_logprobs([[3, 4]]))
 
     heir.servers[0].transfer.client.start_weight_update()  # and then the connection broke
     heir.servers[0].transfer = None
@@ -106,7 +106,7 @@ def live(folder: str) -> None:
 
     heir.servers[0].seconds = 1.0
     signal_server(signal.SIGSTOP)
-    found["hang"] = refusal(lambda: heir.score([[3, 4]]))
+    found["hang"] = refusal(lambda: heir.compute_logprobs([[3, 4]]))
     signal_server(signal.SIGCONT)
     heir.servers[0].seconds = 600.0
     found["drift after the hang"] = drift(heir)

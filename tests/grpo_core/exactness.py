@@ -18,13 +18,13 @@ from grpo_core.algorithm.losses import token_losses
 from grpo_core.data.order import training_order
 from grpo_core.rollout.collect import collect
 from grpo_core.rollout.types import Rollout
-from grpo_core.training import loop as trainer
+from grpo_core.training import roll_out as rolling
 from grpo_core.training.batch import MicroBatch, concatenate, micro_batch
-from grpo_core.training.session import Session, set_up
-from grpo_core.training.state import Progress
+from grpo_core.training.session import Session, load_session
+from grpo_core.training.state import TrainingState
 from grpo_core.training.update import update
 
-START = Progress(rows_per_pass=8)
+START = TrainingState(rows_per_pass=8)
 
 
 def rollout_with(session: Session, advantages: Tensor) -> Rollout:
@@ -34,8 +34,8 @@ def rollout_with(session: Session, advantages: Tensor) -> Rollout:
         rollout, samples = collect(*arguments)  # type: ignore[arg-type]
         return replace(rollout, advantages=advantages), samples
 
-    with mock.patch.object(trainer, "collect", collected):
-        return trainer.roll_out(session, 0, START)[0]
+    with mock.patch.object(rolling, "collect", collected):
+        return rolling.roll_out(session, 0, START)[0]
 
 
 def first_update(session: Session, rollout: Rollout) -> MicroBatch:
@@ -60,7 +60,7 @@ def updating_gradient(session: Session, batch: MicroBatch) -> list[Tensor]:
 
 
 def gradient_and_metrics(
-    session: Session, batch: MicroBatch, progress: Progress = START
+    session: Session, batch: MicroBatch, progress: TrainingState = START
 ) -> tuple[list[Tensor], dict[str, float]]:
     """The gradient that the optimizer steps with, and the update's metrics; the weights stay as they are."""
     found: list[Tensor] = []
@@ -128,7 +128,7 @@ def _gradients(session: Session) -> list[Tensor]:
 
 def main() -> None:
     for run in map(Path, sys.argv[1:]):
-        session = set_up(run)
+        session = load_session(run)
         rollout = rollout_with(session, torch.load(run / "advantages.pt"))
         move(session)
         gradient = updating_gradient(session, first_update(session, rollout))

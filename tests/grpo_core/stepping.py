@@ -26,7 +26,7 @@ from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.rewards.contract import resolve
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling
 from grpo_core.training import loop as trainer
-from grpo_core.training.memory import Memory
+from grpo_core.training.memory import OutOfMemoryRetry
 from grpo_core.training.probe import Probe
 from grpo_core.training.session import Session
 from tests.conftest import config_values
@@ -60,7 +60,7 @@ class CountingEngine:
             lengths = [1 + (request.seed + i) % 2 for i in range(request.num_completions)]
             yield [(number, [Completion([3] * length, [logprob] * length, truncated=False) for length in lengths])]
 
-    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+    def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         logprobs = self.model.logits.detach().log_softmax(0).tolist()
         return [[logprobs[token] for token in ids[1:]] for ids in sequences]
 
@@ -128,11 +128,12 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
         optimizer=optimizer,
         learning_rate=lambda updates: 0.01,
         engine=engine,
-        memory=Memory(plan.per_device_train_batch_size, policy),
+        lookahead=None,
+        memory=OutOfMemoryRetry(plan.per_device_train_batch_size, policy),
         probe=Probe([[0, 1]], config.train.mixed_precision),
     )
     with (
-        mock.patch.object(trainer, "set_up", return_value=session),
+        mock.patch.object(trainer, "load_session", return_value=session),
         mock.patch.object(trainer, "fingerprint", return_value=""),
         mock.patch.object(accelerator, "end_training"),
         mock.patch.object(trainer, "_micro_batch", wraps=trainer._micro_batch) as micro_batch,

@@ -29,7 +29,7 @@ def test_parts_hold_every_row_once_and_as_many_as_the_budget_allows(
 ) -> None:
     ids = [[prompt] * (1 + prompt) + [9] * completion for prompt, completion in rows]
     prompt_lengths, completion_lengths = torch.tensor([(1 + prompt, completion) for prompt, completion in rows]).T
-    sequences = Sequences(pad(ids, torch.int64), prompt_lengths, completion_lengths)
+    sequences = Sequences(pad(ids, torch.int64), prompt_lengths, completion_lengths, torch.tensor(rows)[:, 0])
     parts = [part.tolist() for part in pack(sequences, tokens, share_prompts=share_prompts)]
     assert sorted(row for part in parts for row in part) == list(range(len(rows)))
     for number, part in enumerate(parts):

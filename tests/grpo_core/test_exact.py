@@ -20,8 +20,8 @@ from grpo_core.model import policy
 from grpo_core.model.policy import Policy
 from grpo_core.model.sequences import Sequences
 from grpo_core.training.batch import MicroBatch
-from grpo_core.training.session import Session, set_up
-from grpo_core.training.state import Progress
+from grpo_core.training.session import Session, load_session
+from grpo_core.training.state import TrainingState
 from grpo_core.training.update import update
 from tests.conftest import config_values, make_run
 from tests.grpo_core.exactness import (
@@ -43,7 +43,7 @@ BOUND = 1e-6  # relative
 def session(request: pytest.FixtureRequest, smooth_model_folder: Path, tmp_path: Path) -> Iterator[Session]:
     """Ready to train as the test's parameters say, gradients not clipped."""
     values = config_values(smooth_model_folder, tmp_path, max_grad_norm=1e9, **getattr(request, "param", {}))
-    yield set_up(make_run(tmp_path / "run", values))
+    yield load_session(make_run(tmp_path / "run", values))
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -163,7 +163,7 @@ def test_an_adaptive_bonus_measures_the_entropy_of_all_completions_at_work_and_a
     batch = _batch(session, silent)
     entropy = plain_entropy(session, batch).item()
     for last_entropy, coef in ((math.inf, 0.0), (0.5, 0.2)):
-        progress = Progress(rows_per_pass=8, entropy_coef=0.2, last_entropy=last_entropy)
+        progress = TrainingState(rows_per_pass=8, entropy_coef=0.2, last_entropy=last_entropy)
         gradient, metrics = gradient_and_metrics(session, batch, progress)
         assert metrics["entropy_coef"] == coef
         assert metrics["kept_entropy"] == pytest.approx(entropy, rel=1e-5)
@@ -284,7 +284,7 @@ def test_old_log_probabilities_that_nothing_reads_are_not_computed(session: Sess
 
 def test_an_off_policy_update_without_any_advantage_has_figures(session: Session) -> None:
     session = replace(session, plan=replace(session.plan, num_iterations=2))
-    metrics = update(session, _batch(session, "all"), Progress(rows_per_pass=8))
+    metrics = update(session, _batch(session, "all"), TrainingState(rows_per_pass=8))
     assert metrics["entropy"] > 0
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
     assert metrics["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-4)
@@ -318,7 +318,7 @@ def test_a_model_that_short_cuts_would_change_takes_none(config: Any, plain_outp
     policy = Policy(model, 1.0)
     assert (policy.output_layer is not None, policy.packs) == (plain_output, packs)
     ids = torch.randint(1, 20, (3, 12))
-    logprobs, entropy = policy(Sequences(ids, torch.full((3,), 5), torch.full((3,), 7)))
+    logprobs, entropy = policy(Sequences(ids, torch.full((3,), 5), torch.full((3,), 7), torch.arange(3)))
     expected = model(input_ids=ids).logits[:, 4:-1].log_softmax(-1)
     assert torch.allclose(logprobs, expected.gather(2, ids[:, 5:, None]).squeeze(2), atol=1e-5)
     assert torch.allclose(entropy, -(expected.exp() * expected).sum(-1), atol=1e-5)

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 
 from grpo_core.data.order import training_order
 from grpo_core.planning.plan import load_plan
-from grpo_core.training.session import set_up
+from grpo_core.training.session import load_session
 from tests.conftest import config_values, make_run
 from tests.grpo_core.exactness import distance, first_update, move, plain_gradient, plain_logprobs, rollout_with
 from tests.grpo_core.launching import TWO_PROCESSES
@@ -61,7 +61,7 @@ def test_two_processes_step_with_the_plain_gradient(smooth_model_folder: Path, t
     distances = {}
     for number, ((name, silent), run) in enumerate(runs.items()):
         values = config_values(smooth_model_folder, tmp_path, per_device_train_batch_size=8, **OPTIONS[name])
-        session = set_up(make_run(tmp_path / f"one-{number}", values))
+        session = load_session(make_run(tmp_path / f"one-{number}", values))
         batch = first_update(session, rollout_with(session, torch.load(run / "advantages.pt")))
         if batch.old_logprobs is not None:
             batch = replace(batch, old_logprobs=plain_logprobs(session, batch).detach())

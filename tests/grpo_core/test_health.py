@@ -13,8 +13,7 @@ import torch
 
 from grpo_core.config.files import dump_config, load_config
 from grpo_core.config.training import HealthConfig
-from grpo_core.errors import TrainingError
-from grpo_core.rollout.collect import NotFiniteError
+from grpo_core.errors import NotFiniteError, TrainingError
 from grpo_core.training import loop as trainer
 from grpo_core.training.health import is_healthy, not_finite, observe
 from grpo_core.training.loop import train

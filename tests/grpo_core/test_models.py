@@ -19,7 +19,7 @@ from grpo_core.model.positions import check_context
 from grpo_core.model.sequences import Sequences
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Request, Sampling
-from grpo_core.training.session import set_up
+from grpo_core.training.session import load_session
 from tests.conftest import make_model, make_run, with_keys
 from tests.grpo_core.exactness import distance
 from tests.grpo_core.sampling import sampled
@@ -87,7 +87,9 @@ def _sequences() -> Sequences:
     torch.manual_seed(0)
     rows = [torch.randint(3, 13, (prompt + completion,)) for prompt, completion in LENGTHS]
     prompts, completions = torch.tensor(LENGTHS).unbind(1)
-    return Sequences(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), prompts, completions)
+    return Sequences(
+        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), prompts, completions, torch.arange(len(rows))
+    )
 
 
 def _bare_rows(folder: Path, sequences: Sequences, temperature: float) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -178,7 +180,7 @@ def test_a_training_in_which_padding_changes_a_row_is_refused(values: dict[str, 
     values["model"]["name_or_path"] = str(make_model(tmp_path / "model", "DeepseekV32", **LATENT, **sparse))
     run = make_run(tmp_path / "run", with_keys(values, max_completion_length=40))
     with pytest.raises(ValueError, match=r"DeepseekV32ForCausalLM .* padded .* within 8 tokens \(index_topk\)"):
-        set_up(run)
+        load_session(run)
     check_padding(load_model(tmp_path / "model"), max_length=8)
 
 

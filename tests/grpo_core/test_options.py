@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -18,13 +17,14 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.data.order import rollout_prompts
 from grpo_core.data.prompts import Prompts
+from grpo_core.distributed import share_of
 from grpo_core.errors import TrainingError
 from grpo_core.model.loading import load_model
 from grpo_core.model.policy import Policy
 from grpo_core.model.sequences import Sequences, prompts_of
 from grpo_core.planning.plan import load_plan
 from grpo_core.rewards.contract import resolve
-from grpo_core.rollout.collect import _requests, sample_and_score, share
+from grpo_core.rollout.collect import _requests, sample_and_score
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Sampling
 from tests.conftest import with_keys
@@ -126,7 +126,7 @@ def test_when_memory_runs_out_with_one_completion_layers_are_computed_again(
 
 @pytest.mark.parametrize("recomputed", [1, 2])
 def test_some_layers_computed_again_or_all_leave_the_gradient_as_it_is(model_folder: Path, recomputed: int) -> None:
-    sequences = Sequences(torch.randint(3, 13, (3, 9)), torch.full((3,), 4), torch.full((3,), 5))
+    sequences = Sequences(torch.randint(3, 13, (3, 9)), torch.full((3,), 4), torch.full((3,), 5), torch.arange(3))
     gradients, calls = [], []
     for layers in (0, recomputed):
         policy = Policy(load_model(model_folder), 1.0)
@@ -175,7 +175,7 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
 def test_between_passes_no_layer_is_in_training_mode(model_folder: Path) -> None:
     """Else sampling with the same model would lose its key-value cache."""
     policy = Policy(load_model(model_folder), 1.0, gradient_checkpointing=True)
-    logprobs, _ = policy(Sequences(torch.tensor([[1, 2, 3]]), torch.tensor([1]), torch.tensor([2])))
+    logprobs, _ = policy(Sequences(torch.tensor([[1, 2, 3]]), torch.tensor([1]), torch.tensor([2]), torch.tensor([0])))
     assert logprobs.requires_grad
     assert not any(module.training for module in policy.model.modules())
 
@@ -237,7 +237,7 @@ def test_an_update_without_a_trained_token_says_nothing_about_entropy_and_adapts
     for step in metrics_of(run):
         assert (step["loss"], step["grad_norm"]) == (0, 0)
         assert not {"entropy", "sampling/sampling_logp_difference/mean"} & step.keys()
-    assert checkpoint_of(run, 2)["progress"]["entropy_coef"] == 0.01
+    assert checkpoint_of(run, 2)["state"]["entropy_coef"] == 0.01
     assert "no token trained" in capsys.readouterr().out
 
 
@@ -320,7 +320,7 @@ def test_processes_share_groups_out_whatever_their_number_and_ask_for_nothing_tw
     def drawn(processes: int) -> list[tuple[list[int], int]]:
         found = []
         for place in range(processes):
-            mine = share(groups * g, SimpleNamespace(process_index=place, num_processes=processes))
+            mine = share_of(groups * g, place, processes)
             requests, request_rows = _requests(rows, prompts, g, (0, 0, 0), mine)
             assert all(request.num_completions > 0 for request in requests)
             assert request_rows == [request.prompt_ids[0] for request in requests]

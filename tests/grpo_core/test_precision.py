@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from grpo_core.model.sequences import Sequences, pack, prompts_of
 from grpo_core.training.batch import MicroBatch
-from grpo_core.training.loop import roll_out, train
-from grpo_core.training.session import Session, set_up
-from grpo_core.training.state import Progress
+from grpo_core.training.loop import train
+from grpo_core.training.roll_out import roll_out
+from grpo_core.training.session import Session, load_session
+from grpo_core.training.state import TrainingState
 from grpo_core.training.update import update
 from tests.conftest import config_values, make_run
 from tests.grpo_core.exactness import distance, first_update, plain_gradient, rollout_with, updating_gradient
@@ -27,7 +28,7 @@ NEAR = 0.03  # relative: bfloat16 has 8 bits
 @pytest.fixture(params=[{}, {"use_peft": True, "lora_r": 4}], ids=["whole", "lora"])
 def session(request: pytest.FixtureRequest, smooth_model_folder: Path, tmp_path: Path) -> Iterator[Session]:
     values = config_values(smooth_model_folder, tmp_path, mixed_precision="bf16", max_grad_norm=1e9, **request.param)
-    yield set_up(make_run(tmp_path / "run", values))
+    yield load_session(make_run(tmp_path / "run", values))
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -54,8 +55,8 @@ def test_what_an_attempt_without_memory_left_behind_does_not_count(session: Sess
 
 def test_the_copy_follows_the_masters(session: Session) -> None:
     before = [parameter.clone() for parameter in session.policy.model.parameters()]
-    update(session, _batch(session), Progress(rows_per_pass=8))
-    roll_out(session, 1, Progress(rows_per_pass=8))
+    update(session, _batch(session), TrainingState(rows_per_pass=8))
+    roll_out(session, 1, TrainingState(rows_per_pass=8))
     masters, copies = [*session.model.parameters()], [*session.policy.model.parameters()]
     assert all(torch.equal(copy, own.bfloat16()) for copy, own in zip(copies, masters, strict=True))
     assert any(not torch.equal(copy, old) for copy, old in zip(copies, before, strict=True))
@@ -84,7 +85,8 @@ def _sequences(draw: st.DrawFn) -> Sequences:
     ids = torch.zeros(len(rows), max(len(prompt) + length for prompt, length in rows), dtype=torch.int64)
     for row, (prompt, _) in enumerate(rows):
         ids[row, : len(prompt)] = torch.tensor(prompt)
-    return Sequences(ids, *(torch.tensor(lengths) for lengths in zip(*((len(p), n) for p, n in rows), strict=True)))
+    lengths = [(len(prompt), completion, prompts.index(prompt)) for prompt, completion in rows]
+    return Sequences(ids, *(torch.tensor(column) for column in zip(*lengths, strict=True)))
 
 
 @given(_sequences(), st.integers(1, 120), st.booleans())

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_core.config.files import dump_config, load_config
+from grpo_core.errors import NotFiniteError
 from grpo_core.planning.plan import load_plan
-from grpo_core.rollout.collect import NotFiniteError
 from grpo_core.training import held_out, update
 from grpo_core.training import loop as trainer
 from grpo_core.training.checkpoint import CheckpointError
@@ -146,7 +146,7 @@ PLACES = {  # where the signal comes, and at which call
     "backward pass": ("torch.Tensor.backward", 20),
     "optimizer step": ("torch.optim.AdamW.step", 5),
     "evaluation": ("grpo_core.training.held_out.sample_and_score", 2),
-    "log": ("grpo_core.training.log.Records.step", 7),
+    "log": ("grpo_core.training.log.TrainingLog.step", 7),
 }
 
 
@@ -292,8 +292,8 @@ def test_every_weight_and_count_of_a_run_is_in_its_checkpoint(values: dict[str, 
     state = torch.load(run / "training" / "checkpoints" / "step-000003" / "state.pt", weights_only=True)
     plan = load_plan(run / "plan.json")
     assert state["model"].keys() == load_file(run / "training" / "model" / "model.safetensors").keys()
-    assert state["progress"]["updates"] == 3
-    assert state["progress"]["rollout"]["index"] == plan.counts(3)["rollouts"] - 1
+    assert state["state"]["updates"] == 3
+    assert state["state"]["rollout"]["index"] == plan.counts(3)["rollouts"] - 1
     assert len(state["optimizer"]["state"]) == len(state["model"])
 
 

@@ -112,16 +112,16 @@ SEQUENCES = [list(range(3, 13)) * 4, [5, 6], [7], list(range(12, 2, -1))]
 @pytest.mark.parametrize("name", ["model", "absolute"])
 def test_scores_are_those_of_a_plain_forward_pass(name: str, request: pytest.FixtureRequest, tokenizer: Any) -> None:
     model = request.getfixturevalue(name)
-    for ids, scores in zip(SEQUENCES, TransformersEngine(model, tokenizer).score(SEQUENCES), strict=True):
+    for ids, scores in zip(SEQUENCES, TransformersEngine(model, tokenizer).compute_logprobs(SEQUENCES), strict=True):
         assert scores == pytest.approx(_plain_scores(model, ids), abs=1e-5)
 
 
 def test_scores_follow_the_weights_that_were_synced(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     other = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, initializer_range=0.3)).eval()
     engine = TransformersEngine(model, tokenizer)
-    assert engine.score(SEQUENCES[:1])[0] == pytest.approx(_plain_scores(model, SEQUENCES[0]), abs=1e-5)
+    assert engine.compute_logprobs(SEQUENCES[:1])[0] == pytest.approx(_plain_scores(model, SEQUENCES[0]), abs=1e-5)
     engine.sync_weights(other)
-    assert engine.score(SEQUENCES[:1])[0] == pytest.approx(_plain_scores(other, SEQUENCES[0]), abs=1e-5)
+    assert engine.compute_logprobs(SEQUENCES[:1])[0] == pytest.approx(_plain_scores(other, SEQUENCES[0]), abs=1e-5)
 
 
 def test_scores_have_the_precision_of_the_samples(model: Any, tokenizer: Any) -> None:
@@ -129,7 +129,7 @@ def test_scores_have_the_precision_of_the_samples(model: Any, tokenizer: Any) ->
     half = in_bfloat16(copy.deepcopy(model))
     expected = _plain_scores(half, ids)
     assert expected != pytest.approx(_plain_scores(model, ids), abs=1e-3)
-    assert TransformersEngine(half, tokenizer).score([ids])[0] == pytest.approx(expected, abs=1e-5)
+    assert TransformersEngine(half, tokenizer).compute_logprobs([ids])[0] == pytest.approx(expected, abs=1e-5)
 
 
 def test_no_requests_give_no_completions(model: Any, tokenizer: Any) -> None:
@@ -204,7 +204,7 @@ def test_each_completion_is_truncated_if_there_is_no_end_token(model: Any, model
     engine = TransformersEngine(model, tokenizer)
     completions = sampled(engine.generate(_requests(tokenizer), Sampling(4, 1.0)))
     assert {(len(completion.ids), completion.truncated) for completion in completions} == {(4, True)}
-    assert engine.score([[3, 4, 5], [6, 7]])[1] == pytest.approx(_plain_scores(model, [6, 7]), abs=1e-5)
+    assert engine.compute_logprobs([[3, 4, 5], [6, 7]])[1] == pytest.approx(_plain_scores(model, [6, 7]), abs=1e-5)
 
 
 def test_a_model_that_carries_a_state_is_refused(tokenizer: Any) -> None:

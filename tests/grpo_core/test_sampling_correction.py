@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 
 from grpo_core.config.run import RunConfig
 from grpo_core.training.batch import MicroBatch
-from grpo_core.training.session import Session, set_up
+from grpo_core.training.session import Session, load_session
 from tests.conftest import config_values, make_run
 from tests.grpo_core.exactness import (
     distance,
@@ -62,7 +62,7 @@ def _combinations(count: int) -> Iterator[Any]:
 def trained(smooth_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     folder = tmp_path_factory.mktemp("run")
     values = config_values(smooth_model_folder, folder, max_grad_norm=1e9, max_completion_length=8)
-    yield set_up(make_run(folder / "run", values))
+    yield load_session(make_run(folder / "run", values))
     AcceleratorState._reset_state(reset_partial_state=True)
 
 

@@ -18,8 +18,8 @@ from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Engine
 from grpo_core.training import session
 from grpo_core.training.loop import train
-from grpo_core.training.state import Progress
-from grpo_core.training.weight_sync import sync
+from grpo_core.training.state import TrainingState
+from grpo_core.training.weight_sync import sync_weights
 from tests import forked
 from tests.conftest import make_run, with_keys
 
@@ -78,15 +78,15 @@ def test_a_bound_of_ones_own_alone_decides_how_far_the_two_may_come_apart(
     values: dict[str, Any], tmp_path: Path, own_bound: float | None
 ) -> None:
     keys = {"mixed_precision": "bf16", **({"max_sync_drift": own_bound} if own_bound else {})}
-    set_up_ = session.set_up(make_run(tmp_path / "run", with_keys(values, **keys)))
-    progress, score = Progress(rows_per_pass=8), set_up_.engine.score
-    sync(set_up_, progress)
-    set_up_.engine.score = lambda sequences: [[value + 0.09 for value in row] for row in score(sequences)]  # type: ignore[method-assign]
+    set_up_ = session.load_session(make_run(tmp_path / "run", with_keys(values, **keys)))
+    progress, score = TrainingState(rows_per_pass=8), set_up_.engine.compute_logprobs
+    sync_weights(set_up_, progress)
+    set_up_.engine.compute_logprobs = lambda sequences: [[value + 0.09 for value in row] for row in score(sequences)]  # type: ignore[method-assign]
     if own_bound:
-        assert sync(set_up_, progress) == pytest.approx(0.09, abs=0.01)
+        assert sync_weights(set_up_, progress) == pytest.approx(0.09, abs=0.01)
     else:
         with pytest.raises(TrainingError, match=r"have come apart \S+ times as far as rounding explains"):
-            sync(set_up_, progress)
+            sync_weights(set_up_, progress)
 
 
 def test_without_a_lost_sync_nothing_stops(

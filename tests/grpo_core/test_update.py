@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainerControl, TrainerState
 
+from grpo_core import distributed
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.training import update
 from grpo_core.training.session import _optimizer
-from grpo_core.training.state import Progress
+from grpo_core.training.state import TrainingState
 from tests.grpo_core.several import in_two_processes
 
 
@@ -26,7 +27,7 @@ def test_two_processes_step_with_the_mean_gradient_and_leave_alone_what_neither_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one process, a parameter without a gradient neither decays nor moves by its momentum."""
-    monkeypatch.setattr(update, "BUCKET", 5)  # elements: several messages, one of them of two gradients
+    monkeypatch.setattr(distributed, "BUCKET", 5)  # elements: several messages, one of them of two gradients
 
     def start(rank: int) -> None:
         shared, of_one, big, unused = (Parameter(torch.ones(*shape)) for shape in ((2, 2), (1,), (3, 3), (4,)))
@@ -34,7 +35,7 @@ def test_two_processes_step_with_the_mean_gradient_and_leave_alone_what_neither_
         big.grad = torch.arange(9.0).view(3, 3) * (1 + 2 * rank)
         if rank == 1:
             of_one.grad = torch.tensor([3.0])
-        update._average_gradients([shared, unused, of_one, big], 2)
+        distributed.average_gradients([shared, unused, of_one, big])
         assert unused.grad is None
         assert shared.grad.tolist() == [[0.5, 0.5]] * 2
         assert of_one.grad is not None
@@ -78,23 +79,30 @@ def test_patience_ends_when_that_of_transformers_ends_and_the_best_step_is_the_f
     callback = EarlyStoppingCallback(patience, threshold)
     arguments = SimpleNamespace(metric_for_best_model="eval_reward", greater_is_better=True)
     state, control = TrainerState(), TrainerControl()
-    progress = Progress(rows_per_pass=1)
+    progress = TrainingState(rows_per_pass=1)
     figures = [value / 4 for value in values]
     for step, value in enumerate(figures, 1):
         callback.on_evaluate(arguments, state, control, {"eval_reward": value})
         state.best_metric = max(figures[:step])
-        progress = progress.with_update(1.0).with_evaluation(value, threshold, patience)
+        progress = progress.with_update(1.0, 1).with_evaluation({}, value, threshold, patience)
         assert progress.stopped_early == control.should_training_stop
         assert progress.best_value == max(figures[:step])
         assert progress.best_step == 1 + figures.index(max(figures[:step]))
         if progress.stopped_early:
             return
-    assert not Progress(rows_per_pass=1, evaluations_without_gain=99).with_evaluation(-1.0, 0.0, None).stopped_early
+    assert (
+        not TrainingState(rows_per_pass=1, evaluations_without_gain=99)
+        .with_evaluation({}, -1.0, 0.0, None)
+        .stopped_early
+    )
 
 
 def test_an_adaptive_bonus_is_raised_at_or_below_its_target_and_lowered_above_within_its_bounds() -> None:
     keys = {"entropy_coef_min": 0.0625, "entropy_coef_max": 0.5, "entropy_coef_delta": 0.125, "entropy_target": 1.0}
-    config, progress = AlgorithmConfig(use_adaptive_entropy=True, **keys), Progress(rows_per_pass=1, entropy_coef=0.25)
+    config, progress = (
+        AlgorithmConfig(use_adaptive_entropy=True, **keys),
+        TrainingState(rows_per_pass=1, entropy_coef=0.25),
+    )
     assert update.applied_entropy_coef(config, progress) == 0, "no entropy is known yet"
     for entropy, coef in [(0.5, 0.375), (1.0, 0.5), (0.9, 0.5), (1.1, 0.375), (3, 0.25), (3, 0.125), (3, 0.0625)]:
         progress = update.adapt_entropy(config, progress, entropy)

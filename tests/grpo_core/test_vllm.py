@@ -124,10 +124,10 @@ def sample(run: Path, other: Path) -> dict[str, list[Any]]:
         "none": sampled(engine.generate([], free)),
         "long": sampled(engine.generate(long_requests(), free)),
     }
-    scores = {"base scores": engine.score(sequences())}
+    scores = {"base scores": engine.compute_logprobs(sequences())}
     model.load_state_dict(load_model(other).state_dict())
     engine.sync_weights(model)
-    scores["synced scores"] = engine.score(sequences())
+    scores["synced scores"] = engine.compute_logprobs(sequences())
     drawn["synced"] = sampled(engine.generate(requests, free))
     drawn["long synced"] = sampled(engine.generate(long_requests(), free))
     engine.close()
@@ -271,7 +271,9 @@ def follow(run: Path) -> tuple[list[float], bool]:
     engine, model, _ = start(run)
 
     def distance(model: Any) -> float:
-        rows = zip(engine.score(sequences()), (plain_logprobs(model, ids) for ids in sequences()), strict=True)
+        rows = zip(
+            engine.compute_logprobs(sequences()), (plain_logprobs(model, ids) for ids in sequences()), strict=True
+        )
         return max(abs(a - b) for row in rows for a, b in zip(*row, strict=True))
 
     def change(model: Any) -> None:
@@ -342,7 +344,7 @@ def adapt(run: Path) -> list[dict[str, Any]]:
         steps.append(
             {
                 "name": name,
-                "scores": engine.score(sequences()),
+                "scores": engine.compute_logprobs(sequences()),
                 "model's scores": [plain_logprobs(model, ids) for ids in sequences()],
                 "samples": [sample.logprobs for sample in samples],
                 "model's samples": [

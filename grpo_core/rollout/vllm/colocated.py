@@ -160,7 +160,7 @@ class VLLMEngine:
         finally:
             engine.abort_request([*numbers])
 
-    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+    def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         from vllm import SamplingParams
 
         outputs = self.llm.generate(

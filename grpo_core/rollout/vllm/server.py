@@ -18,10 +18,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from grpo_core.config.run import RunConfig
+from grpo_core.distributed import from_main, wait_for_all
 from grpo_core.model.loading import plain_weights
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling
@@ -55,7 +55,7 @@ class VLLMServerEngine:
             )
         process = PartialState()
         self.sends = process.is_main_process
-        (self.token,) = broadcast_object_list([uuid.uuid4().hex])
+        self.token = from_main(uuid.uuid4().hex)
         holder = f"run {config.name!r} on {socket.gethostname()}, process {os.getpid()}"
         on_cpu = next(model.parameters()).device.type == "cpu"
 
@@ -78,7 +78,7 @@ class VLLMServerEngine:
     def sync_weights(self, model: nn.Module) -> None:
         """What was begun is sampled to its end before, by the weights that it began with."""
         wait(self.begun.values())
-        PartialState().wait_for_everyone()  # who pauses the servers would abort the answers that others still wait for
+        wait_for_all()  # pausing the servers earlier would abort answers that other processes still wait for
         for server in self.servers:
             server.wanted = NO_WEIGHTS  # which frees the last copy before there is another
         version = f"{self.token}-{next(self.versions)}"
@@ -112,8 +112,8 @@ class VLLMServerEngine:
             for future in numbers:
                 future.cancel()  # which closes the connection, and that ends the request
 
-    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        questions = (_score(server, ids) for server in self.servers for ids in sequences)
+    def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        questions = (_logprobs(server, ids) for server in self.servers for ids in sequences)
         return self._run(_all(questions))
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ async def _complete(server: Server, request: Request, sampling: Sampling) -> lis
     ]
 
 
-async def _score(server: Server, ids: list[int]) -> list[float]:
+async def _logprobs(server: Server, ids: list[int]) -> list[float]:
     # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
     parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
     answer = await server.ask({"token_ids": ids, "sampling_params": parameters})

@@ -1,0 +1,69 @@
+"""Where a training goes on: at its newest checkpoint, or back at the last healthy one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from grpo_core.errors import TrainingError
+from grpo_core.training import health
+from grpo_core.training.checkpoint import Checkpoints, require_shared
+from grpo_core.training.health import Finding
+from grpo_core.training.log import TrainingLog
+from grpo_core.training.session import Session
+from grpo_core.training.state import TrainingState
+from grpo_core.training.weight_sync import probe_logprobs
+
+
+def resume(session: Session, checkpoints: Checkpoints) -> TrainingState:
+    """The state at the newest whole checkpoint, which is loaded; without one, the start."""
+    config = session.config
+    require_shared(checkpoints.directory.parent, session.accelerator)
+    session.probe.compare(probe_logprobs(session))  # while both have the base's weights: a checkpoint changes them
+    state = checkpoints.restore()
+    if state is None:
+        state = TrainingState(rows_per_pass=session.memory.rows, entropy_coef=config.algorithm.entropy_coef)
+        if health.may_roll_back(config.health):
+            # Nothing older exists to go back to, whatever the first step finds.
+            checkpoints.save(state, config.train.save_total_limit, healthy=True)
+    session.memory.rows = state.rows_per_pass
+    return state
+
+
+def must_roll_back(session: Session, log: TrainingLog, findings: Sequence[Finding], state: TrainingState) -> bool:
+    """Record the findings; whether one of them asks to roll back.
+
+    Raises TrainingError if one of them stops the training, or if it has rolled back max_roll_backs times.
+    """
+    for finding in findings:
+        log.finding(finding)
+    stops = [finding for finding in findings if finding.action == "stop"]
+    if stops:
+        raise TrainingError(stops[0].message)
+    roll_backs = [finding for finding in findings if finding.action == "roll_back"]
+    if roll_backs and state.roll_backs >= session.config.health.max_roll_backs:
+        raise TrainingError(
+            f"{roll_backs[0].message}. This is unhealthy again after {state.roll_backs} roll-backs "
+            "(health.max_roll_backs), so training stops"
+        )
+    return bool(roll_backs)
+
+
+def roll_back(session: Session, checkpoints: Checkpoints, log: TrainingLog, state: TrainingState) -> TrainingState:
+    """The state at the last healthy checkpoint; from there with other samples and half the learning rate.
+
+    A generation batch with updates left is sampled again for them. The checkpoint is written again with the number of
+    roll-backs, so that a training killed later does not forget it.
+    """
+    restored = checkpoints.restore(healthy=True)
+    if restored is None:
+        raise TrainingError(
+            f"no healthy, undamaged checkpoint is left under {checkpoints.directory} to roll back to; start the "
+            "training from the beginning, or set the health action to 'warn' or 'stop'"
+        )
+    restored = replace(restored, rollout=None, roll_backs=state.roll_backs + 1, streaks={})
+    checkpoints.save(restored, session.config.train.save_total_limit, healthy=True)
+    if session.lookahead is not None:
+        session.lookahead.drop_begun()  # other samples are drawn from here on
+    log.rewind(restored)
+    return restored

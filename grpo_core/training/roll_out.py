@@ -1,0 +1,86 @@
+"""One generation batch as updates read it: sampled by the policy as it stands, scored, with log-probabilities."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_core.algorithm.losses import top_entropy_mask
+from grpo_core.distributed import share, total
+from grpo_core.model.loading import without_adapter
+from grpo_core.model.policy import Policy
+from grpo_core.model.sequences import pack
+from grpo_core.rollout.collect import Sample, begin, collect
+from grpo_core.rollout.types import GenerationBatch, Rollout
+from grpo_core.training.batch import join, with_gradient
+from grpo_core.training.memory import tokens_per_pass
+from grpo_core.training.session import Session
+from grpo_core.training.state import TrainingState
+from grpo_core.training.weight_sync import sync_weights
+
+
+def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollout, list[Sample]]:
+    """Generation batch `index`: sync weights, sample, score, advantages, old and reference log-probabilities."""
+    s = session
+    drift = sync_weights(s, state)
+    if s.lookahead is not None:
+        # This batch was begun one batch ago, except at a start.
+        for number in range(index, min(index + 2, s.plan.rollouts)):
+            begin(number, s.config, s.plan, s.prompts, s.lookahead, state.roll_backs)
+    batch, samples = collect(index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, s.engine, state.roll_backs)
+    old_logprobs, keep = _old_logprobs(s, batch)
+    fields = {**vars(batch), "metrics": {**batch.metrics, "sampling/sync_drift": drift}}
+    return Rollout(**fields, old_logprobs=old_logprobs, ref_logprobs=_ref_logprobs(s, batch), keep=keep), samples
+
+
+def _old_logprobs(session: Session, batch: GenerationBatch) -> tuple[Tensor | None, Tensor | None]:
+    """The policy's log-probabilities before the first update, and the mask of the tokens of highest entropy.
+
+    None for what no update reads: (B, T) each.
+    """
+    plan, algorithm = session.plan, session.config.algorithm
+    in_loss = batch.completion_mask.sum(1) > 0
+    if algorithm.top_entropy_quantile < 1:
+        logprobs, entropy = compute_logprobs(session, session.policy, batch, in_loss)
+        keep = top_entropy_mask(entropy, batch.completion_mask, algorithm.top_entropy_quantile)
+        return None if plan.on_policy else logprobs, keep
+    if plan.on_policy:
+        return None, None
+    trains_every = algorithm.beta > 0 or algorithm.has_entropy_bonus  # completions without an advantage too
+    read = in_loss if trains_every else with_gradient(batch.advantages, batch.completion_mask)
+    return compute_logprobs(session, session.policy, batch, read)[0], None
+
+
+def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
+    """The reference policy's log-probabilities, (B, T); None without KL."""
+    in_loss = batch.completion_mask.sum(1) > 0
+    if session.reference is not None:
+        return compute_logprobs(session, session.reference, batch, in_loss)[0]
+    if session.config.algorithm.beta > 0:
+        with without_adapter(session.policy.model):
+            return compute_logprobs(session, session.policy, batch, in_loss)[0]
+    return None
+
+
+@torch.no_grad()
+def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, needed: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the completions `needed` (B,), 0 for the others. 2 × (B, T) on the CPU
+
+    Each process computes its share, and all get the whole.
+    """
+    device = session.accelerator.device
+    rows = needed.nonzero().flatten()
+    mine = rows[share(len(rows))]
+    found = torch.zeros(2, *batch.completion_ids.shape, device=device)
+
+    def work(rows_per_pass: int) -> None:
+        sequences = join(batch, mine.tolist())
+        tokens = tokens_per_pass(rows_per_pass * int(sequences.lengths.max()), device)
+        for part in pack(sequences, tokens, share_prompts=policy.packs):
+            values = torch.stack(policy(sequences.take(part)))
+            found[:, mine[part], : values.shape[2]] = values
+
+    if len(mine):
+        session.memory.run(work)
+    logprobs, entropy = total(found).cpu()  # each row is 0 on all processes except one
+    return logprobs, entropy
