@@ -45,7 +45,7 @@ the link to the MLflow run.
 3. **Cancel** saves the training's state. **Retry**, or the same run started again, goes on from there.
 
 Run → Quick run takes the preset `quickstart` as it is; `make quickstart` builds its inputs. The other deployments run \
-one stage of an earlier run again. More in `docs/operations.md`.
+one stage of an earlier run again. More in `docs/how-to/run.md`.
 """
 
 

@@ -7,7 +7,7 @@ Makes, or makes anew, what can be edited in Prefect's UI: the block that holds t
 
 from __future__ import annotations
 
-import sys
+import argparse
 from contextlib import suppress
 from datetime import timedelta
 
@@ -48,4 +48,6 @@ def notify(url: str) -> None:
 
 
 if __name__ == "__main__":
-    notify(sys.argv[1])
+    parser = argparse.ArgumentParser(description="Have failures and promotions POSTed to a chat service by Prefect.")
+    parser.add_argument("url", help="where to, such as https://chat.internal/hooks/abc")
+    notify(parser.parse_args().url)

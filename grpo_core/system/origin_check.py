@@ -45,7 +45,7 @@ def _objection(scope: Scope) -> str:
     if here is None or not _is_own_name(here.hostname or "", asked_at):
         return (
             f"Host {host!r} may be a foreign name that points to this machine; ask by the address {asked_at}, or put a "
-            "server with a password in front (docs/operations.md#servers)"
+            "server with a password in front (docs/how-to/servers.md)"
         )
     if origin is not None:
         there = _split(origin)

@@ -257,7 +257,6 @@ def test_a_wrong_value_in_the_form_is_refused_by_the_name_of_its_key(
     _open_deployment(page, served, "pipeline")
     page.get_by_role("listitem").filter(has_text="Description").click()
     page.get_by_text("From prompts and a base model").wait_for()
-    picture("deployment")
     _open_form(page, served)
     _fill(page, {"changes.train.learning_rate": "-1"})
     page.get_by_role("button", name="Submit").click()
@@ -322,14 +321,12 @@ def test_the_quickstart_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
     picture("mlflow-run")
     page.goto(f"{served.mlflow_url}/#/models/arithmetic/versions/1")
     page.get_by_text("candidate").first.wait_for()
-    picture("model-version")
 
 
 def test_a_stage_is_run_again_and_the_version_promoted(served: Served, page: Page, picture: Picture) -> None:
     _open_form(page, served, "evaluate", "run")
     _fill(page, {"run": "slower"})
     _field(page, "force").get_by_role("switch").click()
-    picture("rerun")
     run = _submit_and_open_the_run(page, served)
     _wait_until(page, "Completed")
     assert served.tasks(_id(run), 1) == [("evaluate", "Completed")]
@@ -357,7 +354,6 @@ def test_a_run_cancelled_in_the_browser_goes_on_where_it_was_when_it_is_retried_
     page.locator(".p-modal").get_by_role("button", name="Confirm").click()
     _wait_until(page, "Cancelled")
     page.get_by_text(re.compile("told to stop")).first.wait_for()
-    picture("cancelled")
     page.get_by_role("button", name="Retry", exact=True).click()
     page.locator(".p-modal").get_by_role("button", name="Retry").click()
     page.get_by_text(FINAL).first.wait_for(state="detached")
@@ -367,13 +363,11 @@ def test_a_run_cancelled_in_the_browser_goes_on_where_it_was_when_it_is_retried_
     assert [state for task, state in tasks if task in ("validate", "plan")][-2:] == ["Skipped", "Skipped"]
 
 
-def test_the_schedule_is_switched_on_and_off(served: Served, page: Page, picture: Picture) -> None:
+def test_the_schedule_is_switched_on_and_off(served: Served, page: Page) -> None:
     _open_deployment(page, served, "pipeline")
     switch = page.get_by_role("switch").first
     for on in (True, False):
         switch.click()
         expect(switch).to_have_attribute("aria-checked", json.dumps(on))
-        if on:
-            picture("schedule")
         [schedule] = served.get("/deployments/name/pipeline/local")["schedules"]
         assert schedule["active"] == on

@@ -1,7 +1,7 @@
 """The served set-up as documented: both servers on PostgreSQL with passwords, artifacts in a bucket, TLS before them.
 
-The environment files in docs/servers and mlflow/served are what the servers and the worker run with here, with other
-ports, folders and passwords.
+The environment files in docs/how-to/servers and mlflow/served are what the servers and the worker run with here, with
+other ports, folders and passwords.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         database = stack.enter_context(_postgres())
         stack.enter_context(_bucket(bucket, folder / "bucket.log"))
         prefect_environment = {
-            **_documented("docs/servers/prefect.env"),
+            **_documented("docs/how-to/servers/prefect.env"),
             "PREFECT_HOME": str(folder / "prefect"),
             "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://prefect:{WORD}@{database}/prefect",
             "PREFECT_SERVER_API_AUTH_STRING": f"grpo:{WORD}",
@@ -93,7 +93,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         create = f"{mlflow_url}/api/2.0/mlflow/users/create"
         httpx.post(create, json=user, auth=("admin", WORD), timeout=DEADLINE).raise_for_status()
         worker = {
-            **_documented("docs/servers/worker.env"),
+            **_documented("docs/how-to/servers/worker.env"),
             "PREFECT_API_URL": f"{prefect.prefect_url}/api",
             "PREFECT_API_AUTH_STRING": f"grpo:{WORD}",
             "MLFLOW_TRACKING_URI": mlflow_url,
@@ -204,7 +204,7 @@ def test_a_stage_runs_with_both_servers_behind_nginx(servers: Servers, registere
     subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", *files, *names], check=True, capture_output=True)
     listens = "listen 443 ssl;\n    server_name "
     site = _replaced(
-        (ROOT / "docs/servers/nginx.conf").read_text(),
+        (ROOT / "docs/how-to/servers/nginx.conf").read_text(),
         {
             "listen 443 ssl default_server;": f"listen 127.0.0.1:{ports[2]} ssl;",
             f"{listens}prefect.internal;": f"listen 127.0.0.1:{ports[0]} ssl;",

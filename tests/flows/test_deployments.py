@@ -23,7 +23,7 @@ from tests.conftest import config_values, write_sums
 from tests.serving import Served, prefect_server
 
 PROJECT = Path(__file__).parents[2]
-WORK_POOLS = PROJECT / "docs" / "work-pools"
+WORK_POOLS = PROJECT / "docs" / "how-to" / "work-pools"
 STAGES = {"validate": "cpu", "plan": "cpu", "train": "gpu", "evaluate": "gpu", "register": "cpu"}
 
 PROMOTION = """
