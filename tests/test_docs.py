@@ -20,6 +20,7 @@ from flows.reference import keys_as_markdown
 from grpo_core.config import describe_keys, load_config
 from grpo_core.forecast import ModelShape, PromptLengths, peak_memory
 from grpo_core.plan import make_plan, plan_inputs
+from grpo_core.rewards.builtin import BUILTIN
 from grpo_core.trainer import train
 from tests.command_line import fenced, grpo_commands, parse
 from tests.conftest import config_values, make_run, with_keys
@@ -107,12 +108,22 @@ def test_the_comparison_with_trl_counts_its_verdicts() -> None:
     assert f"{said} that are not in TRL" in (EXPLANATION / "trl.md").read_text()
 
 
-def test_every_key_of_the_algorithm_and_of_health_is_documented() -> None:
-    text = (REFERENCE / "algorithm.md").read_text()
-    keys = [key.partition(".") for key in KEYS]
-    documented = {name for section, _, name in keys if section in ("algorithm", "health")}
-    assert len(documented) > 40
-    assert {name for name in documented if not re.search(rf"`{name}\b", text)} == set()
+@pytest.mark.parametrize(
+    ("section", "page", "least"),
+    [("algorithm", "algorithm", 30), ("health", "algorithm", 15), ("data.checks", "data", 9)],
+)
+def test_every_key_of_a_section_is_on_its_page(section: str, page: str, least: int) -> None:
+    text = (REFERENCE / f"{page}.md").read_text()
+    names = {name for place, _, name in (key.rpartition(".") for key in KEYS) if place == section}
+    assert len(names) >= least
+    assert {name for name in names if not re.search(rf"`{name}\b", text)} == set()
+
+
+def test_every_built_in_reward_is_in_the_table_with_its_range() -> None:
+    text = (REFERENCE / "rewards.md").read_text()
+    table = dict(re.findall(r"^\| `(\w+)` \| (\S+ (?:to|or) \S+) \|", text, re.MULTILINE))
+    documented = {name: tuple(map(_bound, re.split(" to | or ", shown))) for name, shown in table.items()}
+    assert documented == {name: tuple(range_) for name, (_, range_) in BUILTIN.items()}
 
 
 @pytest.mark.parametrize("page", sorted(RECIPE_PAGES.glob("*.md")), ids=lambda page: page.stem)
@@ -193,6 +204,10 @@ def _anchors(page: Path) -> set[str]:
         found.add(f"{anchor}-{anchors[anchor]}" if anchors[anchor] else anchor)
         anchors[anchor] += 1
     return found
+
+
+def _bound(text: str) -> float:
+    return float(text.replace("∞", "inf"))
 
 
 def _is_key(name: str) -> bool:
