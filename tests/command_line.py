@@ -31,7 +31,7 @@ def grpo_commands(text: str) -> list[list[str]]:
 
 
 def parse(arguments: Sequence[str]) -> dict[str, object]:
-    """The parameters that the command line makes of these arguments. Raises click's UsageError if it refuses them."""
+    """The parameters that the command line makes of these arguments. Raises a usage error if it refuses them."""
     command, name, rest = typer.main.get_command(app), "grpo", list(arguments)
     while subcommands := getattr(command, "commands", None):
         name, *rest = rest
