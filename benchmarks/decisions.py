@@ -2,7 +2,7 @@
 
     python -m benchmarks.decisions [--trials 2000] [--output benchmarks/results/decisions.md]
 
-Writes the tables that docs/evaluation.md refers to. Seeded: the same trials give the same tables.
+Writes the tables that docs/explanation/evaluation.md refers to. Seeded: the same trials give the same tables.
 """
 
 from __future__ import annotations

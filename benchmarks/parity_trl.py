@@ -61,9 +61,9 @@ TRL: dict[str, Any] = {
 NOTES = f"""
 gradient, shared (the same, prompts computed once for a group), advantage: relative; loss: absolute; bound {BOUND:g}.
 weights: how far apart they end, of how far they moved; bound {WEIGHTS_BOUND:g}.
-Different on purpose (docs/parity.md), and made alike here: which rows a micro-step holds follows from the run's seed
-(TRL gets that order); the sampling correction is on for every engine (here in cases named so, where TRL is told that
-vLLM sampled); TRL's gradient checkpointing and bf16 are off."""
+Different on purpose (docs/explanation/trl.md), and made alike here: which rows a micro-step holds follows from the
+run's seed (TRL gets that order); the sampling correction is on for every engine (here in cases named so, where TRL is
+told that vLLM sampled); TRL's gradient checkpointing and bf16 are off."""
 
 
 @dataclass

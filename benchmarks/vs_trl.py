@@ -46,7 +46,8 @@ class OutOfMemoryError(RuntimeError):
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the training loop with TRL's, side by side.")
     parser.add_argument("--gpu", action="store_true", help="the cases for a GPU; cut down to run at all without one")
-    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="CASE")
+    names = [case.name for case in CASES]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="CASE", help=f"of {', '.join(names)}")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     chosen = GPU if arguments.gpu else GATED

@@ -1,11 +1,14 @@
-"""What the documentation names exists: tests, configuration keys, metrics."""
+"""The documentation is true: what it names exists, its links lead somewhere, its commands are taken."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
+import subprocess
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +16,117 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from flows.cli.init import RECIPES
+from flows.cli.reference import keys_as_markdown
 from grpo_core.config.files import describe_keys, load_config
 from grpo_core.planning.forecast import ModelShape, PromptLengths, peak_memory
 from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.rewards.registry import BUILTIN
 from grpo_core.training.loop import train
+from tests.command_line import fenced, grpo_commands, parse
 from tests.conftest import config_values, make_run, with_keys
 
 ROOT = Path(__file__).parents[1]
+REFERENCE, EXPLANATION = ROOT / "docs" / "reference", ROOT / "docs" / "explanation"
+RECIPE_PAGES = ROOT / "docs" / "tutorials" / "recipes"
+KEYS = {key for key, *_ in describe_keys()}
+SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
+PREFIXES = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", key)}
+# Tags of a model version, and files, look like keys.
+NO_KEYS = re.compile(
+    r"promotion\.(decision|reason|at|against|gain|p_value|attempt|changes|rolled_back_\w+)|.*\.(parquet|jsonl?|md|py)"
+)
 SHAPES = {  # of Qwen2 and Qwen2.5, from their config.json
     "0.5B": ModelShape(24, 896, 896, 128, 4864, 151_936, 494_032_768),
     "1.5B": ModelShape(28, 1536, 1536, 256, 8960, 151_936, 1_543_714_304),
 }
 
 
-def test_every_test_that_parity_names_exists() -> None:
-    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "parity.md").read_text()))
+def _pages() -> list[Path]:
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [path for path in map(ROOT.joinpath, names) if path.is_file() and not path.is_symlink()]
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+PAGES = pytest.mark.parametrize("page", _pages(), ids=_name)
+
+
+@PAGES
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    broken = []
+    for link in _links(page):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@PAGES
+def test_every_command_of_a_page_is_one_that_the_command_line_takes(page: Path) -> None:
+    for command in grpo_commands(page.read_text()):
+        parse(command)
+
+
+@PAGES
+def test_every_configuration_key_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    named = set(re.findall(r"`(?:--set )?([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+)(?: ?=[^`]*)?`", text))
+    named |= {key for block in fenced(text, "toml") for key in _keys_of(tomllib.loads(block))}
+    named |= {text.partition("=")[0] for command in grpo_commands(text) for text in _overrides(command)}
+    named = {re.sub(r"\.\d+(?=\.)", "", name) for name in named if name.partition(".")[0] in SECTIONS}
+    assert {name for name in named if not (_is_key(name) or NO_KEYS.fullmatch(name))} == set()
+
+
+def test_every_picture_is_shown_on_a_page() -> None:
+    shown = {(page.parent / link).resolve() for page in _pages() for link in _links(page)}
+    pictures = set((ROOT / "docs" / "images").iterdir())
+    assert pictures
+    assert {path.name for path in pictures - shown} == set()
+
+
+def test_the_page_of_the_configuration_is_what_make_reference_writes() -> None:
+    assert (REFERENCE / "configuration.md").read_text() == keys_as_markdown(), "run `make reference`"
+
+
+def test_every_row_of_the_comparison_with_trl_is_shown_by_tests_that_exist() -> None:
+    shown_by = json.loads((ROOT / "tests" / "trl.json").read_text())
     source = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    assert len(named) > 30
+    named = {name for names in shown_by.values() for name in names}
+    assert len(named) > 30 and all(shown_by.values())
     assert {name for name in named if f"def {name}(" not in source} == set()
+    assert list(_comparison()) == list(shown_by)
 
 
-def test_every_key_of_the_algorithm_and_of_health_is_documented() -> None:
-    text = (ROOT / "docs" / "algorithm.md").read_text()
-    keys = [key.partition(".") for key, *_ in describe_keys()]
-    documented = {name for section, _, name in keys if section in ("algorithm", "health")}
-    assert len(documented) > 40
-    assert {name for name in documented if not re.search(rf"`{name}\b", text)} == set()
+def test_the_comparison_with_trl_counts_its_verdicts() -> None:
+    verdicts = Counter(_comparison().values())
+    same, stricter, other, not_there = (verdicts[it] for it in ("same", "stricter", "other", "not in TRL"))
+    said = f"{verdicts.total()} options: same in {same}, stricter in {stricter}, other in {other}, and {not_there}"
+    assert f"{said} that are not in TRL" in (EXPLANATION / "trl.md").read_text()
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "recipes").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    ("section", "page", "least"),
+    [("algorithm", "algorithm", 30), ("health", "algorithm", 15), ("data.checks", "data", 9)],
+)
+def test_every_key_of_a_section_is_on_its_page(section: str, page: str, least: int) -> None:
+    text = (REFERENCE / f"{page}.md").read_text()
+    names = {name for place, _, name in (key.rpartition(".") for key in KEYS) if place == section}
+    assert len(names) >= least
+    assert {name for name in names if not re.search(rf"`{name}\b", text)} == set()
+
+
+def test_every_built_in_reward_is_in_the_table_with_its_range() -> None:
+    text = (REFERENCE / "rewards.md").read_text()
+    table = dict(re.findall(r"^\| `(\w+)` \| (\S+ (?:to|or) \S+) \|", text, re.MULTILINE))
+    documented = {name: tuple(map(_bound, re.split(" to | or ", shown))) for name, shown in table.items()}
+    assert documented == {name: tuple(range_) for name, (_, range_) in BUILTIN.items()}
+
+
+@pytest.mark.parametrize("page", sorted(RECIPE_PAGES.glob("*.md")), ids=lambda page: page.stem)
 def test_every_run_of_a_recipes_page_is_one_that_its_configuration_takes(page: Path) -> None:
     runs = _runs(page)
     assert runs
@@ -52,7 +137,7 @@ def test_every_run_of_a_recipes_page_is_one_that_its_configuration_takes(page: P
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recipe: str) -> None:
     """Of 80 GB, by the forecast, with what vLLM takes of it and with room."""
-    runs = _runs(ROOT / "docs" / "recipes" / f"{recipe}.md")
+    runs = _runs(RECIPE_PAGES / f"{recipe}.md")
     [(path, overrides)] = [run for run in runs if any(it.startswith("model.name_or_path=") for it in run[1])]
     text = (ROOT / path).read_text()
     found = {key.rpartition(".")[2]: value for key, value in (override.split("=", 1) for override in overrides)}
@@ -72,10 +157,8 @@ def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recip
 
 def _runs(page: Path) -> list[tuple[str, list[str]]]:
     """What a page runs: the configuration and the keys that it sets."""
-    text = page.read_text().replace("\\\n", " ")
-    runs = re.findall(r"^    grpo run (configs/\w+\.toml)(.*?)(?:#.*)?$", text, re.MULTILINE)
-    assert all(set(shlex.split(options)[::2]) <= {"--set"} for _, options in runs)
-    return [(config, shlex.split(options)[1::2]) for config, options in runs]
+    runs = [parse(command) for command in grpo_commands(page.read_text()) if command[0] == "run"]
+    return [(str(run["config"]), run["overrides"] or []) for run in runs]
 
 
 @pytest.fixture
@@ -96,7 +179,58 @@ def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
 def test_every_metric_of_a_training_is_documented(values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]) -> None:
     run = make_run(tmp_path / "run", with_keys(values, **keys))
     train(run, run / "training")
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (REFERENCE / "metrics.md").read_text()
     for line in (run / "training" / "metrics.jsonl").read_text().splitlines():
         names = {re.sub(r"rewards/\w+/", "rewards/NAME/", name) for name in json.loads(line)} - {"step"}
         assert {name for name in names if f"`{name}`" not in text} == set()
+
+
+def _links(page: Path) -> Iterator[str]:
+    """Where a page leads, except other sites."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)):
+        if not re.match(r"[a-z]+:", link):
+            yield link
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    anchors: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(r"^#+ +(.*?)(?: #*)?$", text, re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-")
+        found.add(f"{anchor}-{anchors[anchor]}" if anchors[anchor] else anchor)
+        anchors[anchor] += 1
+    return found
+
+
+def _bound(text: str) -> float:
+    return float(text.replace("∞", "inf"))
+
+
+def _is_key(name: str) -> bool:
+    return name in KEYS | PREFIXES or name.startswith("rewards.args.")
+
+
+def _keys_of(table: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The keys that TOML sets, without the numbers of a list's items."""
+    for name, value in table.items():
+        items = value if isinstance(value, list) else [value]
+        if f"{prefix}{name}" in PREFIXES and all(isinstance(item, dict) for item in items):
+            for item in items:
+                yield from _keys_of(item, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _overrides(command: list[str]) -> list[str]:
+    return [value for option, value in pairwise(command) if option == "--set"]
+
+
+def _comparison() -> dict[str, str]:
+    """The options of the comparison with TRL, and the verdict on each."""
+    table = (EXPLANATION / "trl.md").read_text().partition("\n| option |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table.splitlines()[2:]]
+    return {row[0]: row[1] for row in rows if not row[0].startswith("**")}

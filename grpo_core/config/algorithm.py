@@ -10,7 +10,7 @@ from grpo_core.config.base import HIGHEST_ENTROPY, Section
 
 
 class AlgorithmConfig(Section):
-    """Rewards → advantages → loss; docs/algorithm.md has each formula and its paper."""
+    """Rewards → advantages → loss; docs/reference/algorithm.md has each formula and its paper."""
 
     advantage_estimator: Literal["grpo", "rloo"] = "grpo"
     """What a reward is compared with: its group's mean (GRPO), or the mean of the others in its group (RLOO)."""

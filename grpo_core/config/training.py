@@ -22,27 +22,27 @@ class HealthConfig(Section):
     zero_advantages_steps: int = Field(20, ge=1)
     """Limit: updates in a row in which no completion has an advantage."""
     zero_advantages_action: HealthAction = "warn"
-    """What then."""
+    """What to do when this limit is broken: warn, stop the training, or roll back."""
     min_entropy: float = Field(1e-3, ge=0, le=HIGHEST_ENTROPY)
     """Limit: mean entropy of a token, in nats; below, the policy says one thing only."""
     entropy_action: HealthAction = "warn"
-    """What then."""
+    """What to do when this limit is broken: warn, stop the training, or roll back."""
     max_kl: float = Field(10.0, gt=0)
     """Limit: mean KL to the reference policy, in nats per token."""
     kl_action: HealthAction = "stop"
-    """What then."""
+    """What to do when this limit is broken: warn, stop the training, or roll back."""
     max_clip_ratio: float = Field(0.5, gt=0, le=1)
     """Limit: share of tokens whose gradient the clip removes."""
     clip_ratio_action: HealthAction = "warn"
-    """What then."""
+    """What to do when this limit is broken: warn, stop the training, or roll back."""
     max_log_ratio: float = Field(5.0, gt=0)
     """Limit: largest |log-ratio| between the policy and the one that sampled, of a token."""
     log_ratio_action: HealthAction = "warn"
-    """What then."""
+    """What to do when this limit is broken: warn, stop the training, or roll back."""
     max_clipped_length: float = Field(0.9, gt=0, le=1)
     """Limit: share of completions that hit max_completion_length."""
     clipped_length_action: HealthAction = "warn"
-    """What then."""
+    """What to do when this limit is broken: warn, stop the training, or roll back."""
     min_importance_sampling_ratio: float = Field(0.5, ge=0)
     """Limit: mean sampling correction of a token; below, the correction removes most of the gradient."""
     importance_sampling_ratio_action: HealthAction = "warn"

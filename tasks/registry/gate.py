@@ -25,7 +25,7 @@ from grpo_core.evaluation.statistics import POWER, Bounds, Difference, paired_di
 from tasks.rendering import figures
 
 LEAST_COMPARED = 0.9  # share of a set's prompts, below which the unscored ones could decide
-LEAST_PROMPTS = 200  # with which an outcome of unknown range decides anything, see docs/evaluation.md
+LEAST_PROMPTS = 200  # with which an outcome of unknown range decides anything, see docs/explanation/evaluation.md
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Run a program that nobody has read: bubblewrap's namespaces, limits of the kernel, a filter of system calls.
 
-What holds against what is tried in tests/grpo_core/test_sandbox.py and told in docs/security.md. The program and the
-questions put to it go in, answers come out as data; whether they are right is decided elsewhere (checks.py).
+tests/grpo_core/test_sandbox.py attacks it; docs/explanation/security.md says what holds. The program and the questions
+put to it go in, answers come out as data; whether they are right is decided elsewhere (checks.py).
 """
 
 from __future__ import annotations
