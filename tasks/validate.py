@@ -16,10 +16,11 @@ from prefect.client.schemas.objects import State
 
 from grpo_core.config.inputs import DataChecks
 from grpo_core.config.run import RunConfig
+from grpo_core.errors import RewardError
 from grpo_core.evaluation.outcomes import bounds_of
 from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum
-from grpo_core.rewards.contract import RewardError, resolve
+from grpo_core.rewards.contract import resolve
 from tasks.data.contract import check, needed_columns, prompt_text
 from tasks.data.lengths import ModelError, load_tokenizer_and_context, sample_lengths
 from tasks.data.sources import SourceError, load_sources, without_unstorable

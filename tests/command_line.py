@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from flows.cli import app
+from flows.cli.main import app
 
 SHELLS = ("", "sh", "bash", "shell", "console")
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)

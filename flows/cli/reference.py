@@ -6,7 +6,7 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from grpo_core.config import describe_keys
+from grpo_core.config.files import describe_keys
 
 PAGES = {  # what explains a section, seen from the page
     "model": "[models](algorithm.md#models)",

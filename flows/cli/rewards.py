@@ -20,8 +20,8 @@ from flows.cli.terminal import refuse
 from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
-from grpo_core.errors import ConfigError
-from grpo_core.rewards.contract import Reward, RewardError, resolve
+from grpo_core.errors import ConfigError, RewardError
+from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import Batch, score
 from grpo_core.system.libraries import quiet_libraries

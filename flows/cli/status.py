@@ -16,8 +16,7 @@ from flows.cli.terminal import say
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
-from grpo_core.errors import ConfigError
-from grpo_core.rewards.contract import RewardError
+from grpo_core.errors import ConfigError, RewardError
 from tasks.rendering import figures
 from tasks.stages.run_directory import UnknownRunError, find_run, find_runs, storage_root
 from tasks.stages.stage import EVALUATE, STAGES, conditions, made_at

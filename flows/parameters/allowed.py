@@ -14,8 +14,8 @@ from flows.parameters.form import CONFIGS, PRESETS, resolve
 from grpo_core.config.files import read_values, search_beside
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
-from grpo_core.errors import ConfigError
-from grpo_core.rewards.contract import RewardError, code_of, find
+from grpo_core.errors import ConfigError, RewardError
+from grpo_core.rewards.contract import code_of, find
 from grpo_core.rewards.registry import BUILTIN
 
 MODULES = "GRPO_REWARD_MODULES"  # comma-separated; a deployment's parameters may name any reward defined in them

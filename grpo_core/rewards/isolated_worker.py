@@ -26,7 +26,8 @@ from contextlib import suppress
 from typing import Any
 
 from grpo_core.config.inputs import RewardConfig
-from grpo_core.rewards.contract import Reward, RewardError, files_here, resolve_here
+from grpo_core.errors import RewardError
+from grpo_core.rewards.contract import Reward, files_here, resolve_here
 from grpo_core.rewards.draws import draws_state, set_draws_state
 from grpo_core.rewards.isolated import kind_names
 from grpo_core.rewards.scoring import Batch, checked, plain_answer, text_of

@@ -19,8 +19,9 @@ from typing import Any
 from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.errors import RewardError
 from grpo_core.planning.plan import plan_inputs
-from grpo_core.rewards.contract import Reward, RewardError, resolve
+from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rewards.isolated import START_SECONDS
 from grpo_core.rewards.scoring import GRACE, Batch, score, short
 from grpo_core.system.libraries import quiet_libraries

@@ -17,7 +17,8 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from grpo_core.rewards.contract import Reward, RewardError
+from grpo_core.errors import RewardError
+from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.isolated import ProcessDiedError
 
 SHOWN = 200  # characters of a prompt or completion in a message

@@ -19,11 +19,11 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.order import derive_seed, fresh_prompts, rollout_prompts
 from grpo_core.data.prompts import Prompts, decode_completions
 from grpo_core.distributed import gathered, share
-from grpo_core.errors import NotFiniteError
+from grpo_core.errors import NotFiniteError, RewardError
 from grpo_core.model.sequences import pad
 from grpo_core.planning.plan import Plan
 from grpo_core.rewards.composition import counted
-from grpo_core.rewards.contract import Reward, RewardError
+from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.scoring import Batch, score_arriving
 from grpo_core.rewards.types import text_of
 from grpo_core.rollout.requests import training_sampling

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_core.config.files import parse_config
-from grpo_core.rewards.contract import RewardError
+from grpo_core.errors import RewardError
 from grpo_core.rewards.rehearsal import TRYING, longest, rehearse
 from tests.conftest import config_values, make_tokenizer
 from tests.grpo_core.judging import judging

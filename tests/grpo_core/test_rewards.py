@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.errors import RewardError
 from grpo_core.rewards import scoring
 from grpo_core.rewards.builtin.answers import exact_match, numeric_match
 from grpo_core.rewards.builtin.form import format_regex, length, soft_overlong_punishment
-from grpo_core.rewards.contract import RewardError, resolve
+from grpo_core.rewards.contract import resolve
 from grpo_core.rewards.scoring import Batch, score, score_arriving
 
 

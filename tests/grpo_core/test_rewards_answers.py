@@ -17,12 +17,13 @@ import pytest
 from math_verify import parse, verify
 
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.errors import RewardError
 from grpo_core.rewards.builtin import maths
 from grpo_core.rewards.builtin.answers import multiple_choice, normalized_match
 from grpo_core.rewards.builtin.maths import math_answer
 from grpo_core.rewards.builtin.maths_worker import compare
 from grpo_core.rewards.builtin.structured import json_schema
-from grpo_core.rewards.contract import RewardError, resolve
+from grpo_core.rewards.contract import resolve
 from grpo_core.rewards.scoring import Batch, score
 
 

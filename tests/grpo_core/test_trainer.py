@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.config.files import load_config
 from grpo_core.data.order import training_order
-from grpo_core.errors import TrainingError
+from grpo_core.errors import RewardError, TrainingError
 from grpo_core.planning.plan import load_plan
-from grpo_core.rewards.contract import RewardError
 from grpo_core.training.loop import train
 from tests.conftest import make_run, with_keys
 from tests.grpo_core.launching import REWARD, TWO_PROCESSES, finish, started

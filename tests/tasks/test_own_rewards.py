@@ -12,7 +12,8 @@ import pytest
 import tomli_w
 
 from grpo_core.config.files import load_config
-from grpo_core.rewards.contract import RewardError, resolve
+from grpo_core.errors import RewardError
+from grpo_core.rewards.contract import resolve
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run_directory import kept_rewards, open_run
 from tests.conftest import config_values, write_sums
