@@ -23,7 +23,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     """Report of all policies; writes samples.parquet (a row a completion) under `output`.
 
     A champion with another architecture or tokenizer than the run's base model is left out: the engine cannot sample
-    from it. "champion" in the report is for the caller to fill in, who knows what the folder is.
+    from it. The caller, which knows what the folder is, fills in "champion" of the report.
     """
     import torch
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_core.model.packed_attention import line_up, packed_states, use_attention
+from grpo_core.model.packed_attention import pack_batch, packed_states, use_attention
 from grpo_core.model.sequences import Sequences
 
 PROBED = 100  # tokens that ways to compute a sequence are compared over: several blocks of flex attention
@@ -95,9 +95,9 @@ def make_packable(model: Any, *, flex: bool, max_length: float = math.inf) -> bo
     try:
         use_attention(config)
         sequences = Sequences(ids, torch.full((4,), prompt), torch.full((4,), completion), torch.arange(4) // 2)
-        line = line_up(sequences, model.device, flex=flex)
+        packed_batch = pack_batch(sequences, model.device, flex=flex)
         with torch.set_grad_enabled(flex):  # a kernel that cannot be compiled is to fail here
-            packed = packed_states(decoder(model), line)
+            packed = packed_states(decoder(model), packed_batch)
         if packed.requires_grad:
             packed.sum().backward()
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another attention

@@ -1,8 +1,7 @@
-"""Rows in one line of tokens, without padding: each prompt once, then all completions, which attend to theirs.
+"""Sequences packed into one row of tokens without padding: each prompt once, then all completions, which attend to it.
 
-Whatever works token by token (all of a decoder but its attention) then computes each token once. Attention is flex
-attention with a block mask on a GPU; elsewhere it is computed in a padded form of the line, where the padding costs
-little.
+Every part of a decoder that works token by token, which is all except attention, computes each token once. On a GPU,
+attention is flex attention with a block mask; on a CPU it is computed on padded blocks, where padding costs little.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from transformers.masking_utils import sdpa_mask
 from grpo_core.model.sequences import Sequences, prompts_of
 
 NAME = "grpo_packed"  # of the attention function, among transformers'
-FLEX_BLOCK = 128  # tokens; a line's length is a multiple of it there, as block masks are
+FLEX_BLOCK = 128  # tokens; for flex attention a packed batch is padded to a multiple of it, as block masks are
 SHORT = {torch.bfloat16: 512}  # keys up to which plain products are faster than torch's fused attention on a CPU
 
 
 @dataclass(frozen=True)
-class Line:
-    """Where the N tokens of a line belong. U prompts of at most P tokens, R completions of at most T inputs each."""
+class PackedBatch:
+    """N tokens and where they belong: U prompts of at most P tokens, R completions of at most T inputs each."""
 
     input_ids: Tensor  # (1, N)
     positions: Tensor  # (1, N) in their own sequence
-    predicts: Tensor  # (tokens of all completions,) the place whose hidden state predicts each, row by row
+    predicts: Tensor  # (completion tokens,) position among the N whose hidden state predicts each, row by row
     attention: _Padded | BlockMask
 
 
 @dataclass(frozen=True)
 class _Padded:
-    """A line as two padded blocks, for attention."""
+    """A packed batch as two padded blocks, for attention."""
 
     prompt_slots: Tensor  # (tokens of prompts,) in the U · P places
     completion_slots: Tensor  # (tokens of completions,) in the R · T places
@@ -55,8 +54,8 @@ class _Padded:
         return self.mask.shape[2]
 
 
-def line_up(sequences: Sequences, device: torch.device, *, flex: bool) -> Line:
-    """The sequences as a line on `device`. A completion's last token is not an input: nothing comes after it."""
+def pack_batch(sequences: Sequences, device: torch.device, *, flex: bool) -> PackedBatch:
+    """The sequences packed, on `device`. A completion's last token is not an input: nothing comes after it."""
     firsts, owners = prompts_of(sequences)
     of_row = torch.tensor(owners)
     prompts, completions = sequences.prompt_lengths[firsts], (sequences.completion_lengths - 1).clamp(min=0)
@@ -79,23 +78,23 @@ def line_up(sequences: Sequences, device: torch.device, *, flex: bool) -> Line:
         attention: _Padded | BlockMask = _block_mask(group, member)
     else:
         attention = _padded(prompts, completions, of_row, (prompt, prompt_position), (row, offset), device)
-    return Line(ids[None].to(device), positions[None].to(device), predicts.to(device), attention)
+    return PackedBatch(ids[None].to(device), positions[None].to(device), predicts.to(device), attention)
 
 
-def packed_states(decoder: Any, line: Line) -> Tensor:
-    """Hidden states that predict completions' tokens, row by row, by a decoder after `use_attention`. (tokens, h)"""
-    attention = line.attention
+def packed_states(decoder: Any, batch: PackedBatch) -> Tensor:
+    """Hidden states that predict the completion tokens, row by row, by a decoder after `use_attention`. (tokens, h)"""
+    attention = batch.attention
     mask = attention if isinstance(attention, BlockMask) else attention.mask  # which transformers takes as it is
     output = decoder(
-        input_ids=line.input_ids, position_ids=line.positions, attention_mask=mask, use_cache=False, line=attention
+        input_ids=batch.input_ids, position_ids=batch.positions, attention_mask=mask, use_cache=False, packed=attention
     )
-    return output.last_hidden_state[0].index_select(0, line.predicts)
+    return output.last_hidden_state[0].index_select(0, batch.predicts)
 
 
 def use_attention(config: Any) -> None:
-    """Let a model of torch's fused attention take lines too; for good, since recomputed layers ask again."""
+    """Let a model with torch's fused attention take packed batches too. Not undone: recomputed layers ask again."""
     if config._attn_implementation != "sdpa":
-        raise ValueError(f"attention is {config._attn_implementation!r}: a line of tokens needs that of 'sdpa'")
+        raise ValueError(f"attention is {config._attn_implementation!r}: packed batches need 'sdpa'")
     config._attn_implementation = NAME
 
 
@@ -106,49 +105,49 @@ def attend(
     value: Tensor,  # (1, K, N, d)
     attention_mask: Any,
     *,
-    line: _Padded | BlockMask | None = None,
+    packed: _Padded | BlockMask | None = None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: its own for rows, → (B, T, H, d), ours for a line, → (1, N, H, d).
+    """transformers' attention interface: its own for rows, → (B, T, H, d), ours for a packed batch, → (1, N, H, d).
 
-    ValueError for a line where the layer's attention is of another kind.
+    Raises ValueError for a packed batch if the layer's attention is of another kind.
     """
-    if line is None:
+    if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    # A window may be there: only models whose windows are longer than any sequence take lines.
+    # A window may be set: only models whose windows are longer than any sequence get packed batches.
     changes = {name: options.get(name) for name in ("softcap", "s_aux", "position_bias")}
     if any(value is not None for value in changes.values()):
-        raise ValueError(f"a line of tokens has plain causal attention only, this layer has {changes}")
+        raise ValueError(f"a packed batch has plain causal attention only, this layer has {changes}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(line, BlockMask):
-        output = _flex(scale, query.is_cuda)(query, key, value, block_mask=line)
+    if isinstance(packed, BlockMask):
+        output = _flex(scale, query.is_cuda)(query, key, value, block_mask=packed)
         return output.transpose(1, 2).contiguous(), None
-    return _attend_padded(query[0], key[0], value[0], line, scale)[None], None
+    return _attend_padded(query[0], key[0], value[0], packed, scale)[None], None
 
 
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def _attend_padded(query: Tensor, key: Tensor, value: Tensor, line: _Padded, scale: float) -> Tensor:
+def _attend_padded(query: Tensor, key: Tensor, value: Tensor, blocks: _Padded, scale: float) -> Tensor:
     """(H, N, d), (K, N, d), (K, N, d) → (N, H, d)"""
-    count = len(line.prompt_slots)
+    count = len(blocks.prompt_slots)
     (q1, q2), (k1, k2), (v1, v2) = ((x.transpose(0, 1)[:count], x.transpose(0, 1)[count:]) for x in (query, key, value))
 
     def prompts(x: Tensor) -> Tensor:
-        return _spread(x, line.prompt_slots, line.num_prompts, line.longest_prompt)
+        return _spread(x, blocks.prompt_slots, blocks.num_prompts, blocks.longest_prompt)
 
     def completions(x: Tensor) -> Tensor:
-        return _spread(x, line.completion_slots, line.num_completions, line.longest_completion)
+        return _spread(x, blocks.completion_slots, blocks.num_completions, blocks.longest_completion)
 
     k_prompts, v_prompts = prompts(k1), prompts(v1)
     of_prompts = _attention(prompts(q1), k_prompts, v_prompts, None, scale)
-    gathered = [_gather(of_prompts, line.prompt_slots)]
-    if len(line.completion_slots):
-        keys = torch.cat([k_prompts.index_select(0, line.prompt_of), completions(k2)], dim=2)
-        values = torch.cat([v_prompts.index_select(0, line.prompt_of), completions(v2)], dim=2)
-        gathered.append(_gather(_attention(completions(q2), keys, values, line.mask, scale), line.completion_slots))
+    gathered = [_gather(of_prompts, blocks.prompt_slots)]
+    if len(blocks.completion_slots):
+        keys = torch.cat([k_prompts.index_select(0, blocks.prompt_of), completions(k2)], dim=2)
+        values = torch.cat([v_prompts.index_select(0, blocks.prompt_of), completions(v2)], dim=2)
+        gathered.append(_gather(_attention(completions(q2), keys, values, blocks.mask, scale), blocks.completion_slots))
     return torch.cat(gathered)
 
 

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.model.capabilities import decoder, make_packable, plain_output_layer
 from grpo_core.model.logprobs import chosen_logprobs
-from grpo_core.model.packed_attention import line_up, packed_states
+from grpo_core.model.packed_attention import pack_batch, packed_states
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
 
@@ -77,8 +77,8 @@ class Policy(nn.Module):
                 logprobs, entropy = _of_logits(logits[predicts].float() / self.temperature, targets)
             else:
                 if self.packs:
-                    line = line_up(sequences, device, flex=self.flex)
-                    hidden = packed_states(decoder(self.model), line)  # (N, h)
+                    packed_batch = pack_batch(sequences, device, flex=self.flex)
+                    hidden = packed_states(decoder(self.model), packed_batch)  # (N, h)
                 else:
                     ids = sequences.input_ids.to(device)
                     states = decoder(self.model)(input_ids=ids, use_cache=False).last_hidden_state

@@ -41,7 +41,7 @@ def pack(sequences: Sequences, tokens: int, *, share_prompts: bool) -> Iterator[
     """The rows in parts of at most `tokens` tokens, or of one row: those with the same prompt, then those of like
     length next to each other. A prompt counts once in a part with `share_prompts`, else padding counts too.
 
-    Completions padded to the longest, as a line's attention has them on a CPU, are at most twice as many.
+    Completions padded to the longest, as attention on a CPU has them, are at most twice as many tokens.
     """
     lengths, completions = sequences.lengths.tolist(), sequences.completion_lengths.tolist()
     if share_prompts:

@@ -107,7 +107,7 @@ class TrainingLog:
             self._open(state)
 
     def stop(self, state: TrainingState, why: str) -> None:
-        """Say why and where the training stops; who told it to may be gone, and with it who reads this."""
+        """Print why and where the training stops. The process that reads the output may be gone."""
         if self.accelerator.is_main_process:
             self.file.close()
             with contextlib.suppress(OSError):

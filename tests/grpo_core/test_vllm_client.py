@@ -200,7 +200,7 @@ STARTED = {
     "max_model_len": 16,
     "max_num_seqs": 128,
     "chunked_prefill": False,
-    "whereabouts": "there",
+    "pid_namespace_id": "there",
 }
 
 

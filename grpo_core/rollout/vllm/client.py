@@ -21,7 +21,7 @@ from grpo_core.config.rollout import RolloutConfig
 
 LEASE_SECONDS = 20.0  # after which a trainer that was killed no longer has the server
 RENEWALS = 4  # of a lease in its time
-CONTROL_SECONDS = 30.0  # for questions that need no work; who takes longer counts as down
+CONTROL_SECONDS = 30.0  # for requests that need no work; a server that takes longer counts as down
 POLL_SECONDS = 0.5
 ATTEMPTS = 5  # at one answer, the server brought back in between
 IN_FLIGHT = 256  # requests at once: vLLM works on no more by itself, and each is a connection
@@ -154,7 +154,7 @@ class Server:
         """Renew the lease, for ever; and should the server have been started again, bring it up to date."""
         while True:
             await asyncio.sleep(LEASE_SECONDS / RENEWALS)
-            with suppress(Exception):  # who asks next waits for it, or says what is wrong; the lease must not lapse
+            with suppress(Exception):  # the next request waits for it, or says what is wrong; the lease must not lapse
                 await self.take_lease()
                 if not self.restoring.locked():
                     async with self.restoring:

@@ -29,7 +29,7 @@ from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Weigh
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm.serve import ADDRESSES, largest_group, wrong_vllm
 
-TURN_SECONDS = 0.05  # after which who waits for completions may do something else
+TURN_SECONDS = 0.05  # after which a caller that waits for completions may do something else
 NOT_A_NUMBER = -9999.0  # vLLM's answers have it for a log-probability of NaN or -inf
 
 Result = TypeVar("Result")
@@ -44,7 +44,7 @@ class VLLMServerEngine:
     def __init__(self, config: RunConfig, model: nn.Module, max_length: int):
         if wrong := wrong_vllm():
             raise ServerError(wrong)
-        from grpo_core.rollout.vllm.shared_memory import whereabouts
+        from grpo_core.rollout.vllm.shared_memory import pid_namespace_id
         from grpo_core.rollout.vllm.transfer import send
 
         urls = config.rollout.vllm_server_base_urls or os.environ.get(ADDRESSES, "").split()
@@ -60,7 +60,7 @@ class VLLMServerEngine:
         on_cpu = next(model.parameters()).device.type == "cpu"
 
         def objection(started: Mapping[str, Any]) -> str:
-            return _objection(started, config, max_length, on_cpu, whereabouts())
+            return _objection(started, config, max_length, on_cpu, pid_namespace_id())
 
         self.servers = [Server(url, config.rollout, self.token, holder, objection, send) for url in urls]
         self.turns = itertools.count(process.process_index)
@@ -71,7 +71,7 @@ class VLLMServerEngine:
         self.keepers = [self._start(server.keep()) for server in self.servers]
         try:
             self.sync_weights(model)
-        except BaseException:  # who has been refused must not go on asking for the lease
+        except BaseException:  # after a refusal, nothing may go on asking for the lease
             self._stop_keeping()
             raise
 
@@ -189,7 +189,7 @@ def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, o
     transfers = ["shared_memory"] if on_cpu else ["nccl", "ipc"]
     if started["weight_transfer"] not in transfers:
         return f"takes weights by {started['weight_transfer']}, and here they can be sent by {' or '.join(transfers)}"
-    if started["weight_transfer"] == "shared_memory" and started["whereabouts"] != here:
+    if started["weight_transfer"] == "shared_memory" and started["pid_namespace_id"] != here:
         return "takes weights by shared memory, which another machine or container does not see; run it beside this one"
     if started["weight_transfer"] == "ipc" and config.train.num_processes > 1:
         return (

@@ -26,8 +26,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 BACKEND = "shared_memory"
 
 
-def whereabouts() -> str:
-    """The same for two processes that see each other's: in one machine, and in it in one container."""
+def pid_namespace_id() -> str:
+    """Identity of the process ids that this process sees: the same in all processes of one machine or one container."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + str(Path("/proc/self/ns/pid").readlink())
 
 

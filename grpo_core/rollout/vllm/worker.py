@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 from grpo_core.rollout.vllm.logprobs import ignore_truncation
-from grpo_core.rollout.vllm.shared_memory import whereabouts  # and the transfer registers itself
+from grpo_core.rollout.vllm.shared_memory import pid_namespace_id  # and the transfer registers itself
 
 
 class TrainerLease:
-    """One trainer at a time: who has the lease renews it, and loses it when it has not done so in time."""
+    """One trainer at a time: it holds a lease, renews it, and loses it if it does not renew it in time."""
 
     def take_lease(self: Any, token: str, holder: str, seconds: float) -> dict[str, Any]:
         """Whether the lease is now `token`'s for `seconds`; whose it is (`holder`, a name for people) and for how
@@ -41,7 +41,7 @@ class TrainerLease:
                 "max_num_seqs": config.scheduler_config.max_num_seqs,
                 "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
                 "on_cpu": self.device.type == "cpu",
-                "whereabouts": whereabouts(),
+                "pid_namespace_id": pid_namespace_id(),
             },
         }
 
