@@ -138,7 +138,7 @@ def majority(
 def _of_samples(
     samples: pl.DataFrame, policy: str, metric: str, rewards: Sequence[RewardConfig], accuracy_reward: str
 ) -> pl.Series:
-    """The metric of each sample; null where it was not scored."""
+    """Metric of each sample; null if it was not scored."""
     if metric == "accuracy":
         return (samples[f"{policy}/rewards/{accuracy_reward}"].cast(pl.Float64) == 1).cast(pl.Float64)
     if metric == "reward":

@@ -122,7 +122,7 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
 
 
 def _unlike(base: Any, model: Any, tokenizer: Any, folder: Path) -> str:
-    """What a policy has that keeps the base's engine from sampling from it; "" when nothing does."""
+    """Part of a policy that keeps the base's engine from sampling from it; "" if there is none."""
     from transformers import AutoTokenizer
 
     shapes = ({name: weights.shape for name, weights in each.named_parameters()} for each in (base, model))

@@ -185,7 +185,7 @@ def sample_and_score(
 
 
 def share_samples(draw: Callable[[], tuple[list[Sample], float]]) -> tuple[list[Sample], float]:
-    """What all processes draw, and the seconds of this one; RewardError in each of them when one meets it."""
+    """Samples of all processes, and the seconds of this one. Raises RewardError in all of them if one raises it."""
     samples: list[Sample] = []
     seconds, problem = 0.0, None
     try:

@@ -188,7 +188,7 @@ def _attention(
     group_cache: GroupCache | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls."""
+    """Attention function that transformers calls."""
     unknown = {name for name, option in options.items() if option is not None and option is not False} - HARMLESS
     if group_cache is None or attention_mask is not None or unknown or not hasattr(module, "layer_idx"):
         raise NotPlainError
@@ -220,7 +220,7 @@ def can_share_cache(model: Any, max_length: float) -> bool:
 
 @torch.no_grad()
 def says_the_same(model: Any, make_cache: Callable[..., Any]) -> bool:
-    """Whether the model says the same of prompts of different lengths with the cache as in a plain pass."""
+    """Whether log-probabilities with the cache match those of a plain pass, for prompts of different lengths."""
     prompts, later = [[0, 1, 2], [3, 1, 0, 2, 1]], [[1, 2, 0], [0, 3, 3], [2, 0, 1]]
     try:
         cache = make_cache(prompts, [1, 2], max_tokens=3)

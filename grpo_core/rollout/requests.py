@@ -1,4 +1,4 @@
-"""What an engine is asked for: by a generation batch, and by an evaluation."""
+"""Requests to an engine: for a generation batch, and for an evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine is asked and answers, and the Rollout that training reads."""
+"""Requests to an engine, its answers, and the rollouts that training reads."""
 
 from __future__ import annotations
 

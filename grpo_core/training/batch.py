@@ -23,7 +23,7 @@ from grpo_core.rollout.types import GenerationBatch, Rollout
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a forward/backward needs; every tensor's rows are the same completions."""
+    """Input of forward and backward passes. The rows of every tensor are the same completions."""
 
     sequences: Sequences
     mask: Tensor  # (B, T)
@@ -36,7 +36,7 @@ class MicroBatch:
     entropy_weights: Tensor  # (B, T) of the entropy bonus: its mean over the tokens that are kept
 
     def to(self, device: torch.device) -> MicroBatch:
-        """On a device, but for the sequences, whose lengths say how large its work is."""
+        """Moved to a device, except the sequences, whose lengths are read on the CPU."""
         tensors: dict[str, Any] = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **tensors)
 

@@ -59,7 +59,7 @@ def require_shared(folder: Path, accelerator: Accelerator) -> None:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where a run's checkpoints lie and the objects that they hold the state of."""
+    """Folder of a run's checkpoints, and the objects whose state they hold."""
 
     directory: Path
     fingerprint: str  # of what they belong to: configuration, plan, data, reward functions
@@ -71,7 +71,7 @@ class Checkpoints:
     def save(self, state: TrainingState, keep: int, *, healthy: bool = False) -> None:
         """Write `step-NNNNNN`; drop all but the newest `keep` and the newest healthy one. Called by every process.
 
-        `healthy`: it is known to be; of weights that no step has looked at yet, `confirm` says so later.
+        `healthy`: the weights are known to be healthy. If no step has used them yet, `confirm` marks them later.
         The generation batch goes with it: the next update may still read it, and its samples cannot be drawn again,
         since the policy that drew them is gone. OSError names the file that could not be written; what was there stays.
         """
@@ -126,7 +126,7 @@ class Checkpoints:
         return TrainingState(**fields)
 
     def best_steps(self) -> set[int]:
-        """The best evaluated step of each checkpoint: the policies that going on from one of them may ask for."""
+        """Best evaluated step of each checkpoint: a training that continues from one of them may load that policy."""
         return {_manifest(folder)["best_step"] for folder in self._readable()} - {None}
 
     def _newest(self, healthy: bool) -> Path | None:
@@ -192,7 +192,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files, in words; None when they are as they were written."""
+    """Sentence on what is wrong with a checkpoint's files; None if they are as they were written."""
     manifest = _manifest(folder)
     if not manifest:
         return f"{MANIFEST} cannot be read"
@@ -210,7 +210,7 @@ def _checksum(path: Path) -> str:
 
 
 def _write(state: object, path: Path) -> None:
-    """torch.save, whose own error does not tell a full disk."""
+    """torch.save that raises OSError for a full disk, which torch's own error does not name."""
     try:
         with path.open("wb") as file:
             torch.save(state, file)
@@ -229,7 +229,7 @@ def _replace(temporary: Path, final: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Under a name that a start clears away: killed in between, half a checkpoint must not pass for one."""
+    """Rename, then delete: a process killed in between must not leave half a checkpoint that looks whole."""
     temporary = folder.with_suffix(".tmp")
     folder.rename(temporary)
     shutil.rmtree(temporary)

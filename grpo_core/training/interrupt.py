@@ -1,7 +1,7 @@
-"""Told to end by SIGTERM or SIGINT, a training stops where its state is whole: between two updates.
+"""On SIGTERM or SIGINT, a training stops where its state is whole: between two updates.
 
-Until an update is about to change the weights, all that it did can be done again, so a stop need not wait for its end:
-`interruptible` is left at once, and what is saved is the state after the last complete update.
+Until an update changes the weights, everything that it did can be done again, so a stop does not wait for its end:
+`interruptible` ends immediately, and the state after the last complete update is saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpo_core.distributed import any_process
 from grpo_core.errors import RewardError
 from grpo_core.training.random_state import random_state, set_random_state
 
-EXIT_STATUS = 128 + signal.SIGTERM  # of a training that ended because it was told to
+EXIT_STATUS = 128 + signal.SIGTERM  # of a training that was told to stop
 
 
 class Stopped(KeyboardInterrupt):
@@ -54,8 +54,8 @@ def stop_signals() -> Iterator[None]:
 
 @contextmanager
 def interruptible(accelerator: Accelerator) -> Iterator[None]:
-    """A stop ends the block with Stopped, up to its `commit`; the random states are then again as it found them, as
-    they are after a RewardError.
+    """Let a stop end the block with Stopped, until its `commit`. After that, and after a RewardError, the random states
+    are those from before the block.
 
     Several processes have to stop at the same place: where the block begins, and at each `stop_if_asked`.
     """
@@ -83,7 +83,7 @@ def stop_if_asked() -> None:
 
 
 def commit() -> None:
-    """What follows changes the weights: a stop waits for the end of the update."""
+    """Declare that the weights change from here on: a stop now waits for the end of the update."""
     _told.may_raise = False
 
 

@@ -1,7 +1,7 @@
-"""What a training leaves to read: metrics.jsonl, health.jsonl, completions as Parquet, state lines, result.json.
+"""Files and lines that a training writes for its readers: metrics.jsonl, health.jsonl, completions as Parquet, state lines, result.json.
 
 A line of metrics.jsonl has `step`, the figures and `timestamp`, seconds since 1970 when the update was done. Timestamps
-rise, whatever became of the lines before: an update that is done again has a later one than when it was first done.
+always rise: an update that is done again has a later one than when it was first done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many completions one forward pass holds, found by running out of memory."""
+"""Completions per forward pass, found by running out of memory."""
 
 from __future__ import annotations
 

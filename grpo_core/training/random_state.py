@@ -10,7 +10,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Of Python, NumPy and torch, as plain data and tensors."""
+    """State of the global generators of Python, NumPy and torch, as plain data and tensors."""
     version, numbers, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     return {

@@ -1,4 +1,4 @@
-"""What a training works with from its first update to its last, loaded and prepared from a run directory."""
+"""Everything that a training uses from its first update to its last, loaded from a run directory."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def load_session(run: Path) -> Session:
 
 
 def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
-    """What a checkpoint belongs to: plan, data, reward functions, and the configuration that a training depends on."""
+    """Hash of everything that a training depends on: plan, data, reward functions, configuration. A checkpoint is
+    continued only under the same one."""
     sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
     values = [determining(config)[section] for section in sections]
     digest = hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode())

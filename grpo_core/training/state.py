@@ -1,4 +1,4 @@
-"""Where a run stands: everything beside weights and optimizer that the next update depends on or the result reports."""
+"""State of a training beside weights and optimizer: everything that the next update depends on or the result reports."""
 
 from __future__ import annotations
 

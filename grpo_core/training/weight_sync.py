@@ -1,4 +1,4 @@
-"""Weights from trainer to engine, never on trust: after each hand-over both score the same fixed probe batch."""
+"""Weights from trainer to engine, verified: after each sync both compute log-probabilities of the same probe batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sync_weights(session: Session, state: TrainingState) -> float:
 
 
 def probe_logprobs(session: Session) -> Scores:
-    """What trainer and engine, with the weights that they have, say of the probe batch."""
+    """Log-probabilities of the probe batch, by the trainer and by the engine, with the weights that each has."""
     sequences = session.probe.sequences
     trainer = torch.cat(
         [row[: len(ids) - 1] for row, ids in zip(_trainer_logprobs(session, sequences), sequences, strict=True)]

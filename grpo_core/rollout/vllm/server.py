@@ -36,9 +36,9 @@ Result = TypeVar("Result")
 
 
 class VLLMServerEngine:
-    """Satisfies `engine.Engine` with servers; the requests take turns among them.
+    """An Engine and Lookahead over one or several servers, which take turns with the requests.
 
-    The servers get the model's weights when it is made. An adapter is merged into what it adapts.
+    The servers get the model's weights at the start. An adapter is merged into the layers that it adapts.
     """
 
     def __init__(self, config: RunConfig, model: nn.Module, max_length: int):
@@ -76,7 +76,7 @@ class VLLMServerEngine:
             raise
 
     def sync_weights(self, model: nn.Module) -> None:
-        """What was begun is sampled to its end before, by the weights that it began with."""
+        """Waits until everything that was begun is sampled, with the weights that it began with."""
         wait(self.begun.values())
         wait_for_all()  # pausing the servers earlier would abort answers that other processes still wait for
         for server in self.servers:
@@ -184,7 +184,7 @@ def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:
 
 
 def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool, here: str) -> str:
-    """What speaks against a server that was started so; "" when nothing does."""
+    """Sentence on why a server started with these options cannot be used; "" if it can."""
     dtype = "bfloat16" if config.train.mixed_precision == "bf16" else "float32"
     transfers = ["shared_memory"] if on_cpu else ["nccl", "ipc"]
     if started["weight_transfer"] not in transfers:

@@ -51,7 +51,7 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):
 
 
 class SharedMemoryTrainerEngine(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
-    """The trainer's end."""
+    """Trainer's side of the transfer."""
 
     init_info_cls = SharedMemoryTrainerInit
 
@@ -73,7 +73,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine[SharedMemoryTrainerI
 
 
 class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
-    """The server's end: loads as from a checkpoint, so that layers whose weights vLLM packs are packed anew."""
+    """Server's side: loads as from a checkpoint, so that layers whose weights vLLM packs are packed again."""
 
     init_info_cls = SharedMemoryInit
     update_info_cls = SharedMemoryUpdate
