@@ -1,4 +1,4 @@
-"""Files and lines that a training writes for its readers: metrics.jsonl, health.jsonl, completions as Parquet, state lines, result.json.
+"""Files that a training writes: metrics.jsonl, health.jsonl, completions as Parquet, result.json; and progress lines.
 
 A line of metrics.jsonl has `step`, the figures and `timestamp`, seconds since 1970 when the update was done. Timestamps
 always rise: an update that is done again has a later one than when it was first done.

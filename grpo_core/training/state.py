@@ -1,4 +1,4 @@
-"""State of a training beside weights and optimizer: everything that the next update depends on or the result reports."""
+"""State of a training beside weights and optimizer: what the next update depends on, and what the result reports."""
 
 from __future__ import annotations
 
