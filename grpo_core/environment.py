@@ -19,7 +19,7 @@ DEFAULTS = {
 
 # CPU threads that wait for each other spin for microseconds and then sleep. Spinning for milliseconds, as they would by
 # themselves, makes a step twenty times slower beside one busy process; sleeping at once makes it 1.6 times slower alone
-# (docs/quickstart.md).
+# (docs/explanation/performance.md).
 BRIEF_SPIN = "2000"
 
 

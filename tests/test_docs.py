@@ -41,7 +41,9 @@ def test_every_key_of_the_algorithm_and_of_health_is_documented() -> None:
     assert {name for name in documented if not re.search(rf"`{name}\b", text)} == set()
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "recipes").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "tutorials" / "recipes").glob("*.md")), ids=lambda page: page.stem
+)
 def test_every_run_of_a_recipes_page_is_one_that_its_configuration_takes(page: Path) -> None:
     runs = _runs(page)
     assert runs
@@ -52,7 +54,7 @@ def test_every_run_of_a_recipes_page_is_one_that_its_configuration_takes(page: P
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recipe: str) -> None:
     """Of 80 GB, by the forecast, with what vLLM takes of it and with room."""
-    runs = _runs(ROOT / "docs" / "recipes" / f"{recipe}.md")
+    runs = _runs(ROOT / "docs" / "tutorials" / "recipes" / f"{recipe}.md")
     [(path, overrides)] = [run for run in runs if any(it.startswith("model.name_or_path=") for it in run[1])]
     text = (ROOT / path).read_text()
     found = {key.rpartition(".")[2]: value for key, value in (override.split("=", 1) for override in overrides)}
@@ -73,7 +75,7 @@ def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recip
 def _runs(page: Path) -> list[tuple[str, list[str]]]:
     """What a page runs: the configuration and the keys that it sets."""
     text = page.read_text().replace("\\\n", " ")
-    runs = re.findall(r"^    grpo run (configs/\w+\.toml)(.*?)(?:#.*)?$", text, re.MULTILINE)
+    runs = re.findall(r"^grpo run (configs/\w+\.toml)(.*?)(?:#.*)?$", text, re.MULTILINE)
     assert all(set(shlex.split(options)[::2]) <= {"--set"} for _, options in runs)
     return [(config, shlex.split(options)[1::2]) for config, options in runs]
 
