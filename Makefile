@@ -18,7 +18,7 @@ TORCH := $(if $(UV_FIND_LINKS),,--torch-backend $(if $(filter gpu,$(HARDWARE)),a
 # Without cached bytecode each process, of the pipeline and of its tests, compiles all that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart ui test e2e pictures bench check format lock
+.PHONY: help setup quickstart ui test e2e pictures gamed bench check format lock
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,6 +59,10 @@ e2e: setup ## the long tests: servers, browser, faults
 
 pictures: setup ## docs/images/*.png anew, from the browser test
 	GRPO_PICTURES=docs/images $(BIN)/python -m pytest -m e2e tests/e2e/test_browser.py
+
+gamed: setup ## docs/images/reward-models.png anew, from two runs of the dialogue recipe
+	$(BIN)/python -m examples.dialogue.make
+	$(BIN)/python -m benchmarks.reward_models
 
 bench: setup ## the training loop beside TRL's, on this machine
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt
