@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from grpo_core.config import load_config
 from tasks.validate import screen, too_few_to_promote
-from tests.readme import FIRST_RUN, PAGES, commands_of, write_first_run
+from tests.readme import FIRST_RUN, PAGES, ROOT, commands_of, write_first_run
 
 
 @pytest.fixture
@@ -61,4 +61,6 @@ def test_the_first_pages_commands_are_ones_that_the_command_line_takes(page: Pat
         command = typer.main.get_command(app)
         while hasattr(command, "commands"):
             command, arguments = command.commands[arguments[0]], arguments[1:]
-        command.make_context(command.name, arguments)
+        given = command.make_context(command.name, arguments).params
+        if command.name == "run" and (ROOT / given["config"]).exists():
+            load_config(ROOT / given["config"], given["overrides"])
