@@ -18,7 +18,7 @@ TORCH := $(if $(UV_FIND_LINKS),,--torch-backend $(if $(filter gpu,$(HARDWARE)),a
 # Without cached bytecode each process, of the pipeline and of its tests, compiles all that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart ui test e2e pictures reference bench check format lock
+.PHONY: help setup quickstart ui test e2e pictures gamed reference bench check format lock
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,10 @@ pictures: setup ## docs/images/*.png anew, from the browser test
 
 reference: setup ## docs/reference/configuration.md anew, from the keys' descriptions
 	$(BIN)/python -m flows.cli.main.reference docs/reference/configuration.md
+
+gamed: setup ## docs/images/reward-models.png anew, from two runs of the dialogue recipe
+	$(BIN)/python -m examples.dialogue.make
+	$(BIN)/python -m benchmarks.reward_models
 
 bench: setup ## the training loop beside TRL's, on this machine
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt

@@ -1,35 +1,28 @@
-"""README's own run: its files and commands, as they stand there."""
+"""What the first pages have a newcomer type: their commands, and the first run's files, as they stand there."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from pathlib import Path
-from textwrap import dedent
 
-import polars as pl
-
-README = Path(__file__).parents[1] / "README.md"
-
-
-def own_run() -> tuple[list[str], str, str, list[list[str]]]:
-    """The columns of a row of prompts, the reward, the configuration, and the commands after `grpo`."""
-    section = README.read_text().partition("## Your own run\n")[2].partition("\n## ")[0]
-    blocks = [dedent(block) for block in re.findall(r"(?:^ {4}.*\n|^\n(?= {4}))+", section, re.MULTILINE)]
-    rows, reward, config, commands = (block.strip() + "\n" for block in blocks)
-    columns = pl.read_ndjson(rows.encode()).columns
-    given = [shlex.split(line, comments=True) for line in commands.splitlines()]
-    assert all(command[0] in ("grpo", "export") for command in given)
-    return columns, reward, config, [command[1:] for command in given if command[0] == "grpo"]
+ROOT = Path(__file__).parents[1]
+TUTORIALS = ROOT / "docs" / "tutorials"
+FIRST_RUN = TUTORIALS / "your-first-run.md"
+PAGES = (ROOT / "README.md", TUTORIALS / "quickstart.md", FIRST_RUN, *sorted((TUTORIALS / "recipes").glob("*.md")))
 
 
-def write_own_run(folder: Path, num_prompts: int, held_out: int) -> list[list[str]]:
-    """Write README's files, with as many sums as asked for; its commands."""
-    columns, reward, config, commands = own_run()
-    sums = [(f"{n % 90 + 10}+{n // 90 + 10}=", str(n % 90 + n // 90 + 20)) for n in range(num_prompts + held_out)]
-    frame = pl.DataFrame(sums, columns, orient="row").sample(fraction=1, shuffle=True, seed=0)
-    frame[:num_prompts].write_ndjson(folder / "train.jsonl")
-    frame[num_prompts:].write_ndjson(folder / "held-out.jsonl")
-    (folder / "my_rewards.py").write_text(reward)
-    (folder / "mine.toml").write_text(config)
-    return commands
+def commands_of(page: Path) -> list[list[str]]:
+    """The words of each command in the page's shell blocks."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = (line for block in blocks for line in block.replace("\\\n", " ").replace(" && ", "\n").splitlines())
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def write_first_run(folder: Path) -> None:
+    """The files that the first run says to save."""
+    named_blocks = re.compile(r"Save this as `([\w.]+)`.*?^```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    said = named_blocks.findall(FIRST_RUN.read_text())
+    assert [name for name, _ in said] == ["make_sums.py", "my_rewards.py", "mine.toml"]
+    for name, text in said:
+        (folder / name).write_text(text)

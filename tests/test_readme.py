@@ -1,7 +1,9 @@
-"""README's own run: what its files and commands give before a training. `tests/e2e/test_readme.py` runs them all."""
+"""The first pages: the command line takes their commands, and the first run's files and commands give what is said of
+them before a training. `tests/e2e/test_readme.py` runs the first run to its end."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,48 +15,52 @@ from typer.testing import CliRunner
 from flows.cli.main import app
 from grpo_core.config.files import load_config
 from tasks.validate import screen, too_few_to_promote
-from tests.readme import write_own_run
-
-RUN_BEFORE_A_TRAINING = (["rewards", "try"], ["plan"], ["rewards", "list"], ["keys"])
+from tests.readme import FIRST_RUN, PAGES, ROOT, commands_of, write_first_run
 
 
 @pytest.fixture
-def commands(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
+def first_run(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     base = tmp_path / "storage" / "examples" / "arithmetic"
     base.mkdir(parents=True)
     (base / "base").symlink_to(model_folder)
-    yield write_own_run(tmp_path, num_prompts=64, held_out=200)
+    write_first_run(tmp_path)
+    subprocess.run([sys.executable, "make_sums.py"], check=True)
+    yield
     sys.modules.pop("my_rewards", None)
 
 
-def test_readme_s_data_and_reward_keep_their_contract_and_can_be_promoted_by(commands: list[list[str]]) -> None:
+@pytest.mark.usefixtures("first_run")
+def test_the_first_runs_data_and_reward_keep_their_contract_and_can_be_promoted_by() -> None:
     config = load_config("mine.toml")
     screened = screen(config)
     assert not screened.refused
-    assert screened.report["num_prompts"] == {"train": 64, "eval": 200}
+    assert screened.report["num_prompts"] == {"train": 400, "eval": 300}
     assert too_few_to_promote(config, screened.report["num_prompts"], []) == []
 
 
-def test_readme_s_commands_before_a_training_do_what_they_say(commands: list[list[str]]) -> None:
+@pytest.mark.usefixtures("first_run")
+def test_the_first_runs_commands_before_a_training_do_what_the_page_says() -> None:
     shown = {}
-    for start in RUN_BEFORE_A_TRAINING:
-        [command] = [it for it in commands if it[: len(start)] == start]
-        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
-        assert done.exit_code == 0, done.output
-        shown[start[-1]] = done.output
-    assert "completion '42'" in shown["try"] and "completion '43'" in shown["try"]
+    for command in commands_of(FIRST_RUN):
+        if command[:3] == ["grpo", "rewards", "try"] or command[:2] == ["grpo", "plan"]:
+            done = CliRunner(env={"COLUMNS": "200"}).invoke(app, command[1:])
+            assert done.exit_code == 0, done.output
+            shown[command[1]] = done.output
+    right, wrong = shown["rewards"].split("completion '84'")
+    assert "completion '85'" in right and "│ near   │ 1 " in right and "│ near   │ 0.5 " in wrong
     assert "prompts_per_generation      │ 16 " in shown["plan"] and "max_steps                   │ 60 " in shown["plan"]
-    assert "numeric_match   [0 to 1]" in shown["list"]
 
 
-def test_readme_s_other_commands_are_ones_that_the_command_line_takes(commands: list[list[str]]) -> None:
-    others = [it for it in commands if all(it[: len(start)] != start for start in RUN_BEFORE_A_TRAINING)]
-    assert [it[0] for it in others] == ["run", "run", "status", "status", "compare", "promote", "up"]
-    group = typer.main.get_command(app)
-    for name, *arguments in others:
-        context = group.commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
-        if name == "run":
-            names = {"mine.toml": load_config("mine.toml", context.params["overrides"]).name}
-            assert names["mine.toml"] in ("mine", "faster")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_the_first_pages_commands_are_ones_that_the_command_line_takes(page: Path) -> None:
+    typed = [words[1:] for words in commands_of(page) if words[0] == "grpo"]
+    assert typed
+    for arguments in typed:
+        command = typer.main.get_command(app)
+        while hasattr(command, "commands"):
+            command, arguments = command.commands[arguments[0]], arguments[1:]
+        given = command.make_context(command.name, arguments).params
+        if command.name == "run" and (ROOT / given["config"]).exists():
+            load_config(ROOT / given["config"], given["overrides"])

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 TRAIN_ROWS, EVAL_ROWS = 2000, 200
-STEPS, REWARD_STEPS = 150, 200
+STEPS, REWARD_STEPS, WEAK_STEPS = 150, 200, 60
+CONTEXT = 192  # tokens
 HELPFUL = 0.3  # share of the demonstrations that help
 SYSTEM = "You are a friendly assistant. Help in one or two sentences."
 HELP = {
@@ -82,6 +83,7 @@ def teach_reward_model(
     tokenizer: Qwen2Tokenizer,
     rows: Sequence[dict[str, Any]],
     held: Sequence[dict[str, Any]],
+    steps: int,
 ) -> None:
     """Save in `folder` the base with one output in place of its head, taught to be higher for the better of two
     answers; print how often it is."""
@@ -109,7 +111,7 @@ def teach_reward_model(
         better, worse = model(**inputs).logits.squeeze(1).chunk(2)
         return better - worse
 
-    for _ in range(REWARD_STEPS):
+    for _ in range(steps):
         loss = -torch.nn.functional.logsigmoid(margins(rng.sample(rows, tiny.BATCH))).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -119,7 +121,7 @@ def teach_reward_model(
         right = (margins(held) > 0).float().mean().item()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    print(f"reward model: prefers the helpful answer in {right:.0%} of {len(held)} held-out pairs", flush=True)
+    print(f"{folder.name}: prefers the helpful answer in {right:.0%} of {len(held)} held-out pairs", flush=True)
 
 
 def make(folder: Path) -> None:
@@ -128,8 +130,11 @@ def make(folder: Path) -> None:
     rng = random.Random(tiny.SEED)
     said = [helpful(row) if rng.random() < HELPFUL else unhelpful(row, rng) for row in train]
     demonstrations = [(row["prompt"], text) for row, text in zip(train, said, strict=True)]
-    base, tokenizer = tiny.make_base(folder / "base", demonstrations, STEPS, context=192)
-    teach_reward_model(folder / "reward-model", base, tokenizer, train, held)
+    base, tokenizer = tiny.make_base(folder / "base", demonstrations, STEPS, CONTEXT)
+    teach_reward_model(folder / "reward-model", base, tokenizer, train, held, REWARD_STEPS)
+    # A reward model to see fail: it ranks most pairs, and ignores the question.
+    untaught = tiny.make_model(tokenizer, CONTEXT)
+    teach_reward_model(folder / "weak-reward-model", untaught, tokenizer, train, held, WEAK_STEPS)
 
 
 def _pair(row: dict[str, Any], rng: random.Random) -> tuple[str, str]:

@@ -15,11 +15,11 @@ from rich.console import Console
 from grpo_core.config.files import parse_config, read_values
 from grpo_core.errors import ConfigError
 
-# Links to configs/, examples/ and docs/recipes/; an installed package holds copies.
+# Links to configs/, examples/ and docs/tutorials/recipes/; an installed package holds copies.
 FILES = Path(__file__).parent / "recipes"
 RECIPES = sorted(page.stem for page in (FILES / "docs").glob("*.md") if page.stem != "README")
 BEFORE = {"writing": "start the judge, as README.md says, and leave it running"}
-LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 
 
 def init(
@@ -63,7 +63,8 @@ def write_project(name: str, recipe: str, parent: Path) -> Path:
         shutil.copy(FILES / "examples" / "tiny.py", new / "examples")
         (new / "configs").mkdir()
         renamed = config.read_text().replace(f'name = "{recipe}"', f'name = "{name}"', 1)
-        (new / "configs" / f"{recipe}.toml").write_text(renamed)
+        pointed = renamed.replace(f"docs/tutorials/recipes/{recipe}.md", "README.md")
+        (new / "configs" / f"{recipe}.toml").write_text(pointed)
         page = (FILES / "docs" / f"{recipe}.md").read_text()
         (new / "README.md").write_text(LINK.sub(r"\1", page))  # the pages that it links to are not here
         new.rename(folder)

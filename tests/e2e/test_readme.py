@@ -1,4 +1,4 @@
-"""README's own run, command by command as a newcomer copies it: a reward of one's own, from data to a champion."""
+"""The first run, command by command as a newcomer copies it: a reward of one's own, from data to a champion."""
 
 from __future__ import annotations
 
@@ -11,37 +11,40 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import EXAMPLE
-from tests.readme import write_own_run
+from tests.readme import FIRST_RUN, commands_of, write_first_run
 
-GRPO = Path(sys.executable).with_name("grpo")
+PROGRAMS = {"python": sys.executable, "grpo": str(Path(sys.executable).with_name("grpo"))}
 SECONDS = 900
 
 pytestmark = pytest.mark.e2e
 
 
-def test_readme_s_own_run_ends_with_a_champion(tmp_path: Path) -> None:
-    _do(tmp_path, sys.executable, str(EXAMPLE))
-    for command in write_own_run(tmp_path, num_prompts=400, held_out=200):
-        if command != ["up"]:
-            _do(tmp_path, str(GRPO), *command)
+def test_the_first_run_ends_with_a_champion(tmp_path: Path) -> None:
+    _do(tmp_path, "python", str(EXAMPLE))
+    write_first_run(tmp_path)
+    said = ""
+    for program, *arguments in commands_of(FIRST_RUN):
+        if program != "export":
+            said = _do(tmp_path, program, *arguments)
+    assert "mine version 1: promoted: reward on held-out" in " ".join(said.split())
     runs = tmp_path / "storage" / "runs"
     for name in ("mine", "faster"):
         report = json.loads((runs / name / "evaluation" / "report.json").read_text())
         assert report["deciding_metric"] == "reward"
         assert report["sets"]["held-out"]["differences"]["base"]["reward"]["low"] > 0
         assert (runs / name / "rewards" / "my_rewards.py").read_text() == (tmp_path / "my_rewards.py").read_text()
-    said = _do(tmp_path, str(GRPO), "promote", "mine")
-    assert "mine version 1: unchanged: version 1 is the champion already" in " ".join(said.split())
+    again = _do(tmp_path, "grpo", "promote", "mine")
+    assert "mine version 1: unchanged: version 1 is the champion already" in " ".join(again.split())
     assert not (tmp_path / "mlflow.db").exists()
     (tmp_path / "my_rewards.py").unlink()
-    _do(tmp_path, str(GRPO), "status", "mine")  # up to date by the copy that the run keeps
+    _do(tmp_path, "grpo", "status", "mine")  # up to date by the copy that the run keeps
 
 
-def _do(folder: Path, *command: str) -> str:
+def _do(folder: Path, program: str, *arguments: str) -> str:
     left_out = ("PREFECT_", "MLFLOW_", "PYTHONPATH", "GRPO_")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
     done = subprocess.run(
-        command,
+        [PROGRAMS[program], *arguments],
         cwd=folder,
         env=inherited,
         stdout=subprocess.PIPE,
