@@ -262,7 +262,8 @@ def test_the_definitions_for_containers_are_accepted(deployed: Served, kind: str
         _prefect(server, "work-pool", "create", pool, "--type", kind, "--base-job-template", template)
     _prefect(server, "deploy", "--all", "--prefect-file", str(WORK_POOLS / f"{kind}.yaml"), **variables)
     known = server.get("/deployments/name/train/gpu")
-    assert known["job_variables"]["image"] == variables["GRPO_IMAGE"]
+    assert known["job_variables"]["image"] == f"{variables['GRPO_IMAGE']}-gpu"
+    assert server.get("/deployments/name/plan/cpu")["job_variables"]["image"] == f"{variables['GRPO_IMAGE']}-cpu"
     assert known["job_variables"]["env"]["GRPO_STORAGE"] == "/storage"
     assert known["pull_steps"] == [{"prefect.deployments.steps.set_working_directory": {"directory": "/app"}}]
     template = server.get("/work_pools/gpu")["base_job_template"]

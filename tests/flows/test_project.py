@@ -16,6 +16,7 @@ from flows.cli.init import RECIPES, write_project
 from flows.cli.main import app
 from grpo_core.config.files import load_config
 from grpo_core.errors import ConfigError
+from tests.packing import copy_of_the_source
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"^(?:python -m (examples\.\w+\.\w+)|grpo run (configs/\w+\.toml))", re.MULTILINE)
@@ -73,12 +74,7 @@ def test_what_cannot_be_made_is_refused_and_nothing_is_left(
 
 
 def test_an_installed_package_has_the_recipes_with_it(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-    archive = ["tar", "--null", "--files-from=-", "--create", "--file=-"]
-    packed = subprocess.run(archive, cwd=ROOT, input=tracked, capture_output=True, check=True).stdout
-    subprocess.run(["tar", "--extract", "--file=-"], cwd=source, input=packed, check=True)
+    source = copy_of_the_source(tmp_path / "source")
     build = "from setuptools.build_meta import build_wheel; build_wheel('..')"
     subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, check=True)
     (wheel,) = tmp_path.glob("*.whl")
