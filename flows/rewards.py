@@ -20,7 +20,7 @@ from flows.terminal import refuse
 from grpo_core.config import ConfigError, RunConfig, load_config
 from grpo_core.environment import quiet_libraries
 from grpo_core.rewards.builtin import BUILTIN
-from grpo_core.rewards.contract import Reward, RewardError, resolve
+from grpo_core.rewards.contract import Reward, RewardError, resolve, resolve_here
 from grpo_core.rewards.scoring import Batch, score
 from grpo_core.sections import RewardConfig
 
@@ -85,7 +85,7 @@ def try_rewards(
 
 def _parameters(name: str) -> tuple[str, str]:
     """The columns that a built-in reward reads, and the arguments that it takes, those with a default last."""
-    reward = resolve(RewardConfig(function=name))
+    reward = resolve_here(RewardConfig(function=name))  # also where its libraries are not installed
     columns = [column for column, kind in reward.columns.items() if kind is not Any]
     required = [column for column in reward.columns if column not in columns]
     parameters = inspect.signature(reward.function).parameters.values()
