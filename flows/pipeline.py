@@ -120,6 +120,7 @@ def _hand_over(stage: Stage, run: Path, deployment: str) -> None:
         return
     name = f"{run.name}-{stage.name}"
     child = run_deployment(deployment, parameters={"run": run.name}, flow_run_name=name, timeout=0)
+    assert isinstance(child, FlowRun)  # a coroutine only where an event loop runs
     log.info("%s: handed over to %s, flow run %s", stage.name, deployment, child.id)
     with get_client(sync_client=True) as client:
         try:
@@ -127,7 +128,7 @@ def _hand_over(stage: Stage, run: Path, deployment: str) -> None:
         except (ExternalSignal, KeyboardInterrupt):
             client.set_flow_run_state(child.id, Cancelling())
             raise
-    if not child.state.is_completed():
+    if not (child.state and child.state.is_completed()):
         raise StageError(f"{stage.name}: flow run {child.id} of {deployment} is {child.state}")
 
 

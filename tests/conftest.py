@@ -83,9 +83,9 @@ def write_sums(path: Path, first: int, last: int) -> Path:
 def with_keys(values: dict[str, Any], **keys: Any) -> dict[str, Any]:
     """The configuration with each key put into the section that declares it; one that chooses its model on data.eval is
     judged on another set."""
-    from grpo_core.sections import AlgorithmConfig, HealthConfig, ModelConfig, RolloutConfig, TrainConfig
+    from grpo_core.sections import AlgorithmConfig, HealthConfig, ModelConfig, RolloutConfig, Section, TrainConfig
 
-    sections = {
+    sections: dict[str, type[Section]] = {
         "model": ModelConfig,
         "rollout": RolloutConfig,
         "algorithm": AlgorithmConfig,
