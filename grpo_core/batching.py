@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from grpo_core.config import RunConfig
@@ -23,14 +24,14 @@ from grpo_core.rollout.engine import Rollout, pad
 
 @dataclass(frozen=True)
 class Sequences:
-    """Prompts and completions joined, right-padded: causal attention needs no mask. Log-probabilities are (B, T).
+    """B prompts and completions joined, right-padded: causal attention needs no mask. Log-probabilities are (B, T).
 
     On the CPU; the policy takes what it needs to its device.
     """
 
-    input_ids: Tensor  # (B, L) int64
-    prompt_lengths: Tensor  # (B,) int64
-    completion_lengths: Tensor  # (B,) int64; their largest is T
+    input_ids: Int64[Tensor, "B L"]
+    prompt_lengths: Int64[Tensor, " B"]
+    completion_lengths: Int64[Tensor, " B"]  # their largest is T
 
     @property
     def lengths(self) -> Tensor:
@@ -47,14 +48,14 @@ class MicroBatch:
     """What a forward/backward needs; every tensor's rows are the same completions."""
 
     sequences: Sequences
-    mask: Tensor  # (B, T)
-    weights: Tensor  # (B, T), see losses.token_weights
-    advantages: Tensor  # (B,)
-    sampling_logprobs: Tensor  # (B, T)
-    old_logprobs: Tensor | None  # (B, T)
-    ref_logprobs: Tensor | None  # (B, T)
-    keep: Tensor | None  # (B, T) see losses.top_entropy_mask
-    entropy_weights: Tensor  # (B, T) of the entropy bonus: its mean over the tokens that are kept
+    mask: Float[Tensor, "B T"]
+    weights: Float[Tensor, "B T"]  # see losses.token_weights
+    advantages: Float[Tensor, " B"]
+    sampling_logprobs: Float[Tensor, "B T"]
+    old_logprobs: Float[Tensor, "B T"] | None
+    ref_logprobs: Float[Tensor, "B T"] | None
+    keep: Float[Tensor, "B T"] | None  # see losses.top_entropy_mask
+    entropy_weights: Float[Tensor, "B T"]  # of the entropy bonus: its mean over the tokens that are kept
 
     def to(self, device: torch.device) -> MicroBatch:
         """On a device, but for the sequences, whose lengths say how large its work is."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
 
 # Before any library is imported: tests reach no network and report nothing.
 os.environ.update(
@@ -25,6 +26,14 @@ os.environ.update(
     # One thread a process: deterministic, and two test workers share two cores without spinning on each other.
     OMP_NUM_THREADS="1",
 )
+
+# Calls of these modules are held to the shapes and dtypes of their annotations, in tests alone: benchmarks import this
+# file too. Installed here, since it must precede the first import of the modules.
+SHAPED = ("grpo_core.losses", "grpo_core.advantages", "grpo_core.head", "grpo_core.policy", "grpo_core.batching")
+if "PYTEST_VERSION" in os.environ:
+    from tests import checking
+
+    install_import_hook(SHAPED, f"{checking.__name__}.check_types")
 
 # A busy machine must not fail a property.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
