@@ -15,6 +15,8 @@ UV := $(or $(shell command -v uv),$(BIN)/uv)
 export UV_FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS))
 TORCH := $(if $(UV_FIND_LINKS),,--torch-backend $(if $(filter gpu,$(HARDWARE)),auto,cpu))
 
+PACKAGES := grpo_core tasks flows examples benchmarks
+
 # Without cached bytecode each process, of the pipeline and of its tests, compiles all that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -71,11 +73,12 @@ bench: setup ## the training loop beside TRL's, on this machine
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt
 	$(BIN)/python -m benchmarks.vs_trl
 
-check: setup ## lint, format, types and layers
+check: setup ## lint, format, types, layers and declared dependencies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/deptry --no-ansi $(PACKAGES)
 
 format: setup ## format the code
 	$(BIN)/ruff check --fix .

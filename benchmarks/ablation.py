@@ -71,12 +71,13 @@ def unfused_adamw(session: Any) -> Iterator[None]:
 @contextmanager
 def old_logprobs_pass(session: Any) -> Iterator[None]:
     from grpo_core.training import update as module
+    from grpo_core.training.memory import CPU_TOKENS
 
     update = module.update
 
     def with_a_pass(session: Any, batch: Any, progress: Any) -> Any:
         with torch.no_grad():
-            for part in module.pack(batch.sequences, module.CPU_TOKENS, share_prompts=session.policy.packs):
+            for part in module.pack(batch.sequences, CPU_TOKENS, share_prompts=session.policy.packs):
                 session.policy(batch.sequences.take(part))
         return update(session, batch, progress)
 

@@ -115,7 +115,7 @@ SWEEPS = [
     ),
 ]
 
-QWEN = {  # the shapes of Qwen2.5, random weights
+QWEN: dict[str, dict[str, Any]] = {  # the shapes of Qwen2.5, random weights
     "0.5B": {"hidden": 896, "intermediate": 4864, "layers": 24, "heads": 14, "kv_heads": 2, "vocabulary": 151_936},
     "1.5B": {"hidden": 1536, "intermediate": 8960, "layers": 28, "heads": 12, "kv_heads": 2, "vocabulary": 151_936},
     "7B": {"hidden": 3584, "intermediate": 18_944, "layers": 28, "heads": 28, "kv_heads": 4, "vocabulary": 152_064},
@@ -149,10 +149,12 @@ GPU = [
 
 def cut_down(case: Case) -> Case:
     """So small that a CPU runs it in seconds: that it runs is all that it shows."""
-    small = {"hidden": 64, "intermediate": 128, "layers": 2, "heads": 4, "kv_heads": 2, "vocabulary": 1024}
+    shape: dict[str, Any] = {"hidden": 64, "intermediate": 128, "layers": 2, "heads": 4, "kv_heads": 2}
     low, high = (max(length // 16, 5) for length in case.workload.prompt_lengths)
     sizes: dict[str, Any] = {"prompts": 2, "prompt_lengths": (low, high), "completion": 16, "steps": 2, "warm_up": 1}
-    return replace(case, workload=replace(case.workload, **small, **sizes), engine="transformers", turns=1)
+    return replace(
+        case, workload=replace(case.workload, vocabulary=1024, **shape, **sizes), engine="transformers", turns=1
+    )
 
 
 CASES = GATED + SWEEPS + GPU

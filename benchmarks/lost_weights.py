@@ -30,7 +30,7 @@ PRECISIONS = ("no", "bf16")
 LEARNING_RATES = (1e-7, 1e-6, 1e-5, 1e-4)
 UPDATES = 40
 # A size at which vLLM on a CPU packs its layers, whose packed copies only a reload replaces.
-MODEL = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+MODEL: dict[str, Any] = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
             """The update after which it stops, mean movement per update, largest drift."""
             optimizer = _optimizer(session.model, session.config.train)
             at_rate = replace(session, optimizer=optimizer, learning_rate=lambda updates: learning_rate)
-            movements, drifts, before = [], [0.0], probe_logprobs(session).trainer
+            movements: list[float] = []
+            drifts, before = [0.0], probe_logprobs(session).trainer
             for number in range(1, updates + 1):
                 update(at_rate, batch, replace(progress, updates=number - 1))
                 try:

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from grpo_core.config.algorithm import AlgorithmConfig
+from grpo_core.config.base import Section
 from grpo_core.config.files import dump_config, parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.training import TrainConfig
@@ -103,16 +104,18 @@ def write_model(folder: Path) -> None:
     make = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "arithmetic" / "make.py"))
     tokenizer = make["make_tokenizer"]()
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    tokens = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    config = transformers.Qwen2Config(**sizes, **tokens, num_key_value_heads=2, initializer_range=0.1)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    tokens: dict[str, Any] = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    config = transformers.Qwen2Config(
+        **sizes, **tokens, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1
+    )
     transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def write_run(folder: Path, keys: dict[str, Any], silent: bool) -> None:
     """A run directory as the plan stage leaves it, of one epoch; prompts on both sides of where sharing them pays."""
-    sections = {"rollout": RolloutConfig, "algorithm": AlgorithmConfig, "train": TrainConfig}
+    sections: dict[str, type[Section]] = {"rollout": RolloutConfig, "algorithm": AlgorithmConfig, "train": TrainConfig}
     values: dict[str, Any] = {
         name: {key: keys[key] for key in keys if key in section.model_fields} for name, section in sections.items()
     }
@@ -123,8 +126,8 @@ def write_run(folder: Path, keys: dict[str, Any], silent: bool) -> None:
     config = parse_config({"name": "parity", "model": model, "data": data, "rewards": rewards, **values})
     steps = keys.get("steps_per_generation", keys["gradient_accumulation_steps"])
     prompts = ROLLOUTS * steps * keys["per_device_train_batch_size"] // keys["num_generations"]
-    rows = [{"prompt": f"{7**n}+" * 20, "silent": silent and n % 2 == 0} for n in range(prompts)]
-    rows = [{**row, "prompt": row["prompt"][: 56 + 5 * n % 32]} for n, row in enumerate(rows)]
+    texts = [(f"{7**n}+" * 20)[: 56 + 5 * n % 32] for n in range(prompts)]
+    rows = [{"prompt": text, "silent": silent and n % 2 == 0} for n, text in enumerate(texts)]
     run = folder / "run"
     (run / "dataset").mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), run / "dataset" / "train.parquet")

@@ -152,7 +152,8 @@ def train_here(run: Path, share_prompts: bool) -> tuple[Trained, Kept]:
     session = load_session(run)
     assert session.policy.packs
     session.policy.packs = share_prompts
-    plan, seed, trained, rollouts = session.plan, session.config.seed, Trained(), []
+    plan, seed, trained = session.plan, session.config.seed, Trained()
+    rollouts: list[Rollout] = []
     generate = session.engine.generate
 
     def noisy(*arguments: Any) -> Iterator[list[Finished]]:
@@ -169,13 +170,13 @@ def train_here(run: Path, share_prompts: bool) -> tuple[Trained, Kept]:
         for step in generate(*arguments):
             yield [(number, disturbed(number, completions)) for number, completions in step]
 
-    session.engine.generate = noisy  # type: ignore[method-assign]
     records: Any = SimpleNamespace(completions=lambda step, rollout, samples: rollouts.append(rollout))
-    progress = TrainingState(rows_per_pass=session.memory.rows, entropy_coef=session.config.algorithm.entropy_coef)
-    with recorded(session.model, trained):
-        while progress.updates < plan.max_steps:
-            progress, metrics = advance(session, progress, records)
-            trained.losses.append(torch.tensor(metrics["loss"]))
+    state = TrainingState(rows_per_pass=session.memory.rows, entropy_coef=session.config.algorithm.entropy_coef)
+    with recorded(session.model, trained), mock.patch.object(session.engine, "generate", noisy):
+        while state.updates < plan.max_steps:
+            state = advance(session, state, records)
+            trained.losses.append(torch.tensor((state.unrecorded or {})["loss"]))
+            state = replace(state, unrecorded=None)
     trained.advantages = [rollout.advantages for rollout in rollouts]
     rows = [session.prompts.rows[row] for n in range(plan.rollouts) for row in rollout_prompts(plan, seed, n)]
     order = [torch.from_numpy(training_order(plan, seed, n)).flatten() for n in range(plan.rollouts)]

@@ -74,7 +74,7 @@ def replayed(workload: Workload, folder: Path) -> Iterator[None]:
 
     def generate(self: Any, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Finished]]:
         stored = next(steps)
-        groups = [stored[int(tokenizer.decode(request.prompt_ids[:4]))] for request in requests]
+        groups = [stored[int(str(tokenizer.decode(request.prompt_ids[:4])))] for request in requests]
         yield [
             (number, [Completion(ids, [0.0] * len(ids), truncated=len(ids) == sampling.max_tokens) for ids in group])
             for number, group in enumerate(groups)
@@ -102,8 +102,8 @@ def main(folder: Path, settings: dict[str, Any], result: Path) -> None:
         clock.step()
         metrics.append(values)
 
-    TrainingLog.__init__, TrainingLog.step = begin, step  # type: ignore[method-assign]
-    with tempfile.TemporaryDirectory() as scratch, replayed(workload, folder):
+    watched = mock.patch.multiple(TrainingLog, __init__=begin, step=step)
+    with tempfile.TemporaryDirectory() as scratch, replayed(workload, folder), watched:
         run = Path(scratch, "run")
         run_directory(workload, folder, run, settings)
         train(run, run / "training")

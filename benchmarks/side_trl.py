@@ -59,10 +59,10 @@ def main(folder: Path, settings: dict[str, Any], result: Path) -> None:
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             clock.begin()
 
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            metrics.append(logs)
+        def on_log(self, *_: Any, **keys: Any) -> None:
+            metrics.append(keys["logs"])
 
-        def on_step_begin(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step:  # after the last step was logged
                 clock.step()
 

@@ -32,7 +32,7 @@ from benchmarks.workload import Workload, training_flops, write
 ROOT = Path(__file__).parents[1]
 BUSY = 0.08  # share of the processors' time that others may take
 PATIENCE = 60.0  # seconds to wait for a quiet machine
-TUNING = {"mode": "replay", "silent": 0.0, "steps": 2, "warm_up": 1}
+TUNING: dict[str, Any] = {"mode": "replay", "silent": 0.0, "steps": 2, "warm_up": 1}
 FIRST_TRIED = {"rows": 16, "checkpointing": False, "precision": "bf16"}  # TRL's settings that tuning begins with
 DRIFT = 0.15  # between the calibrations before and after a case, from which its figures are marked
 
@@ -160,7 +160,7 @@ def summary(
     calibration: tuple[float, float],
 ) -> dict[str, Any]:
     """Medians over all counted steps; the spread is that of the single runs' medians."""
-    figures = {
+    figures: dict[str, dict[str, Any]] = {
         name: {
             "settings": settings,
             "seconds": [found["seconds"] for found in runs[name]],

@@ -9,7 +9,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -74,12 +74,12 @@ def read(folder: Path) -> Workload:
     return Workload(**json.loads((folder / "workload.json").read_text()))
 
 
-def reward(workload: Workload) -> Callable[..., list[float]]:
+def reward(workload: Workload) -> Callable[..., Sequence[float | None]]:
     """The function that both sides call."""
     return spread if workload.task == "random" else right
 
 
-def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+def right(completions: list[str], answer: list[str], **_: Any) -> list[float | None]:
     """Whether the sum is right. TRL hands a function all that it has."""
     return numeric_match(completions, answer)
 
@@ -153,7 +153,7 @@ def _write_model(workload: Workload, folder: Path) -> None:
 
     torch.manual_seed(workload.seed)
     tokenizer = _tokenizer(workload)
-    ids = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}
     config = Qwen2Config(
         vocab_size=workload.vocabulary,
         hidden_size=workload.hidden,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from logging import Logger, LoggerAdapter
 from pathlib import Path
+from typing import Any
 
-import httpx
 from prefect import flow, get_run_logger
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas import FlowRun
 from prefect.deployments import run_deployment
-from prefect.exceptions import ExternalSignal
+from prefect.exceptions import ExternalSignal, PrefectException, PrefectHTTPStatusError
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelling
 
@@ -120,15 +121,33 @@ def _hand_over(stage: Stage, run: Path, deployment: str) -> None:
         return
     name = f"{run.name}-{stage.name}"
     child = run_deployment(deployment, parameters={"run": run.name}, flow_run_name=name, timeout=0)
+    assert isinstance(child, FlowRun)  # a coroutine only where an event loop runs
     log.info("%s: handed over to %s, flow run %s", stage.name, deployment, child.id)
     with get_client(sync_client=True) as client:
         try:
-            while not (child.state and child.state.is_final()):
-                time.sleep(POLL_SECONDS)
-                with suppress(httpx.TransportError):  # a server that is being restarted
-                    child = client.read_flow_run(child.id)
+            child = _wait_for(client, child, log)
         except (ExternalSignal, KeyboardInterrupt):
             client.set_flow_run_state(child.id, Cancelling())
             raise
-    if not child.state.is_completed():
+    if not (child.state and child.state.is_completed()):
         raise StageError(f"{stage.name}: flow run {child.id} of {deployment} is {child.state}")
+
+
+def _wait_for(client: SyncPrefectClient, run: FlowRun, log: Logger | LoggerAdapter[Any]) -> FlowRun:
+    """The flow run when it has ended, however long Prefect's server is away meanwhile.
+
+    A refusal, which has an exception of Prefect's own, is raised. Whatever else keeps an answer away is reported once
+    and waited out: which exception says so depends on the HTTP client that this release of Prefect uses.
+    """
+    is_away = False
+    while not (run.state and run.state.is_final()):
+        time.sleep(POLL_SECONDS)
+        try:
+            run, is_away = client.read_flow_run(run.id), False
+        except (PrefectException, PrefectHTTPStatusError):
+            raise
+        except Exception as error:
+            if not is_away:
+                log.warning("flow run %s cannot be read: %r; waiting for Prefect's server", run.id, error)
+            is_away = True
+    return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import Flow, Task, flow, get_run_logger
+from prefect.client.schemas.objects import State
 from prefect.runtime import deployment
 
 from tasks.evaluate import evaluate
@@ -31,7 +32,7 @@ Args:
 """
 
 
-def _stage_flow(task: Task[..., Any], meaning: str) -> Flow[..., None]:
+def _stage_flow(task: Task[..., State[None]], meaning: str) -> Flow[..., None]:
     @plain
     def run_stage(run: str, force: bool = False) -> None:
         with locked(find_run(run), get_run_logger().warning, wait=bool(deployment.id)) as folder:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
 
 # Before any library is imported: tests reach no network and report nothing.
 os.environ.update(
@@ -25,6 +26,21 @@ os.environ.update(
     # One thread a process: deterministic, and two test workers share two cores without spinning on each other.
     OMP_NUM_THREADS="1",
 )
+
+# Calls of these modules are held to the shapes and dtypes of their annotations, in tests alone: benchmarks import this
+# file too. Installed here, since it must precede the first import of the modules.
+SHAPED = (
+    "grpo_core.algorithm.losses",
+    "grpo_core.algorithm.advantages",
+    "grpo_core.model.logprobs",
+    "grpo_core.model.policy",
+    "grpo_core.model.sequences",
+    "grpo_core.training.batch",
+)
+if "PYTEST_VERSION" in os.environ:
+    from tests import checking
+
+    install_import_hook(SHAPED, f"{checking.__name__}.check_types")
 
 # A busy machine must not fail a property.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -84,11 +100,12 @@ def with_keys(values: dict[str, Any], **keys: Any) -> dict[str, Any]:
     """The configuration with each key put into the section that declares it; one that chooses its model on data.eval is
     judged on another set."""
     from grpo_core.config.algorithm import AlgorithmConfig
+    from grpo_core.config.base import Section
     from grpo_core.config.inputs import ModelConfig
     from grpo_core.config.rollout import RolloutConfig
     from grpo_core.config.training import HealthConfig, TrainConfig
 
-    sections = {
+    sections: dict[str, type[Section]] = {
         "model": ModelConfig,
         "rollout": RolloutConfig,
         "algorithm": AlgorithmConfig,

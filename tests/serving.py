@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 
 START_SECONDS = 300
@@ -27,10 +27,10 @@ OFFERED = 8  # deployments: the pipeline, five stages, promote, rollback
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
-class Patient(httpx.HTTPTransport):
+class Patient(httpx2.HTTPTransport):
     """Asks again, as Prefect's own client does, when the server's database is busy."""
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         deadline = time.monotonic() + BUSY_SECONDS
         while (answer := super().handle_request(request)).status_code == 503 and time.monotonic() < deadline:
             answer.close()
@@ -49,7 +49,7 @@ class Served:
     process: subprocess.Popen[bytes]
     log: Path
     environment: dict[str, str]
-    api: httpx.Client
+    api: httpx2.Client
 
     @property
     def logs(self) -> list[Path]:
@@ -63,7 +63,7 @@ class Served:
         answer.raise_for_status()
         return answer.json()["id"]
 
-    def request(self, deployment: str, **parameters: Any) -> httpx.Response:
+    def request(self, deployment: str, **parameters: Any) -> httpx2.Response:
         """What the API answers to a new flow run with these parameters."""
         known = self.get(f"/deployments/name/{deployment}")
         return self.api.post(f"/deployments/{known['id']}/create_flow_run", json={"parameters": parameters})
@@ -137,7 +137,7 @@ def serving(storage: Path, **environment: str) -> Iterator[Served]:
     with starting(storage, **environment) as served:
 
         def is_serving() -> bool:
-            return _has_deployments(served) and httpx.get(f"{served.mlflow_url}/health", timeout=5).is_success
+            return _has_deployments(served) and httpx2.get(f"{served.mlflow_url}/health", timeout=5).is_success
 
         _wait(served.process, served.log, is_serving)
         yield served
@@ -170,7 +170,7 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
             command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
         )
     try:
-        _wait(process, log, lambda: httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).is_success)
+        _wait(process, log, lambda: httpx2.get(f"http://127.0.0.1:{port}/health", timeout=5).is_success)
         yield process
     finally:
         kill_group(process)
@@ -195,7 +195,7 @@ def vllm_serve(folder: Path, port: int, log: Path, max_model_len: int = 32) -> I
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait(process, log, lambda: httpx.get(f"{url}/health", timeout=5).is_success)
+        _wait(process, log, lambda: httpx2.get(f"{url}/health", timeout=5).is_success)
         yield url
     finally:
         kill_group(process)
@@ -275,7 +275,7 @@ def _running(command: list[str], ports: list[int], storage: Path, further: dict[
         )
     environment["PREFECT_API_URL"] = f"{prefect_url}/api"
     try:
-        with httpx.Client(base_url=f"{prefect_url}/api", timeout=60, transport=Patient()) as api:
+        with httpx2.Client(base_url=f"{prefect_url}/api", timeout=60, transport=Patient()) as api:
             yield Served(prefect_url, mlflow_url, storage, process, log, environment, api)
     finally:
         process.terminate()
@@ -294,7 +294,7 @@ def hear_ctrl_c() -> None:
 def _wait(process: subprocess.Popen[bytes] | psutil.Popen, log: Path, is_ready: Callable[[], bool]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
-        with suppress(httpx.HTTPError):
+        with suppress(httpx2.HTTPError):
             if is_ready():
                 return
         time.sleep(0.2)

@@ -147,7 +147,8 @@ def train_base(train: list[Row], held: list[Row]) -> tuple[Qwen2ForCausalLM, Qwe
 
 def build(out: Path, source: str) -> dict[str, float]:
     """Makes everything in a folder beside `out` and renames it, so that an interrupted build leaves `out` as it was."""
-    import pandas as pd
+    import pyarrow as pa
+    import pyarrow.parquet as pq
     from transformers.utils.logging import disable_progress_bar
 
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -156,8 +157,8 @@ def build(out: Path, source: str) -> dict[str, float]:
         new.mkdir()
         disable_progress_bar()
         train, held = make_rows()
-        pd.DataFrame(train).to_parquet(new / "train.parquet", index=False)
-        pd.DataFrame(held).to_parquet(new / "eval.parquet", index=False)
+        pq.write_table(pa.Table.from_pylist(list(train)), new / "train.parquet")
+        pq.write_table(pa.Table.from_pylist(list(held)), new / "eval.parquet")
         model, tokenizer, info = train_base(train, held)
         model.save_pretrained(new / "base")
         tokenizer.save_pretrained(new / "base")

@@ -105,7 +105,7 @@ def teach_reward_model(
             for texts in zip(*(_pair(row, rng) for row in chosen), strict=True)
             for row, text in zip(chosen, texts, strict=True)
         ]
-        inputs = tokenizer.apply_chat_template(
+        inputs: Any = tokenizer.apply_chat_template(
             talks, return_dict=True, return_tensors="pt", padding=True, padding_side="right"
         )
         better, worse = model(**inputs).logits.squeeze(1).chunk(2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from contextlib import suppress
 from datetime import timedelta
+from typing import cast
 
 from prefect.automations import Automation
 from prefect.blocks.webhook import Webhook
@@ -38,7 +39,7 @@ def notify(url: str) -> None:
         ("grpo-promoted", "promotion and rollback of a registered model", promoted, PROMOTED),
     ]:
         with suppress(ObjectNotFound, ValueError):  # none yet
-            Automation.read(name=name).delete()
+            cast(Automation, Automation.read(name=name)).delete()  # a coroutine only where an event loop runs
         Automation(
             name=name,
             description=f"POSTs each {what} to the webhook block {BLOCK}.",

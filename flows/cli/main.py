@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import typer
 from rich.console import Console
@@ -140,7 +140,8 @@ def promote(
             from flows import promotion
 
             with tags(TAG):
-                outcome = promotion.promote(model, version, force, changes)
+                # Prefect answers with the result of the state that the flow returns.
+                outcome = cast(champion.Outcome, promotion.promote(model, version, force, changes))
         else:
             with answering():
                 outcome = champion.promote(model, version, force, changes)

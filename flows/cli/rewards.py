@@ -21,7 +21,7 @@ from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError, RewardError
-from grpo_core.rewards.contract import Reward, resolve
+from grpo_core.rewards.contract import Reward, resolve, resolve_here
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import Batch, score
 from grpo_core.system.libraries import quiet_libraries
@@ -87,7 +87,7 @@ def try_rewards(
 
 def _parameters(name: str) -> tuple[str, str]:
     """The columns that a built-in reward reads, and the arguments that it takes, those with a default last."""
-    reward = resolve(RewardConfig(function=name))
+    reward = resolve_here(RewardConfig(function=name))  # also where its libraries are not installed
     columns = [column for column, kind in reward.columns.items() if kind is not Any]
     required = [column for column in reward.columns if column not in columns]
     parameters = inspect.signature(reward.function).parameters.values()

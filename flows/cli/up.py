@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import httpx2
 import psutil
 import typer
 
@@ -130,8 +130,8 @@ def _end(child: Child) -> None:
 
 
 def _answers(url: str) -> bool:
-    with suppress(OSError), urllib.request.urlopen(url, timeout=5):
-        return True
+    with suppress(httpx2.HTTPError):
+        return httpx2.get(url, timeout=5).is_success
     return False
 
 

@@ -62,7 +62,9 @@ def _section(schema: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]
         name: {**_field(field, sections), "title": name, "position": position}
         for position, (name, field) in enumerate(schema["properties"].items())
     }
-    kept = {key: schema[key] for key in ("type", "description", "required", "additionalProperties") if key in schema}
+    kept: dict[str, Any] = {
+        key: schema[key] for key in ("type", "description", "required", "additionalProperties") if key in schema
+    }
     return {**kept, "properties": fields}
 
 

@@ -48,7 +48,7 @@ def deployments() -> list[RunnerDeployment]:
 def serve() -> None:
     """Run what is triggered, until SIGTERM."""
     # A schedule stays as its user left it: switching it off at the end would need somebody to switch it on again.
-    runner = Runner(pause_on_shutdown=False)
+    runner = _Runner(pause_on_shutdown=False)
     names = []
     for offered in deployments():
         runner.add_deployment(offered)
@@ -59,10 +59,19 @@ def serve() -> None:
         asyncio.run(_run(runner))
 
 
-async def _run(runner: Runner) -> None:
-    loop, running = asyncio.get_running_loop(), asyncio.current_task()
-    # Prefect's own handler raises SystemExit in whatever the event loop is doing, which may end in tracebacks.
-    runner.handle_sigterm = lambda *_: loop.call_soon_threadsafe(running.cancel)
+class _Runner(Runner):
+    """Ends by cancelling the task that serves. Prefect's own handler raises SystemExit in whatever the event loop is
+    doing, which may end in tracebacks."""
+
+    serving: asyncio.Task[None] | None = None
+
+    def handle_sigterm(self, *_: Any, **__: Any) -> None:
+        if self.serving:
+            self.serving.get_loop().call_soon_threadsafe(self.serving.cancel)
+
+
+async def _run(runner: _Runner) -> None:
+    runner.serving = asyncio.current_task()
     logging.getLogger("prefect.runner.process_manager").addFilter(_is_no_process_that_ended_by_itself)
     await runner.start()
 
@@ -74,7 +83,9 @@ def _is_no_process_that_ended_by_itself(record: logging.LogRecord) -> bool:
 
 def _deployment(flow: Flow, tags: list[str], **options: Any) -> RunnerDeployment:
     # By module, so that a flow run finds it whatever folder it starts in.
-    return flow.to_deployment(NAME, tags=tags, entrypoint_type=EntrypointType.MODULE_PATH, **options)
+    made = flow.to_deployment(NAME, tags=tags, entrypoint_type=EntrypointType.MODULE_PATH, **options)
+    assert isinstance(made, RunnerDeployment)  # a coroutine only where an event loop runs
+    return made
 
 
 def _is_known(name: str) -> bool:

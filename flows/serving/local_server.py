@@ -7,7 +7,6 @@ another storage.
 from __future__ import annotations
 
 import atexit
-import http.client
 import os
 import secrets
 import socket
@@ -15,9 +14,7 @@ import ssl
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -162,11 +159,11 @@ def is_ours(url: str, server_id: str) -> bool:
 
 def ask(url: str) -> Answer | None:
     """What the API at this URL says of itself; None if nothing answers."""
+    import httpx2  # here, so that a server that is started is not started later for it
+
     trusted = ssl.create_default_context(cafile=os.environ.get("PREFECT_API_SSL_CERT_FILE"))
-    try:
-        headers = urllib.request.urlopen(f"{url}/health", timeout=5, context=trusted).headers
-    except urllib.error.HTTPError as error:  # it is there, and the client will say what it does not like
-        headers = error.headers
-    except (urllib.error.URLError, OSError, http.client.HTTPException):
+    try:  # an error's status is an answer too: Prefect's client will say what it does not like
+        headers = httpx2.get(f"{url}/health", timeout=5, verify=trusted, follow_redirects=True).headers
+    except (httpx2.HTTPError, httpx2.InvalidURL):
         return None
     return Answer(headers.get(ID_HEADER, ""), urllib.parse.unquote(headers.get(STORAGE_HEADER, "")))

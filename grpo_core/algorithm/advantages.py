@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 STD_EPSILON = 1e-4
@@ -14,16 +15,16 @@ ROUNDING = 1e-12  # relative; rewards closer than this are equal, summed in anot
 
 @dataclass(frozen=True)
 class Advantages:
-    """`advantages` and `rewards` (the weighted sums, NaN where unscorable): (B,); `group_std`: (P,), 0 = no signal."""
+    """Of B completions, the G of each of P prompts in a row."""
 
-    advantages: Tensor
-    rewards: Tensor
-    group_std: Tensor
+    advantages: Float[Tensor, " B"]
+    rewards: Float[Tensor, " B"]  # the weighted sums, NaN where unscorable
+    group_std: Float[Tensor, " P"]  # 0: no signal
 
 
 def group_advantages(
-    reward_matrix: Tensor,  # (B, K), NaN where a function gave None; groups lie in a row
-    weights: Tensor,  # (K,)
+    reward_matrix: Float[Tensor, "B K"],  # NaN where a function gave None; groups lie in a row
+    weights: Float[Tensor, " K"],
     num_generations: int,
     scale_rewards: Literal["group", "batch", "none"] = "group",
     *,
@@ -71,16 +72,18 @@ def group_advantages(
     return Advantages(advantages.flatten().float(), rewards.flatten().float(), group_std.float())
 
 
-def _sum_scored(terms: Tensor) -> Tensor:
+def _sum_scored(terms: Float[Tensor, "*rows N"]) -> Float[Tensor, "*rows"]:
     """Sum over the last dimension of what is not NaN; NaN where all is."""
     return torch.where(terms.isnan().all(-1), torch.nan, terms.nansum(-1))
 
 
-def sample_std(values: Tensor, sizes: Tensor | None = None) -> Tensor:
+def sample_std(
+    values: Float[Tensor, "*rows N"], sizes: Float[Tensor, "*rows N"] | None = None
+) -> Float[Tensor, "*rows"]:
     """Standard deviation (ddof 1) over the last dimension of the entries that are not NaN.
 
     0 when there is one entry or they are equal but for rounding. That error is relative to the terms that the values
-    are sums of; `sizes`, of the same shape, gives the sum of their absolute values where terms may cancel.
+    are sums of; `sizes` gives the sum of their absolute values where terms may cancel.
     """
     missing = values.isnan()
     n = (~missing).sum(-1)

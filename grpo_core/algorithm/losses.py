@@ -3,7 +3,8 @@
 loss = Σ_it weight_it · L_it. The weights carry the whole normalisation of a loss type and follow from the masks alone,
 so that an update may be cut into micro-batches in any way without changing its gradient.
 
-Shapes: B completions, T tokens. ρ is (B, T), or (B, 1) at sequence level; A is (B, 1); m is the completion mask (B, T).
+Shapes: B completions, T tokens. ρ is (B, T), or (B, 1) at sequence level, written "B #T"; A is (B, 1); m is the
+completion mask (B, T).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from grpo_core.config.algorithm import AlgorithmConfig
@@ -29,23 +31,23 @@ ENTROPY_ROUNDING = 1e-5  # nats by which entropies of the same distribution may 
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """Per-token quantities, all (B, T); meaningful where the completion mask is 1."""
+    """Per-token quantities; meaningful where the completion mask is 1."""
 
-    loss: Tensor  # with beta·KL
-    metrics: dict[str, Tensor]  # detached; to be logged as means over tokens
-    correction: Tensor | None  # detached; the sampling correction
+    loss: Float[Tensor, "B T"]  # with beta·KL
+    metrics: dict[str, Float[Tensor, "B T"]]  # detached; to be logged as means over tokens
+    correction: Float[Tensor, "B T"] | None  # detached; the sampling correction
 
 
 def token_losses(
-    logprobs: Tensor,  # (B, T)
-    old_logprobs: Tensor,  # (B, T)
-    mask: Tensor,  # (B, T), 1 on completion tokens
-    advantages: Tensor,  # (B,)
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    mask: Float[Tensor, "B T"],  # 1 on completion tokens
+    advantages: Float[Tensor, " B"],
     config: AlgorithmConfig,
     *,
-    sampling_logprobs: Tensor | None = None,  # (B, T), as the rollout engine has them
-    ref_logprobs: Tensor | None = None,  # (B, T)
-    keep: Tensor | None = None,  # (B, T), 0 where a token's policy term is left out
+    sampling_logprobs: Float[Tensor, "B T"] | None = None,  # as the rollout engine has them
+    ref_logprobs: Float[Tensor, "B T"] | None = None,
+    keep: Float[Tensor, "B T"] | None = None,  # 0 where a token's policy term is left out
 ) -> TokenLosses:
     """L = policy term of the loss type · off-policy mask · keep · sampling correction + β·KL.
 
@@ -98,8 +100,10 @@ def token_losses(
     )
 
 
-def importance_ratio(log_ratio: Tensor, mask: Tensor, level: Literal["token", "sequence"]) -> Tensor:
-    """ρ = exp(logp − logp_old): of each token (B, T), or the geometric mean over the completion's tokens (B, 1).
+def importance_ratio(
+    log_ratio: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], level: Literal["token", "sequence"]
+) -> Float[Tensor, " B #T"]:
+    """ρ = exp(logp − logp_old): of each token, or the geometric mean over the completion's tokens.
 
     `log_ratio` is 0 outside the mask. The sequence level is GSPO's (arXiv:2507.18071).
     """
@@ -109,9 +113,13 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: Literal["token", "s
 
 
 def clipped_loss(
-    ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high: float, delta: float | None = None
-) -> Tensor:
-    """L = −min(min(ρ, δ)·A, clip(ρ, 1 − ε, 1 + ε_high)·A), shape of ρ: PPO-clip as in GRPO (arXiv:2402.03300).
+    ratio: Float[Tensor, " B #T"],
+    advantage: Float[Tensor, "B 1"],
+    epsilon: float,
+    epsilon_high: float,
+    delta: float | None = None,
+) -> Float[Tensor, " B #T"]:
+    """L = −min(min(ρ, δ)·A, clip(ρ, 1 − ε, 1 + ε_high)·A): PPO-clip as in GRPO (arXiv:2402.03300).
 
     ε_high > ε is DAPO's clip-higher (arXiv:2503.14476). δ bounds the term where A < 0, which the clip leaves free
     (INTELLECT-2, arXiv:2505.07291). bnpo, dr_grpo, dapo and luspo differ in `token_weights` alone.
@@ -122,13 +130,17 @@ def clipped_loss(
     return -torch.minimum(ratio * advantage, clipped)
 
 
-def cispo_loss(logprobs: Tensor, ratio: Tensor, advantage: Tensor, bound: float) -> Tensor:
-    """L = −sg[min(ρ, ε_high)]·A·logp, (B, T): every token keeps a gradient (MiniMax-M1, arXiv:2506.13585)."""
+def cispo_loss(
+    logprobs: Float[Tensor, "B T"], ratio: Float[Tensor, " B #T"], advantage: Float[Tensor, "B 1"], bound: float
+) -> Float[Tensor, "B T"]:
+    """L = −sg[min(ρ, ε_high)]·A·logp: every token keeps a gradient (MiniMax-M1, arXiv:2506.13585)."""
     return -ratio.detach().clamp(max=bound) * advantage * logprobs
 
 
-def sapo_loss(ratio: Tensor, advantage: Tensor, temperature_pos: float, temperature_neg: float) -> Tensor:
-    """L = −sigmoid(τ(ρ − 1))·4/τ·A, shape of ρ; τ follows the sign of A (SAPO, arXiv:2511.20347).
+def sapo_loss(
+    ratio: Float[Tensor, " B #T"], advantage: Float[Tensor, "B 1"], temperature_pos: float, temperature_neg: float
+) -> Float[Tensor, " B #T"]:
+    """L = −sigmoid(τ(ρ − 1))·4/τ·A; τ follows the sign of A (SAPO, arXiv:2511.20347).
 
     Where ρ = 1 the gradient is that of ρ·A; it fades smoothly on both sides instead of being clipped.
     """
@@ -138,9 +150,13 @@ def sapo_loss(ratio: Tensor, advantage: Tensor, temperature_pos: float, temperat
 
 @torch.no_grad()
 def vespo_weight(
-    log_ratio: Tensor, mask: Tensor, advantage: Tensor, correction: Tensor | None, config: AlgorithmConfig
-) -> Tensor:
-    """φ(w) = w^k · exp(λ(1 − w)), (B, 1), with one (k, λ) for A ≥ 0 and one for A < 0 (VESPO, arXiv:2602.10693).
+    log_ratio: Float[Tensor, "B T"],
+    mask: Float[Tensor, "B T"],
+    advantage: Float[Tensor, "B 1"],
+    correction: Float[Tensor, " B #T"] | None,
+    config: AlgorithmConfig,
+) -> Float[Tensor, "B 1"]:
+    """φ(w) = w^k · exp(λ(1 − w)), with one (k, λ) for A ≥ 0 and one for A < 0 (VESPO, arXiv:2602.10693).
 
     w = Π_t ρ_t · correction_t is the weight of the whole completion against the engine that sampled it. The loss is
     −sg[φ]·A·logp. Logarithms are clamped, so that a token whose correction is 0 multiplies w by 1e-8.
@@ -156,9 +172,12 @@ def vespo_weight(
 
 @torch.no_grad()
 def sampling_correction(
-    old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, config: AlgorithmConfig
-) -> Tensor:
-    """exp(logp_old − logp_sampling) of each token (B, T), or of the completion's sum (B, 1) in the sequence modes.
+    old_logprobs: Float[Tensor, "B T"],
+    sampling_logprobs: Float[Tensor, "B T"],
+    mask: Float[Tensor, "B T"],
+    config: AlgorithmConfig,
+) -> Float[Tensor, " B #T"]:
+    """exp(logp_old − logp_sampling) of each token, or of the completion's sum in the sequence modes.
 
     Outside [clip_min, clip_max] it is clamped (truncate) or 0 (mask). Outside the completion mask the difference is 0.
     """
@@ -174,15 +193,24 @@ def sampling_correction(
 
 @torch.no_grad()
 def off_policy_mask(
-    logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, advantage: Tensor, threshold: float
-) -> Tensor:
-    """1 where A ≥ 0 or mean_t(logp_sampling − logp) ≤ threshold, else 0, (B, 1) (DeepSeek-V3.2, arXiv:2512.02556)."""
+    logprobs: Float[Tensor, "B T"],
+    sampling_logprobs: Float[Tensor, "B T"],
+    mask: Float[Tensor, "B T"],
+    advantage: Float[Tensor, "B 1"],
+    threshold: float,
+) -> Float[Tensor, "B 1"]:
+    """1 where A ≥ 0 or mean_t(logp_sampling − logp) ≤ threshold, else 0 (DeepSeek-V3.2, arXiv:2512.02556)."""
     drift = ((sampling_logprobs - logprobs) * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(1)
     return ((advantage >= 0) | (drift <= threshold)).to(logprobs.dtype)
 
 
-def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ratio: Tensor | None) -> Tensor:
-    """KL estimate k3 = exp(d) − d − 1, d = logp_ref − logp, (B, T); 0 outside the mask.
+def kl_to_reference(
+    logprobs: Float[Tensor, "B T"],
+    ref_logprobs: Float[Tensor, "B T"],
+    mask: Float[Tensor, "B T"],
+    ratio: Float[Tensor, " B #T"] | None,
+) -> Float[Tensor, "B T"]:
+    """KL estimate k3 = exp(d) − d − 1, d = logp_ref − logp; 0 outside the mask.
 
     Times ρ, where given, its gradient is unbiased off-policy too (DeepSeek-V3.2, arXiv:2512.02556).
     """
@@ -191,8 +219,8 @@ def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ratio:
     return kl if ratio is None else kl * ratio
 
 
-def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """1 on the valid tokens whose entropy is at least the (1 − share) quantile of all valid tokens', (B, T).
+def top_entropy_mask(entropy: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], share: float) -> Float[Tensor, "B T"]:
+    """1 on the valid tokens whose entropy is at least the (1 − share) quantile of all valid tokens'.
 
     Beyond the 80/20 Rule (arXiv:2506.01939): the tokens at which a completion forks carry the learning. The quantile
     is interpolated linearly; ties with it are kept. Entropies that are equal except for rounding count as ties:
@@ -208,15 +236,15 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
 
 def token_weights(
     loss_type: LossType,
-    mask: Tensor,  # (B, T), the rows of one process's micro-step
+    mask: Float[Tensor, "B T"],  # the rows of one process's micro-step
     *,
     micro_steps: int,
     rollout_tokens: int,
     steps_per_generation: int,
     num_processes: int,
     max_completion_length: int,
-) -> Tensor:
-    """Weight of each token's loss in the process's scalar; the gradient is then averaged over the processes. (B, T)
+) -> Float[Tensor, "B T"]:
+    """Weight of each token's loss in the process's scalar; the gradient is then averaged over the processes.
 
     grpo, sapo          1 / (length of the completion · B · micro-steps in the update)
     bnpo                1 / (valid tokens of the micro-step · micro-steps)

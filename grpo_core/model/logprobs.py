@@ -9,18 +9,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from grpo_core.config.fixed_sizes import CHUNK_LOGITS, KEPT_LOGITS
 
 
 def chosen_logprobs(
-    hidden: Tensor,  # (N, h)
-    weight: Tensor,  # (V, h)
-    targets: Tensor,  # (N,)
+    hidden: Float[Tensor, "N h"],
+    weight: Float[Tensor, "V h"],
+    targets: Int[Tensor, " N"],
     temperature: float,
-) -> tuple[Tensor, Tensor]:
-    """logp = z_t − log Σ_j exp z_j and the entropy H = −Σ_j p_j log p_j of z = h Wᵀ / temperature. 2 × (N,) float32
+) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
+    """logp = z_t − log Σ_j exp z_j and the entropy H = −Σ_j p_j log p_j of z = h Wᵀ / temperature.
 
     The products have the dtype of `hidden`.
     """
@@ -29,12 +30,12 @@ def chosen_logprobs(
 
 @torch.no_grad()
 def divergence(
-    hidden: Tensor,  # (N, h)
-    weight: Tensor,  # (V, h)
-    other_hidden: Tensor,  # (N, h')
-    other_weight: Tensor,  # (V, h')
-) -> Tensor:
-    """KL(p ‖ q) = Σ_j p_j (log p_j − log q_j), where p = softmax(h Wᵀ) and q that of the other. (N,) float32"""
+    hidden: Float[Tensor, "N h"],
+    weight: Float[Tensor, "V h"],
+    other_hidden: Float[Tensor, "N other_h"],
+    other_weight: Float[Tensor, "V other_h"],
+) -> Float32[Tensor, " N"]:
+    """KL(p ‖ q) = Σ_j p_j (log p_j − log q_j), where p = softmax(h Wᵀ) and q that of the other."""
     kl = torch.empty(len(hidden), device=hidden.device)
     for part in _chunks(len(hidden), len(weight)):
         log_p = _log_softmax(hidden[part], weight, 1.0)
@@ -42,8 +43,8 @@ def divergence(
     return kl
 
 
-def kl_of_logs(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Σ_j p_j (log p_j − log q_j); where p_j = 0 its term is 0. (N, V) → (N,)"""
+def kl_of_logs(log_p: Float[Tensor, "N V"], log_q: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
+    """Σ_j p_j (log p_j − log q_j); where p_j = 0 its term is 0."""
     p = log_p.exp()
     return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
 
@@ -52,7 +53,13 @@ class _ChosenLogprobs(torch.autograd.Function):
     """Backward: ∂logp/∂z_j = [j = t] − p_j and ∂H/∂z_j = −p_j (log p_j + H)."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Any:
+    def forward(
+        ctx: Any,
+        hidden: Float[Tensor, "N h"],
+        weight: Float[Tensor, "V h"],
+        targets: Int[Tensor, " N"],
+        temperature: float,
+    ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
         ctx.set_materialize_grads(False)
         keep = any(ctx.needs_input_grad) and len(targets) * len(weight) <= KEPT_LOGITS
         logprobs, entropy = torch.empty(2, len(targets), device=hidden.device)
@@ -69,7 +76,9 @@ class _ChosenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(
+        ctx: Any, grad_logprobs: Float32[Tensor, " N"] | None, grad_entropy: Float32[Tensor, " N"] | None
+    ) -> tuple[Float[Tensor, "N h"], Float[Tensor, "V h"] | None, None, None]:
         hidden, weight, targets, entropy, *kept = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         if ctx.needs_input_grad[1]:
@@ -90,7 +99,9 @@ class _ChosenLogprobs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def _log_softmax(
+    hidden: Float[Tensor, "N h"], weight: Float[Tensor, "V h"], temperature: float
+) -> Float32[Tensor, "N V"]:
     logits = (hidden @ weight.T).float()
     return logits.div_(temperature).log_softmax(-1)
 

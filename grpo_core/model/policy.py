@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from jaxtyping import Float32, Int
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -19,7 +20,9 @@ from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
 
 
-def _of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _of_logits(
+    logits: Float32[Tensor, "N V"], targets: Int[Tensor, " N"]
+) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
     log_p = logits.log_softmax(-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
@@ -60,8 +63,10 @@ class Policy(nn.Module):
                 )
             self.recompute(len(self.recomputable))
 
-    def forward(self, sequences: Sequences, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probability of each completion token, at the sampling temperature, and the entropy there. 2 × (B, T)
+    def forward(
+        self, sequences: Sequences, *, entropy_gradient: bool = False
+    ) -> tuple[Float32[Tensor, "B T"], Float32[Tensor, "B T"]]:
+        """Log-probability of each completion token, at the sampling temperature, and the entropy there.
 
         float32 whatever the model's dtype; 0 past a completion's end. The entropy has a gradient only when asked to.
         """

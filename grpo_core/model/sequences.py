@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor, nn
 
 
@@ -17,15 +18,15 @@ def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Prompts and completions joined, right-padded: causal attention needs no mask. Log-probabilities are (B, T).
+    """B prompts and completions joined, right-padded: causal attention needs no mask. Log-probabilities are (B, T).
 
     On the CPU; the policy takes what it needs to its device.
     """
 
-    input_ids: Tensor  # (B, L) int64
-    prompt_lengths: Tensor  # (B,) int64
-    completion_lengths: Tensor  # (B,) int64; their largest is T
-    prompt_of: Tensor  # (B,) int64; rows with the same number have the same prompt
+    input_ids: Int64[Tensor, "B L"]
+    prompt_lengths: Int64[Tensor, " B"]
+    completion_lengths: Int64[Tensor, " B"]  # their largest is T
+    prompt_of: Int64[Tensor, " B"]  # rows with the same number have the same prompt
 
     @property
     def lengths(self) -> Tensor:

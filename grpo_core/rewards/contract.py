@@ -13,7 +13,7 @@ an asynchronous function should be `async def` itself: one that is not, and retu
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import inspect
 import sys
 import types
@@ -27,7 +27,7 @@ from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
 from grpo_core.rewards.isolated import RewardProcess, kind_of
 from grpo_core.rewards.modules import check_source, missing, not_defined, searched
-from grpo_core.rewards.registry import BUILTIN
+from grpo_core.rewards.registry import BUILTIN, EXTRAS
 from grpo_core.rewards.types import Range, RewardFunction
 
 ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -57,6 +57,7 @@ def resolve(config: RewardConfig) -> Reward:
 
     An isolated one is imported by its own process only.
     """
+    _check_extra(config)
     if not config.isolated:
         return resolve_here(config)
     process = RewardProcess(config)
@@ -129,8 +130,20 @@ def files_here(config: RewardConfig) -> list[str]:
 
 def check(config: RewardConfig) -> None:
     """RewardError when there is no such reward, as far as that can be told without running its module."""
-    if not is_builtin(config.function):
+    if is_builtin(config.function):
+        _check_extra(config)
+    else:
         check_source(config.function)
+
+
+def _check_extra(config: RewardConfig) -> None:
+    """Raises RewardError if libraries that a built-in reward stands on are not installed."""
+    extra, modules = EXTRAS.get(config.function, ("", ()))
+    if absent := [module for module in modules if importlib.util.find_spec(module) is None]:
+        raise RewardError(
+            f"reward {config.name!r} needs {' and '.join(absent)}, not installed here: "
+            f"pip install 'grpo-flows[{extra}]'"
+        )
 
 
 def is_builtin(function: str) -> bool:

@@ -28,6 +28,15 @@ OPERATIONAL: Mapping[str, frozenset[str]] = {
     "judge": judge.OPERATIONAL,
 }
 
+# Rewards that stand on libraries of an extra of this package: the extra, and the modules that they import.
+EXTRAS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "math_answer": ("rewards", ("math_verify", "sympy")),
+    "json_schema": ("rewards", ("jsonschema", "referencing")),
+    "language": ("rewards", ("py3langid",)),
+    "rouge": ("rewards", ("rouge_score",)),
+    "judge": ("judge", ("certifi", "openai")),
+}
+
 # Columns whose values a reward cannot take all of: what is wrong with one of them, "" if nothing is.
 VALUE_PROBLEMS: Mapping[Any, Mapping[str, Callable[[str], str]]] = {
     structured.json_schema: {"schema": structured.schema_problem},

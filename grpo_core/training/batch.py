@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from grpo_core.algorithm.losses import LossType, token_weights
@@ -26,14 +27,14 @@ class MicroBatch:
     """Input of forward and backward passes. The rows of every tensor are the same completions."""
 
     sequences: Sequences
-    mask: Tensor  # (B, T)
-    weights: Tensor  # (B, T), see losses.token_weights
-    advantages: Tensor  # (B,)
-    sampling_logprobs: Tensor  # (B, T)
-    old_logprobs: Tensor | None  # (B, T)
-    ref_logprobs: Tensor | None  # (B, T)
-    keep: Tensor | None  # (B, T) see losses.top_entropy_mask
-    entropy_weights: Tensor  # (B, T) of the entropy bonus: its mean over the tokens that are kept
+    mask: Float[Tensor, "B T"]
+    weights: Float[Tensor, "B T"]  # see losses.token_weights
+    advantages: Float[Tensor, " B"]
+    sampling_logprobs: Float[Tensor, "B T"]
+    old_logprobs: Float[Tensor, "B T"] | None
+    ref_logprobs: Float[Tensor, "B T"] | None
+    keep: Float[Tensor, "B T"] | None  # see losses.top_entropy_mask
+    entropy_weights: Float[Tensor, "B T"]  # of the entropy bonus: its mean over the tokens that are kept
 
     def to(self, device: torch.device) -> MicroBatch:
         """Moved to a device, except the sequences, whose lengths are read on the CPU."""

@@ -86,7 +86,7 @@ def may_fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:
     """
     size = _bytes(prompts)
     fits = pl.repeat(True, len(prompts), eager=True)
-    if room is None or prompts.is_empty() or size.max() <= room:
+    if room is None or prompts.is_empty() or (size <= room).all():
         return fits
     longest = max(len(token.encode()) for token in tokenizer.get_vocab())
     most = room * longest * SHRINKAGE if _keeps_every_byte(tokenizer) else max(GIANT, room * BYTES_PER_TOKEN)

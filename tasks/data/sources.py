@@ -81,8 +81,8 @@ def without_unstorable(frame: pl.DataFrame) -> pl.DataFrame:
     return frame.select(name for name, kind in frame.schema.items() if not is_unstorable(kind))
 
 
-def is_unstorable(kind: pl.DataType) -> bool:
-    """Whether Parquet has no type for a column's values."""
+def is_unstorable(kind: object) -> bool:
+    """Whether Parquet has no type for the values of a column of this Polars type."""
     if isinstance(kind, (pl.List, pl.Array)):
         return is_unstorable(kind.inner)
     if isinstance(kind, pl.Struct):

@@ -48,7 +48,12 @@ def run_process(
     ) as process:
         assert process.stdout is not None
         late = threading.Event()
-        timer = threading.Timer(limit, lambda: (late.set(), process.terminate()))
+
+        def end() -> None:
+            late.set()
+            process.terminate()
+
+        timer = threading.Timer(limit, end)
         timer.daemon = True
         timer.start()
         try:

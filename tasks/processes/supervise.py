@@ -34,9 +34,14 @@ async def supervise(command: list[str], grace: float, from_guard: int) -> int:
     told_to_stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
+
+    def stop_at_end(pipe: int) -> None:
+        if not os.read(pipe, 4096):
+            told_to_stop.set()
+
     pipes = [from_guard, *([0] if stat.S_ISFIFO(os.fstat(0).st_mode) else [])]  # a terminal's end says nothing
     for pipe in pipes:
-        loop.add_reader(pipe, lambda pipe=pipe: os.read(pipe, 4096) or told_to_stop.set())
+        loop.add_reader(pipe, stop_at_end, pipe)
     child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
     exited = asyncio.create_task(child.wait())
     stopped = asyncio.create_task(told_to_stop.wait())

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
+
+import httpx2
 
 from grpo_core.config.run import RunConfig
 from grpo_core.rollout.vllm.serve import ADDRESSES
@@ -24,7 +25,6 @@ from tasks.stages.stage import Context, StageError
 
 POLL_SECONDS = 0.5
 PAUSE_SECONDS = 2.0  # before a server that died is started again
-NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has its own 127.0.0.1
 
 
 @contextmanager
@@ -110,10 +110,10 @@ class _Server:
 
     def _is_up(self) -> bool:
         try:
-            with NO_PROXY.open(f"{self.url}/health", timeout=5) as answer:
-                return answer.status == 200
-        except OSError:
+            answer = httpx2.get(f"{self.url}/health", timeout=5, trust_env=False)  # a proxy has its own 127.0.0.1
+        except httpx2.HTTPError:
             return False
+        return answer.status_code == 200
 
 
 def _devices(config: RunConfig) -> list[dict[str, str]]:

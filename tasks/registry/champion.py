@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -340,7 +341,7 @@ def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
     there: set[str] = set()
     if run_id and folder:
         for parent in (folder, f"{folder}/evaluation"):
-            listed = _if_there(lambda parent=parent: client.list_artifacts(run_id, parent))  # None: the run is gone
+            listed = _if_there(partial(client.list_artifacts, run_id, parent))  # None: the run is gone
             there |= {it.path for it in listed or []}
     missing = [name for name in RECORDED if f"{folder}/{name}" not in there]
     if missing:

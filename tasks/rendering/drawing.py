@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ PAGE_COLOURS = {  # in a page: variables of its style sheet, so that they follow
     GREY: "var(--grey)",
     RED: "var(--red)",
 }
-STYLE = {
+STYLE: dict[Any, Any] = {  # for matplotlib, whose keys are literals to a type checker
     "font.size": 9,
     "text.parse_math": False,  # "$5 to $10" is what a category may be called
     "axes.titlesize": 10,
@@ -153,7 +153,7 @@ def draw_curves(rows: Sequence[Row]) -> bytes:
     return png((9, 5.6), draw)
 
 
-def draw_lengths(lengths: Mapping[str, Sequence[int]], room: Mapping[str, int | None]) -> bytes:
+def draw_lengths(lengths: Mapping[str, Collection[float]], room: Mapping[str, int | None]) -> bytes:
     """Histogram of the prompt lengths, one panel a dataset, with the most that a prompt may have where it is near."""
     rows = -(-len(lengths) // 2)
 
@@ -174,7 +174,7 @@ def draw_lengths(lengths: Mapping[str, Sequence[int]], room: Mapping[str, int | 
     return png((7, 2.6 * rows), draw)
 
 
-def histogram(axes: Any, values: Mapping[str, Sequence[int]], colours: Sequence[str]) -> None:
+def histogram(axes: Any, values: Mapping[str, Collection[float]], colours: Sequence[str]) -> None:
     """Of whole numbers, all in the same bins, beside each other."""
     from matplotlib.ticker import MaxNLocator
 
@@ -224,7 +224,7 @@ def forest(
     legend_above(axes, len(policies))
 
 
-def stacked(axes: Any, x: Sequence[float], parts: Mapping[str, Sequence[float]]) -> None:
+def stacked(axes: Any, x: Sequence[float], parts: Mapping[str, Collection[float]]) -> None:
     """Areas on top of each other, the first at the bottom."""
     edges, heights = np.array(x), np.array([*parts.values()])  # (N,), (K, N)
     size = -(-len(edges) // MOST_POINTS)

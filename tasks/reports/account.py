@@ -154,12 +154,16 @@ def time_spent(record: Record, seconds: float) -> Section:
     rows.append(("evaluate", seconds))
     total = sum(value for _, value in rows)
     table = [[name, figures.duration(value), figures.percent(value / total)] for name, value in rows]
-    chart = drawing.svg(lambda axes: (drawing.stacked(axes, steps, parts), axes.set(ylabel="seconds")))
+
+    def draw(axes: Any) -> None:
+        drawing.stacked(axes, steps, parts)
+        axes.set(ylabel="seconds")
+
     tokens = record.metrics[-1]["num_tokens"] / in_updates
     return Section(
         "Where the time went",
         f"{figures.duration(total)} in all; {tokens:,.0f} tokens a second while training, prompts and completions.",
-        charts=[Chart("Seconds an update", chart)],
+        charts=[Chart("Seconds an update", drawing.svg(draw))],
         tables=[Table(["stage", "time", "share"], table)],
     )
 

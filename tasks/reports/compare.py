@@ -12,7 +12,7 @@ import numpy as np
 from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.evaluation.outcomes import bounds_of, outcomes, per_prompt, prompt_numbers
-from grpo_core.evaluation.statistics import paired_difference
+from grpo_core.evaluation.statistics import Difference, paired_difference
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import series
 from tasks.rendering.page import Cell, Chart, Section, Table, Verdict, render
@@ -75,18 +75,13 @@ def paired_with_first(records: Records, name: str) -> dict[str, Paired]:
 def _pair(first: Record, other: Record, name: str) -> Paired:
     if first.evaluation["key"] != other.evaluation["key"]:
         return Paired({}, _what_differs(first, other))
-    return Paired(
-        {
-            metric: asdict(
-                paired_difference(
-                    *(_outcomes(it, name, metric) for it in (first, other)),
-                    first.config.evaluation.confidence,
-                    bounds_of(metric, first.config),
-                )
-            )
-            for metric in PAIRED
-        }
-    )
+    confidence = first.config.evaluation.confidence
+
+    def difference(metric: str) -> Difference:
+        before, after = _outcomes(first, name, metric), _outcomes(other, name, metric)
+        return paired_difference(before, after, confidence, bounds_of(metric, first.config))
+
+    return Paired({metric: asdict(difference(metric)) for metric in PAIRED})
 
 
 def _outcomes(record: Record, name: str, metric: str) -> np.ndarray:
@@ -206,7 +201,10 @@ def comparison_page(records: Records) -> str:
     first, *_ = records
     made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
     return render(
-        " · ".join(records), f"compared with {first} · {made}", _verdicts(records), [parameters, *evaluations, training]
+        " · ".join(records),
+        f"compared with {first} · {made}",
+        [*_verdicts(records)],
+        [parameters, *evaluations, training],
     )
 
 

@@ -27,7 +27,7 @@ def count_findings(findings: pl.DataFrame, checks: Mapping[str, str]) -> list[di
     return [{**row, "severity": checks[row["check"]], "rule": RULES[row["check"]]} for row in counts.to_dicts()]
 
 
-def length_figures(lengths: Mapping[str, pl.Series], frames: Mapping[str, pl.DataFrame]) -> dict[str, dict[str, float]]:
+def length_figures(lengths: Mapping[str, pl.Series], frames: Mapping[str, pl.DataFrame]) -> dict[str, dict[str, Any]]:
     """Tokens of the prompts: mean, median, 95th percentile and maximum of those that were tokenized."""
     return {
         name: {

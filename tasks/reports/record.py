@@ -107,7 +107,7 @@ def _tracked(reference: str) -> tuple[str, str | None] | None:
             found = client.get_model_version(model, version)
         else:
             return client.get_run(reference).info.run_id, None
-        return found.run_id, found.tags.get(RECORD)
+        return (found.run_id, found.tags.get(RECORD)) if found.run_id else None
     except mlflow.MlflowException:
         return None
 

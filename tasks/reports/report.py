@@ -38,7 +38,9 @@ def write_report(
 ) -> None:
     """Write report.html of a run into `folder`, which has the samples.parquet of this `evaluation`."""
     record = read_record(run, evaluation=folder)
-    write_text(folder / PAGE, report_page(replace(record, evaluation=evaluation), seconds, keys, mlflow_run, commit))
+    write_text(
+        folder / PAGE, report_page(replace(record, evaluation=dict(evaluation)), seconds, keys, mlflow_run, commit)
+    )
 
 
 def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_run: str, commit: str) -> str:

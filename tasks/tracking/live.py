@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 from prefect.artifacts import (
@@ -120,7 +120,7 @@ class Live:
     def __init__(self, metrics: Path, plan: Plan, log: Any):
         self.figures, self.plan, self.log = Figures(metrics), plan, log
         self.rows: deque[Row] = deque(maxlen=ROWS + 1)  # the row before gives the tokens of the first
-        self.progress: UUID = create_progress_artifact(0.0, key="training-progress", description="starting")
+        self.progress = _id(create_progress_artifact(0.0, key="training-progress", description="starting"))
         self.table: UUID | None = None
         self.shown = time.monotonic()
 
@@ -150,10 +150,15 @@ class Live:
         percent = 100.0 * rows[-1]["step"] / self.plan.max_steps
         update_progress_artifact(self.progress, percent, description=done + left)
         if self.table is None:
-            self.table = create_table_artifact(table, key="training-live", description="The newest updates")
+            self.table = _id(create_table_artifact(table, key="training-live", description="The newest updates"))
             return
         with get_client(sync_client=True) as client:
             client.update_artifact(self.table, ArtifactUpdate(data=json.dumps(table)))
+
+
+def _id(made: object) -> UUID:
+    """What Prefect's functions return here; to a type checker it may be a coroutine."""
+    return cast(UUID, made)
 
 
 def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -258,7 +258,7 @@ def test_a_prefect_server_killed_in_mid_training_and_started_again_finds_the_run
         before.process.wait()
         (inputs / "hold").write_text("6")
         _until_still(before, "server-killed", 6, run_id)
-        with prefect_server(tmp_path, httpx.URL(before.prefect_url).port, **environment) as after:
+        with prefect_server(tmp_path, httpx2.URL(before.prefect_url).port, **environment) as after:
             (inputs / "hold").unlink()
             _until(lambda: after.get(f"/flow_runs/{run_id}")["state_type"] == "COMPLETED", after, run_id)
             assert after.tasks(run_id, 5) == [(stage, "Completed") for stage in STAGES]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
-import httpx
+import httpx2
 import psycopg2
 import pytest
 from mlflow import set_tracking_uri
@@ -88,10 +88,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         }
         command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth"]
         process = stack.enter_context(_process(command, folder / "mlflow.log", mlflow_environment))
-        _until(lambda: httpx.get(f"{mlflow_url}/health").is_success, process, folder / "mlflow.log")
+        _until(lambda: httpx2.get(f"{mlflow_url}/health").is_success, process, folder / "mlflow.log")
         user = {"username": "grpo", "password": WORD}
         create = f"{mlflow_url}/api/2.0/mlflow/users/create"
-        httpx.post(create, json=user, auth=("admin", WORD), timeout=DEADLINE).raise_for_status()
+        httpx2.post(create, json=user, auth=("admin", WORD), timeout=DEADLINE).raise_for_status()
         worker = {
             **_documented("docs/how-to/servers/worker.env"),
             "PREFECT_API_URL": f"{prefect.prefect_url}/api",
@@ -184,7 +184,7 @@ def test_who_has_no_password_is_refused(servers: Servers, registered: Path) -> N
             ("GET", f"{servers.mlflow_url}/api/2.0/mlflow/runs/get?run_id={model}"),
             ("GET", f"{servers.mlflow_url}/api/2.0/mlflow-artifacts/artifacts"),
         ]:
-            assert httpx.request(method, url, auth=auth, timeout=DEADLINE).status_code == 401, url
+            assert httpx2.request(method, url, auth=auth, timeout=DEADLINE).status_code == 401, url
 
 
 def test_only_prefects_own_page_may_call_its_api_from_a_browser(servers: Servers) -> None:
@@ -290,7 +290,7 @@ def _process(
 def _until(is_ready: Callable[[], Any], process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + DEADLINE
     while process.poll() is None and time.monotonic() < deadline:
-        with suppress(httpx.HTTPError, psycopg2.OperationalError):
+        with suppress(httpx2.HTTPError, psycopg2.OperationalError):
             if is_ready():
                 return
         time.sleep(0.2)
@@ -366,7 +366,7 @@ def _bucket(url: str, log: Path) -> Iterator[None]:
     """An S3 server (moto) with the bucket of the documented environment."""
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", url.rpartition(":")[2]]
     with _process(command, log, BUCKET_KEY) as process:
-        _until(lambda: httpx.get(url).is_success, process, log)
+        _until(lambda: httpx2.get(url).is_success, process, log)
         _s3(url).create_bucket(Bucket="grpo-artifacts")
         yield
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from prefect.flows import load_flow_from_entrypoint
 
@@ -164,7 +164,7 @@ def test_a_foreign_page_changes_nothing_in_prefect_and_reads_nothing(deployed: S
         assert _websocket_status(deployed, name, sent) == 403
     if "document" not in sent.values():  # a link that somebody follows
         for url in (f"{deployed.prefect_url}/api{path}", deployed.prefect_url):
-            assert httpx.get(url, headers=sent).status_code == 403
+            assert httpx2.get(url, headers=sent).status_code == 403
     assert deployed.get("/deployments/name/pipeline/cpu") == before
     assert not deployed.filter("flow_runs", deployments={"id": {"any_": [before["id"]]}})
 
@@ -192,14 +192,14 @@ def test_a_server_says_over_which_storage_it_is(server: Served) -> None:
 
 def test_a_link_from_elsewhere_opens_prefects_page(server: Served) -> None:
     followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "document", "Sec-Fetch-Mode": "navigate"}
-    assert httpx.get(f"{server.prefect_url}/runs", headers=followed).status_code == 200
+    assert httpx2.get(f"{server.prefect_url}/runs", headers=followed).status_code == 200
 
 
 def _websocket_status(server: Served, name: str, headers: dict[str, str]) -> int:
     """Status that the server answers to a websocket's handshake; 101: open."""
     handshake = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
     handshake["Sec-WebSocket-Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
-    with httpx.stream("GET", f"{server.prefect_url}/api/{name}", headers={**handshake, **headers}) as answer:
+    with httpx2.stream("GET", f"{server.prefect_url}/api/{name}", headers={**handshake, **headers}) as answer:
         return answer.status_code
 
 

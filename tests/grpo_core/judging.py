@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-
-import diskcache
 
 USED = {"prompt_tokens": 90, "completion_tokens": 10, "total_tokens": 100}
 
@@ -51,9 +50,10 @@ def by_length(question: str, _: int) -> str:
 
 
 def contents(cache: Path) -> dict[str, Any]:
-    """All that a cache holds, by key."""
-    with diskcache.Cache(str(cache), disk=diskcache.JSONDisk) as stored:
-        return {key: stored[key] for key in stored}
+    """All that a cache holds: answers by digest, costs by kind."""
+    with closing(sqlite3.connect(cache / "judge.sqlite")) as database:
+        answers = {digest: json.loads(answer) for digest, answer in database.execute("SELECT * FROM answers")}
+        return answers | dict(database.execute("SELECT * FROM costs"))
 
 
 @contextmanager

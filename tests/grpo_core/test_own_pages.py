@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-import httpx
+import httpx2
 import pytest
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
@@ -13,7 +13,7 @@ from grpo_core.system import origin_check as own_pages
 from grpo_core.system.origin_check import OwnPagesOnly
 
 
-def asked(host: str, at: str, **headers: str) -> httpx.Response:
+def asked(host: str, at: str, **headers: str) -> httpx2.Response:
     """The answer of a server that is reached at the address `at`."""
     server = TestClient(OwnPagesOnly(PlainTextResponse("done")), base_url=f"http://{at}:8000")
     return server.post("/", headers={"Host": host, **headers})

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from grpo_core.rewards.builtin.answers import multiple_choice, normalized_match
 from grpo_core.rewards.builtin.form import char_length, language, length_band, repetition, tags
-from grpo_core.rewards.builtin.quality import distinct_n, readability, rouge, self_repetition
+from grpo_core.rewards.builtin.quality import (
+    SENTENCE,
+    automated_readability_index,
+    distinct_n,
+    readability,
+    rouge,
+    self_repetition,
+)
 from grpo_core.rewards.builtin.structured import json_schema
 from grpo_core.rewards.registry import BUILTIN
 
@@ -172,6 +179,28 @@ def test_readability_is_the_automated_readability_index_in_a_band() -> None:
     assert readability([text], low=-9, high=-0.148) == [pytest.approx(1 - 1 / 5)]
     with pytest.raises(ValueError, match="low=9 is above high=5"):
         readability(["x"], low=9, high=5)
+
+
+# Grades by textstat 0.7.13. Of the first, by hand: 140 characters, 38 words, 4 sentences, so
+# 4.71 · 140 / 38 + 0.5 · 38 / 4 - 21.43 = 17.352632 + 4.75 - 21.43 = 0.672632.
+GRADED = {
+    "A Hare was making fun of the Tortoise one day for being so slow. Do you ever get anywhere? Yes, he said, and I "
+    "get there sooner than you think. I'll run you a race and prove it.": 0.6726315789473674,
+    "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or "
+    "twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it. And "
+    "what is the use of a book, thought Alice, without pictures or conversations?": 12.899473684210527,
+    "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, "
+    "and dedicated to the proposition that all men are created equal. Now we are engaged in a great civil war, testing "
+    "whether that nation, or any nation so conceived and so dedicated, can long endure. We are met on a great "
+    "battle-field of that war.": 10.799635416666668,
+}
+
+
+@pytest.mark.parametrize(("text", "grade"), GRADED.items())
+def test_the_automated_readability_index_is_that_of_another_implementation(text: str, grade: float) -> None:
+    assert automated_readability_index(SENTENCE.findall(text)) == pytest.approx(grade, abs=1e-12)
+    assert readability([text], low=grade, high=grade) == [pytest.approx(1)]
+    assert readability([text], low=grade + 1, high=grade + 9) == [pytest.approx(1 - 1 / 5)]
 
 
 def test_readability_is_not_had_for_nothing() -> None:

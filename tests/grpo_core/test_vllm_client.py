@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import httpx2
 import pytest
-import requests
 import torch
 from accelerate import PartialState
 
@@ -175,7 +175,10 @@ def test_an_answer_that_is_not_json_counts_as_a_server_that_is_away() -> None:
     [
         (ConnectionRefusedError("nobody there"), "ConnectionRefusedError: nobody there"),
         (RuntimeError("NCCL error: unhandled system error"), "RuntimeError: NCCL error"),
-        (requests.HTTPError("500 Server Error", response=mock.Mock(text="no such layer")), "Error: no such layer"),
+        (
+            httpx2.HTTPStatusError("500 Server Error", request=mock.Mock(), response=mock.Mock(text="no such layer")),
+            "HTTPStatusError: 500 Server Error: no such layer",
+        ),
     ],
 )
 def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_anew(

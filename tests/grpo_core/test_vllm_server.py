@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.conftest import config_values, make_model, make_run
@@ -50,7 +50,7 @@ def _statuses(url: str) -> dict[str, int]:
     headers = {"program": {}, "page": {"Origin": "http://localhost:1"}, "foreign name": {"Host": "evil.example"}}
     body = {"method": "release_lease", "args": ["nobody"]}
     return {
-        asker: httpx.post(f"{url}/collective_rpc", json=body, headers=sent, timeout=60).status_code
+        asker: httpx2.post(f"{url}/collective_rpc", json=body, headers=sent, timeout=60).status_code
         for asker, sent in headers.items()
     }
 

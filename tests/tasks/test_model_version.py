@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import mlflow
 import pytest
 import yaml
@@ -126,5 +126,5 @@ def test_vllm_serves_the_version_and_answers_as_plain_transformers(version: Any,
     [port] = free_ports(1)
     with vllm_serve(folder, port, tmp_path / "vllm.log") as url:
         asked = {"model": "sums", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
-        given = httpx.post(f"{url}/v1/completions", json=asked, timeout=START_SECONDS).raise_for_status().json()
+        given = httpx2.post(f"{url}/v1/completions", json=asked, timeout=START_SECONDS).raise_for_status().json()
     assert given["choices"][0]["text"] == answer

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import sqlite3
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_core.errors import RewardError
+from grpo_core.rewards.builtin.judge_cache import Cache, open_cache
 from grpo_core.rewards.builtin.judge_client import api_key, connect, hide_key
 from grpo_core.rewards.types import Rewards, text_of
 
@@ -114,9 +114,11 @@ async def judge(
     to_ask = {question for question, empty in zip(questions, wordless, strict=True) if question and not empty}
     shortest = _question(rubric, low, high, "?", "?", "?")
     assert shortest is not None
-    async with connect(base_url, key, max_retries, request_timeout) as client:
-        call = _Call(client, shared, body, range(low, high + 1), budget, functools.partial(hide_key, key, api_key_env))
-        grades = await _grade_all(call, to_ask, shortest)
+    hide = functools.partial(hide_key, key, api_key_env)
+    with open_cache(_folder(cache)) as opened:
+        async with connect(base_url, key, max_retries, request_timeout) as client:
+            call = _Call(client, opened, shared, body, range(low, high + 1), budget, hide)
+            grades = await _grade_all(call, to_ask, shortest)
 
     def reward(question: str) -> float | None:
         grade = grades[question]
@@ -136,7 +138,6 @@ class _RefusedError(Exception):
 class _Shared:
     """What the calls in a process have in common that ask one server."""
 
-    cache: Any  # diskcache.Cache: gradings by digest, and "requests" and "tokens" spent so far
     base_url: str
     concurrency: int
     ungraded: int = 0  # completions in a row
@@ -165,6 +166,7 @@ class _Call:
     """What the requests of one call have in common."""
 
     client: Any  # openai.AsyncOpenAI
+    cache: Cache
     shared: _Shared
     body: Mapping[str, Any]  # of a request, without the messages
     scale: range
@@ -182,16 +184,8 @@ class _Call:
 
 @functools.cache
 def _shared(folder: Path, base_url: str, concurrency: int) -> _Shared:
-    import diskcache
-
-    # JSON, since pickle runs what it reads; no eviction, since what was spent must not be forgotten.
-    try:
-        cache = diskcache.Cache(str(folder), disk=diskcache.JSONDisk, eviction_policy="none")
-    except (OSError, sqlite3.Error) as error:
-        raise RewardError(
-            f"cache={str(folder)!r} cannot be used: {error}; name a folder on a disk of this machine"
-        ) from error
-    return _Shared(cache, base_url, concurrency)
+    """The same for all calls with that cache, server and concurrency."""
+    return _Shared(base_url, concurrency)
 
 
 def _folder(cache: str | None) -> Path:
@@ -220,9 +214,7 @@ async def _grade_all(call: _Call, questions: Collection[str], shortest: str) -> 
             except _RefusedError as refusal:
                 grades[question] = None
                 refusals.append(str(refusal))
-            except (RewardError, OSError, sqlite3.Error) as error:
-                if not isinstance(error, RewardError):
-                    error = RewardError(f"cache={shared.cache.directory!r} cannot be used: {error}")
+            except RewardError as error:
                 failures.append(error)
                 shared.failure = shared.failure or error
 
@@ -261,7 +253,7 @@ async def _grade(call: _Call, question: str) -> int | None:
     """
     shared = call.shared
     digest = hashlib.blake2b(json.dumps([call.body, question], sort_keys=True).encode(), digest_size=16).hexdigest()
-    known = shared.cache.get(digest, retry=True)
+    known = call.cache.answer(digest)
     if known is not None:
         return grade_of(known, call.scale)
     several: list[int] = []
@@ -273,7 +265,7 @@ async def _grade(call: _Call, question: str) -> int | None:
             # A local server's made-up key, such as "0" or "e", may be a part of the grade's own line.
             hidden = call.hide(text)
             kept = hidden if grade_of(hidden, call.scale) == grade else f"Score: {grade}"
-            shared.cache.set(digest, kept, retry=True)
+            call.cache.keep(digest, kept)
             shared.ungraded = 0
             return grade
         several += [grade for grade in grades_in(text, call.scale) if grade in call.scale]
@@ -294,7 +286,7 @@ async def _ask(call: _Call, body: Mapping[str, Any], question: str) -> str:
     """
     import openai
 
-    _spend(call.shared.cache, call.budget)
+    call.cache.count_request(call.budget)
     try:
         response = await call.client.chat.completions.create(messages=[{"role": "user", "content": question}], **body)
     except (openai.OpenAIError, ValueError) as error:  # ValueError: what is no JSON
@@ -317,9 +309,7 @@ async def _ask(call: _Call, body: Mapping[str, Any], question: str) -> str:
         tokens = None
     if tokens is None and call.budget["tokens"] is not None:
         raise RewardError(f"{call.judge} does not say how many tokens it used: budget_tokens cannot be kept; remove it")
-    cache = call.shared.cache
-    with cache.transact(retry=True):
-        cache.set("tokens", cache.get("tokens", 0) + (tokens or 0))
+    call.cache.count_tokens(tokens or 0)
     return text if isinstance(text, str) else ""
 
 
@@ -329,18 +319,6 @@ async def _check_that_it_answers(call: _Call, question: str) -> None:
         await _ask(call, call.body, question)
     except _RefusedError as refusal:
         raise RewardError(f"{call.judge} refuses whatever it is asked: {refusal}; correct the reward's args") from None
-
-
-def _spend(cache: Any, budget: Mapping[str, int | None]) -> None:
-    """Count one request; RewardError when the budget has none left."""
-    with cache.transact(retry=True):
-        for what, limit in budget.items():
-            if limit is not None and cache.get(what, 0) >= limit:
-                raise RewardError(
-                    f"the judge's budget of {limit} {what} is spent: raise budget_{what} and run again, or name "
-                    f"another cache (what {cache.directory} has cost counts)"
-                )
-        cache.set("requests", cache.get("requests", 0) + 1)
 
 
 def grade_of(text: str, scale: range) -> int | None:

@@ -77,25 +77,32 @@ def self_repetition(prompts: Sequence[Any], completions: Sequence[Any], n: int =
 def readability(completions: Sequence[Any], low: float, high: float) -> list[float | None]:
     """1 when the text's US school grade is from `low` to `high`, falling linearly to 0 five grades outside.
 
-    The grade is the Automated Readability Index, by textstat: 4.71 · characters / words + 0.5 · words / sentences -
-    21.43 (Senter & Smith 1967, AMRL-TR-66-220), made for English; unlike Flesch's it needs no dictionary of syllables.
+    The grade is the Automated Readability Index, made for English; unlike Flesch's it needs no dictionary of syllables.
     Sentences of one or two words are left out; 0 below 20 words, which say nothing about a grade.
     """
-    import textstat
-
     if low > high:
         raise ValueError(f"low={low:g} is above high={high:g}: no grade lies between them")
     rewards: list[float | None] = []
     for completion in completions:
-        # textstat counts the words of sentences this short but not the sentences: "Go. Go. Go." would be a long one.
-        text = "".join(sentence for sentence in SENTENCE.findall(text_of(completion)) if len(words(sentence)) > 2)
-        if len(words(text)) < READABLE_WORDS:
+        sentences = [sentence for sentence in SENTENCE.findall(text_of(completion)) if len(words(sentence)) > 2]
+        if sum(len(words(sentence)) for sentence in sentences) < READABLE_WORDS:
             rewards.append(0.0)
             continue
-        grade = textstat.automated_readability_index(text)
+        grade = automated_readability_index(sentences)
         outside = max(low - grade, grade - high, 0.0)
         rewards.append(max(0.0, 1.0 - outside / GRADES_OUTSIDE))
     return rewards
+
+
+def automated_readability_index(sentences: Sequence[str]) -> float:
+    """US school grade = 4.71 · characters / words + 0.5 · words / sentences - 21.43, of sentences with their spaces.
+
+    Senter & Smith 1967, Automated Readability Index, AMRL-TR-66-220 (Wright-Patterson Air Force Base). Words are what
+    spaces separate, and punctuation marks are characters: the paper counts the strokes of a typewriter.
+    """
+    separated = "".join(sentences).split()
+    characters, count = sum(map(len, separated)), len(separated)
+    return 4.71 * characters / count + 0.5 * count / len(sentences) - 21.43
 
 
 REWARDS: Rewards = {

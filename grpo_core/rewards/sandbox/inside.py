@@ -10,7 +10,7 @@ import posix
 import resource
 import sys
 import time
-from _json import encode_basestring_ascii  # type: ignore[import-not-found]
+from _json import encode_basestring_ascii
 
 FLOATS = {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}  # as readers of JSON know them
 SIGKILL = 9

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import httpx2
 from torch import Tensor
 
 from grpo_core.config.rollout import RolloutConfig
@@ -72,8 +72,8 @@ class Server:
         self.restoring = asyncio.Lock()
         self.in_flight = asyncio.Semaphore(IN_FLIGHT)
         # A connection for each request: an idle one may be closed by the server just when it is used again.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        self.http = httpx.AsyncClient(base_url=self.url, limits=limits, trust_env=False)  # through no proxy
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        self.http = httpx2.AsyncClient(base_url=self.url, limits=limits, trust_env=False)  # through no proxy
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of /inference/v1/generate, every token of it by the weights that are wanted now."""
@@ -82,7 +82,7 @@ class Server:
             for _ in range(ATTEMPTS):
                 try:
                     answer = await self._request("POST", "/inference/v1/generate", self.seconds, json=body)
-                except httpx.ReadTimeout:
+                except httpx2.ReadTimeout:
                     raise ServerError(
                         f"{self.url}: no answer within {self.seconds:g} s (rollout.vllm_request_timeout): it hangs, or "
                         "has more to do than it can; see its log, or raise the limit"
@@ -171,7 +171,7 @@ class Server:
         """Answer to a request that needs no sampling."""
         try:
             return await self._request(method, path, CONTROL_SECONDS, **options)
-        except httpx.ReadTimeout:
+        except httpx2.ReadTimeout:
             raise Unavailable(f"{path} has not answered for {CONTROL_SECONDS:g} s") from None
 
     async def _lease(self) -> dict[str, Any]:
@@ -200,11 +200,11 @@ class Server:
 
     async def _request(self, method: str, path: str, seconds: float, **options: Any) -> Any:
         try:
-            timeout = httpx.Timeout(CONTROL_SECONDS, read=seconds)
+            timeout = httpx2.Timeout(CONTROL_SECONDS, read=seconds)
             answer = await self.http.request(method, path, timeout=timeout, **options)
-        except httpx.ReadTimeout:
+        except httpx2.ReadTimeout:
             raise
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise Unavailable(f"{path}: {error or type(error).__name__}") from error
         if answer.status_code == 404:
             raise ServerError(

@@ -14,7 +14,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import requests
+import httpx2
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer import (
@@ -93,13 +93,9 @@ def _connect(server: Server) -> Any:
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())
 
 
-def _ask(method: str, url: str, seconds: float, json: dict[str, Any] | None = None) -> requests.Response:
-    """The answer, asked for through no proxy; raises requests.RequestException if there is none or it is an error."""
-    with requests.Session() as session:
-        session.trust_env = False
-        answer = session.request(method, url, json=json, timeout=seconds)
-    answer.raise_for_status()
-    return answer
+def _ask(method: str, url: str, seconds: float, json: dict[str, Any] | None = None) -> httpx2.Response:
+    """The answer, asked for through no proxy; raises httpx2.HTTPError if there is none or it is an error."""
+    return httpx2.request(method, url, json=json, timeout=seconds, trust_env=False).raise_for_status()
 
 
 def _meeting_point(url: str) -> tuple[str, int]:
