@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs", "images", "reward-models.png"))
     output: Path = parser.parse_args().output
     for changes in ([], WEAK):
-        subprocess.run([sys.executable, "-m", "flows.cli", "run", "configs/dialogue.toml", *changes], check=True)
+        subprocess.run([sys.executable, "-m", "flows.cli.main", "run", "configs/dialogue.toml", *changes], check=True)
     output.write_bytes(draw())
     print(*map(report, RUNS), sep="\n")
 

@@ -17,14 +17,15 @@ from grpo_core.rewards.registry import BUILTIN, EXTRAS
 # As where no extra is installed: the modules cannot be found. Then what each built-in reward makes of a completion.
 WITHOUT = """
 import json, sys
-from grpo_core.rewards.builtin import BUILTIN, EXTRAS
+from grpo_core.rewards.registry import BUILTIN, EXTRAS
 for _, modules in EXTRAS.values():
     for module in modules:
         sys.modules[module] = None
 import grpo_core.train, grpo_core.evaluate
-from grpo_core.rewards.contract import RewardError, check, resolve
+from grpo_core.errors import RewardError
+from grpo_core.rewards.contract import check, resolve
 from grpo_core.rewards.scoring import Batch, score
-from grpo_core.sections import RewardConfig
+from grpo_core.config.inputs import RewardConfig
 
 ARGUMENTS = {
     "format_regex": {"pattern": ".*"},

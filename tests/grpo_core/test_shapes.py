@@ -94,7 +94,7 @@ def test_every_shaped_module_is_checked() -> None:
 def test_outside_of_tests_nothing_is_checked() -> None:
     code = (
         "import sys, torch\n"
-        "from grpo_core.losses import clipped_loss\n"
+        "from grpo_core.algorithm.losses import clipped_loss\n"
         "assert 'beartype' not in sys.modules\n"
         "print(clipped_loss(torch.zeros(3, 3), torch.zeros(1, 3), 0.2, 0.2).shape)\n"
     )
