@@ -24,7 +24,7 @@ B, T, K, N, V, H = 4, 3, 2, 5, 7, 6
 PER_TOKEN, PER_COMPLETION = torch.zeros(B, T), torch.zeros(B)
 COLUMN = torch.zeros(B, 1)
 TOKENS = torch.zeros(N, dtype=torch.int64)
-SEQUENCES = Sequences(torch.zeros(B, 9, dtype=torch.int64), torch.full((B,), 6), torch.full((B,), T))
+SEQUENCES = Sequences(torch.zeros(B, 9, dtype=torch.int64), torch.full((B,), 6), torch.full((B,), T), torch.arange(B))
 BATCH = MicroBatch(SEQUENCES, PER_TOKEN, PER_TOKEN, PER_COMPLETION, PER_TOKEN, None, None, None, PER_TOKEN)
 
 
@@ -74,7 +74,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "targets that are no indices": lambda: chosen_logprobs(torch.zeros(N, H), torch.zeros(V, H), TOKENS.float(), 1.0),
     "two vocabularies": lambda: divergence(torch.zeros(N, H), torch.zeros(V, H), torch.zeros(N, 2), torch.zeros(1, 2)),
     "logits in half precision": lambda: _of_logits(torch.zeros(N, V, dtype=torch.bfloat16), TOKENS),
-    "lengths of fewer completions": lambda: Sequences(SEQUENCES.input_ids, torch.zeros(1, dtype=torch.int64), TOKENS),
+    "lengths of fewer completions": lambda: replace(SEQUENCES, prompt_lengths=torch.zeros(1, dtype=torch.int64)),
     "a batch's weights of another width": lambda: replace(BATCH, weights=COLUMN),
 }
 
@@ -87,7 +87,9 @@ def test_a_wrong_shape_is_an_error(call: Callable[[], object]) -> None:
 
 def test_every_shaped_module_is_checked() -> None:
     """A module that is renamed must be renamed in the list too."""
-    checked = {call.__module__ for call in (token_losses, sample_std, chosen_logprobs, _of_logits, Sequences)}
+    checked = {
+        call.__module__ for call in (token_losses, sample_std, chosen_logprobs, _of_logits, Sequences, MicroBatch)
+    }
     assert checked == set(SHAPED)
 
 
