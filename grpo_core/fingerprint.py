@@ -10,7 +10,7 @@ from typing import Any
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.rewards.contract import source_of
-from grpo_core.rewards.registry import OPERATIONAL
+from grpo_core.rewards.registry import BUILTIN
 
 # Which servers sample, not what.
 SERVERS = {key for key in RolloutConfig.model_fields if key.startswith("vllm_")}
@@ -62,7 +62,8 @@ def determining(config: RunConfig) -> dict[str, Any]:
     }
     values = config.model_dump(mode="json", exclude=others)
     for reward in values["rewards"]:
-        left_out = OPERATIONAL.get(reward["function"], ())
+        record = BUILTIN.get(reward["function"])
+        left_out = record.operational if record else ()
         reward["args"] = {name: value for name, value in reward["args"].items() if name not in left_out}
     reported = {"confidence", "sets", "category_column", "num_samples", "answer_pattern"}
     sampled = {key: value for key, value in values["evaluation"].items() if key not in reported}
@@ -70,11 +71,12 @@ def determining(config: RunConfig) -> dict[str, Any]:
 
 
 def reward_parts(config: RunConfig) -> list[dict[str, Any]]:
-    """What scores follow from: each reward's determining keys and the hash of its source; for a classifier's model, the
-    hash of its content."""
+    """What scores follow from: each reward's determining keys and the hash of its source; instead of the name of a
+    model's folder, the hash of its content."""
     parts: list[dict[str, Any]] = determining(config)["rewards"]
     for part, reward in zip(parts, config.rewards, strict=True):
         part["source"] = hashlib.blake2b(source_of(reward)).hexdigest()
-        if reward.function == "classifier" and "model" in part["args"]:
-            part["args"]["model"] = content_hash(part["args"]["model"])
+        record = BUILTIN.get(reward.function)
+        if record and (argument := record.model_argument) in part["args"]:
+            part["args"][argument] = content_hash(part["args"][argument])
     return parts

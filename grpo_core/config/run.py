@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from math import isfinite
-from typing import Any
 
 from pydantic import Field, model_validator
 
 from grpo_core.config.algorithm import AlgorithmConfig
-from grpo_core.config.base import Section, flatten
+from grpo_core.config.base import Section
 from grpo_core.config.evaluation import GUARDED, HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
 from grpo_core.config.inputs import DataConfig, ModelConfig, RewardConfig
 from grpo_core.config.rollout import RolloutConfig
@@ -41,8 +39,6 @@ class RunConfig(Section):
         for place, reward in enumerate(self.rewards):
             if reward.gate not in (None, *names):
                 raise ValueError(f"rewards.{place}.gate={reward.gate!r} is not among the rewards {names}")
-            if reward.function == "judge":
-                _check_json(reward.args, f"rewards.{place}.args.")
         if self.evaluation.accuracy_reward not in (None, *names):
             raise ValueError(
                 f"evaluation.accuracy_reward={self.evaluation.accuracy_reward!r} is not among the rewards {names}"
@@ -106,10 +102,3 @@ class RunConfig(Section):
     def evaluation_length(self) -> int:
         """Tokens after which an evaluated completion is cut off."""
         return self.evaluation.max_completion_length or self.rollout.max_completion_length
-
-
-def _check_json(values: dict[str, Any], prefix: str) -> None:
-    """Raises ValueError for values that TOML has and JSON, in which requests to a judge are sent, does not."""
-    for key, value in flatten(values, prefix).items():
-        if not isinstance(value, (str, int, float, type(None))) or (isinstance(value, float) and not isfinite(value)):
-            raise ValueError(f"{key}={value} cannot be sent as JSON; write dates and times as text, and no inf or nan")

@@ -18,12 +18,13 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.data import chat
 from grpo_core.errors import RewardError
 from grpo_core.rewards.isolated import RewardProcess, kind_of
 from grpo_core.rewards.modules import check_source, missing, not_defined, searched
@@ -37,8 +38,8 @@ ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
 class Reward:
     """A resolved reward function.
 
-    `columns`: what it needs of the data, with the type of a value; `accepts`: what it may be given; `range`: the lowest
-    and highest value it may give; `process`: where it runs if it is isolated.
+    `columns`: what it needs of the data, with the type of a value; `value_problems`: see `BuiltinReward`; `accepts`:
+    what it may be given; `range`: the lowest and highest value it may give; `process`: where it runs if it is isolated.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Reward:
     columns: Mapping[str, Any]
     accepts: frozenset[str] | None  # None: takes **kwargs
     is_async: bool  # a call gives a coroutine for certain
+    value_problems: Mapping[str, Callable[[str], str]]
     process: RewardProcess | None = None
 
 
@@ -57,6 +59,7 @@ def resolve(config: RewardConfig) -> Reward:
 
     An isolated one is imported by its own process only.
     """
+    _check_args(config)
     if not config.isolated:
         return resolve_here(config)
     process = RewardProcess(config)
@@ -70,6 +73,7 @@ def resolve(config: RewardConfig) -> Reward:
         columns={column: kind_of(names) for column, names in found["columns"].items()},
         accepts=None if found["accepts"] is None else frozenset(found["accepts"]),
         is_async=found["is_async"],
+        value_problems=_value_problems(config),
         process=process,
     )
 
@@ -97,18 +101,26 @@ def resolve_here(config: RewardConfig) -> Reward:
         columns=columns,
         accepts=None if takes_any else frozenset(accepts),
         is_async=_is_async(function),
+        value_problems=_value_problems(config),
     )
+
+
+def _value_problems(config: RewardConfig) -> Mapping[str, Callable[[str], str]]:
+    record = BUILTIN.get(config.function)
+    return record.value_problems if record else {}
 
 
 def range_of(config: RewardConfig) -> Range | None:
     """Lowest and highest value that the function may give: the configured range, else a built-in's own; None where
     neither says so."""
-    return config.range or (BUILTIN[config.function][1] if config.function in BUILTIN else None)
+    record = BUILTIN.get(config.function)
+    return config.range or (record.range if record else None)
 
 
 def source_of(config: RewardConfig) -> bytes:
     """Bytes that change when the reward does, wherever its files lie: the files of the module that names it and of the
-    function itself; of a built-in one this package's, since some take their work to other modules and processes."""
+    function itself; of a built-in reward all of this package's, since some work in other modules and processes, and
+    `data.chat`, through which they read texts."""
     return b"".join(sorted(Path(file).read_bytes() for file in files_of(config)))
 
 
@@ -122,15 +134,23 @@ def files_here(config: RewardConfig) -> list[str]:
     function = find(config.function)
     module, separator, _ = config.function.partition(":")
     if not separator:
-        return sorted(map(str, Path(__file__).parent.rglob("*.py")))
+        return sorted([*map(str, Path(__file__).parent.rglob("*.py")), chat.__file__])
     files = {sys.modules[module].__file__, inspect.getsourcefile(code_of(function)) if _is_python(function) else None}
     return sorted(filter(None, files))
 
 
 def check(config: RewardConfig) -> None:
-    """RewardError when there is no such reward, as far as that can be told without running its module."""
+    """Raises RewardError if there is no such reward, as far as that can be told without running its module, or if it
+    cannot take its args."""
     if not is_builtin(config.function):
         check_source(config.function)
+    _check_args(config)
+
+
+def _check_args(config: RewardConfig) -> None:
+    record = BUILTIN.get(config.function)
+    if record and (problem := record.args_problem(config.args)):
+        raise RewardError(f"reward {config.name!r}: {problem}")
 
 
 def is_builtin(function: str) -> bool:
@@ -181,7 +201,7 @@ def _value_type(parameter: inspect.Parameter, function: RewardFunction) -> Any:
 def find(function: str) -> RewardFunction:
     """The function of this name; RewardError when there is none, or it cannot be imported or called."""
     if is_builtin(function):
-        return BUILTIN[function][0]
+        return BUILTIN[function].function
     module, _, name = function.partition(":")
     try:
         loaded = importlib.import_module(module)

@@ -19,16 +19,17 @@ from typing import Any
 from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.data.chat import completion_of
 from grpo_core.planning.plan import plan_inputs
 from grpo_core.rewards.contract import Reward, RewardError, resolve
 from grpo_core.rewards.isolated import START_SECONDS
+from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import GRACE, Batch, score, short
 from grpo_core.system.libraries import quiet_libraries
 
 ROWS = 8
 FIRST_SECONDS = 60.0  # for one reward on one completion, with all that it imports or loads for that
 SECONDS = 20.0  # and then on 3·ROWS completions
-ASKS_A_MODEL = ("classifier", "judge")  # and has its whole timeout for that
 LOADING_SECONDS = 600.0  # for libraries, tokenizer and what the rewards' modules do when they are imported
 TRYING = "trying the reward "  # begins a line that names the one whose turn it is
 # Unbalanced brackets, a number beyond any float, a format directive, a lost character: what breaks a careless parser.
@@ -66,10 +67,7 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
     }
     kinds = [kind for kind, pairs in groups.items() for _ in pairs]
     batch, texts = zip(*(pair for pairs in groups.values() for pair in pairs), strict=True)
-    completions = [
-        text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
-        for row, text in zip(batch, texts, strict=True)
-    ]
+    completions = [completion_of(row["prompt"], text) for row, text in zip(batch, texts, strict=True)]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     whole = Batch(batch, completions, ids)
     resolved = [resolve(reward) for reward in config.rewards]
@@ -77,10 +75,9 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
     zero_or_one: list[str] = []
     errors, warnings = _gates(config.rewards, {reward.name: reward.range for reward in resolved})
     warnings += [
-        f"reward {reward.name!r} has weight {reward.weight:g}: what gets no grade counts as 0, which is the best then; "
-        "write the rubric so that the best get the highest grade, and give a weight above 0"
+        f"reward {reward.name!r} has weight {reward.weight:g}: {record.if_weight_is_negative}"
         for reward in config.rewards
-        if reward.function == "judge" and reward.weight < 0
+        if reward.weight < 0 and (record := BUILTIN.get(reward.function)) and record.if_weight_is_negative
     ]
     for declared, reward in zip(config.rewards, resolved, strict=True):
         print(f"{TRYING}{reward.name!r}", flush=True)
@@ -130,7 +127,8 @@ def longest(config: RunConfig) -> float:
 
 def _limits(reward: RewardConfig) -> tuple[float, float]:
     """Seconds for the first call, and for the one after it."""
-    if reward.function in ASKS_A_MODEL:
+    record = BUILTIN.get(reward.function)
+    if record and record.asks_a_model:
         return reward.timeout, reward.timeout
     return min(reward.timeout, FIRST_SECONDS), min(reward.timeout, SECONDS)
 

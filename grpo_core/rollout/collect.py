@@ -19,14 +19,14 @@ from grpo_core.algorithm.advantages import Advantages, group_advantages, sample_
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.data.chat import decode_completions, text_of
 from grpo_core.data.order import derive_seed, fresh_prompts, rollout_prompts
-from grpo_core.data.prompts import Prompts, decode_completions
+from grpo_core.data.prompts import Prompts
 from grpo_core.model.sequences import pad
 from grpo_core.planning.plan import Plan
 from grpo_core.rewards.composition import counted
 from grpo_core.rewards.contract import Reward, RewardError
 from grpo_core.rewards.scoring import Batch, score_arriving
-from grpo_core.rewards.types import text_of
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Engine, Finished, Request, Rollout, Sampling
 from grpo_core.rollout.vllm.server import VLLMServerEngine

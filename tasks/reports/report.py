@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 
 from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.data.chat import turns
 from grpo_core.evaluation.outcomes import outcomes
 from grpo_core.evaluation.statistics import POWER
 from tasks.rendering import drawing, figures
@@ -286,9 +287,7 @@ def _of_all(record: Record, of_prompt: pl.DataFrame, policy: str) -> str:
 
 def _messages(prompt: Any) -> list[tuple[str, str]]:
     """(role, text) of each message; of a plain prompt one without a role."""
-    if isinstance(prompt, str):
-        return [("", _cut(prompt))]
-    return [(message["role"], _cut(message["content"])) for message in prompt]
+    return [(role, _cut(text)) for role, text in turns(prompt)]
 
 
 def _cut(text: str) -> str:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from grpo_core.data.chat import decode_completions, encode_prompts
 from grpo_core.data.order import derive_seed, rollout_prompts, training_order
-from grpo_core.data.prompts import decode_completions, encode_prompts, load_prompts
+from grpo_core.data.prompts import load_prompts
 from grpo_core.planning.plan import Plan, make_plan
 from grpo_core.planning.rules import PlanInputs
 from tests.conftest import make_tokenizer

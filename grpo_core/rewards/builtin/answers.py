@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from decimal import Decimal, DecimalException, InvalidOperation
 from typing import Any
 
-from grpo_core.rewards.types import Rewards, text_of
+from grpo_core.data.chat import text_of
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 # A minus right after a digit, letter or closing bracket subtracts or ranges; it is no sign.
 NUMBER = re.compile(
@@ -148,8 +149,8 @@ def _choice_in(said: str) -> str | None:
 
 
 REWARDS: Rewards = {
-    "exact_match": (exact_match, (0.0, 1.0)),
-    "normalized_match": (normalized_match, (0.0, 1.0)),
-    "multiple_choice": (multiple_choice, (0.0, 1.0)),
-    "numeric_match": (numeric_match, (0.0, 1.0)),
+    "exact_match": BuiltinReward(exact_match, (0.0, 1.0), looks_at_text_only=True),
+    "normalized_match": BuiltinReward(normalized_match, (0.0, 1.0), looks_at_text_only=True),
+    "multiple_choice": BuiltinReward(multiple_choice, (0.0, 1.0), looks_at_text_only=True),
+    "numeric_match": BuiltinReward(numeric_match, (0.0, 1.0), looks_at_text_only=True),
 }

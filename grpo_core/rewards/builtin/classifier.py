@@ -8,10 +8,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_core.data.chat import completion_of, is_conversation, text_of, without_gaps
 from grpo_core.errors import RewardError
-from grpo_core.rewards.types import Rewards, text_of
-
-OPERATIONAL = frozenset({"batch_size", "device"})  # arguments that change no score, but for rounding
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 UNBOUNDED = 2**31 - 1  # tokens
 
@@ -46,7 +45,7 @@ def classifier(
     loaded, tokenizer = _load(model, revision, dtype, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     column = _column(loaded.config, label, model)
     texts = [_without_special_tokens(text_of(completion), tokenizer) for completion in completions]
-    templated = with_prompt and not isinstance(prompts[0], str)
+    templated = with_prompt and is_conversation(prompts[0])
     if templated:
         texts = [_conversation(prompt, text, tokenizer, model) for prompt, text in zip(prompts, texts, strict=True)]
     elif with_prompt:
@@ -142,14 +141,12 @@ def _scores(logits: Any, column: int | None, config: Any, logit: bool) -> Any:
 
 
 def _conversation(prompt: Sequence[dict[str, Any]], reply: str, tokenizer: Any, model: str) -> str:
-    from grpo_core.data.prompts import without_gaps
-
     if tokenizer.chat_template is None:
         raise RewardError(
             f"model {model!r} has no chat template to read a conversation in; set with_prompt = false to have it read "
             "the completion alone, or give prompts as text"
         )
-    messages = [*without_gaps(prompt), {"role": "assistant", "content": reply}]
+    messages = [*without_gaps(prompt), *completion_of(prompt, reply)]
     return tokenizer.apply_chat_template(messages, tokenize=False)
 
 
@@ -159,5 +156,11 @@ def _without_special_tokens(text: str, tokenizer: Any) -> str:
 
 
 REWARDS: Rewards = {
-    "classifier": (classifier, (-math.inf, math.inf)),
+    "classifier": BuiltinReward(
+        classifier,
+        (-math.inf, math.inf),
+        operational=frozenset({"batch_size", "device"}),  # except for rounding
+        asks_a_model=True,
+        model_argument="model",
+    ),
 }

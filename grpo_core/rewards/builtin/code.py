@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+from grpo_core.data.chat import text_of
 from grpo_core.rewards.builtin.code_tests import Check, CheckError, read_check
 from grpo_core.rewards.sandbox.bubblewrap import Limits, Sandbox, ask, require
-from grpo_core.rewards.types import Rewards, text_of
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n]*$", re.MULTILINE)
 
@@ -77,4 +78,4 @@ def _workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, cores), thread_name_prefix="sandbox")
 
 
-REWARDS: Rewards = {"unit_tests": (unit_tests, (0.0, 1.0))}
+REWARDS: Rewards = {"unit_tests": BuiltinReward(unit_tests, (0.0, 1.0))}

@@ -8,8 +8,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_core.data.chat import text_of
 from grpo_core.rewards.builtin.words import ngrams, words
-from grpo_core.rewards.types import Rewards, text_of
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 LANGUAGE_PIECE = 100  # characters: enough to tell languages apart, few enough to find a change of language
 
@@ -121,12 +122,12 @@ def _repeated(grams: list[tuple[str, ...]]) -> float:
 
 
 REWARDS: Rewards = {
-    "format_regex": (format_regex, (0.0, 1.0)),
-    "tags": (tags, (0.0, 1.0)),
-    "length": (length, (0.0, 1.0)),
-    "length_band": (length_band, (0.0, 1.0)),
-    "char_length": (char_length, (-float("inf"), 0.0)),
-    "soft_overlong_punishment": (soft_overlong_punishment, (-1.0, 0.0)),
-    "language": (language, (0.0, 1.0)),
-    "repetition": (repetition, (-1.0, 0.0)),
+    "format_regex": BuiltinReward(format_regex, (0.0, 1.0), looks_at_text_only=True),
+    "tags": BuiltinReward(tags, (0.0, 1.0), looks_at_text_only=True),
+    "length": BuiltinReward(length, (0.0, 1.0), looks_at_text_only=True),
+    "length_band": BuiltinReward(length_band, (0.0, 1.0), looks_at_text_only=True),
+    "char_length": BuiltinReward(char_length, (-float("inf"), 0.0), looks_at_text_only=True),
+    "soft_overlong_punishment": BuiltinReward(soft_overlong_punishment, (-1.0, 0.0), looks_at_text_only=True),
+    "language": BuiltinReward(language, (0.0, 1.0), looks_at_text_only=True),
+    "repetition": BuiltinReward(repetition, (-1.0, 0.0), looks_at_text_only=True),
 }

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from grpo_core.data.chat import text_of, turns
 from grpo_core.errors import RewardError
-from grpo_core.rewards.builtin.judge_client import api_key, connect, hide_key
-from grpo_core.rewards.types import Rewards, text_of
+from grpo_core.rewards.builtin.judge_client import api_key, connect, hide_key, json_problem
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 RUBRIC = """Grade the reply to the request: how helpful, correct and clear it is.
 
@@ -362,7 +363,7 @@ def _question(rubric: str, low: int, high: int, prompt: Any, completion: str, an
     """What the judge is asked; None where the answer that the rubric wants is missing."""
     if answer is None and "{answer}" in rubric:
         return None
-    request = prompt if isinstance(prompt, str) else "\n\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+    request = "\n\n".join(f"{role}: {text}" if role else text for role, text in turns(prompt))
     material = {"prompt": request, "completion": TURNS.sub(" ", completion), "answer": str(answer)}
     # A digest of the whole: no text can be written that contains its own.
     mark = f"[[{hashlib.blake2b(json.dumps(material).encode(), digest_size=8).hexdigest()}]]"
@@ -390,5 +391,15 @@ def _check(base_url: str, rubric: str, scale: Sequence[int], answer: Sequence[An
 
 
 REWARDS: Rewards = {
-    "judge": (judge, (0.0, 1.0)),
+    "judge": BuiltinReward(
+        judge,
+        (0.0, 1.0),
+        operational=OPERATIONAL,
+        args_problem=json_problem,
+        asks_a_model=True,
+        if_weight_is_negative=(
+            "what gets no grade counts as 0, which is the best then; write the rubric so that the best get the highest "
+            "grade, and give a weight above 0"
+        ),
+    ),
 }

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_core.data.chat import text_of
 from grpo_core.rewards.builtin.answers import TAGGED
-from grpo_core.rewards.types import Rewards, text_of
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 SECONDS = 2.0  # of CPU time per answer
 FAIR_SECONDS = 0.1  # that every answer of a batch gets
@@ -84,4 +85,4 @@ def _worker() -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-REWARDS: Rewards = {"math_answer": (math_answer, (0.0, 1.0))}
+REWARDS: Rewards = {"math_answer": BuiltinReward(math_answer, (0.0, 1.0), looks_at_text_only=True)}

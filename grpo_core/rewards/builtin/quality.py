@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from grpo_core.data.chat import text_of
 from grpo_core.rewards.builtin.words import ngrams, words
-from grpo_core.rewards.types import Rewards, text_of
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 SENTENCE = re.compile(r"[^.!?]+[.!?]*")
@@ -99,8 +100,8 @@ def readability(completions: Sequence[Any], low: float, high: float) -> list[flo
 
 
 REWARDS: Rewards = {
-    "rouge": (rouge, (0.0, 1.0)),
-    "distinct_n": (distinct_n, (0.0, 1.0)),
-    "self_repetition": (self_repetition, (-1.0, 0.0)),
-    "readability": (readability, (0.0, 1.0)),
+    "rouge": BuiltinReward(rouge, (0.0, 1.0), looks_at_text_only=True),
+    "distinct_n": BuiltinReward(distinct_n, (0.0, 1.0), looks_at_text_only=True),
+    "self_repetition": BuiltinReward(self_repetition, (-1.0, 0.0), looks_at_text_only=True),
+    "readability": BuiltinReward(readability, (0.0, 1.0), looks_at_text_only=True),
 }

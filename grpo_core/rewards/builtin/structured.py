@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_core.rewards.types import Rewards, text_of
+from grpo_core.data.chat import text_of
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 REFERENCES = {"$ref", "$dynamicRef"}
 FENCED = re.compile(r"^[ \t]*```[ \t]*\w*[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -126,4 +127,8 @@ def _finite(number: str) -> float:
     return value
 
 
-REWARDS: Rewards = {"json_schema": (json_schema, (0.0, 1.0))}
+REWARDS: Rewards = {
+    "json_schema": BuiltinReward(
+        json_schema, (0.0, 1.0), looks_at_text_only=True, value_problems={"schema": schema_problem}
+    )
+}
