@@ -75,7 +75,7 @@ def test_a_reward_may_be_named_in_the_form_only_if_its_record_says_that_it_looks
 def test_a_reward_is_listed_with_range_meaning_and_arguments() -> None:
     listed = CliRunner(env={"COLUMNS": "240"}).invoke(app, ["rewards", "list"]).output
     assert "loudness   [0 to 0.5]" in listed
-    assert "Share of capital letters. " in listed and "second" not in listed
+    assert "Share of capital letters. " in listed and "A second sentence" not in listed
     assert "threads = 1" in listed
 
 
