@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from grpo_core.config.base import Section
+from grpo_core.config.metrics import Deciding
 
 HELD_OUT = "held-out"  # name of the set that `data.eval` is
 CHAMPION = "champion"  # alias of the version that is in use
-
-GUARDED = ("accuracy", "reward", "completions/mean_length", "completions/clipped_ratio", "kl")
 
 
 class EvaluationSet(Section):
@@ -130,7 +128,7 @@ class PromotionConfig(Section):
     set: str = HELD_OUT
     """Evaluation set on which a version has to be better. If the training chooses its model on `held-out` (by
     load_best_model_at_end or early_stopping_patience), it must be another set."""
-    metric: Literal["accuracy", "reward"] | None = None
+    metric: Deciding | None = None
     """What it has to be better in, and what reports put first: share of right answers, or mean weighted reward.
     Default: accuracy if evaluation.accuracy_reward gives the evaluated completions nothing but 0 and 1, else reward."""
     confidence: float = Field(0.95, gt=0.5, lt=1)

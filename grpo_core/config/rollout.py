@@ -58,6 +58,12 @@ class RolloutConfig(Section):
     """vllm-server: 1 samples the next generation batch while this one is trained on, from the policy as it was before;
     the sampling correction accounts for the difference."""
 
+    def engine_on(self, has_gpu: bool) -> Literal["vllm", "vllm-server", "transformers"]:
+        """The engine that samples on a machine with or without a GPU: what `auto` means is decided here alone."""
+        if self.engine == "auto":
+            return "vllm" if has_gpu else "transformers"
+        return self.engine
+
     @model_validator(mode="after")
     def _temperature_can_be_sampled(self) -> RolloutConfig:
         if self.temperature < VLLM_MIN_TEMPERATURE and self.engine != "transformers":

@@ -8,8 +8,9 @@ from pydantic import Field, model_validator
 
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.base import Section
-from grpo_core.config.evaluation import GUARDED, HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
+from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
 from grpo_core.config.inputs import DataConfig, ModelConfig, RewardConfig
+from grpo_core.config.metrics import EVALUATED, reward_means
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.training import HealthConfig, TrainConfig
 
@@ -51,7 +52,7 @@ class RunConfig(Section):
             if name not in sets:
                 raise ValueError(f"{key}={name!r} is not among the evaluation sets {sets}")
         self._check_judging_sets()
-        metrics = [*GUARDED, *(f"rewards/{name}/mean" for name in names)]
+        metrics = [*EVALUATED, *reward_means(names)]
         for place, guard in enumerate(self.promotion.guards):
             if guard.metric not in metrics:
                 raise ValueError(f"promotion.guards.{place}.metric={guard.metric!r} is not among {metrics}")

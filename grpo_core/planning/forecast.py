@@ -181,8 +181,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     Sampling and training take turns, so that of their own memory the larger counts; vLLM keeps its weights and cache.
     What servers of their own take is not among it.
     """
-    weights, prompt, engine = shape.parameters, lengths.longest, config.rollout.engine
-    engine = "vllm" if engine == "auto" else engine  # on a GPU
+    weights, prompt, engine = shape.parameters, lengths.longest, config.rollout.engine_on(has_gpu=True)
     trained, frozen = (adapter_parameters(shape, config), weights) if config.model.use_peft else (weights, 0)
     half = config.train.mixed_precision == "bf16"
     width = HALF if half else FLOAT
