@@ -62,14 +62,10 @@ def deciding_metric(samples: pl.DataFrame, accuracy_reward: str) -> Deciding:
 
 def bounds_of(metric: str, config: RunConfig) -> Bounds:
     """Lowest and highest value that the metric of a prompt can have; infinite where nothing bounds it."""
-    if metric == "reward":
-        return range_of_sum(config.rewards)
-    if metric == "kl":
-        return 0.0, math.inf
-    if metric == "completions/mean_length":
-        return 0.0, float(config.evaluation_length)
     ranges = {f"rewards/{reward.name}/mean": range_of(reward) or (-math.inf, math.inf) for reward in config.rewards}
-    return ranges.get(metric, BINARY)
+    ranges["reward"] = range_of_sum(config.rewards)
+    ranges["completions/mean_length"] = 0.0, float(config.evaluation_length)
+    return ranges.get(metric, BINARY if evaluated_metric(metric).is_share else (0.0, math.inf))
 
 
 def rewards_in(metric: str, config: RunConfig) -> list[str]:

@@ -14,14 +14,12 @@ from typing import Any
 
 from grpo_core.planning.rules import (
     LARGEST,
-    LEGACY,
     POSITIVE,
     PlanInputs,
     batch_problem,
     divisors,
     evaluation_problem,
     problems,
-    total_updates,
     warmup_problem,
 )
 
@@ -74,7 +72,7 @@ def _removals(inputs: PlanInputs) -> list[Changes]:
     given: list[Changes] = [
         {key: None} for key in ("steps_per_generation", "generation_batch_size") if getattr(inputs, key) is not None
     ]
-    if inputs.rules in LEGACY:
+    if not inputs.sets_generation_batch:
         return [{key: value for change in given for key, value in change.items()}]
     both_may_stay = inputs.rules == "swift-4.6"
     return [*([{}] if both_may_stay else []), *given] if len(given) == 2 else [{}]
@@ -130,9 +128,9 @@ def _multiples(unit: int, *near: int) -> Iterator[int]:
 def _keys(inputs: PlanInputs) -> list[str]:
     """The keys that the training batch follows from."""
     last = "gradient_accumulation_steps"
-    if inputs.rules not in LEGACY and inputs.generation_batch_size:
+    if inputs.sets_generation_batch and inputs.generation_batch_size:
         last = "generation_batch_size"
-    elif inputs.rules not in LEGACY and inputs.steps_per_generation:
+    elif inputs.sets_generation_batch and inputs.steps_per_generation:
         last = "steps_per_generation"
     return ["num_generations", "per_device_train_batch_size", "num_processes", last]
 
@@ -143,7 +141,7 @@ def _repaired(inputs: PlanInputs, changes: Changes) -> Iterator[Changes]:
     if batch_problem(changed):
         return
     if warmup_problem(changed):
-        changes = {**changes, "warmup_steps": total_updates(changed)}
+        changes = {**changes, "warmup_steps": changed.total_updates}
         changed = _with(inputs, changes)
     if not evaluation_problem(changed):
         yield changes

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from grpo_core.planning.plan import Plan, PlanError
+from grpo_core.planning.plan import Plan, PlanError, warmup_notes
 from grpo_core.planning.suggestions import SHOWN, Fix
 
 MEGATRON_KEYS = {
@@ -96,6 +96,18 @@ class MegatronInputs:
         return self.prompts_per_epoch * self.num_generations * self.num_train_epochs // self.global_batch_size
 
     @property
+    def updates_done(self) -> int:
+        """Updates after which the run ends.
+
+        Without Ray a rollout that needs prompts beyond the last epoch is the last one, and feeds one update alone
+        (`cyclic_iter`, swift/megatron/trainers/base.py:258).
+        """
+        if self.ray or self.num_train_epochs is None:
+            return self.updates
+        whole = self.prompts_per_epoch * self.num_train_epochs // self.prompts_per_generation
+        return min(self.updates, whole * self.updates_per_generation + 1)
+
+    @property
     def warmup(self) -> int:
         if self.lr_warmup_fraction is None:
             return self.lr_warmup_iters
@@ -108,7 +120,7 @@ def megatron_plan(inputs: MegatronInputs) -> Plan:
         raise PlanError(inputs, [problem], _fixes(inputs))
     p, s = inputs.prompts_per_generation, inputs.updates_per_generation
     accumulation = inputs.global_batch_size // (inputs.micro_batch_size * inputs.replicas)
-    rollouts = math.ceil(updates_done(inputs) / s)
+    rollouts = math.ceil(inputs.updates_done / s)
     per_epoch = inputs.num_prompts // p * p if inputs.ray else inputs.prompts_per_epoch
     dropped = inputs.num_prompts - per_epoch
     max_completions = rollouts * inputs.generation_batch
@@ -141,37 +153,21 @@ def megatron_plan(inputs: MegatronInputs) -> Plan:
     )
 
 
-def updates_done(inputs: MegatronInputs) -> int:
-    """Updates after which the run ends.
-
-    Without Ray a rollout that needs prompts beyond the last epoch is the last one, and feeds one update alone
-    (`cyclic_iter`, swift/megatron/trainers/base.py:258).
-    """
-    if inputs.ray or inputs.num_train_epochs is None:
-        return inputs.updates
-    whole = inputs.prompts_per_epoch * inputs.num_train_epochs // inputs.prompts_per_generation
-    return min(inputs.updates, whole * inputs.updates_per_generation + 1)
-
-
 def megatron_notes(inputs: MegatronInputs, plan: Plan) -> list[str]:
     """What the figures alone do not say."""
     notes = []
     if plan.dropped_prompts_per_epoch:
         unit = "a generation batch" if inputs.ray else "a micro-batch of every replica"
         notes.append(
-            f"{plan.dropped_prompts_per_epoch} of {plan.num_prompts} prompts are left out each epoch: they do not fill "
+            f"{plan.dropped_prompts_per_epoch} of {plan.num_prompts} prompts are left out of each epoch: they do not fill "
             f"{unit}"
         )
-    if (done := updates_done(inputs)) < plan.max_steps:
+    if (done := inputs.updates_done) < plan.max_steps:
         notes.append(
             f"{plan.max_steps} updates are planned but the run ends after {done}: the prompts of its last epoch do not "
             "fill another generation batch"
         )
-    if plan.warmup_steps > plan.max_steps:
-        notes.append(
-            f"the warm-up of {plan.warmup_steps} updates is longer than the run: the learning rate never reaches its "
-            "value"
-        )
+    notes += warmup_notes(plan)
     if inputs.model_parallel > 1:
         notes.append(
             f"num_processes counts the {inputs.replicas} replicas of the model that {inputs.world_size} processes hold "

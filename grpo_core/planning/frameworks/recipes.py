@@ -24,6 +24,7 @@ from grpo_core.planning.frameworks.launches import (
     trains_by_rloo,
     why_not_grpo,
 )
+from grpo_core.planning.frameworks.legacy_trl import LEGACY
 from grpo_core.planning.frameworks.megatron import MEGATRON_KEYS, MegatronInputs
 from grpo_core.planning.rules import PlanInputs, Rules
 
@@ -213,7 +214,7 @@ def recipe_inputs(recipe: Recipe, rows: Sequence[int | None], given: Mapping[str
     max_steps = _whole("max_steps", arguments)
     dynamic = recipe.rules == "swift-4.6" and _is_true(arguments.get("dynamic_sample"))
     teacher = arguments.get("teacher_model") or arguments.get("teacher_model_server")
-    return PlanInputs(
+    return LEGACY.get(recipe.rules, PlanInputs)(
         num_prompts=num_prompts,
         **{key: _whole(key, arguments) for key in WHOLE},
         num_processes=_processes(recipe, given),
