@@ -15,27 +15,27 @@ CHAMPION = "champion"  # alias of the version that is in use
 
 class EvaluationSet(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)
-    """Name of the set in reports, metrics and guards; `held-out` is the one of data.eval."""
+    """Name of the set in reports, metrics and guards; `held-out` is taken: it is data.eval."""
     data: str
-    """Prompts, in any of the forms of data.train, with the columns that the rewards read."""
+    """Prompts, in any form that data.train may have, with the columns that the rewards read."""
     split: str = "test"
     """Split to take when `data` is a hub name or a saved DatasetDict."""
 
 
 class EvaluationConfig(Section):
     accuracy_reward: str | None = None
-    """Reward whose value of 1 counts as a right answer; default: the first reward."""
+    """A completion is right if this reward gives it 1; default: the first reward."""
     sets: list[EvaluationSet] = Field(default_factory=list)
-    """Further prompts to evaluate on, beside data.eval; none of them may be trained on."""
+    """More prompts to evaluate on, besides data.eval; none of them may be trained on."""
     category_column: str = "category"
-    """Column by whose values the figures are given too, where a set has it."""
+    """Column to group results by: a set that has it is also reported value by value."""
     num_samples: int = Field(1, ge=1, le=1024)
-    """n: completions of each prompt; more than one gives pass@k and the majority vote, and needs a temperature."""
+    """n: completions per prompt; more than one gives pass@k and the majority vote, and needs a temperature above 0."""
     answer_pattern: str | None = None
-    """Regular expression whose first group is a completion's answer in the majority vote (its last match counts);
-    default: the whole completion, without white space around it."""
+    """Regular expression that finds a completion's answer for the majority vote: the first group of its last match.
+    Default: the whole completion, without the white space around it."""
     max_completion_length: int | None = Field(None, ge=1)
-    """Tokens after which an evaluated completion is cut off; default: the rollout's."""
+    """Tokens after which a completion is cut off in an evaluation; default: rollout.max_completion_length."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of an evaluation; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -43,7 +43,7 @@ class EvaluationConfig(Section):
     top_k: int = Field(0, ge=0)
     """Sample among this many most likely tokens in an evaluation; 0 keeps all."""
     confidence: float = Field(0.95, gt=0, lt=1)
-    """Coverage of the intervals."""
+    """Confidence level of the intervals."""
 
     @field_validator("answer_pattern")
     @classmethod
@@ -70,14 +70,14 @@ class EvaluationConfig(Section):
 
 
 class RegistryConfig(Section):
-    """Names as MLflow takes them, so that a registration does not fail after the training."""
+    """Names in MLflow; what MLflow would refuse after the training is refused before it."""
 
     experiment: str = Field("grpo", min_length=1, max_length=500)
     """MLflow experiment of the run."""
     model_name: str | None = Field(None, pattern=r"^[^/:]*$", max_length=200)
     """Registered model that gets a new version, without / and : in its name; default: the run's name."""
     alias: str = Field("candidate", pattern=r"^[\w-]+$", max_length=255)
-    """Alias set on the new version; letters, digits, _ and -. `champion` is set by a promotion alone."""
+    """Alias of the new version: letters, digits, _ and -. Only a promotion sets `champion`."""
 
     @field_validator("model_name")
     @classmethod
@@ -103,14 +103,15 @@ class Guard(Section):
     """A bound that a version must keep to be promoted, whatever it gains elsewhere."""
 
     set: str = HELD_OUT
-    """Evaluation set."""
+    """Evaluation set on which the bound has to hold."""
     metric: str
-    """accuracy, reward, rewards/NAME/mean, completions/mean_length, completions/clipped_ratio, or kl (to the base)."""
+    """accuracy, reward, rewards/NAME/mean, completions/mean_length, completions/clipped_ratio, or kl (to the base
+    model)."""
     max_drop: float | None = Field(None, ge=0)
-    """How far the metric may fall below the champion's: the lower bound of the paired difference must not be below
-    minus this."""
+    """How far the metric may fall below the champion's: the lower bound of the paired difference must be at least minus
+    this."""
     max_rise: float | None = Field(None, ge=0)
-    """How far the metric may rise above the champion's: the upper bound of the paired difference must not be above
+    """How far the metric may rise above the champion's: the upper bound of the paired difference must be at most
     this."""
     min: float | None = None
     """Lowest mean that the metric may have."""
@@ -127,16 +128,17 @@ class Guard(Section):
 class PromotionConfig(Section):
     set: str = HELD_OUT
     """Evaluation set on which a version has to be better. If the training chooses its model on `held-out` (by
-    load_best_model_at_end or early_stopping_patience), it must be another set."""
+    load_best_model_at_end or early_stopping_patience), name another set."""
     metric: Deciding | None = None
-    """What it has to be better in, and what reports put first: share of right answers, or mean weighted reward.
-    Default: accuracy if evaluation.accuracy_reward gives the evaluated completions nothing but 0 and 1, else reward."""
+    """What a version has to be better in, and what reports show first: accuracy (share of right answers) or reward
+    (mean weighted reward). Default: accuracy if evaluation.accuracy_reward gave every evaluated completion 0 or 1, else
+    reward."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
-    """1 - the highest probability that, in all attempts against the same champion, any version that is no better is
+    """1 minus the highest probability that, in all attempts against the same champion, any version that is no better is
     promoted."""
     min_gain: float = Field(0.0, ge=0)
     """The least mean gain on these prompts that is worth a promotion; the true gain may be smaller."""
     guards: list[Guard] = Field(default_factory=list)
-    """Bounds that have to hold besides."""
+    """More bounds that have to hold."""
     automatic: bool = False
-    """Try to promote at the end of the pipeline."""
+    """Try to promote the new version at the end of the pipeline."""

@@ -61,7 +61,7 @@ EVALUATED = _by_name(
     ]
 )
 
-# Of a training, one value per update; docs/metrics.md has all of them, these are those with a chart.
+# Of a training, one value per update; docs/reference/metrics.md has all of them, these are those with a chart.
 TRAINED = _by_name(
     [
         Metric("reward", "reward", more_is_better=True),

@@ -19,11 +19,12 @@ class RunConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """Name of the run and of its directory."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seeds prompt order and sampling."""
+    """Seed of the order of prompts and of sampling."""
     model: ModelConfig
     data: DataConfig
     rewards: list[RewardConfig] = Field(min_length=1)
-    """Reward functions; what the policy is trained on is the weighted sum of what they count."""
+    """Reward functions; the policy is trained on the weighted sum of their values, each as clipped, normalized and
+    gated."""
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()

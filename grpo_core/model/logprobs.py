@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_core.config.fixed_sizes import CHUNK_LOGITS, KEPT_LOGITS
+from grpo_core.config.memory_bounds import CHUNK_LOGITS, KEPT_LOGITS
 
 
 def chosen_logprobs(

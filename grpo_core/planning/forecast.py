@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_core.config.fixed_sizes import CHUNK_LOGITS, KEPT_LOGITS, MAX_ROWS
+from grpo_core.config.memory_bounds import CHUNK_LOGITS, KEPT_LOGITS, MAX_ROWS
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan
 

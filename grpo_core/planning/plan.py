@@ -2,8 +2,8 @@
 
 Symbols: N prompts, G num_generations, b per_device_train_batch_size (completions), W processes, A
 gradient_accumulation_steps, S steps_per_generation, P prompts per generation batch, mu num_iterations. The rules are
-TRL's (1.16); the trainer performs exactly `Plan.max_steps` updates. Other systems' arithmetic is in `frameworks`. Imports
-no torch.
+TRL's (1.16); the trainer performs exactly `Plan.max_steps` updates. What other systems do otherwise is in `frameworks`.
+Imports no torch.
 """
 
 from __future__ import annotations
