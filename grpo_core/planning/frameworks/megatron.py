@@ -159,8 +159,8 @@ def megatron_notes(inputs: MegatronInputs, plan: Plan) -> list[str]:
     if plan.dropped_prompts_per_epoch:
         unit = "a generation batch" if inputs.ray else "a micro-batch of every replica"
         notes.append(
-            f"{plan.dropped_prompts_per_epoch} of {plan.num_prompts} prompts are left out of each epoch: they do not fill "
-            f"{unit}"
+            f"{plan.dropped_prompts_per_epoch} of {plan.num_prompts} prompts are left out of each epoch: they do not "
+            f"fill {unit}"
         )
     if (done := inputs.updates_done) < plan.max_steps:
         notes.append(
