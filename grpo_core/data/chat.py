@@ -53,9 +53,9 @@ def encode_prompts(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
 
 
 def end_token_problem(tokenizer: Any, prompt: Any) -> str:
-    """What is wrong with a tokenizer that puts its end token after a prompt that is text; "" if it does not.
+    """The problem if the tokenizer puts its end token after a prompt that is text; "" if it does not.
 
-    A chat template may end a conversation with that token: it belongs to the format that the model was trained on.
+    A chat template may end a conversation with that token, which belongs to the format that the model was trained on.
     """
     if is_conversation(prompt):
         return ""
@@ -65,8 +65,8 @@ def end_token_problem(tokenizer: Any, prompt: Any) -> str:
         return ""
     return (
         f"the tokenizer {tokenizer.name_or_path!r} puts its end token {tokenizer.eos_token!r} after each prompt: "
-        "completions would begin after the end of the text. In a copy of the model's folder set add_eos_token to false "
-        "in tokenizer_config.json, or take the token out of post_processor in tokenizer.json"
+        "completions would begin after the end of the text. In a copy of the model's folder, set add_eos_token to "
+        "false in tokenizer_config.json, or remove the token from post_processor in tokenizer.json"
     )
 
 
@@ -78,13 +78,13 @@ def decode_completions(
     alone = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if not rows or is_conversation(rows[0]["prompt"]):
         return [completion_of(rows[0]["prompt"], text) for text in alone]
-    # Decoded alone, a completion loses its leading space with tokenizers that take the first one for their own.
+    # Decoded alone, a completion loses its leading space with tokenizers that put one in front of every text.
     prompts = {tuple(prompt): prompt for prompt in prompt_ids}
     shown = tokenizer.batch_decode([*prompts.values()], skip_special_tokens=True)
     before = dict(zip(prompts, shown, strict=True))
     together = [prompt + completion for prompt, completion in zip(prompt_ids, ids, strict=True)]
     whole = tokenizer.batch_decode(together, skip_special_tokens=True)
-    # Bytes at the prompt's end that make no character alone may make one with the completion's first bytes.
+    # Bytes at the prompt's end that are no character alone may be one together with the completion's first bytes.
     return [
         text.removeprefix(before[tuple(prompt)]) if text.startswith(before[tuple(prompt)]) else own
         for prompt, text, own in zip(prompt_ids, whole, alone, strict=True)

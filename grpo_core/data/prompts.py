@@ -14,7 +14,7 @@ from grpo_core.data.chat import encode_prompts, end_token_problem
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows of a prompt dataset and, row by row, their token ids."""
+    """Rows of a prompt dataset, and the token ids of each."""
 
     rows: list[dict[str, Any]]
     ids: list[list[int]]
@@ -41,7 +41,7 @@ def load_prompts(path: Path, tokenizer: Any) -> Prompts:
     ids = encode_prompts(prompts, tokenizer)
     if empty := [row for row, found in enumerate(ids) if not found]:
         raise ValueError(
-            f"{path}, row {empty[0]}: the tokenizer makes no token of the prompt {prompts[empty[0]]!r}; leave it out"
+            f"{path}, row {empty[0]}: the tokenizer turns the prompt {prompts[empty[0]]!r} into no tokens; leave it out"
         )
     if problem := end_token_problem(tokenizer, prompts[0]):
         raise ValueError(problem)

@@ -5,9 +5,10 @@ not; None means "does not apply to this row". It may take fewer of these argumen
 default is a column of the data or one of the config's `args`. The annotation of a column's parameter says what it may
 hold: `Sequence[str]` takes text, `list[float]` numbers, `Sequence[str | None]` text with gaps.
 
-A function is called once for what its process samples of a generation batch. One that is `async def` is called with
-each group as soon as that is complete (or several at once), while others are still being sampled. So a decorator around
-an asynchronous function should be `async def` itself: one that is not, and returns the coroutine, is called at the end.
+A function is called once for all completions of a generation batch that its process samples. If it is `async def`, it
+is called with each group, or several together, as soon as they are complete, while others are still being sampled. A
+decorator around an asynchronous function should therefore be `async def` itself; if it only returns the coroutine, the
+function is called at the end.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class Reward:
 
 
 def resolve(config: RewardConfig) -> Reward:
-    """Find the function and read its signature; RewardError when it is missing or cannot be called as configured.
+    """Find the function and read its signature. Raises RewardError if it is missing or cannot be called as configured.
 
-    An isolated one is imported by its own process only.
+    An isolated function is imported by its own process only.
     """
     _check_args(config)
     if not config.isolated:
@@ -111,21 +112,21 @@ def _value_problems(config: RewardConfig) -> Mapping[str, Callable[[str], str]]:
 
 
 def range_of(config: RewardConfig) -> Range | None:
-    """Lowest and highest value that the function may give: the configured range, else a built-in's own; None where
-    neither says so."""
+    """Lowest and highest value that the function may give: as configured, else as a built-in reward's record says; None
+    if neither does."""
     record = BUILTIN.get(config.function)
     return config.range or (record.range if record else None)
 
 
 def source_of(config: RewardConfig) -> bytes:
-    """Bytes that change when the reward does, wherever its files lie: the files of the module that names it and of the
+    """Bytes that change when the reward does, wherever its files lie: those of the module that names it and of the
     function itself; of a built-in reward all of this package's, since some work in other modules and processes, and
     `data.chat`, through which they read texts."""
     return b"".join(sorted(Path(file).read_bytes() for file in files_of(config)))
 
 
 def files_of(config: RewardConfig) -> list[str]:
-    """What `source_of` reads. An isolated reward is imported by its own process only."""
+    """The files that `source_of` reads. An isolated reward is imported by its own process only."""
     return RewardProcess(config).description["files"] if config.isolated else files_here(config)
 
 
@@ -154,7 +155,7 @@ def _check_args(config: RewardConfig) -> None:
 
 
 def is_builtin(function: str) -> bool:
-    """Whether a reward of this name comes with grpo_core, or is `module:function`; RewardError when it is neither."""
+    """Whether the reward is a built-in one, not a `module:function`. Raises RewardError if it is neither."""
     if function not in BUILTIN and ":" not in function:
         raise RewardError(
             f"no built-in reward is called {function!r}; there are {', '.join(BUILTIN)}; "
@@ -172,7 +173,7 @@ def code_of(function: Any) -> Any:
 
 
 def _is_async(function: Any) -> bool:
-    """Whether a call gives a coroutine for certain: what a decorator wraps (`__wrapped__`) says nothing about that."""
+    """Whether a call certainly returns a coroutine; the function under a decorator (`__wrapped__`) does not tell."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -183,7 +184,7 @@ def _is_python(function: Any) -> bool:
 
 
 def _value_type(parameter: inspect.Parameter, function: RewardFunction) -> Any:
-    """Type of one value of a column, where the annotation says so: `str` for `Sequence[str]` and `list[str] | None`."""
+    """Type of one value of a column by the annotation, such as `str` for `Sequence[str]` and `list[str] | None`."""
     annotation = parameter.annotation
     if isinstance(annotation, str):
         try:
@@ -199,7 +200,7 @@ def _value_type(parameter: inspect.Parameter, function: RewardFunction) -> Any:
 
 
 def find(function: str) -> RewardFunction:
-    """The function of this name; RewardError when there is none, or it cannot be imported or called."""
+    """The function of this name. Raises RewardError if there is none, or it cannot be imported or called."""
     if is_builtin(function):
         return BUILTIN[function].function
     module, _, name = function.partition(":")

@@ -102,7 +102,7 @@ def test_a_tokenizer_that_ends_prompts_is_refused(tmp_path: Path) -> None:
 def test_a_prompt_without_tokens_is_refused_with_its_row(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": ["1+1=", "?"]}), path)
-    with pytest.raises(ValueError, match=r"train.parquet, row 1: the tokenizer makes no token of the prompt '\?'"):
+    with pytest.raises(ValueError, match=r"train.parquet, row 1: the tokenizer turns the prompt '\?' into no tokens"):
         load_prompts(path, make_tokenizer())
 
 

@@ -1,4 +1,4 @@
-"""The connection to a judge's server, and the key: which one is sent, and that it goes to that server only."""
+"""The connection to a judge's server, what can be sent over it, and the key, which goes to that server only."""
 
 from __future__ import annotations
 
