@@ -129,7 +129,7 @@ class AlgorithmConfig(Section):
 
     @property
     def upper_clip(self) -> float:
-        """epsilon_high, or epsilon where it is not given."""
+        """epsilon_high, or epsilon if it is not given."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property

@@ -1,4 +1,4 @@
-"""The sections of a configuration that say how a policy is judged: evaluation, registry, promotion."""
+"""`[evaluation]`, `[registry]` and `[promotion]`: how a policy is judged, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from grpo_core.config.base import Section
 from grpo_core.config.metrics import Deciding
 
-HELD_OUT = "held-out"  # name of the set that `data.eval` is
-CHAMPION = "champion"  # alias of the version that is in use
+HELD_OUT = "held-out"  # name of the evaluation set that data.eval gives
+CHAMPION = "champion"  # alias of the version in use
 
 
 class EvaluationSet(Section):
@@ -60,7 +60,7 @@ class EvaluationConfig(Section):
     def _consistent(self) -> EvaluationConfig:
         names = [HELD_OUT, *(each.name for each in self.sets)]
         if len(set(names)) < len(names):
-            raise ValueError(f"evaluation sets {names} share a name; {HELD_OUT!r} is the one of data.eval")
+            raise ValueError(f"evaluation sets {names} share a name; {HELD_OUT!r} is the name of data.eval")
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"num_samples={self.num_samples} with temperature=0 would give the same completion each time; "
@@ -83,7 +83,7 @@ class RegistryConfig(Section):
     @classmethod
     def _names_a_model(cls, name: str | None) -> str | None:
         if name is not None and name.strip() in ("", ".", ".."):
-            raise ValueError(f"{name!r} cannot be the name of a model; leave it out to have the run's name")
+            raise ValueError(f"{name!r} cannot be the name of a model; leave it out to use the run's name")
         return name
 
     @field_validator("alias")
@@ -91,8 +91,8 @@ class RegistryConfig(Section):
     def _is_free(cls, alias: str) -> str:
         if alias.lower() == CHAMPION:
             raise ValueError(
-                f"{alias!r} is given by a promotion; register under another alias, such as 'candidate', and set "
-                "promotion.automatic=true to have each version tried"
+                f"{alias!r} is set only by a promotion; register under another alias, such as 'candidate', and set "
+                "promotion.automatic=true to try to promote each version"
             )
         if alias.lower() == "latest" or re.fullmatch(r"[vV]\d+", alias):
             raise ValueError(f"{alias!r} is reserved in MLflow, as 'latest' and v1, v2, … are; take another alias")

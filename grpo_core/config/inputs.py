@@ -1,6 +1,6 @@
-"""The sections of a run's configuration: every knob, declared once, with its meaning and bounds.
+"""`[model]`, `[data]` and `[[rewards]]`: what a run starts from.
 
-Keys that mean the same as in TRL's GRPOConfig carry TRL's names.
+Here and in all sections, keys that mean the same as in TRL's GRPOConfig carry TRL's names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from grpo_core.config.base import Section
 
-LONGEST_ARGUMENT = 200  # MLflow takes names of parameters up to 250 characters, rewards.0.args. included
+LONGEST_ARGUMENT = 200  # characters: MLflow takes names of parameters up to 250, with rewards.0.args. in front
 WIDEST_RANGE = 1e12  # of a reward
 
 
@@ -36,7 +36,7 @@ class ModelConfig(Section):
 
 
 Severity = Literal["error", "drop", "warn"]
-Refusal = Literal["error", "drop"]  # of what no model can be trained on
+Refusal = Literal["error", "drop"]  # for rows on which no model can be trained
 
 
 class DataChecks(Section):
@@ -132,7 +132,7 @@ class RewardConfig(Section):
     def _args_can_be_written_as_toml(self) -> RewardConfig:
         missing = [key for key, value in self.args.items() if value is None]
         if missing:
-            raise ValueError(f"args.{missing[0]} is null; leave it out to have the function's default")
+            raise ValueError(f"args.{missing[0]} is null; leave it out to use the function's default")
         return self
 
     @model_validator(mode="after")
@@ -162,7 +162,6 @@ class RewardConfig(Section):
             raise ValueError(f"gate_threshold={self.gate_threshold:g} without a gate; name the reward in gate")
         if not self.isolated and self.memory_gib != 8:
             raise ValueError(
-                f"memory_gib={self.memory_gib:g} limits nothing without a process of the reward's own; set "
-                "isolated = true"
+                f"memory_gib={self.memory_gib:g} limits only the process of an isolated reward; set isolated = true"
             )
         return self

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from grpo_core.config.base import Section
 
-VLLM_MIN_TEMPERATURE = 0.01  # vLLM raises a lower one to this
+VLLM_MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 
 
 class RolloutConfig(Section):
@@ -70,7 +70,7 @@ class RolloutConfig(Section):
         if self.temperature < VLLM_MIN_TEMPERATURE and self.engine != "transformers":
             raise ValueError(
                 f"temperature={self.temperature:g} with engine={self.engine!r}: vLLM samples at "
-                f"{VLLM_MIN_TEMPERATURE:g} where less is asked for; set temperature to {VLLM_MIN_TEMPERATURE:g} or "
+                f"{VLLM_MIN_TEMPERATURE:g} if it is given less; set temperature to {VLLM_MIN_TEMPERATURE:g} or "
                 "more, or engine to 'transformers'"
             )
         return self
@@ -80,7 +80,7 @@ class RolloutConfig(Section):
         if self.engine == "vllm-server":
             wrong = [url for url in self.vllm_server_base_urls if not url.startswith(("http://", "https://"))]
             if wrong:
-                raise ValueError(f"vllm_server_base_urls: {wrong[0]!r} is no address such as http://127.0.0.1:8000")
+                raise ValueError(f"vllm_server_base_urls: {wrong[0]!r} is not an address such as http://127.0.0.1:8000")
             if len(set(self.vllm_server_base_urls)) < len(self.vllm_server_base_urls):
                 raise ValueError(f"vllm_server_base_urls={self.vllm_server_base_urls} names a server twice")
             each = self.vllm_tensor_parallel_size, self.vllm_data_parallel_size

@@ -70,7 +70,7 @@ class RunConfig(Section):
         return self
 
     def _check_judging_sets(self) -> None:
-        """Raises ValueError if a promotion would judge by the prompts on which the training chose its model."""
+        """Raises ValueError if a promotion would judge by the prompts on which the training chooses its model."""
         chosen_by = {
             "train.load_best_model_at_end": self.train.load_best_model_at_end,
             "train.early_stopping_patience": self.train.early_stopping_patience,
@@ -87,8 +87,8 @@ class RunConfig(Section):
             named = ", ".join(f"{key}={name!r}" for key, name in judging.items())
             raise ValueError(
                 f"{', '.join(choosing)} with {named}: the training chooses its model on "
-                "data.eval, which that set is, so it would look better there than it is; add other prompts as a set in "
-                f"[[evaluation.sets]] and name it in {', '.join(judging)}, or remove {', '.join(choosing)}"
+                "data.eval, which is that set, so the model would look better there than it is; add other prompts as a "
+                f"set in [[evaluation.sets]] and name it in {', '.join(judging)}, or remove {', '.join(choosing)}"
             )
 
     @property

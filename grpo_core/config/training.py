@@ -1,4 +1,4 @@
-"""`[train]` and `[health]`: the optimizer, its batches, checkpoints, and the limits that a training is watched by."""
+"""`[train]` and `[health]`: the optimizer, its batches, checkpoints, and the limits of a healthy training."""
 
 from __future__ import annotations
 
@@ -123,5 +123,5 @@ class TrainConfig(Section):
         }
         for key, value in needs_evaluation.items():
             if value and self.eval_steps is None:
-                raise ValueError(f"{key}={value} needs evaluations to go by; set eval_steps")
+                raise ValueError(f"{key}={value} needs evaluations during training; set eval_steps")
         return self

@@ -1,4 +1,4 @@
-"""The arithmetic of a run: batches, steps, dropped prompts, warm-up, tokens; an invalid one is refused with fixes.
+"""The arithmetic of a run: batches, steps, dropped prompts, warm-up, tokens. Invalid runs are refused, with fixes.
 
 Symbols: N prompts, G num_generations, b per_device_train_batch_size (completions), W processes, A
 gradient_accumulation_steps, S steps_per_generation, P prompts per generation batch, mu num_iterations. The rules are
@@ -45,7 +45,7 @@ class MicroStep:
 
 @dataclass(frozen=True)
 class Plan:
-    """A valid run in figures; batch sizes count completions, over all processes unless `per_device`."""
+    """A valid run in figures; batch sizes are completions, over all processes unless `per_device`."""
 
     num_prompts: int
     num_generations: int
@@ -64,7 +64,7 @@ class Plan:
     updates_per_epoch: int
     max_steps: int
     rollouts: int  # generation batches sampled over the whole run
-    prompts_seen: int  # P·rollouts; a prompt counts once an epoch
+    prompts_seen: int  # P·rollouts; a prompt counts once per epoch
     prompts_dropped: int  # over the epochs that the run completes
     completions: int  # trained on
     max_completions: int  # sampled, if every round of dynamic sampling replaces every group
@@ -78,13 +78,13 @@ class Plan:
 
     @property
     def on_policy(self) -> bool:
-        """Every rollout is used up by the update that follows it, so the sampling policy is the current one."""
+        """Whether each update uses up the rollouts that it reads, so that the sampling policy is the current one."""
         return self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
 
     def micro_steps(self, step: int) -> Iterator[MicroStep]:
         """The micro-steps of update `step` (from 0): A of them, fewer in an epoch's last update if A does not divide.
 
-        A pure function of `step`: where a run stands is one number.
+        A pure function of `step`, so a run's place is one number.
         """
         epoch, update = divmod(step, self.updates_per_epoch)
         first = update * self.gradient_accumulation_steps
@@ -94,7 +94,7 @@ class Plan:
             yield MicroStep(epoch * self.rollouts_per_epoch + window, position % self.steps_per_generation)
 
     def counts(self, updates: int) -> dict[str, int]:
-        """What the first `updates` updates take: generation batches, prompts seen and dropped, completions."""
+        """Generation batches, prompts seen and dropped, and completions of the first `updates` updates."""
         rollouts = rollouts_of(
             updates,
             self.updates_per_epoch,
@@ -116,7 +116,7 @@ class Plan:
 
 
 def make_plan(inputs: PlanInputs) -> Plan:
-    """Work the plan out; PlanError when a rule is broken."""
+    """Compute the plan. Raises PlanError if a rule is broken."""
     if broken := problems(inputs):
         raise PlanError(inputs, broken, fixes(inputs))
     b, w, a = inputs.per_device_train_batch_size, inputs.num_processes, inputs.gradient_accumulation_steps
@@ -155,14 +155,14 @@ def make_plan(inputs: PlanInputs) -> Plan:
 
 
 def describe(fix: Fix) -> str:
-    """A fix as a person reads it."""
+    """A fix in words."""
     changes = [f"remove {key}" if value is None else f"{key}={value}" for key, value in fix.changes.items()]
     kept = "the same" if fix.keeps_generation_batch else "a"
     return f"{', '.join(changes)} ({kept} batch of {fix.generation_batch_size})"
 
 
 def notes(inputs: PlanInputs, plan: Plan) -> list[str]:
-    """What the figures alone do not say."""
+    """Sentences about what the figures alone do not say."""
     found = []
     if plan.dropped_prompts_per_epoch:
         found.append(

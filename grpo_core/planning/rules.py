@@ -1,4 +1,4 @@
-"""Which combinations of batch sizes, generations and processes a run may have: this project's rules and other systems'.
+"""The inputs of a plan, and the valid combinations of them, by this project's rules and other systems'.
 
 Symbols: N prompts, G num_generations, b per_device_train_batch_size (completions), W processes, A
 gradient_accumulation_steps, S steps_per_generation. What G has to divide: b·W·S here, in TRL since 0.18 and in
@@ -36,7 +36,7 @@ LARGEST = 10**18  # of any number: beyond it there is no run, and floating-point
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan follows from; names and defaults are those of the configuration."""
+    """The numbers that a plan follows from; names and defaults are those of the configuration."""
 
     num_prompts: int
     num_generations: int
@@ -56,7 +56,7 @@ class PlanInputs:
     rules: Rules = "grpo"
     sets_generation_batch: ClassVar[bool] = True  # it has steps_per_generation and generation_batch_size
     has_teacher: bool = False  # ms-swift: a teacher's signal needs no group to compare with
-    # Other systems evaluate in batches of groups; None: this run does not.
+    # Other systems evaluate in batches of groups. None: no evaluation.
     per_device_eval_batch_size: int | None = None
     num_generations_eval: int | None = None
     num_eval_prompts: int | None = None
@@ -83,7 +83,7 @@ class PlanInputs:
     def eval_generations(self) -> int:
         return self.num_generations_eval or self.num_generations
 
-    # Of valid batches:
+    # The following hold only if the batches are valid.
 
     @property
     def dropped_prompts_per_epoch(self) -> int:
@@ -131,7 +131,7 @@ def rollouts_of(updates: int, updates_per_epoch: int, rollouts_per_epoch: int, a
 
 
 def problems(inputs: PlanInputs) -> list[str]:
-    """Every rule that is broken, with the values that break it; none for a valid run."""
+    """Every broken rule, with the values that break it; empty for a valid run."""
     first = batch_problem(inputs)
     if first and first.endswith(WHOLE_GROUPS):
         first += f". Valid num_generations for this batch: {_some_divisors(inputs.generation_batch)}"
@@ -150,7 +150,7 @@ def evaluation_problem(inputs: PlanInputs) -> str | None:
 
 
 def warmup_problem(inputs: PlanInputs) -> str | None:
-    """A warm-up that is longer than the run, of valid batches; other systems go on without a word."""
+    """The problem of a warm-up that is longer than the run; other systems accept it silently. Batches must be valid."""
     if inputs.rules != "grpo" or inputs.warmup_steps <= (updates := inputs.total_updates):
         return None
     return (
@@ -160,7 +160,7 @@ def warmup_problem(inputs: PlanInputs) -> str | None:
 
 
 def divisors(n: int) -> list[int]:
-    """Those up to LARGEST_DIVISOR and their counterparts, ascending: all divisors of any n up to its square."""
+    """Divisors up to LARGEST_DIVISOR and their counterparts, ascending: all divisors if n is at most its square."""
     small = [d for d in range(1, min(math.isqrt(n), LARGEST_DIVISOR) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
@@ -180,10 +180,10 @@ def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
         if value is not None and value > LARGEST:
             yield f"{name}={value:g} is beyond {LARGEST:g}: no run has so many"
     if not 0 <= inputs.warmup_steps <= LARGEST:
-        yield f"warmup_steps={inputs.warmup_steps:g} is no number of updates: it lies between 0 and {LARGEST:g}"
+        yield f"warmup_steps={inputs.warmup_steps:g} is not a number of updates: it must lie between 0 and {LARGEST:g}"
     if not inputs.sets_generation_batch and (s or batch):
         given = f"steps_per_generation={s}" if s else f"generation_batch_size={batch}"
-        yield f"{given}: {inputs.rules} has no such setting, a rollout belongs to one update there; remove it"
+        yield f"{given}: {inputs.rules} has no such setting, since each update has its own rollout there; remove it"
     if s and batch and (inputs.rules != "swift-4.6" or batch != b * w * s):
         yield (
             f"steps_per_generation={s} and generation_batch_size={batch} are both given"

@@ -1,7 +1,7 @@
-"""The nearest valid runs to one that is refused: what to change, how much it changes, whether the batch stays.
+"""The nearest valid runs to a refused one: what to change, by how much, and whether the batch stays the same.
 
-The number of runs that are tried has a bound, however large the numbers: of each key its smallest values, those that
-the rules single out near the present one, and the divisors of the batch that divisors() finds.
+The number of runs tried is bounded, however large the numbers are: per key, its smallest values, those near the present
+one that the rules single out, and the divisors of the batch that divisors() finds.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Fix:
 
 
 def fixes(inputs: PlanInputs) -> list[Fix]:
-    """The nearest valid runs, nearest first; each satisfies every rule, since each has been held against them.
+    """The nearest valid runs, nearest first. Each has been checked against every rule.
 
-    Distance: one for each key that changes, plus how often the value doubles or halves, the generation batch's too.
+    Distance: one per changed key, plus how often its value, and the generation batch, doubles or halves.
     """
     if any(value is not None and not 0 < value <= LARGEST for value in (getattr(inputs, key) for key in POSITIVE)):
         return []
@@ -68,7 +68,7 @@ def _nearest(inputs: PlanInputs, candidates: Iterator[Changes]) -> list[Fix]:
 
 
 def _removals(inputs: PlanInputs) -> list[Changes]:
-    """The settings that have to go: one of two that exclude each other, or one that the system does not have."""
+    """Settings to remove: one of two that exclude each other, or one that the system does not have."""
     given: list[Changes] = [
         {key: None} for key in ("steps_per_generation", "generation_batch_size") if getattr(inputs, key) is not None
     ]
@@ -79,7 +79,7 @@ def _removals(inputs: PlanInputs) -> list[Changes]:
 
 
 def _changes(inputs: PlanInputs) -> Iterator[Changes]:
-    """Changes of the training batch that are worth a try: none, one key, or two that keep the batch."""
+    """Changes of the training batch to try: none, one key, or two keys that keep the batch."""
     yield {}
     keys = _keys(inputs)
     for key in keys:
@@ -90,7 +90,7 @@ def _changes(inputs: PlanInputs) -> Iterator[Changes]:
 
 
 def _pairs(inputs: PlanInputs) -> Iterator[Changes]:
-    """Any two keys, for a run that no single one mends."""
+    """Changes of any two keys, for a run that no single change makes valid."""
     for first, second in itertools.combinations(_keys(inputs), 2):
         values = (itertools.islice(_values(inputs, key), PAIRED) for key in (first, second))
         yield from ({first: n, second: m} for n, m in itertools.product(*values))
@@ -126,7 +126,7 @@ def _multiples(unit: int, *near: int) -> Iterator[int]:
 
 
 def _keys(inputs: PlanInputs) -> list[str]:
-    """The keys that the training batch follows from."""
+    """Keys that determine the training batch."""
     last = "gradient_accumulation_steps"
     if inputs.sets_generation_batch and inputs.generation_batch_size:
         last = "generation_batch_size"
@@ -136,7 +136,7 @@ def _keys(inputs: PlanInputs) -> list[str]:
 
 
 def _repaired(inputs: PlanInputs, changes: Changes) -> Iterator[Changes]:
-    """The change, with one of the evaluation batch or the warm-up where that is needed too; nothing if none helps."""
+    """The change, together with one of the evaluation batch or the warm-up if needed; nothing if none helps."""
     changed = _with(inputs, changes)
     if batch_problem(changed):
         return

@@ -90,7 +90,10 @@ def test_a_last_rollout_beyond_the_data_feeds_one_update() -> None:
         ),
         ("--num_generations 6 --train_iters 1", "not divisible by num_generations=6"),
         ("--num_generations 4 --train_iters 1", "4 prompts .* is not a multiple of micro_batch_size·replicas=1·8"),
-        ("--tensor_model_parallel_size 3 --train_iters 1", "8 processes are no multiple of the 3 that hold one model"),
+        (
+            "--tensor_model_parallel_size 3 --train_iters 1",
+            "8 processes are not a multiple of the 3 that hold one model",
+        ),
         ("--micro_batch_size 0 --train_iters 1", "micro_batch_size=0 is not positive"),
         ("--num_iterations 2 --train_iters 1", "passes over a generation batch once"),
         ("--num_generations 2 --loss_type real --train_iters 1", "loss_type=real needs whole groups"),

@@ -36,7 +36,7 @@ SMALL = 64  # values of a key that are tried from 1 on
 
 @dataclass(frozen=True)
 class MegatronInputs:
-    """What the plan follows from; names and defaults are ms-swift's. `world_size`: training processes."""
+    """The numbers that the plan follows from; names and defaults are ms-swift's. `world_size`: training processes."""
 
     num_prompts: int
     world_size: int = 1
@@ -85,12 +85,12 @@ class MegatronInputs:
 
     @property
     def prompts_per_epoch(self) -> int:
-        """What is left of an epoch below one micro-batch of every replica is dropped."""
+        """An epoch drops the prompts that do not fill a micro-batch of every replica."""
         return self.num_prompts // (self.micro_batch_size * self.replicas) * self.micro_batch_size * self.replicas
 
     @property
     def updates(self) -> int:
-        """`train_iters`, which num_train_epochs comes before."""
+        """`train_iters`, unless num_train_epochs is given, which takes precedence."""
         if self.num_train_epochs is None:
             return self.train_iters or 0
         return self.prompts_per_epoch * self.num_generations * self.num_train_epochs // self.global_batch_size
@@ -115,7 +115,7 @@ class MegatronInputs:
 
 
 def megatron_plan(inputs: MegatronInputs) -> Plan:
-    """Work the plan out; PlanError when a rule is broken. Processes are counted in replicas of the model."""
+    """Compute the plan. Raises PlanError if a rule is broken. Processes are counted in replicas of the model."""
     if problem := next(_problems(inputs), None):
         raise PlanError(inputs, [problem], _fixes(inputs))
     p, s = inputs.prompts_per_generation, inputs.updates_per_generation
@@ -154,7 +154,7 @@ def megatron_plan(inputs: MegatronInputs) -> Plan:
 
 
 def megatron_notes(inputs: MegatronInputs, plan: Plan) -> list[str]:
-    """What the figures alone do not say."""
+    """Sentences about what the figures alone do not say."""
     notes = []
     if plan.dropped_prompts_per_epoch:
         unit = "a generation batch" if inputs.ray else "a micro-batch of every replica"
@@ -175,7 +175,7 @@ def megatron_notes(inputs: MegatronInputs, plan: Plan) -> list[str]:
             f"{inputs.context_parallel_size})"
         )
     if inputs.num_train_epochs is not None and inputs.train_iters is not None:
-        notes.append(f"train_iters={inputs.train_iters} does not count: num_train_epochs comes before it")
+        notes.append(f"train_iters={inputs.train_iters} does not count: num_train_epochs takes precedence")
     return notes
 
 
@@ -193,8 +193,8 @@ def _problems(inputs: MegatronInputs) -> Iterator[str]:
         yield "neither num_train_epochs nor train_iters is given: Megatron-SWIFT has no default length"
     if inputs.world_size % inputs.model_parallel:
         yield (
-            f"{inputs.world_size} processes are no multiple of the {inputs.model_parallel} that hold one model (tensor "
-            f"{inputs.tensor_model_parallel_size} · pipeline {inputs.pipeline_model_parallel_size} · context "
+            f"{inputs.world_size} processes are not a multiple of the {inputs.model_parallel} that hold one model "
+            f"(tensor {inputs.tensor_model_parallel_size} · pipeline {inputs.pipeline_model_parallel_size} · context "
             f"{inputs.context_parallel_size})"
         )
     if batch % (b * replicas):
