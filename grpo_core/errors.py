@@ -1,10 +1,10 @@
-"""What every error that is foreseen has in common."""
+"""Errors that a person can act on."""
 
 from __future__ import annotations
 
 
 class GrpoError(Exception):
-    """A foreseen error: its message says what is wrong and what to do, without a traceback."""
+    """An error that a person can act on: its message says what is wrong and what to do, and no traceback is shown."""
 
 
 class ConfigError(GrpoError):
@@ -12,14 +12,14 @@ class ConfigError(GrpoError):
 
 
 class RewardError(GrpoError):
-    """A reward that cannot be used, that broke its contract, or whose server is gone; the message says which.
+    """A reward that cannot be used, has broken its contract, or has lost its server; the message says which.
 
-    A reward function raises it for what no completion is to blame for. Training ends with a checkpoint then.
+    A reward function raises it for a failure that no completion causes. The training then ends with a checkpoint.
     """
 
 
 class TrainingError(RuntimeError):
-    """Training that must not go on; the message gives the step, the figure and what to try."""
+    """The training must not continue; the message gives the step, the figure and what to try."""
 
 
 class NotFiniteError(RuntimeError):

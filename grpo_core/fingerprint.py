@@ -10,9 +10,9 @@ from typing import Any
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.rewards.contract import source_of
-from grpo_core.rewards.registry import OPERATIONAL
+from grpo_core.rewards.registry import BUILTIN
 
-# Which servers sample, not what.
+# Keys that say which servers sample; what is sampled does not follow from them.
 SERVERS = {key for key in RolloutConfig.model_fields if key.startswith("vllm_")}
 
 
@@ -26,7 +26,7 @@ def content_hash(source: str) -> str:
     if not path.exists():
         digest.update(source.encode())
         return digest.hexdigest()
-    # A file's suffix says how to read it, a name inside a folder what it is.
+    # A file's suffix says how to read it; inside a folder, the name says what it is.
     files = {path.suffix: path} if path.is_file() else {str(it.relative_to(path)): it for it in _files_read(path)}
     for name, file in files.items():
         status = file.stat()
@@ -48,10 +48,10 @@ def _file_hash(file: Path, size: int, modified_ns: int) -> bytes:
 
 
 def determining(config: RunConfig) -> dict[str, Any]:
-    """The values that results follow from: all but those that only watch, rehearse, or say what memory and disk a
-    training takes. `held_out`: those of `evaluation` that a training depends on.
+    """The values that results follow from: all except those that only watch, rehearse, or limit memory and disk.
+    `held_out`: the values of `evaluation` that a training depends on.
 
-    A limit that stopped a training may be changed, and the training goes on from where it was.
+    So a limit that has stopped a training may be changed, and the training continues where it was.
     """
     others: Any = {
         "health": True,
@@ -62,7 +62,8 @@ def determining(config: RunConfig) -> dict[str, Any]:
     }
     values = config.model_dump(mode="json", exclude=others)
     for reward in values["rewards"]:
-        left_out = OPERATIONAL.get(reward["function"], ())
+        record = BUILTIN.get(reward["function"])
+        left_out = record.operational if record else ()
         reward["args"] = {name: value for name, value in reward["args"].items() if name not in left_out}
     reported = {"confidence", "sets", "category_column", "num_samples", "answer_pattern"}
     sampled = {key: value for key, value in values["evaluation"].items() if key not in reported}
@@ -70,11 +71,12 @@ def determining(config: RunConfig) -> dict[str, Any]:
 
 
 def reward_parts(config: RunConfig) -> list[dict[str, Any]]:
-    """What scores follow from: each reward's determining keys and the hash of its source; for a classifier's model, the
-    hash of its content."""
+    """What the values of rewards follow from: each reward's determining keys, and the hash of its source. A model's
+    folder counts by the hash of its content, not by its name."""
     parts: list[dict[str, Any]] = determining(config)["rewards"]
     for part, reward in zip(parts, config.rewards, strict=True):
         part["source"] = hashlib.blake2b(source_of(reward)).hexdigest()
-        if reward.function == "classifier" and "model" in part["args"]:
-            part["args"]["model"] = content_hash(part["args"]["model"])
+        record = BUILTIN.get(reward.function)
+        if record and (argument := record.model_argument) in part["args"]:
+            part["args"][argument] = content_hash(part["args"][argument])
     return parts

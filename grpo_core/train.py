@@ -1,7 +1,7 @@
 """Entry point of the training process: `accelerate launch -m grpo_core.train RUN_DIR`.
 
-Exit status 143: told to stop by SIGTERM, it wrote a checkpoint of the last complete update and ended. So it does when a
-reward fails, a server gone for instance: with status 1 and what is wrong.
+Exit status 143: stopped by SIGTERM, after saving a checkpoint of the last complete update. Exit status 1: a reward
+failed, because its server is gone for instance; the checkpoint is saved all the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     try:
         train(arguments.run, output)
     except Stopped:
-        # All is saved. What takes engines down at exit takes time.
+        # Everything is saved, and taking engines down would take time.
         os._exit(EXIT_STATUS)
     except RewardError as error:
         sys.exit(str(error))

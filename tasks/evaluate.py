@@ -17,6 +17,7 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.evaluation import CHAMPION, HELD_OUT
+from grpo_core.config.metrics import DECIDING
 from tasks.processes.run import run_process
 from tasks.processes.vllm_servers import servers
 from tasks.registry.champion import identity, present_champion
@@ -156,7 +157,7 @@ def _markdown(report: Mapping[str, Any], metric: str) -> str:
 def _tests(figures: Mapping[str, Any]) -> Iterator[list[str]]:
     yield ["trained against", "metric", "p", "probability better", "minimum detectable difference"]
     for other, differences in figures["differences"].items():
-        for metric in ("accuracy", "reward"):
+        for metric in DECIDING:
             found = differences[metric]
             chance = (as_text.p_value(found["p_value"]), as_text.probability(found["probability_better"]))
             yield [other, metric, *chance, as_text.detectable(metric, found)]

@@ -15,7 +15,8 @@ from prefect.client.schemas.objects import State
 
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
-from grpo_core.data.prompts import load_tokenizer, without_gaps
+from grpo_core.data.chat import is_conversation, without_gaps
+from grpo_core.data.prompts import load_tokenizer
 from tasks.registry.champion import RECORD, RECORDED
 from tasks.registry.model_version import Example, log_version
 from tasks.rendering import figures
@@ -127,7 +128,7 @@ def _example(config: RunConfig, run: Path) -> Example:
     """The first held-out prompt, in the words that the model reads, and the trained policy's completion."""
     samples = pl.read_parquet(EVALUATE.path(run) / "samples.parquet").filter(set=HELD_OUT)
     prompt, completion = samples["prompt"][0], samples["trained/completion"][0]
-    if not isinstance(prompt, str):
+    if is_conversation(prompt):
         conversation = without_gaps(prompt)
         prompt = load_tokenizer(config.model).apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=True

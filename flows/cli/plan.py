@@ -32,7 +32,7 @@ from grpo_core.planning.forecast import (
 from grpo_core.planning.frameworks.launches import RecipeError
 from grpo_core.planning.frameworks.megatron import megatron_notes, megatron_plan
 from grpo_core.planning.frameworks.recipes import NEWEST, Recipe, System, megatron_inputs, read_recipe, recipe_inputs
-from grpo_core.planning.plan import Plan, PlanError, make_plan, plan_inputs, updates_done
+from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs
 from grpo_core.planning.rules import PlanInputs, Rules
 from grpo_core.rewards.contract import check
 from tasks.data.places import check_places
@@ -186,8 +186,8 @@ def _plain(recipe: Recipe, rows: list[int | None], given: Mapping[str, Any]) -> 
 def _megatron(recipe: Recipe, rows: list[int | None], given: Mapping[str, Any]) -> dict[str, Any]:
     inputs = megatron_inputs(recipe, rows, given)
     figures = megatron_plan(inputs)
-    notes = megatron_notes(inputs, figures)
-    return {"valid": True, "rules": inputs.rules, "notes": notes, **dataclasses.asdict(figures)}
+    found = megatron_notes(inputs, figures)
+    return {"valid": True, "rules": inputs.rules, "notes": found, **dataclasses.asdict(figures)}
 
 
 @contextmanager
@@ -212,7 +212,7 @@ def _rules(recipe: System | None, rules: Rules | None) -> Rules:
 
 
 def _valid(inputs: PlanInputs, figures: Plan) -> dict[str, Any]:
-    return {"valid": True, "rules": inputs.rules, "notes": _notes(inputs, figures)}
+    return {"valid": True, "rules": inputs.rules, "notes": notes(inputs, figures)}
 
 
 def _useful(pass_rates: list[float], num_generations: int) -> dict[str, Any]:
@@ -244,26 +244,6 @@ def _check_positions(config: RunConfig) -> None:
                 f"{key} = {length}: the model {config.model.name_or_path!r} takes {positions} tokens, the prompt's "
                 "among them; lower it"
             )
-
-
-def _notes(inputs: PlanInputs, figures: Plan) -> list[str]:
-    notes = []
-    if figures.dropped_prompts_per_epoch:
-        notes.append(
-            f"{figures.dropped_prompts_per_epoch} of {figures.num_prompts} prompts are left out each epoch, because "
-            "they do not fill a generation batch; each epoch shuffles again, so they are not the same each time"
-        )
-    if (done := updates_done(inputs)) < figures.max_steps:
-        notes.append(
-            f"{inputs.rules} plans {figures.max_steps} updates but ends after {done}: it counts the prompts that "
-            "it then drops, and its learning rate never reaches the end of its schedule"
-        )
-    if figures.warmup_steps > figures.max_steps:
-        notes.append(
-            f"the warm-up of {figures.warmup_steps} updates is longer than the run: the learning rate never reaches "
-            "its value"
-        )
-    return notes
 
 
 def _prompt_lengths(config: RunConfig, given: int | None) -> PromptLengths:

@@ -20,6 +20,7 @@ from flows.cli.terminal import refuse
 from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.data.chat import completion_of
 from grpo_core.errors import ConfigError, RewardError
 from grpo_core.rewards.contract import Reward, resolve, resolve_here
 from grpo_core.rewards.registry import BUILTIN
@@ -36,10 +37,15 @@ app = typer.Typer(no_args_is_help=True, help="The built-in rewards, and what a c
 def list_rewards() -> None:
     """List the built-in rewards: range, columns they read, arguments, meaning."""
     console = Console()
-    for name, (function, (low, high)) in sorted(BUILTIN.items()):
+    for name, record in sorted(BUILTIN.items()):
+        low, high = record.range
         columns, arguments = _parameters(name)
         console.print(f"{name}   [{low:g} to {high:g}]", style="bold", markup=False, highlight=False)
-        lines = [_first_sentence(function), columns and f"columns: {columns}", arguments and f"arguments: {arguments}"]
+        lines = [
+            _first_sentence(record.function),
+            columns and f"columns: {columns}",
+            arguments and f"arguments: {arguments}",
+        ]
         console.print(Padding(Text("\n".join(filter(None, lines))), (0, 0, 0, 4)))
 
 
@@ -119,8 +125,7 @@ def _batch(config: RunConfig, rewards: Sequence[Reward], row: int, texts: Sequen
                 f"{frame.columns}"
             )
     values = frame.row(row, named=True)
-    conversational = not isinstance(values["prompt"], str)
-    completions = [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
+    completions = [completion_of(values["prompt"], text) for text in texts]
     return Batch([values] * len(texts), completions, _ids(config, rewards, texts))
 
 

@@ -19,9 +19,6 @@ from grpo_core.rewards.contract import code_of, find
 from grpo_core.rewards.registry import BUILTIN
 
 MODULES = "GRPO_REWARD_MODULES"  # comma-separated; a deployment's parameters may name any reward defined in them
-# Of the built-in rewards, those that only look at text. The others open files, reach servers with a key from the
-# environment, or run programs.
-HARMLESS = {f"grpo_core.rewards.{name}" for name in ("answers", "form", "maths", "quality", "structured", "words")}
 ADDRESSES = (("rollout", "vllm_server_base_urls"),)  # the weights are sent there
 
 
@@ -49,10 +46,10 @@ def _why_not(reward: RewardConfig, listed: set[str]) -> str:
     """Why a deployment's parameters may not name this reward; "" when they may. Imports nothing that is not listed."""
     module, separator, _ = reward.function.partition(":")
     if not separator:
-        if reward.function not in BUILTIN:
-            return ""  # there is none, which is said elsewhere
-        module = BUILTIN[reward.function][0].__module__
-        if module in HARMLESS | listed:
+        record = BUILTIN.get(reward.function)
+        if record is None:
+            return ""  # refused elsewhere: there is no such reward
+        if record.looks_at_text_only or record.function.__module__ in listed:
             return ""
         return f"it reaches beyond the text; here it is taken only with the args that a preset gives it ({MODULES})"
     if module not in listed:

@@ -1,0 +1,1 @@
+"""GRPO's mathematics: advantages and losses as pure functions."""

@@ -18,9 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_core.config.algorithm import AlgorithmConfig
-
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+from grpo_core.config.algorithm import AlgorithmConfig, LossType
 
 VESPO_MAX_LOG_RATIO = 20.0  # of a token and of a sequence
 VESPO_MIN_LOG_RATIO = math.log(1e-8)  # of a sequence and of a token's sampling correction

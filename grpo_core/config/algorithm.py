@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from grpo_core.config.base import HIGHEST_ENTROPY, Section
 
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+
 
 class AlgorithmConfig(Section):
     """Rewards → advantages → loss; docs/reference/algorithm.md has each formula and its paper."""
@@ -17,22 +19,23 @@ class AlgorithmConfig(Section):
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the group's standard deviation, the batch's, or not at all (Dr. GRPO)."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Weighted sum of the rewards, then normalise; or normalise each reward in its group, then sum (GDPO)."""
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = "dapo"
-    """Loss of a token, and how tokens are averaged."""
+    """Sum the weighted rewards, then normalise; or normalise each reward in its group, then sum (GDPO)."""
+    loss_type: LossType = "dapo"
+    """Loss per token, and how the losses of tokens are averaged."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """One ratio per token (GRPO) or one per completion, the geometric mean of its tokens' (GSPO)."""
     epsilon: float = Field(0.2, ge=0)
     """Lower clipping bound of the ratio: 1 - epsilon."""
     epsilon_high: float | None = Field(None, ge=0)
-    """Upper clipping bound is 1 + epsilon_high; default: epsilon. DAPO recommends 0.28. For cispo it is the bound
+    """Upper clipping bound of the ratio: 1 + epsilon_high; default: epsilon. DAPO recommends 0.28. For cispo, the bound
     itself (ScaleRL: 5.0)."""
     delta: float | None = Field(None, gt=1)
-    """Bound of the ratio where the advantage is negative, above 1 + epsilon_high (two-sided clip); default: none."""
+    """Upper bound of the ratio where the advantage is negative (two-sided clip), above 1 + epsilon_high; default:
+    none."""
     sapo_temperature_pos: float = Field(1.0, gt=0)
     """sapo: temperature of the soft gate for positive advantages."""
     sapo_temperature_neg: float = Field(1.05, gt=0)
-    """sapo: temperature of the soft gate for the others."""
+    """sapo: temperature of the soft gate for advantages of 0 and below."""
     vespo_k_pos: float = Field(2.0, ge=0)
     """vespo: power of the sequence weight for advantages of 0 and above."""
     vespo_lambda_pos: float = Field(3.0, ge=0)
@@ -42,7 +45,7 @@ class AlgorithmConfig(Section):
     vespo_lambda_neg: float = Field(2.0, ge=0)
     """vespo: decay of the sequence weight for negative advantages."""
     beta: float = Field(0.0, ge=0)
-    """Weight of the KL to the reference policy; 0 needs none."""
+    """Weight of the KL to the reference policy; 0 trains without a reference policy."""
     use_bias_correction_kl: bool = True
     """Multiply the KL estimate by the importance ratio, so that its gradient is unbiased off-policy."""
     sync_ref_model: bool = False
@@ -54,17 +57,17 @@ class AlgorithmConfig(Section):
     mask_truncated_completions: bool = False
     """Leave completions that hit max_completion_length out of the loss (DAPO)."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
-    """Share of the tokens, those of the highest entropy, whose policy loss is trained; 1 trains all."""
+    """Train the policy loss on this fraction of the tokens, those with the highest entropy; 1 trains on all tokens."""
     off_policy_mask_threshold: float | None = Field(None, gt=0)
-    """Leave out completions with a negative advantage from which the policy has moved away by more than this mean
-    log-ratio (DeepSeek-V3.2); default: none."""
+    """Leave out completions with a negative advantage if the policy has moved away from them by more than this mean
+    log-ratio (DeepSeek-V3.2); default: leave none out."""
     vllm_importance_sampling_correction: bool = True
-    """Correct for the difference between the sampling engine's (any engine's) log-probabilities and the trainer's, both
-    at the sampling temperature and before top_p and top_k."""
+    """Correct for the difference between the log-probabilities of the engine that samples (any engine) and those of the
+    trainer, both at the sampling temperature and before top_p and top_k."""
     vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
         "sequence_mask"
     )
-    """One correction per token or per completion; outside the bounds it is clamped (truncate) or made 0 (mask)."""
+    """One correction per token or per completion; outside the bounds it is clamped (truncate) or set to 0 (mask)."""
     vllm_importance_sampling_clip_max: float = Field(3.0, gt=0)
     """Upper bound of the correction."""
     vllm_importance_sampling_clip_min: float | None = Field(None, gt=0)
@@ -72,16 +75,16 @@ class AlgorithmConfig(Section):
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus; with use_adaptive_entropy, its first value."""
     use_adaptive_entropy: bool = False
-    """Raise entropy_coef while entropy is at or below entropy_target, lower it else (Skywork-OR1); the bonus applies
-    only while it is at or below."""
+    """Raise entropy_coef while entropy is at or below entropy_target, else lower it (Skywork-OR1); the bonus applies
+    only while entropy is at or below the target."""
     entropy_coef_min: float = Field(0.0, ge=0)
     """Adaptive entropy: lower bound of the weight."""
     entropy_coef_max: float = Field(1.0, ge=0)
     """Adaptive entropy: upper bound of the weight."""
     entropy_coef_delta: float = Field(0.005, gt=0)
-    """Adaptive entropy: change of the weight after an update."""
+    """Adaptive entropy: change of the weight after each update."""
     entropy_target: float = Field(0.2, ge=0, le=HIGHEST_ENTROPY)
-    """Adaptive entropy: mean entropy of a token to keep, in nats."""
+    """Adaptive entropy: mean entropy per token to keep, in nats."""
 
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmConfig:
@@ -126,7 +129,7 @@ class AlgorithmConfig(Section):
 
     @property
     def upper_clip(self) -> float:
-        """epsilon_high, or epsilon where it is not given."""
+        """epsilon_high, or epsilon if it is not given."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property

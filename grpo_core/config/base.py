@@ -1,4 +1,4 @@
-"""What every section of a configuration has in common."""
+"""The base of all sections of a configuration."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-MOST = 2**31 - 1  # of anything that is counted
+MOST = 2**31 - 1  # largest number of anything that is counted
 HIGHEST_ENTROPY = 100.0  # nats: more than ln of any vocabulary
 
 
 class Section(BaseModel):
-    """Numbers are numbers: neither text such as "1e9" nor true is taken for one."""
+    """A section of the configuration. Numbers have to be numbers: text such as "1e9", and true, are refused."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, strict=True, use_attribute_docstrings=True
@@ -21,12 +21,12 @@ class Section(BaseModel):
     @classmethod
     def _is_countable(cls, value: Any) -> Any:
         if type(value) is int and value > MOST:
-            raise ValueError(f"{value} is beyond {MOST:,}, the most of anything that is counted")
+            raise ValueError(f"{value} is beyond {MOST:,}, the largest number of anything that is counted")
         return value
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested values by their keys, such as train.learning_rate or rewards.0.weight."""
+    """Nested values by their full keys, such as train.learning_rate or rewards.0.weight."""
     items = values.items() if isinstance(values, dict) else enumerate(values)
     flat: dict[str, Any] = {}
     for key, value in items:

@@ -1,43 +1,41 @@
-"""The sections of a configuration that say how a policy is judged: evaluation, registry, promotion."""
+"""`[evaluation]`, `[registry]` and `[promotion]`: how a policy is judged, and what becomes of it."""
 
 from __future__ import annotations
 
 import re
-from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from grpo_core.config.base import Section
+from grpo_core.config.metrics import Deciding
 
-HELD_OUT = "held-out"  # name of the set that `data.eval` is
-CHAMPION = "champion"  # alias of the version that is in use
-
-GUARDED = ("accuracy", "reward", "completions/mean_length", "completions/clipped_ratio", "kl")
+HELD_OUT = "held-out"  # name of the evaluation set that data.eval gives
+CHAMPION = "champion"  # alias of the version in use
 
 
 class EvaluationSet(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)
-    """Name of the set in reports, metrics and guards; `held-out` is the one of data.eval."""
+    """Name of the set in reports, metrics and guards; `held-out` is taken: it is data.eval."""
     data: str
-    """Prompts, in any of the forms of data.train, with the columns that the rewards read."""
+    """Prompts, in any form that data.train may have, with the columns that the rewards read."""
     split: str = "test"
     """Split to take when `data` is a hub name or a saved DatasetDict."""
 
 
 class EvaluationConfig(Section):
     accuracy_reward: str | None = None
-    """Reward whose value of 1 counts as a right answer; default: the first reward."""
+    """A completion is right if this reward gives it 1; default: the first reward."""
     sets: list[EvaluationSet] = Field(default_factory=list)
-    """Further prompts to evaluate on, beside data.eval; none of them may be trained on."""
+    """More prompts to evaluate on, besides data.eval; none of them may be trained on."""
     category_column: str = "category"
-    """Column by whose values the figures are given too, where a set has it."""
+    """Column to group results by: a set that has it is also reported value by value."""
     num_samples: int = Field(1, ge=1, le=1024)
-    """n: completions of each prompt; more than one gives pass@k and the majority vote, and needs a temperature."""
+    """n: completions per prompt; more than one gives pass@k and the majority vote, and needs a temperature above 0."""
     answer_pattern: str | None = None
-    """Regular expression whose first group is a completion's answer in the majority vote (its last match counts);
-    default: the whole completion, without white space around it."""
+    """Regular expression that finds a completion's answer for the majority vote: the first group of its last match.
+    Default: the whole completion, without the white space around it."""
     max_completion_length: int | None = Field(None, ge=1)
-    """Tokens after which an evaluated completion is cut off; default: the rollout's."""
+    """Tokens after which a completion is cut off in an evaluation; default: rollout.max_completion_length."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of an evaluation; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -45,7 +43,7 @@ class EvaluationConfig(Section):
     top_k: int = Field(0, ge=0)
     """Sample among this many most likely tokens in an evaluation; 0 keeps all."""
     confidence: float = Field(0.95, gt=0, lt=1)
-    """Coverage of the intervals."""
+    """Confidence level of the intervals."""
 
     @field_validator("answer_pattern")
     @classmethod
@@ -62,7 +60,7 @@ class EvaluationConfig(Section):
     def _consistent(self) -> EvaluationConfig:
         names = [HELD_OUT, *(each.name for each in self.sets)]
         if len(set(names)) < len(names):
-            raise ValueError(f"evaluation sets {names} share a name; {HELD_OUT!r} is the one of data.eval")
+            raise ValueError(f"evaluation sets {names} share a name; {HELD_OUT!r} is the name of data.eval")
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"num_samples={self.num_samples} with temperature=0 would give the same completion each time; "
@@ -72,20 +70,20 @@ class EvaluationConfig(Section):
 
 
 class RegistryConfig(Section):
-    """Names as MLflow takes them, so that a registration does not fail after the training."""
+    """Names in MLflow; what MLflow would refuse after the training is refused before it."""
 
     experiment: str = Field("grpo", min_length=1, max_length=500)
     """MLflow experiment of the run."""
     model_name: str | None = Field(None, pattern=r"^[^/:]*$", max_length=200)
     """Registered model that gets a new version, without / and : in its name; default: the run's name."""
     alias: str = Field("candidate", pattern=r"^[\w-]+$", max_length=255)
-    """Alias set on the new version; letters, digits, _ and -. `champion` is set by a promotion alone."""
+    """Alias of the new version: letters, digits, _ and -. Only a promotion sets `champion`."""
 
     @field_validator("model_name")
     @classmethod
     def _names_a_model(cls, name: str | None) -> str | None:
         if name is not None and name.strip() in ("", ".", ".."):
-            raise ValueError(f"{name!r} cannot be the name of a model; leave it out to have the run's name")
+            raise ValueError(f"{name!r} cannot be the name of a model; leave it out to use the run's name")
         return name
 
     @field_validator("alias")
@@ -93,8 +91,8 @@ class RegistryConfig(Section):
     def _is_free(cls, alias: str) -> str:
         if alias.lower() == CHAMPION:
             raise ValueError(
-                f"{alias!r} is given by a promotion; register under another alias, such as 'candidate', and set "
-                "promotion.automatic=true to have each version tried"
+                f"{alias!r} is set only by a promotion; register under another alias, such as 'candidate', and set "
+                "promotion.automatic=true to try to promote each version"
             )
         if alias.lower() == "latest" or re.fullmatch(r"[vV]\d+", alias):
             raise ValueError(f"{alias!r} is reserved in MLflow, as 'latest' and v1, v2, … are; take another alias")
@@ -105,14 +103,15 @@ class Guard(Section):
     """A bound that a version must keep to be promoted, whatever it gains elsewhere."""
 
     set: str = HELD_OUT
-    """Evaluation set."""
+    """Evaluation set on which the bound has to hold."""
     metric: str
-    """accuracy, reward, rewards/NAME/mean, completions/mean_length, completions/clipped_ratio, or kl (to the base)."""
+    """accuracy, reward, rewards/NAME/mean, completions/mean_length, completions/clipped_ratio, or kl (to the base
+    model)."""
     max_drop: float | None = Field(None, ge=0)
-    """How far the metric may fall below the champion's: the lower bound of the paired difference must not be below
-    minus this."""
+    """How far the metric may fall below the champion's: the lower bound of the paired difference must be at least minus
+    this."""
     max_rise: float | None = Field(None, ge=0)
-    """How far the metric may rise above the champion's: the upper bound of the paired difference must not be above
+    """How far the metric may rise above the champion's: the upper bound of the paired difference must be at most
     this."""
     min: float | None = None
     """Lowest mean that the metric may have."""
@@ -129,16 +128,17 @@ class Guard(Section):
 class PromotionConfig(Section):
     set: str = HELD_OUT
     """Evaluation set on which a version has to be better. If the training chooses its model on `held-out` (by
-    load_best_model_at_end or early_stopping_patience), it must be another set."""
-    metric: Literal["accuracy", "reward"] | None = None
-    """What it has to be better in, and what reports put first: share of right answers, or mean weighted reward.
-    Default: accuracy if evaluation.accuracy_reward gives the evaluated completions nothing but 0 and 1, else reward."""
+    load_best_model_at_end or early_stopping_patience), name another set."""
+    metric: Deciding | None = None
+    """What a version has to be better in, and what reports show first: accuracy (share of right answers) or reward
+    (mean weighted reward). Default: accuracy if evaluation.accuracy_reward gave every evaluated completion 0 or 1, else
+    reward."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
-    """1 - the highest probability that, in all attempts against the same champion, any version that is no better is
+    """1 minus the highest probability that, in all attempts against the same champion, any version that is no better is
     promoted."""
     min_gain: float = Field(0.0, ge=0)
     """The least mean gain on these prompts that is worth a promotion; the true gain may be smaller."""
     guards: list[Guard] = Field(default_factory=list)
-    """Bounds that have to hold besides."""
+    """More bounds that have to hold."""
     automatic: bool = False
-    """Try to promote at the end of the pipeline."""
+    """Try to promote the new version at the end of the pipeline."""

@@ -1,6 +1,6 @@
-"""A run's configuration: read from TOML, checked as a whole, written back. Its keys are declared in `sections`.
+"""A run's configuration: read from TOML, checked as a whole, written back.
 
-Imports no torch, so that a plan answers at once.
+Imports no torch, so that a plan answers immediately.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ SHOWN = 200  # characters of a wrong value
 
 
 def parse_config(values: dict[str, Any]) -> RunConfig:
-    """Validate nested `values`; ConfigError lists every mistake, unknown keys with the nearest known one."""
+    """Validate nested `values`. Raises ConfigError with every mistake, and for unknown keys the nearest known one."""
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        mistakes = [it for it in error.errors() if it["type"] != "default_factory_not_called"]  # follows from another
+        # A default that could not be made is a consequence of another mistake.
+        mistakes = [it for it in error.errors() if it["type"] != "default_factory_not_called"]
         raise ConfigError("\n".join(map(_sentence, mistakes))) from None
 
 
@@ -39,7 +40,7 @@ def load_config(path: Path | str, overrides: list[str] | None = None) -> RunConf
 
 
 def read_values(path: Path | str, overrides: list[str] | None = None) -> dict[str, Any]:
-    """What a TOML file and its overrides say, not yet validated."""
+    """The values of a TOML file and its overrides, not yet validated."""
     path = Path(path)
     try:
         values = tomllib.loads(path.read_text())
@@ -55,7 +56,7 @@ def read_values(path: Path | str, overrides: list[str] | None = None) -> dict[st
 
 
 def read_overrides(overrides: list[str] | None) -> dict[str, Any]:
-    """What `section.key=value` overrides say by themselves, not yet validated."""
+    """The values of `section.key=value` overrides alone, not yet validated."""
     values: dict[str, Any] = {}
     for override in overrides or []:
         _override(values, override)
@@ -140,7 +141,7 @@ def _model_at(location: tuple[int | str, ...]) -> type[BaseModel]:
     for part in location:
         if isinstance(part, str):
             annotation = model.model_fields[part].annotation
-            (model,) = get_args(annotation) or (annotation,)  # of a list, what it lists
+            (model,) = get_args(annotation) or (annotation,)  # of a list, the type of its entries
     return model
 
 

@@ -1,6 +1,6 @@
-"""The sections of a run's configuration: every knob, declared once, with its meaning and bounds.
+"""`[model]`, `[data]` and `[[rewards]]`: what a run starts from.
 
-Keys that mean the same as in TRL's GRPOConfig carry TRL's names.
+Here and in all sections, keys that mean the same as in TRL's GRPOConfig carry TRL's names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from grpo_core.config.base import Section
 
-LONGEST_ARGUMENT = 200  # MLflow takes names of parameters up to 250 characters, rewards.0.args. included
+LONGEST_ARGUMENT = 200  # characters: MLflow takes names of parameters up to 250, with rewards.0.args. in front
 WIDEST_RANGE = 1e12  # of a reward
 
 
@@ -31,39 +31,40 @@ class ModelConfig(Section):
     lora_alpha: int = Field(32, ge=1)
     """The adapter's change is scaled by lora_alpha / lora_r."""
     lora_target_modules: list[str] | None = Field(None, min_length=1)
-    """Names of the linear layers that get an adapter; default: all but the head, as peft's `all-linear` finds them (of
-    mixtures of experts not everywhere experts and router)."""
+    """Names of the linear layers that get an adapter; default: all except the output layer, as peft's `all-linear`
+    finds them (in some mixtures of experts without the experts and the router)."""
 
 
 Severity = Literal["error", "drop", "warn"]
-Refusal = Literal["error", "drop"]  # of what no model can be trained on
+Refusal = Literal["error", "drop"]  # for rows on which no model can be trained
 
 
 class DataChecks(Section):
-    """What becomes of a row that breaks a rule: `error` refuses the data, `drop` leaves the row out and keeps it in
-    dataset/NAME.dropped.parquet, `warn` trains on it and says so."""
+    """What to do with a row that breaks a rule: `error` refuses the data, `drop` leaves the row out and writes it to
+    dataset/NAME.dropped.parquet, `warn` keeps it and reports it."""
 
     blank_prompt: Refusal = "error"
     """A prompt that is missing, empty or only white space."""
     malformed_conversation: Refusal = "error"
-    """Messages of another role than system, user, assistant or without text, a system message that is not the first, a
-    last one that is not the user's."""
+    """Messages with another role than system, user or assistant, or without text; a system message that is not the
+    first; a last message that is not the user's."""
     chat_template: Refusal = "error"
-    """A conversation that the model's chat template refuses, for its roles or their order."""
+    """A conversation that the model's chat template refuses because of its roles or their order."""
     no_tokens: Refusal = "error"
-    """A prompt, or a last message, of which the tokenizer makes no token: its vocabulary has none of the characters."""
+    """A prompt, or a last message, that the tokenizer turns into no token: its vocabulary has none of the
+    characters."""
     missing_value: Severity = "error"
     """A null or blank in a column that a reward reads."""
     long_prompt: Refusal = "error"
-    """A prompt that, with the chat template and a completion of full length, exceeds the model's context; with RoPE of
-    type dynamic or longrope, the length up to which its frequencies stay the same."""
+    """A prompt that does not fit the model's context together with the chat template and a completion of full length.
+    With RoPE of type dynamic or longrope, the context ends where its frequencies would change."""
     duplicate_prompt: Severity = "warn"
-    """A prompt that came before in the same data; `drop` keeps the first."""
+    """A prompt that occurs earlier in the same data; `drop` keeps the first."""
     overlap: Severity = "error"
-    """A training prompt that is also held out; `drop` leaves the held-out data whole. Of `evaluation.sets`, a prompt
-    that is trained on; `drop` leaves the training data whole."""
+    """A training prompt that is also in data.eval: `drop` removes it from the training data. A prompt of
+    `evaluation.sets` that is trained on: `drop` removes it from the set."""
     near_overlap: Severity = "error"
-    """The same but for upper and lower case and white space."""
+    """As overlap, but ignoring case and white space."""
     encoding: Severity = "warn"
     """Text that was decoded wrongly: replacement characters, control characters, UTF-8 read as Latin-1."""
 
@@ -72,47 +73,48 @@ class DataConfig(Section):
     train: str
     """Training prompts: a .parquet, .jsonl, .json or .csv file, a dataset saved to disk, or a hub name."""
     eval: str
-    """Held-out prompts, in any of the same forms; they must not appear in `train`."""
+    """Held-out prompts, in any of the same forms; they must not be in `train`."""
     train_split: str = "train"
     """Split to take when `train` is a hub name or a saved DatasetDict."""
     eval_split: str = "test"
     """Split to take when `eval` is a hub name or a saved DatasetDict."""
     prompt_column: str = "prompt"
-    """Column with the prompts, in `train`, `eval` and `evaluation.sets` alike; rewards get it as `prompts`."""
+    """Column with the prompts, in `train`, `eval` and `evaluation.sets` alike; rewards receive it as `prompts`."""
     answer_column: str = "answer"
-    """Column with the right answer, if there is one: rewards are rehearsed on it before training."""
+    """Column with the right answer, if there is one: before training, the rewards are tried on it."""
     checks: DataChecks = DataChecks()
 
 
 class RewardConfig(Section):
     function: str
-    """A built-in reward's name, or `package.module:function` with TRL's signature, of a module that is installed, or a
-    file in the working folder or beside the configuration."""
+    """A built-in reward's name, or `package.module:function`: a function with TRL's signature, in an installed module,
+    or in a file in the working folder or beside the configuration."""
     name: str = Field(default_factory=lambda given: given["function"].rsplit(":", 1)[-1], pattern=r"^[.-]*\w[\w.-]*$")
     """Name in metrics, records and gates; default: the function's own. A function listed twice needs two names."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
     clip: Bounds | None = None
-    """Lowest and highest value that count: one beyond them counts as the nearer. Default: none."""
+    """Lowest and highest value that count; a value outside counts as the nearer of the two. Default: every value
+    counts."""
     normalize: bool = False
-    """Count on a scale on which the bounds of `clip` are 0 and 1."""
+    """Scale the values so that the bounds of `clip` count as 0 and 1."""
     gate: str | None = None
-    """Name of another reward: where that gives less than `gate_threshold`, or None, this one counts as 0. Default:
-    none."""
+    """Name of another reward: where that reward gives less than `gate_threshold`, or None, this one counts as 0.
+    Default: no gate."""
     gate_threshold: float = 1.0
-    """Least value of the reward named by `gate` at which this one counts."""
+    """Lowest value of the reward named in `gate` at which this reward counts."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments given to the function at each call."""
+    """Keyword arguments passed to the function in each call."""
     timeout: float = Field(300.0, gt=0)
-    """Seconds after which a call of the function counts as hung and stops the training."""
+    """Seconds after which a call of the function counts as hung; the training then stops."""
     range: Bounds | None = None
-    """Lowest and highest value that the function may give; another one stops the run. Default: any, and for a built-in
-    reward the range it documents."""
+    """Lowest and highest value that the function may give; any other value stops the run. Default: any; for a built-in
+    reward, the range it documents."""
     isolated: bool = False
-    """Run the function in a process of its own, which it may end, block or fill up without harm to the training:
-    recommended for code that you did not write. The rewards are the same."""
+    """Run the function in its own process, which it can end, block or fill up without harm to the training. Recommended
+    for code that you did not write. The rewards are the same."""
     memory_gib: float = Field(8.0, gt=0)
-    """Memory that an isolated reward's process may take, in GiB (its own, not what it shares)."""
+    """Memory that an isolated reward's process may take, in GiB; shared memory does not count."""
 
     @field_validator("function")
     @classmethod
@@ -130,7 +132,7 @@ class RewardConfig(Section):
     def _args_can_be_written_as_toml(self) -> RewardConfig:
         missing = [key for key, value in self.args.items() if value is None]
         if missing:
-            raise ValueError(f"args.{missing[0]} is null; leave it out to have the function's default")
+            raise ValueError(f"args.{missing[0]} is null; leave it out to use the function's default")
         return self
 
     @model_validator(mode="after")
@@ -160,7 +162,6 @@ class RewardConfig(Section):
             raise ValueError(f"gate_threshold={self.gate_threshold:g} without a gate; name the reward in gate")
         if not self.isolated and self.memory_gib != 8:
             raise ValueError(
-                f"memory_gib={self.memory_gib:g} limits nothing without a process of the reward's own; set "
-                "isolated = true"
+                f"memory_gib={self.memory_gib:g} limits only the process of an isolated reward; set isolated = true"
             )
         return self

@@ -8,62 +8,69 @@ from pydantic import Field, model_validator
 
 from grpo_core.config.base import Section
 
-VLLM_MIN_TEMPERATURE = 0.01  # vLLM raises a lower one to this
+VLLM_MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 
 
 class RolloutConfig(Section):
     engine: Literal["auto", "vllm", "vllm-server", "transformers"] = "auto"
-    """What samples completions; `auto` takes vLLM on a GPU and transformers on a CPU. `vllm-server`: vLLM in processes
-    of its own, on other GPUs or another machine."""
+    """What samples completions. `auto`: vLLM on a GPU, transformers on a CPU. `vllm-server`: vLLM in its own processes,
+    on other GPUs or another machine."""
     num_generations: int = Field(8, ge=2)
-    """G: completions sampled for each prompt."""
+    """G: completions sampled per prompt."""
     max_completion_length: int = Field(256, ge=1)
     """Tokens after which a completion is cut off."""
     temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; log-probabilities in training are scaled by it too. At least 0.01 unless engine is
+    """Sampling temperature; in training, log-probabilities are scaled by it too. At least 0.01 unless engine is
     `transformers`."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: the smallest set of tokens with at least this probability; 1 keeps all. The loss and the
-    sampling correction compare probabilities over the whole vocabulary all the same."""
+    sampling correction still compare probabilities over the whole vocabulary."""
     top_k: int = Field(0, ge=0)
     """Sample among this many most likely tokens; 0 keeps all. For the loss, see top_p."""
     dynamic_sample: bool = False
-    """Replace groups whose rewards are all equal by groups of fresh prompts (DAPO's dynamic sampling)."""
+    """Replace groups whose rewards are all equal with groups of fresh prompts (DAPO's dynamic sampling)."""
     max_resample_times: int = Field(3, ge=1)
-    """Rounds of such replacements for a generation batch; what is left after them stays in it."""
+    """dynamic_sample: rounds of replacement per generation batch; groups that are still without a signal then stay in
+    it."""
     max_sync_drift: float | None = Field(None, gt=0)
-    """Mean difference between the engine's and the trainer's log-probabilities of a fixed probe batch, after a weight
-    update of the engine, above which training stops; default: 0.001, in bf16 0.1, or less if the engine does not follow
-    the policy's movement."""
+    """Stop the training if, after a weight update of the engine, the mean difference between its and the trainer's
+    log-probabilities of a fixed probe batch is above this. Default: 0.001, in bf16 0.1, or less if the engine does not
+    follow the policy's movement."""
     gpu_memory_utilization: float = Field(0.3, gt=0, le=1)
-    """Share of the GPU's memory that vLLM takes for its weights and KV cache."""
+    """Fraction of the GPU's memory that vLLM takes for its weights and KV cache."""
     cpu_kv_cache_gib: int = Field(1, ge=1)
-    """vLLM's KV cache when it runs on a CPU, in GiB."""
+    """Size of vLLM's KV cache on a CPU, in GiB."""
     vllm_server_base_urls: list[str] = Field(default_factory=list)
     """vllm-server: addresses of running servers, such as http://10.0.0.5:8000; default: a training starts its own."""
     vllm_num_servers: int = Field(1, ge=1)
-    """vllm-server: servers that a training starts on the GPUs after its own, or on the CPU."""
+    """vllm-server: servers that a training starts, on the GPUs after its own or on the CPU."""
     vllm_tensor_parallel_size: int = Field(1, ge=1)
-    """vllm-server: GPUs that share a copy of the model, in each server that a training starts."""
+    """vllm-server: GPUs that share one copy of the model, per server that a training starts."""
     vllm_data_parallel_size: int = Field(1, ge=1)
-    """vllm-server: copies of the model in each server that a training starts."""
+    """vllm-server: copies of the model per server that a training starts."""
     vllm_weight_transfer: Literal["auto", "nccl", "ipc", "shared_memory"] = "auto"
     """vllm-server: how weights reach the servers that a training starts: between GPUs (nccl), on one GPU that trainer
-    and server share (ipc), on the CPU (shared_memory); `auto` is nccl where there is a GPU."""
+    and server share (ipc), on a CPU (shared_memory). `auto`: nccl on a GPU, else shared_memory."""
     vllm_server_timeout: float = Field(240.0, gt=0)
     """vllm-server: seconds that a server may be down, or take to start, before the training stops."""
     vllm_request_timeout: float = Field(1800.0, gt=0)
-    """vllm-server: seconds that a server may take for an answer, or for new weights, before the training stops."""
+    """vllm-server: seconds that a server may take to answer, or to take new weights, before the training stops."""
     max_staleness: int = Field(0, ge=0, le=1)
-    """vllm-server: 1 samples the next generation batch while this one is trained on, from the policy as it was before;
-    the sampling correction accounts for the difference."""
+    """vllm-server: 1 samples the next generation batch while the current one is trained on, from the policy as it was
+    before; the sampling correction accounts for the difference."""
+
+    def engine_on(self, has_gpu: bool) -> Literal["vllm", "vllm-server", "transformers"]:
+        """The engine that samples on a machine with or without a GPU: what `auto` means is decided here alone."""
+        if self.engine == "auto":
+            return "vllm" if has_gpu else "transformers"
+        return self.engine
 
     @model_validator(mode="after")
     def _temperature_can_be_sampled(self) -> RolloutConfig:
         if self.temperature < VLLM_MIN_TEMPERATURE and self.engine != "transformers":
             raise ValueError(
                 f"temperature={self.temperature:g} with engine={self.engine!r}: vLLM samples at "
-                f"{VLLM_MIN_TEMPERATURE:g} where less is asked for; set temperature to {VLLM_MIN_TEMPERATURE:g} or "
+                f"{VLLM_MIN_TEMPERATURE:g} if it is given less; set temperature to {VLLM_MIN_TEMPERATURE:g} or "
                 "more, or engine to 'transformers'"
             )
         return self
@@ -73,7 +80,7 @@ class RolloutConfig(Section):
         if self.engine == "vllm-server":
             wrong = [url for url in self.vllm_server_base_urls if not url.startswith(("http://", "https://"))]
             if wrong:
-                raise ValueError(f"vllm_server_base_urls: {wrong[0]!r} is no address such as http://127.0.0.1:8000")
+                raise ValueError(f"vllm_server_base_urls: {wrong[0]!r} is not an address such as http://127.0.0.1:8000")
             if len(set(self.vllm_server_base_urls)) < len(self.vllm_server_base_urls):
                 raise ValueError(f"vllm_server_base_urls={self.vllm_server_base_urls} names a server twice")
             each = self.vllm_tensor_parallel_size, self.vllm_data_parallel_size

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from math import isfinite
-from typing import Any
 
 from pydantic import Field, model_validator
 
 from grpo_core.config.algorithm import AlgorithmConfig
-from grpo_core.config.base import Section, flatten
-from grpo_core.config.evaluation import GUARDED, HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
+from grpo_core.config.base import Section
+from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
 from grpo_core.config.inputs import DataConfig, ModelConfig, RewardConfig
+from grpo_core.config.metrics import EVALUATED, reward_means
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.training import HealthConfig, TrainConfig
 
@@ -20,11 +19,12 @@ class RunConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """Name of the run and of its directory."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seeds prompt order and sampling."""
+    """Seed of the order of prompts and of sampling."""
     model: ModelConfig
     data: DataConfig
     rewards: list[RewardConfig] = Field(min_length=1)
-    """Reward functions; what the policy is trained on is the weighted sum of what they count."""
+    """Reward functions; the policy is trained on the weighted sum of their values, each as clipped, normalized and
+    gated."""
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
@@ -41,8 +41,6 @@ class RunConfig(Section):
         for place, reward in enumerate(self.rewards):
             if reward.gate not in (None, *names):
                 raise ValueError(f"rewards.{place}.gate={reward.gate!r} is not among the rewards {names}")
-            if reward.function == "judge":
-                _check_json(reward.args, f"rewards.{place}.args.")
         if self.evaluation.accuracy_reward not in (None, *names):
             raise ValueError(
                 f"evaluation.accuracy_reward={self.evaluation.accuracy_reward!r} is not among the rewards {names}"
@@ -55,7 +53,7 @@ class RunConfig(Section):
             if name not in sets:
                 raise ValueError(f"{key}={name!r} is not among the evaluation sets {sets}")
         self._check_judging_sets()
-        metrics = [*GUARDED, *(f"rewards/{name}/mean" for name in names)]
+        metrics = [*EVALUATED, *reward_means(names)]
         for place, guard in enumerate(self.promotion.guards):
             if guard.metric not in metrics:
                 raise ValueError(f"promotion.guards.{place}.metric={guard.metric!r} is not among {metrics}")
@@ -72,7 +70,7 @@ class RunConfig(Section):
         return self
 
     def _check_judging_sets(self) -> None:
-        """Raises ValueError if a promotion would judge by the prompts on which the training chose its model."""
+        """Raises ValueError if a promotion would judge by the prompts on which the training chooses its model."""
         chosen_by = {
             "train.load_best_model_at_end": self.train.load_best_model_at_end,
             "train.early_stopping_patience": self.train.early_stopping_patience,
@@ -89,8 +87,8 @@ class RunConfig(Section):
             named = ", ".join(f"{key}={name!r}" for key, name in judging.items())
             raise ValueError(
                 f"{', '.join(choosing)} with {named}: the training chooses its model on "
-                "data.eval, which that set is, so it would look better there than it is; add other prompts as a set in "
-                f"[[evaluation.sets]] and name it in {', '.join(judging)}, or remove {', '.join(choosing)}"
+                "data.eval, which is that set, so the model would look better there than it is; add other prompts as a "
+                f"set in [[evaluation.sets]] and name it in {', '.join(judging)}, or remove {', '.join(choosing)}"
             )
 
     @property
@@ -106,10 +104,3 @@ class RunConfig(Section):
     def evaluation_length(self) -> int:
         """Tokens after which an evaluated completion is cut off."""
         return self.evaluation.max_completion_length or self.rollout.max_completion_length
-
-
-def _check_json(values: dict[str, Any], prefix: str) -> None:
-    """Raises ValueError for values that TOML has and JSON, in which requests to a judge are sent, does not."""
-    for key, value in flatten(values, prefix).items():
-        if not isinstance(value, (str, int, float, type(None))) or (isinstance(value, float) and not isfinite(value)):
-            raise ValueError(f"{key}={value} cannot be sent as JSON; write dates and times as text, and no inf or nan")

@@ -1,4 +1,4 @@
-"""`[train]` and `[health]`: the optimizer, its batches, checkpoints, and the limits that a training is watched by."""
+"""`[train]` and `[health]`: the optimizer, its batches, checkpoints, and the limits of a healthy training."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ HealthAction = Literal["warn", "stop", "roll_back"]
 
 
 class HealthConfig(Section):
-    """What counts as unhealthy and what is done then: warn, stop, or roll back to the last healthy checkpoint and go on
-    from there with fresh samples and half the learning rate."""
+    """Limits that a healthy training keeps, and what to do when one is broken: warn, stop, or roll back to the last
+    healthy checkpoint and go on from there with fresh samples and half the learning rate."""
 
     patience: int = Field(5, ge=1)
-    """Updates in a row that a limit has to be broken before its action is taken."""
+    """Updates in a row that have to break a limit before its action is taken."""
     max_roll_backs: int = Field(2, ge=1)
-    """Roll-backs after which the next one is a stop."""
+    """Number of roll-backs; instead of one more, the training stops."""
     zero_advantages_steps: int = Field(20, ge=1)
     """Limit: updates in a row in which no completion has an advantage."""
     zero_advantages_action: HealthAction = "warn"
     """What to do when this limit is broken: warn, stop the training, or roll back."""
     min_entropy: float = Field(1e-3, ge=0, le=HIGHEST_ENTROPY)
-    """Limit: mean entropy of a token, in nats; below, the policy says one thing only."""
+    """Limit: lowest mean entropy per token, in nats; below it, the policy says one thing only."""
     entropy_action: HealthAction = "warn"
     """What to do when this limit is broken: warn, stop the training, or roll back."""
     max_kl: float = Field(10.0, gt=0)
-    """Limit: mean KL to the reference policy, in nats per token."""
+    """Limit: highest mean KL to the reference policy, in nats per token."""
     kl_action: HealthAction = "stop"
     """What to do when this limit is broken: warn, stop the training, or roll back."""
     max_clip_ratio: float = Field(0.5, gt=0, le=1)
-    """Limit: share of tokens whose gradient the clip removes."""
+    """Limit: highest share of tokens whose gradient the clip removes."""
     clip_ratio_action: HealthAction = "warn"
     """What to do when this limit is broken: warn, stop the training, or roll back."""
     max_log_ratio: float = Field(5.0, gt=0)
-    """Limit: largest |log-ratio| between the policy and the one that sampled, of a token."""
+    """Limit: largest |log-ratio| of a token between the policy and the one that sampled."""
     log_ratio_action: HealthAction = "warn"
     """What to do when this limit is broken: warn, stop the training, or roll back."""
     max_clipped_length: float = Field(0.9, gt=0, le=1)
-    """Limit: share of completions that hit max_completion_length."""
+    """Limit: highest share of completions that are cut off at max_completion_length."""
     clipped_length_action: HealthAction = "warn"
     """What to do when this limit is broken: warn, stop the training, or roll back."""
     min_importance_sampling_ratio: float = Field(0.5, ge=0)
-    """Limit: mean sampling correction of a token; below, the correction removes most of the gradient."""
+    """Limit: lowest mean sampling correction per token; below it, the correction removes most of the gradient."""
     importance_sampling_ratio_action: HealthAction = "warn"
     """What to do when this limit is broken: warn, stop the training, or roll back."""
     not_finite_action: Literal["stop", "roll_back"] = "stop"
-    """What is done at once when a loss, gradient or log-probability is NaN or infinite."""
+    """What to do, without patience, when a loss, gradient or log-probability is NaN or infinite: stop the training, or
+    roll back."""
 
 
 class TrainConfig(Section):
@@ -57,13 +58,13 @@ class TrainConfig(Section):
     mixed_precision: Literal["no", "bf16"] = "no"
     """`bf16` computes with a bfloat16 copy of the weights; weights, gradients and optimizer stay float32."""
     per_device_train_batch_size: int = Field(8, ge=1)
-    """Completions per process and micro-step."""
+    """Completions per process and micro-step; on running out of memory, they are computed in smaller parts."""
     gradient_accumulation_steps: int = Field(1, ge=1)
     """Micro-steps per optimizer update."""
     steps_per_generation: int | None = Field(None, ge=1)
     """Micro-steps that one generation batch feeds; default: gradient_accumulation_steps."""
     generation_batch_size: int | None = Field(None, ge=1)
-    """Completions sampled at once over all processes; give this or steps_per_generation, not both."""
+    """Completions sampled together, over all processes; give this or steps_per_generation, not both."""
     num_iterations: int = Field(1, ge=1)
     """Passes over each generation batch (mu in the GRPO paper)."""
     num_train_epochs: float = Field(1.0, gt=0, le=MOST)
@@ -75,7 +76,7 @@ class TrainConfig(Section):
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
     """Course of the learning rate after warm-up."""
     warmup_steps: float = Field(0, ge=0)
-    """Updates of linear warm-up; a value below 1 is a share of max_steps."""
+    """Updates of linear warm-up; a value below 1 is a fraction of max_steps."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decoupled weight decay (biases and norms excluded)."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
@@ -85,23 +86,24 @@ class TrainConfig(Section):
     adam_epsilon: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this global norm."""
+    """Gradients with a larger global norm are scaled down to it."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, updates a third longer."""
     save_steps: int = Field(100, ge=1)
-    """A checkpoint every this many updates."""
+    """Updates between two checkpoints."""
     save_total_limit: int = Field(2, ge=1)
     """Checkpoints kept, newest first; the newest healthy one is always among them."""
     eval_steps: int | None = Field(None, ge=1)
-    """Evaluate on the held-out prompts every this many updates and after the last; default: never during training."""
+    """Updates between two evaluations on the held-out prompts; the last update is always followed by one. Default: none
+    during training."""
     metric_for_best_model: Literal["eval_reward", "eval_accuracy"] = "eval_reward"
-    """The evaluation metric that says which model is best; larger is better."""
+    """Metric of the evaluations that says which model is best; larger is better."""
     load_best_model_at_end: bool = False
-    """Hand on the best evaluated model instead of the last."""
+    """Keep the best evaluated model as the result, not the last one."""
     early_stopping_patience: int | None = Field(None, ge=1)
     """Stop after this many evaluations in a row without a new best; default: never."""
     early_stopping_threshold: float = Field(0.0, ge=0)
-    """How much better than the best an evaluation has to be to count as a new best for early stopping."""
+    """How much better than the best so far an evaluation has to be to count as a new best for early stopping."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
@@ -121,5 +123,5 @@ class TrainConfig(Section):
         }
         for key, value in needs_evaluation.items():
             if value and self.eval_steps is None:
-                raise ValueError(f"{key}={value} needs evaluations to go by; set eval_steps")
+                raise ValueError(f"{key}={value} needs evaluations during training; set eval_steps")
         return self

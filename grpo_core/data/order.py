@@ -1,4 +1,4 @@
-"""Which prompts a generation batch takes, by seed and epoch."""
+"""Which prompts a generation batch takes: a pure function of seed and number, so a run's place is one number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_core.planning.plan import Plan
 
 
 def rollout_prompts(plan: Plan, seed: int, rollout: int) -> list[int]:
-    """Dataset rows of generation batch `rollout`: chunks of one permutation an epoch, the rest dropped. (P,)"""
+    """Dataset rows of generation batch `rollout`: chunks of one permutation per epoch, the rest dropped. (P,)"""
     epoch, chunk = divmod(rollout, plan.rollouts_per_epoch)
     order = np.random.default_rng([seed, epoch]).permutation(plan.num_prompts)
     size = plan.prompts_per_generation
@@ -26,10 +26,10 @@ def fresh_prompts(plan: Plan, seed: int, rollout: int, used: Collection[int], co
 
 
 def training_order(plan: Plan, seed: int, rollout: int) -> np.ndarray:
-    """Which rows of the generation batch each process trains on at each slice. (S, W, b)
+    """The rows of the generation batch that each process trains on, slice by slice. (S, W, b)
 
-    Shuffled, so that an update that takes only a part of the batch sees parts of many groups; the same rows whatever
-    way an update is cut into processes and micro-steps.
+    Shuffled, so that an update that takes only a part of the batch sees parts of many groups. An update has the same
+    rows however it is cut into processes and micro-steps.
     """
     order = np.random.default_rng([seed, rollout, 1]).permutation(plan.generation_batch_size)
     return order.reshape(plan.steps_per_generation, plan.num_processes, plan.per_device_train_batch_size)
@@ -38,7 +38,7 @@ def training_order(plan: Plan, seed: int, rollout: int) -> np.ndarray:
 def derive_seed(*parts: int) -> int:
     """A 48-bit seed from integers; equal parts give equal seeds on every machine and in every process.
 
-    torch's generator on a GPU reads all of its bits, the one on a CPU only the lower 32.
+    torch's generator reads all of its bits on a GPU, and only the lower 32 on a CPU.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=6)
     return int.from_bytes(digest.digest(), "big")

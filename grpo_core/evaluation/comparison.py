@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from grpo_core.config.metrics import DECIDING, EVALUATED, reward_means
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import bounds_of, majority, outcomes, per_prompt, prompt_numbers
 from grpo_core.evaluation.statistics import Bounds, estimate, paired_difference, seen_bounds
@@ -31,9 +32,7 @@ def _compare_on(name: str, samples: pl.DataFrame, config: RunConfig, policies: S
     categories = _categories(samples, name)
     if categories is not None:
         kinds = sorted({kind for kind in categories if kind is not None})
-        report["categories"] = {
-            kind: _figures(found, ["accuracy", "reward"], categories == kind, numbers, config) for kind in kinds
-        }
+        report["categories"] = {kind: _figures(found, DECIDING, categories == kind, numbers, config) for kind in kinds}
     return report
 
 
@@ -41,8 +40,11 @@ def _metrics(config: RunConfig) -> dict[str, Callable[[pl.DataFrame, str, str], 
     """Metric → its outcomes, given samples, set and policy."""
     n, right = config.evaluation.num_samples, config.accuracy_reward
     rewards = config.rewards
-    names = ["accuracy", "reward", *(f"rewards/{reward.name}/mean" for reward in rewards)]
-    names += ["completions/mean_length", "completions/clipped_ratio", "kl"]
+    names = [
+        *DECIDING,
+        *reward_means(reward.name for reward in rewards),
+        *(name for name in EVALUATED if name not in DECIDING),
+    ]
     if n > 1:
         names += [f"pass@{k}" for k in (*(2**i for i in range(n.bit_length()) if 2**i < n), n)]
 

@@ -14,16 +14,11 @@ import polars as pl
 import polars.selectors as cs
 
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.config.metrics import Deciding, evaluated_metric
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.statistics import BINARY, Bounds, pass_at_k
 from grpo_core.rewards.composition import range_of_sum, weighted_sum
 from grpo_core.rewards.contract import range_of
-
-COLUMN_OF = {
-    "completions/mean_length": "completion_tokens",
-    "completions/clipped_ratio": "truncated",
-    "kl": "kl",
-}
 
 
 def outcomes(
@@ -58,7 +53,7 @@ def outcomes(
     return means.sort("row")["it"].fill_null(np.nan).to_numpy()
 
 
-def deciding_metric(samples: pl.DataFrame, accuracy_reward: str) -> str:
+def deciding_metric(samples: pl.DataFrame, accuracy_reward: str) -> Deciding:
     """What policies are compared by where `promotion.metric` does not say it: accuracy if `accuracy_reward` gave all
     samples, of every policy, 0 or 1, or did not score them; else reward, since its other values are not "wrong"."""
     given = samples.select(cs.ends_with(f"/rewards/{accuracy_reward}").cast(pl.Float64))
@@ -67,14 +62,10 @@ def deciding_metric(samples: pl.DataFrame, accuracy_reward: str) -> str:
 
 def bounds_of(metric: str, config: RunConfig) -> Bounds:
     """Lowest and highest value that the metric of a prompt can have; infinite where nothing bounds it."""
-    if metric == "reward":
-        return range_of_sum(config.rewards)
-    if metric == "kl":
-        return 0.0, math.inf
-    if metric == "completions/mean_length":
-        return 0.0, float(config.evaluation_length)
     ranges = {f"rewards/{reward.name}/mean": range_of(reward) or (-math.inf, math.inf) for reward in config.rewards}
-    return ranges.get(metric, BINARY)
+    ranges["reward"] = range_of_sum(config.rewards)
+    ranges["completions/mean_length"] = 0.0, float(config.evaluation_length)
+    return ranges.get(metric, BINARY if evaluated_metric(metric).is_share else (0.0, math.inf))
 
 
 def rewards_in(metric: str, config: RunConfig) -> list[str]:
@@ -144,7 +135,7 @@ def _of_samples(
     if metric == "reward":
         given = samples.select(pl.col(f"{policy}/rewards/{reward.name}").cast(pl.Float64) for reward in rewards)
         return pl.Series(weighted_sum(given.to_numpy(), rewards), nan_to_null=True)
-    return samples[f"{policy}/{COLUMN_OF.get(metric) or metric.removesuffix('/mean')}"].cast(pl.Float64)
+    return samples[f"{policy}/{evaluated_metric(metric).column}"].cast(pl.Float64)
 
 
 def _pass_at(k: int, of_set: pl.DataFrame, reward: str) -> np.ndarray:

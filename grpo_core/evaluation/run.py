@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from grpo_core.config.files import load_config
+from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.samples import _answer_columns, prompt_columns, samples_table
 from grpo_core.fingerprint import reward_parts
@@ -93,7 +94,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     found = compare_policies(table, config, policies)
     default_metric = deciding_metric(table, config.accuracy_reward)
     metric = config.promotion.metric or default_metric
-    unit = ".1%" if metric == "accuracy" else ".3f"
+    unit = ".1%" if evaluated_metric(metric).is_share else ".3f"
     for name, of_set in found.items():
         means = [f"{policy} {of_set['policies'][policy][metric]['mean']:{unit}}" for policy in policies]
         print(f"{metric} on {name}: {', '.join(means)}", flush=True)

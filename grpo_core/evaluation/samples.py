@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from grpo_core.config.run import RunConfig
+from grpo_core.data.chat import plain
 from grpo_core.rewards.contract import Reward
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def samples_table(columns: Mapping[str, list[Any]], scores: Iterable[str]) -> pl
 def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[str, list[Any]]:
     """The columns of samples.parquet that are the same for all policies: one entry a sample of a prompt."""
     n = config.evaluation.num_samples
-    columns: dict[str, list[Any]] = {"prompt": [_plain(row["prompt"]) for row in rows]}
+    columns: dict[str, list[Any]] = {"prompt": [plain(row["prompt"]) for row in rows]}
     for column, source in (("answer", config.data.answer_column), ("category", config.evaluation.category_column)):
         if source in rows[0]:
             columns[column] = [None if row[source] is None else str(row[source]) for row in rows]
@@ -47,10 +48,3 @@ def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConf
         "sample": list(range(n)) * len(rows),
     }
     return places | {column: [value for value in values for _ in range(n)] for column, values in columns.items()}
-
-
-def _plain(prompt: Any) -> Any:
-    """A prompt; of messages the fields that every set has."""
-    if isinstance(prompt, str):
-        return prompt
-    return [{"role": message["role"], "content": message["content"]} for message in prompt]

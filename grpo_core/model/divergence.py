@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_core.config.fixed_sizes import CHUNK_LOGITS
+from grpo_core.config.memory_bounds import CHUNK_LOGITS
 from grpo_core.model.capabilities import decoder, plain_output_layer
 from grpo_core.model.logprobs import divergence, kl_of_logs
 from grpo_core.model.sequences import pad

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
-from grpo_core.config.fixed_sizes import CHUNK_LOGITS, KEPT_LOGITS
+from grpo_core.config.memory_bounds import CHUNK_LOGITS, KEPT_LOGITS
 
 
 def chosen_logprobs(

@@ -1,0 +1,1 @@
+"""The arithmetic of a run before it starts: batches, updates, refusals with fixes, forecasts."""

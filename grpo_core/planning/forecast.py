@@ -1,6 +1,6 @@
-"""What a planned run will need: memory, time, and how many of its groups will teach anything. Each with how it was got.
+"""Forecasts of a planned run: memory, time, and the share of groups with a signal, each with how it was made.
 
-Forecasts are estimates, unlike the plan. Imports no torch.
+Forecasts are estimates; the plan is exact. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_core.config.fixed_sizes import CHUNK_LOGITS, KEPT_LOGITS, MAX_ROWS
+from grpo_core.config.memory_bounds import CHUNK_LOGITS, KEPT_LOGITS, MAX_ROWS
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan
 
 GIB = 2**30
 FLOAT, HALF = 4, 2  # bytes
-# What a GPU that no earlier run ran on is assumed to do: its dense bf16 FLOP/s as measured, by a part of its name, and
-# the share of them that published single-GPU RL training reaches.
+# Assumptions about a GPU without an earlier run: its dense bf16 FLOP/s as measured, by a part of its name, and the
+# fraction of them that published single-GPU RL training reaches.
 MEASURED_FLOPS = {"H200": 790e12}
 ASSUMED_UTILISATION = 0.11
 FLOPS_PER_PARAMETER = 8  # a token is sampled (2) and trained on, forward and backward (6)
-FLOPS_RECOMPUTED = 2  # forward once more, for gradient_checkpointing
+FLOPS_RECOMPUTED = 2  # gradient_checkpointing repeats the forward pass
 NVIDIA_SMI_SECONDS = 10
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class ForecastError(ValueError):
-    """Something that cannot be forecast; the message says why."""
+    """A quantity that cannot be forecast; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class PromptLengths:
-    """Tokens of a prompt; `how`: where that is known from."""
+    """Tokens per prompt; `how`: the source of these numbers."""
 
     mean: float
     longest: int
@@ -66,7 +66,7 @@ class PromptLengths:
 
 
 def find_gpu() -> str:
-    """Name of this machine's first GPU, such as "NVIDIA H200"; "" if it has none."""
+    """Name of this machine's first GPU, such as "NVIDIA H200"; "" without a GPU."""
     if not shutil.which("nvidia-smi"):
         return ""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -78,12 +78,12 @@ def find_gpu() -> str:
 
 
 def name_hardware(gpu: str) -> str:
-    """What paces of training are compared by: the GPU's name, without a GPU "CPU with 2 cores"."""
+    """The hardware for which a pace of training is known: the GPU's name, or "CPU with 2 cores"."""
     return gpu or f"CPU with {os.cpu_count()} cores"
 
 
 def load_shape(name_or_path: str, revision: str | None = None) -> ModelShape:
-    """Read config.json of a model folder or of the local Hugging Face cache; ForecastError when there is none."""
+    """Read config.json of a model folder or of the local Hugging Face cache. Raises ForecastError without one."""
     path = _config_file(name_or_path, revision)
     try:
         return model_shape(json.loads(path.read_text()))
@@ -94,7 +94,7 @@ def load_shape(name_or_path: str, revision: str | None = None) -> ModelShape:
 
 
 def load_positions(name_or_path: str, revision: str | None = None) -> int | None:
-    """Tokens that a model has positions for, by its config.json; None if that says nothing, or is not here."""
+    """Number of positions of a model, by its config.json; None if that does not say, or is not on this machine."""
     try:
         values = json.loads(_config_file(name_or_path, revision).read_text())
         positions = values.get("text_config", values).get("max_position_embeddings")
@@ -115,13 +115,13 @@ def _config_file(name_or_path: str, revision: str | None) -> Path:
         cached = None
     if not isinstance(cached, str):
         raise ForecastError(
-            f"model {name_or_path!r}: no such folder with a config.json, nor is one in the Hugging Face cache"
+            f"model {name_or_path!r}: no such folder with a config.json, and none in the Hugging Face cache"
         )
     return Path(cached)
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The sizes of a model from its config.json; ForecastError for families whose parameters are not known here."""
+    """Sizes of a model from its config.json. Raises ForecastError for families whose parameters are not known here."""
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ForecastError(f"model_type {family!r}: memory is forecast for {', '.join(FAMILIES)} only")
@@ -155,8 +155,8 @@ def forecast(
     pass_rates: Sequence[float],
     gpu: str,
 ) -> dict[str, dict[str, Any]]:
-    """Time, useful groups and, on a GPU, memory: each with `how` it was got, or with an `error` that says why it is
-    unknown. `gpu`: name of the GPU to train on; "" for a CPU."""
+    """Time, useful groups and, on a GPU, memory: each with `how` it was made, or with the `error` that prevented it.
+    `gpu`: name of the GPU to train on; "" for a CPU."""
     found: dict[str, dict[str, Any]] = {}
     shape = None
     try:
@@ -176,23 +176,22 @@ def forecast(
 
 
 def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: str) -> dict[str, Any]:
-    """Bytes on each GPU at the worst moment, by what takes them, for completions of full length.
+    """Peak memory per GPU in bytes, by its parts, for completions of full length.
 
-    Sampling and training take turns, so that of their own memory the larger counts; vLLM keeps its weights and cache.
-    What servers of their own take is not among it.
+    Sampling and training take turns, so only the larger of their own parts counts; vLLM keeps its weights and cache.
+    Memory of separate vLLM servers is not included.
     """
-    weights, prompt, engine = shape.parameters, lengths.longest, config.rollout.engine
-    engine = "vllm" if engine == "auto" else engine  # on a GPU
+    weights, prompt, engine = shape.parameters, lengths.longest, config.rollout.engine_on(has_gpu=True)
     trained, frozen = (adapter_parameters(shape, config), weights) if config.model.use_peft else (weights, 0)
     half = config.train.mixed_precision == "bf16"
     width = HALF if half else FLOAT
     rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
     tokens, logits = rows * (prompt + completion), rows * completion * shape.vocabulary
-    share = -(-plan.generation_batch_size // plan.num_processes)
-    in_flight = {"vllm": share, "vllm-server": 0}.get(engine, min(share, MAX_ROWS))
+    per_process = -(-plan.generation_batch_size // plan.num_processes)
+    in_flight = {"vllm": per_process, "vllm-server": 0}.get(engine, min(per_process, MAX_ROWS))
     cache = in_flight * (prompt + completion) * 2 * shape.layers * shape.key_value * width
-    # Bytes a token that a layer keeps for the backward pass: norms and residuals in float32, the rest as computed.
-    a_layer = FLOAT * 6 * shape.hidden + width * (5 * shape.attention + 4 * shape.intermediate)
+    # Bytes per token that a layer keeps for the backward pass: norms and residuals in float32, the rest as computed.
+    per_layer = FLOAT * 6 * shape.hidden + width * (5 * shape.attention + 4 * shape.intermediate)
     # Recomputing holds one layer's activations and about as much of their gradients.
     kept_layers = 2 if config.train.gradient_checkpointing else shape.layers
     checkpoints = FLOAT * shape.layers * shape.hidden if config.train.gradient_checkpointing else 0
@@ -202,11 +201,11 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         "optimizer": 2 * FLOAT * trained,
         "reference": width * weights * (config.algorithm.beta > 0 and not config.model.use_peft),
         "bf16_copy": HALF * (frozen + trained) * half,
-        "activations": tokens * (kept_layers * a_layer + checkpoints),
-        # A chunk's log-softmax, probabilities and gradient, and the probabilities that are kept.
+        "activations": tokens * (kept_layers * per_layer + checkpoints),
+        # Log-softmax, probabilities and gradient of a chunk, and the probabilities that are kept.
         "logits": FLOAT * (3 * min(logits, CHUNK_LOGITS) + (logits if logits <= KEPT_LOGITS else 0)),
         "kv_cache": cache,
-        # Of a server those that are sent to it: a copy that stays while the policy moves.
+        # For a server, the weights that are sent to it: a copy that stays as it is while the policy moves.
         "engine_weights": {"vllm": HALF * weights, "vllm-server": width * weights}.get(engine, 0),
     }
     training = parts["activations"] + parts["logits"]
@@ -220,7 +219,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
             f"estimate for one {gpu}, from the model's config: {rows} completions per micro-step, "
             f"prompts of {prompt} tokens ({lengths.how}), "
             f"completions of {completion}; "
-            + (f"{in_flight} completions sampled at once by {engine}" if in_flight else "sampled by servers elsewhere")
+            + (f"{in_flight} completions sampled together by {engine}" if in_flight else "sampled by servers elsewhere")
         ),
     }
 
@@ -233,7 +232,7 @@ def wall_time(
     parameters: int | None,
     gpu: str,
 ) -> dict[str, Any]:
-    """Hours of the whole training, on a GPU also GPU hours: at the pace of earlier runs, else at one assumed for `gpu`.
+    """Hours of the whole training, and GPU hours on a GPU, at the pace of earlier runs or one assumed for `gpu`.
 
     Raises ForecastError if there are no earlier runs and no pace can be assumed.
     """
@@ -276,7 +275,7 @@ def useful_groups(pass_rates: Sequence[float], num_generations: int) -> dict[str
 
 
 def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """The forecasts as a person reads them: what, how much, how it was got."""
+    """The forecasts in words: quantity, value, how it was made."""
     for name, found in forecasts.items():
         title = {"memory": "peak memory per GPU", "time": "wall time", "useful_groups": "groups with a signal"}[name]
         if "error" in found:

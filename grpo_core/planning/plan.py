@@ -1,8 +1,9 @@
-"""The arithmetic of a run: batches, steps, dropped prompts, warm-up, tokens; an invalid one is refused with fixes.
+"""The arithmetic of a run: batches, steps, dropped prompts, warm-up, tokens. Invalid runs are refused, with fixes.
 
 Symbols: N prompts, G num_generations, b per_device_train_batch_size (completions), W processes, A
 gradient_accumulation_steps, S steps_per_generation, P prompts per generation batch, mu num_iterations. The rules are
-TRL's (1.16); the trainer performs exactly `Plan.max_steps` updates. Imports no torch.
+TRL's (1.16); the trainer performs exactly `Plan.max_steps` updates. What other systems do otherwise is in `frameworks`.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
-from grpo_core.planning.rules import LEGACY, PlanInputs, problems, total_updates, updates_per_epoch
+from grpo_core.planning.rules import PlanInputs, problems, rollouts_of
 from grpo_core.planning.suggestions import Fix, fixes
 
 
@@ -44,7 +45,7 @@ class MicroStep:
 
 @dataclass(frozen=True)
 class Plan:
-    """A valid run in figures; batch sizes count completions, over all processes unless `per_device`."""
+    """A valid run in figures; batch sizes are completions, over all processes unless `per_device`."""
 
     num_prompts: int
     num_generations: int
@@ -63,7 +64,7 @@ class Plan:
     updates_per_epoch: int
     max_steps: int
     rollouts: int  # generation batches sampled over the whole run
-    prompts_seen: int  # P·rollouts; a prompt counts once an epoch
+    prompts_seen: int  # P·rollouts; a prompt counts once per epoch
     prompts_dropped: int  # over the epochs that the run completes
     completions: int  # trained on
     max_completions: int  # sampled, if every round of dynamic sampling replaces every group
@@ -77,13 +78,13 @@ class Plan:
 
     @property
     def on_policy(self) -> bool:
-        """Every rollout is used up by the update that follows it, so the sampling policy is the current one."""
+        """Whether each update uses up the rollouts that it reads, so that the sampling policy is the current one."""
         return self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
 
     def micro_steps(self, step: int) -> Iterator[MicroStep]:
         """The micro-steps of update `step` (from 0): A of them, fewer in an epoch's last update if A does not divide.
 
-        A pure function of `step`: where a run stands is one number.
+        A pure function of `step`, so a run's place is one number.
         """
         epoch, update = divmod(step, self.updates_per_epoch)
         first = update * self.gradient_accumulation_steps
@@ -93,8 +94,8 @@ class Plan:
             yield MicroStep(epoch * self.rollouts_per_epoch + window, position % self.steps_per_generation)
 
     def counts(self, updates: int) -> dict[str, int]:
-        """What the first `updates` updates take: generation batches, prompts seen and dropped, completions."""
-        rollouts = _rollouts(
+        """Generation batches, prompts seen and dropped, and completions of the first `updates` updates."""
+        rollouts = rollouts_of(
             updates,
             self.updates_per_epoch,
             self.rollouts_per_epoch,
@@ -115,23 +116,14 @@ class Plan:
 
 
 def make_plan(inputs: PlanInputs) -> Plan:
-    """Work the plan out; PlanError when a rule is broken."""
+    """Compute the plan. Raises PlanError if a rule is broken."""
     if broken := problems(inputs):
         raise PlanError(inputs, broken, fixes(inputs))
     b, w, a = inputs.per_device_train_batch_size, inputs.num_processes, inputs.gradient_accumulation_steps
     generation_batch = inputs.generation_batch
     s = generation_batch // (b * w)
     p = generation_batch // inputs.num_generations
-    legacy = inputs.rules in LEGACY
-    dropped = inputs.num_prompts % (inputs.prompt_batch // inputs.num_generations)
-    rollouts_per_epoch = (inputs.num_prompts - dropped) // p
-    micro_steps = rollouts_per_epoch * inputs.num_iterations * s
-    updates = updates_per_epoch(inputs)
-    max_steps = total_updates(inputs)
-    if legacy:
-        rollouts = _legacy_rollouts(inputs, max_steps)
-    else:
-        rollouts = _rollouts(max_steps, updates, rollouts_per_epoch, a, s * inputs.num_iterations)
+    max_steps, rollouts = inputs.total_updates, inputs.rollouts
     max_completions = rollouts * generation_batch * (1 + inputs.max_resample_times * inputs.dynamic_sample)
     warmup = inputs.warmup_steps
     return Plan(
@@ -146,14 +138,14 @@ def make_plan(inputs: PlanInputs) -> Plan:
         effective_batch_size=b * w * a,
         prompts_per_generation=p,
         expanded_dataset_size=inputs.num_prompts * inputs.num_generations,
-        dropped_prompts_per_epoch=dropped,
-        rollouts_per_epoch=rollouts_per_epoch,
-        micro_steps_per_epoch=micro_steps,
-        updates_per_epoch=updates,
+        dropped_prompts_per_epoch=inputs.dropped_prompts_per_epoch,
+        rollouts_per_epoch=inputs.rollouts_per_epoch,
+        micro_steps_per_epoch=inputs.rollouts_per_epoch * inputs.micro_steps_per_rollout,
+        updates_per_epoch=inputs.updates_per_epoch,
         max_steps=max_steps,
         rollouts=rollouts,
         prompts_seen=rollouts * p,
-        prompts_dropped=rollouts // rollouts_per_epoch * dropped,
+        prompts_dropped=rollouts // inputs.rollouts_per_epoch * inputs.dropped_prompts_per_epoch,
         completions=rollouts * generation_batch,
         max_completions=max_completions,
         max_completion_tokens=max_completions * inputs.max_completion_length,
@@ -163,45 +155,35 @@ def make_plan(inputs: PlanInputs) -> Plan:
 
 
 def describe(fix: Fix) -> str:
-    """A fix as a person reads it."""
+    """A fix in words."""
     changes = [f"remove {key}" if value is None else f"{key}={value}" for key, value in fix.changes.items()]
     kept = "the same" if fix.keeps_generation_batch else "a"
     return f"{', '.join(changes)} ({kept} batch of {fix.generation_batch_size})"
 
 
-def updates_done(inputs: PlanInputs) -> int:
-    """Updates after which a valid run ends: max_steps, but in TRL up to 0.17 with transformers of its time.
-
-    There the length of an epoch counts the prompts that are then dropped, so a run may end, without a word, before the
-    max_steps that its learning rate schedule is made for.
-    """
-    plan = make_plan(inputs)
-    if inputs.rules not in LEGACY:
-        return plan.max_steps
-    return min(plan.max_steps, _legacy_epochs(inputs, plan.max_steps) * _legacy_real_updates(inputs))
-
-
-def _legacy_real_updates(inputs: PlanInputs) -> int:
-    """Updates that an epoch really has: mu for each whole chunk of prompts."""
-    return inputs.num_prompts // (inputs.prompt_batch // inputs.num_generations) * inputs.num_iterations
-
-
-def _legacy_epochs(inputs: PlanInputs, max_steps: int) -> int:
-    updates = updates_per_epoch(inputs)
-    return math.ceil(max_steps / updates) if inputs.max_steps else math.ceil(inputs.num_train_epochs)
+def notes(inputs: PlanInputs, plan: Plan) -> list[str]:
+    """Sentences about what the figures alone do not say."""
+    found = []
+    if plan.dropped_prompts_per_epoch:
+        found.append(
+            f"{plan.dropped_prompts_per_epoch} of {plan.num_prompts} prompts are left out of each epoch, because they "
+            "do not fill a generation batch; each epoch is shuffled again, so they are different ones each time"
+        )
+    if inputs.updates_done < plan.max_steps:
+        found.append(
+            f"{inputs.rules} plans {plan.max_steps} updates but ends after {inputs.updates_done}: it counts the "
+            "prompts that it then drops, and its learning rate never reaches the end of its schedule"
+        )
+    return found + warmup_notes(plan)
 
 
-def _legacy_rollouts(inputs: PlanInputs, max_steps: int) -> int:
-    """TRL 0.17: one for mu updates. 0.16: each of the A micro-steps of every mu-th update has its own."""
-    done = min(max_steps, _legacy_epochs(inputs, max_steps) * _legacy_real_updates(inputs))
-    windows = math.ceil(done / inputs.num_iterations)
-    return windows * (inputs.gradient_accumulation_steps if inputs.rules == "trl-0.16" else 1)
-
-
-def _rollouts(updates: int, updates_per_epoch: int, rollouts_per_epoch: int, a: int, micro_steps: int) -> int:
-    """Generation batches that the first `updates` updates read; `micro_steps`: those that one batch feeds."""
-    epochs, rest = divmod(updates, updates_per_epoch)
-    return epochs * rollouts_per_epoch + min(math.ceil(rest * a / micro_steps), rollouts_per_epoch)
+def warmup_notes(plan: Plan) -> list[str]:
+    """A note about a warm-up that outlasts the run, if it does: this project refuses it, other systems do not."""
+    if plan.warmup_steps <= plan.max_steps:
+        return []
+    return [
+        f"the warm-up of {plan.warmup_steps} updates is longer than the run: the learning rate never reaches its value"
+    ]
 
 
 def plan_inputs(config: RunConfig, num_prompts: int) -> PlanInputs:

@@ -1,8 +1,8 @@
-"""Which combinations of batch sizes, generations and processes a run may have: this project's rules and other systems'.
+"""The inputs of a plan, and the valid combinations of them, by this project's rules and other systems'.
 
 Symbols: N prompts, G num_generations, b per_device_train_batch_size (completions), W processes, A
 gradient_accumulation_steps, S steps_per_generation. What G has to divide: b·W·S here, in TRL since 0.18 and in
-ms-swift; b·W·A in TRL 0.17; b·W in TRL up to 0.16. Imports no torch.
+ms-swift (b·W·A in TRL 0.17 and b·W in TRL 0.16, see `frameworks.legacy_trl`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 Rules = Literal["grpo", "trl-1.16", "trl-0.17", "trl-0.16", "swift-4.6"]
 POSITIVE = (
@@ -32,12 +32,11 @@ LARGEST_DIVISOR = 1_000
 SHOWN_DIVISORS = 20
 WHOLE_GROUPS = "every group must be whole"
 LARGEST = 10**18  # of any number: beyond it there is no run, and floating-point arithmetic ends
-LEGACY = ("trl-0.17", "trl-0.16")  # a rollout belongs to an update: no steps_per_generation, no generation_batch_size
 
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan follows from; names and defaults are those of the configuration."""
+    """The numbers that a plan follows from; names and defaults are those of the configuration."""
 
     num_prompts: int
     num_generations: int
@@ -55,8 +54,9 @@ class PlanInputs:
     max_resample_times: int = 0
     eval_steps: int | None = None
     rules: Rules = "grpo"
+    sets_generation_batch: ClassVar[bool] = True  # it has steps_per_generation and generation_batch_size
     has_teacher: bool = False  # ms-swift: a teacher's signal needs no group to compare with
-    # Other systems evaluate in batches of groups; None: this run does not.
+    # Other systems evaluate in batches of groups. None: no evaluation.
     per_device_eval_batch_size: int | None = None
     num_generations_eval: int | None = None
     num_eval_prompts: int | None = None
@@ -64,27 +64,74 @@ class PlanInputs:
     @property
     def generation_batch(self) -> int:
         """Completions that one rollout samples, over all processes."""
-        micro_step = self.per_device_train_batch_size * self.num_processes
-        if self.rules == "trl-0.16":
-            return micro_step
-        return self.generation_batch_size or micro_step * (
-            self.steps_per_generation or self.gradient_accumulation_steps
-        )
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        return self.generation_batch_size or self.per_device_train_batch_size * self.num_processes * steps
 
     @property
     def prompt_batch(self) -> int:
-        """Completions of the prompts that are drawn together: what is left of an epoch below it is dropped."""
-        if self.rules == "trl-0.16":
-            return self.generation_batch * self.gradient_accumulation_steps
+        """Completions of the prompts that are drawn together; an epoch drops the prompts that do not fill one."""
         return self.generation_batch
+
+    @property
+    def batch_factors(self) -> str:
+        """The product that the generation batch is, as part of a sentence."""
+        b, w = self.per_device_train_batch_size, self.num_processes
+        steps = self.generation_batch // (b * w)
+        return f"per_device_train_batch_size·num_processes·steps_per_generation={b}·{w}·{steps}"
 
     @property
     def eval_generations(self) -> int:
         return self.num_generations_eval or self.num_generations
 
+    # The following hold only if the batches are valid.
+
+    @property
+    def dropped_prompts_per_epoch(self) -> int:
+        return self.num_prompts % (self.prompt_batch // self.num_generations)
+
+    @property
+    def rollouts_per_epoch(self) -> int:
+        return (self.num_prompts - self.dropped_prompts_per_epoch) // (self.generation_batch // self.num_generations)
+
+    @property
+    def micro_steps_per_rollout(self) -> int:
+        slices = self.generation_batch // (self.per_device_train_batch_size * self.num_processes)
+        return slices * self.num_iterations
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return math.ceil(self.rollouts_per_epoch * self.micro_steps_per_rollout / self.gradient_accumulation_steps)
+
+    @property
+    def total_updates(self) -> int:
+        """Updates that the run is planned for."""
+        return self.max_steps or math.ceil(self.num_train_epochs * self.updates_per_epoch)
+
+    @property
+    def updates_done(self) -> int:
+        """Updates after which the run ends."""
+        return self.total_updates
+
+    @property
+    def rollouts(self) -> int:
+        """Generation batches that the whole run samples."""
+        return rollouts_of(
+            self.total_updates,
+            self.updates_per_epoch,
+            self.rollouts_per_epoch,
+            self.gradient_accumulation_steps,
+            self.micro_steps_per_rollout,
+        )
+
+
+def rollouts_of(updates: int, updates_per_epoch: int, rollouts_per_epoch: int, a: int, micro_steps: int) -> int:
+    """Generation batches that the first `updates` updates read; `micro_steps`: those that one batch feeds."""
+    epochs, rest = divmod(updates, updates_per_epoch)
+    return epochs * rollouts_per_epoch + min(math.ceil(rest * a / micro_steps), rollouts_per_epoch)
+
 
 def problems(inputs: PlanInputs) -> list[str]:
-    """Every rule that is broken, with the values that break it; none for a valid run."""
+    """Every broken rule, with the values that break it; empty for a valid run."""
     first = batch_problem(inputs)
     if first and first.endswith(WHOLE_GROUPS):
         first += f". Valid num_generations for this batch: {_some_divisors(inputs.generation_batch)}"
@@ -103,8 +150,8 @@ def evaluation_problem(inputs: PlanInputs) -> str | None:
 
 
 def warmup_problem(inputs: PlanInputs) -> str | None:
-    """A warm-up that is longer than the run, of valid batches; other systems go on without a word."""
-    if inputs.rules != "grpo" or inputs.warmup_steps <= (updates := total_updates(inputs)):
+    """The problem of a warm-up that is longer than the run; other systems accept it silently. Batches must be valid."""
+    if inputs.rules != "grpo" or inputs.warmup_steps <= (updates := inputs.total_updates):
         return None
     return (
         f"warmup_steps={inputs.warmup_steps:g} is longer than the run's {updates} updates: the learning rate would "
@@ -113,7 +160,7 @@ def warmup_problem(inputs: PlanInputs) -> str | None:
 
 
 def divisors(n: int) -> list[int]:
-    """Those up to LARGEST_DIVISOR and their counterparts, ascending: all divisors of any n up to its square."""
+    """Divisors up to LARGEST_DIVISOR and their counterparts, ascending: all divisors if n is at most its square."""
     small = [d for d in range(1, min(math.isqrt(n), LARGEST_DIVISOR) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
@@ -121,28 +168,6 @@ def divisors(n: int) -> list[int]:
 def _some_divisors(n: int) -> str:
     valid = [str(divisor) for divisor in divisors(n)[1:]]
     return ", ".join([*valid[:SHOWN_DIVISORS], *(["…"] if len(valid) > SHOWN_DIVISORS else [])]) or "none"
-
-
-def updates_per_epoch(inputs: PlanInputs) -> int:
-    """Updates of one pass over the prompts, of valid batches."""
-    if inputs.rules in LEGACY:
-        return _legacy_updates_per_epoch(inputs)
-    steps = inputs.generation_batch // (inputs.per_device_train_batch_size * inputs.num_processes)
-    rollouts = inputs.num_prompts // (inputs.generation_batch // inputs.num_generations)
-    return math.ceil(rollouts * inputs.num_iterations * steps / inputs.gradient_accumulation_steps)
-
-
-def total_updates(inputs: PlanInputs) -> int:
-    """Updates that a run of valid batches is planned for."""
-    return inputs.max_steps or math.ceil(inputs.num_train_epochs * updates_per_epoch(inputs))
-
-
-def _legacy_updates_per_epoch(inputs: PlanInputs) -> int:
-    """transformers up to 4.51: floor(L/A), with L the batches of a sampler that counts the dropped prompts too."""
-    b, w, a = inputs.per_device_train_batch_size, inputs.num_processes, inputs.gradient_accumulation_steps
-    repeats = inputs.num_generations * inputs.num_iterations * (a if inputs.rules == "trl-0.17" else 1)
-    batch = b * a if inputs.rules == "trl-0.17" else b
-    return max(math.ceil(math.ceil(inputs.num_prompts * repeats / batch) / w) // a, 1)
 
 
 def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
@@ -155,10 +180,10 @@ def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
         if value is not None and value > LARGEST:
             yield f"{name}={value:g} is beyond {LARGEST:g}: no run has so many"
     if not 0 <= inputs.warmup_steps <= LARGEST:
-        yield f"warmup_steps={inputs.warmup_steps:g} is no number of updates: it lies between 0 and {LARGEST:g}"
-    if inputs.rules in LEGACY and (s or batch):
+        yield f"warmup_steps={inputs.warmup_steps:g} is not a number of updates: it must lie between 0 and {LARGEST:g}"
+    if not inputs.sets_generation_batch and (s or batch):
         given = f"steps_per_generation={s}" if s else f"generation_batch_size={batch}"
-        yield f"{given}: {inputs.rules} has no such setting, a rollout belongs to one update there; remove it"
+        yield f"{given}: {inputs.rules} has no such setting, since each update has its own rollout there; remove it"
     if s and batch and (inputs.rules != "swift-4.6" or batch != b * w * s):
         yield (
             f"steps_per_generation={s} and generation_batch_size={batch} are both given"
@@ -174,7 +199,7 @@ def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
         yield f"num_generations={g} leaves nothing to compare: a group needs at least 2 completions"
     if inputs.generation_batch % g:
         yield (
-            f"generation_batch_size={inputs.generation_batch} ({_factors(inputs)}) is not divisible by "
+            f"generation_batch_size={inputs.generation_batch} ({inputs.batch_factors}) is not divisible by "
             f"num_generations={g}: {WHOLE_GROUPS}"
         )
     if inputs.num_prompts < inputs.prompt_batch // g:
@@ -198,11 +223,3 @@ def _evaluation_problems(inputs: PlanInputs) -> Iterator[str]:
             f"{inputs.num_eval_prompts} evaluation prompts do not fill one evaluation batch of {b * w // g} prompts "
             f"({b}·{w} completions / {g})"
         )
-
-
-def _factors(inputs: PlanInputs) -> str:
-    b, w = inputs.per_device_train_batch_size, inputs.num_processes
-    if inputs.rules == "trl-0.16":
-        return f"per_device_train_batch_size·num_processes={b}·{w}"
-    third = "gradient_accumulation_steps" if inputs.rules == "trl-0.17" else "steps_per_generation"
-    return f"per_device_train_batch_size·num_processes·{third}={b}·{w}·{inputs.generation_batch // (b * w)}"

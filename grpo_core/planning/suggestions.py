@@ -1,7 +1,7 @@
-"""The nearest valid runs to one that is refused: what to change, how much it changes, whether the batch stays.
+"""The nearest valid runs to a refused one: what to change, by how much, and whether the batch stays the same.
 
-The number of runs that are tried has a bound, however large the numbers: of each key its smallest values, those that
-the rules single out near the present one, and the divisors of the batch that divisors() finds.
+The number of runs tried is bounded, however large the numbers are: per key, its smallest values, those near the present
+one that the rules single out, and the divisors of the batch that divisors() finds.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from typing import Any
 
 from grpo_core.planning.rules import (
     LARGEST,
-    LEGACY,
     POSITIVE,
     PlanInputs,
     batch_problem,
     divisors,
     evaluation_problem,
     problems,
-    total_updates,
     warmup_problem,
 )
 
@@ -43,9 +41,9 @@ class Fix:
 
 
 def fixes(inputs: PlanInputs) -> list[Fix]:
-    """The nearest valid runs, nearest first; each satisfies every rule, since each has been held against them.
+    """The nearest valid runs, nearest first. Each has been checked against every rule.
 
-    Distance: one for each key that changes, plus how often the value doubles or halves, the generation batch's too.
+    Distance: one per changed key, plus how often its value, and the generation batch, doubles or halves.
     """
     if any(value is not None and not 0 < value <= LARGEST for value in (getattr(inputs, key) for key in POSITIVE)):
         return []
@@ -70,18 +68,18 @@ def _nearest(inputs: PlanInputs, candidates: Iterator[Changes]) -> list[Fix]:
 
 
 def _removals(inputs: PlanInputs) -> list[Changes]:
-    """The settings that have to go: one of two that exclude each other, or one that the system does not have."""
+    """Settings to remove: one of two that exclude each other, or one that the system does not have."""
     given: list[Changes] = [
         {key: None} for key in ("steps_per_generation", "generation_batch_size") if getattr(inputs, key) is not None
     ]
-    if inputs.rules in LEGACY:
+    if not inputs.sets_generation_batch:
         return [{key: value for change in given for key, value in change.items()}]
     both_may_stay = inputs.rules == "swift-4.6"
     return [*([{}] if both_may_stay else []), *given] if len(given) == 2 else [{}]
 
 
 def _changes(inputs: PlanInputs) -> Iterator[Changes]:
-    """Changes of the training batch that are worth a try: none, one key, or two that keep the batch."""
+    """Changes of the training batch to try: none, one key, or two keys that keep the batch."""
     yield {}
     keys = _keys(inputs)
     for key in keys:
@@ -92,7 +90,7 @@ def _changes(inputs: PlanInputs) -> Iterator[Changes]:
 
 
 def _pairs(inputs: PlanInputs) -> Iterator[Changes]:
-    """Any two keys, for a run that no single one mends."""
+    """Changes of any two keys, for a run that no single change makes valid."""
     for first, second in itertools.combinations(_keys(inputs), 2):
         values = (itertools.islice(_values(inputs, key), PAIRED) for key in (first, second))
         yield from ({first: n, second: m} for n, m in itertools.product(*values))
@@ -128,22 +126,22 @@ def _multiples(unit: int, *near: int) -> Iterator[int]:
 
 
 def _keys(inputs: PlanInputs) -> list[str]:
-    """The keys that the training batch follows from."""
+    """Keys that determine the training batch."""
     last = "gradient_accumulation_steps"
-    if inputs.rules not in LEGACY and inputs.generation_batch_size:
+    if inputs.sets_generation_batch and inputs.generation_batch_size:
         last = "generation_batch_size"
-    elif inputs.rules not in LEGACY and inputs.steps_per_generation:
+    elif inputs.sets_generation_batch and inputs.steps_per_generation:
         last = "steps_per_generation"
     return ["num_generations", "per_device_train_batch_size", "num_processes", last]
 
 
 def _repaired(inputs: PlanInputs, changes: Changes) -> Iterator[Changes]:
-    """The change, with one of the evaluation batch or the warm-up where that is needed too; nothing if none helps."""
+    """The change, together with one of the evaluation batch or the warm-up if needed; nothing if none helps."""
     changed = _with(inputs, changes)
     if batch_problem(changed):
         return
     if warmup_problem(changed):
-        changes = {**changes, "warmup_steps": total_updates(changed)}
+        changes = {**changes, "warmup_steps": changed.total_updates}
         changed = _with(inputs, changes)
     if not evaluation_problem(changed):
         yield changes

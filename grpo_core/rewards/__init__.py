@@ -1,1 +1,1 @@
-"""Reward functions: the contract, running them on a batch, and the built-in ones."""
+"""Reward functions: the contract, running them on a batch, what of their values counts."""

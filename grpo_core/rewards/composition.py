@@ -1,6 +1,6 @@
-"""From what the rewards gave to what the policy is trained on: clip, normalise, gate, weigh, sum.
+"""From the values of the rewards to the one that the policy is trained on: clip, normalise, gate, weigh, sum.
 
-Every step looks at one completion alone, so that training, evaluation and a recorded row agree on what it is worth.
+Every step looks at one completion alone, so that training, evaluation and a recorded row agree on its value.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from grpo_core.rewards.types import Range
 
 
 def counted(given: np.ndarray, rewards: Sequence[RewardConfig]) -> np.ndarray:
-    """What each of K rewards counts for each of N completions, before its weight. (N, K)
+    """The values of K rewards for N completions as they count, before the weights. (N, K)
 
-    given: what they gave, NaN for None, which stays NaN. (N, K) With `clip` = [l, h] a value v counts as
-    min(max(v, l), h), with `normalize` as (that − l) / (h − l); with `gate` as 0 where the reward named there gave less
-    than `gate_threshold`, or None (the conditioned reward of GDPO, arXiv:2601.05242). The gate looks at what that
-    reward gave, not at what it counts.
+    given: the values that the functions gave, NaN for None, which stays NaN. (N, K) With `clip` = [l, h], a value v
+    counts as min(max(v, l), h); with `normalize`, as (that − l) / (h − l). With `gate`, it counts as 0 where the reward
+    named there gave less than `gate_threshold`, or None (the conditioned reward of GDPO, arXiv:2601.05242); the gate
+    looks at the value that this reward gave, not at what it counts.
     """
     place = {reward.name: k for k, reward in enumerate(rewards)}
     columns = []
@@ -45,9 +45,9 @@ def weighted_sum(given: np.ndarray, rewards: Sequence[RewardConfig]) -> np.ndarr
 
 
 def range_of_sum(rewards: Sequence[RewardConfig]) -> Range:
-    """Lowest and highest value that `weighted_sum` can have; infinite where a reward's range is not known.
+    """Lowest and highest value of `weighted_sum`; infinite if a reward's range is not known.
 
-    A reward that is gated, or one of several, can count as 0.
+    A reward can count as 0 if it is gated or one of several.
     """
     lows, highs = zip(*(_range_of_term(reward, can_be_absent=len(rewards) > 1) for reward in rewards), strict=True)
     return sum(lows), sum(highs)

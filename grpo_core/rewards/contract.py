@@ -5,9 +5,10 @@ not; None means "does not apply to this row". It may take fewer of these argumen
 default is a column of the data or one of the config's `args`. The annotation of a column's parameter says what it may
 hold: `Sequence[str]` takes text, `list[float]` numbers, `Sequence[str | None]` text with gaps.
 
-A function is called once for what its process samples of a generation batch. One that is `async def` is called with
-each group as soon as that is complete (or several at once), while others are still being sampled. So a decorator around
-an asynchronous function should be `async def` itself: one that is not, and returns the coroutine, is called at the end.
+A function is called once for all completions of a generation batch that its process samples. If it is `async def`, it
+is called with each group, or several together, as soon as they are complete, while others are still being sampled. A
+decorator around an asynchronous function should therefore be `async def` itself; if it only returns the coroutine, the
+function is called at the end.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.data import chat
 from grpo_core.errors import RewardError
 from grpo_core.rewards.isolated import RewardProcess, kind_of
 from grpo_core.rewards.modules import check_source, missing, not_defined, searched
-from grpo_core.rewards.registry import BUILTIN, EXTRAS
+from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.types import Range, RewardFunction
 
 ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -37,8 +39,8 @@ ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
 class Reward:
     """A resolved reward function.
 
-    `columns`: what it needs of the data, with the type of a value; `accepts`: what it may be given; `range`: the lowest
-    and highest value it may give; `process`: where it runs if it is isolated.
+    `columns`: what it needs of the data, with the type of a value; `value_problems`: see `BuiltinReward`; `accepts`:
+    what it may be given; `range`: the lowest and highest value it may give; `process`: where it runs if it is isolated.
     """
 
     name: str
@@ -49,15 +51,17 @@ class Reward:
     columns: Mapping[str, Any]
     accepts: frozenset[str] | None  # None: takes **kwargs
     is_async: bool  # a call gives a coroutine for certain
+    value_problems: Mapping[str, Callable[[str], str]]
     process: RewardProcess | None = None
 
 
 def resolve(config: RewardConfig) -> Reward:
-    """Find the function and read its signature; RewardError when it is missing or cannot be called as configured.
+    """Find the function and read its signature. Raises RewardError if it is missing or cannot be called as configured.
 
-    An isolated one is imported by its own process only.
+    An isolated function is imported by its own process only.
     """
     _check_extra(config)
+    _check_args(config)
     if not config.isolated:
         return resolve_here(config)
     process = RewardProcess(config)
@@ -71,6 +75,7 @@ def resolve(config: RewardConfig) -> Reward:
         columns={column: kind_of(names) for column, names in found["columns"].items()},
         accepts=None if found["accepts"] is None else frozenset(found["accepts"]),
         is_async=found["is_async"],
+        value_problems=_value_problems(config),
         process=process,
     )
 
@@ -98,23 +103,31 @@ def resolve_here(config: RewardConfig) -> Reward:
         columns=columns,
         accepts=None if takes_any else frozenset(accepts),
         is_async=_is_async(function),
+        value_problems=_value_problems(config),
     )
 
 
+def _value_problems(config: RewardConfig) -> Mapping[str, Callable[[str], str]]:
+    record = BUILTIN.get(config.function)
+    return record.value_problems if record else {}
+
+
 def range_of(config: RewardConfig) -> Range | None:
-    """Lowest and highest value that the function may give: the configured range, else a built-in's own; None where
-    neither says so."""
-    return config.range or (BUILTIN[config.function][1] if config.function in BUILTIN else None)
+    """Lowest and highest value that the function may give: as configured, else as a built-in reward's record says; None
+    if neither does."""
+    record = BUILTIN.get(config.function)
+    return config.range or (record.range if record else None)
 
 
 def source_of(config: RewardConfig) -> bytes:
-    """Bytes that change when the reward does, wherever its files lie: the files of the module that names it and of the
-    function itself; of a built-in one this package's, since some take their work to other modules and processes."""
+    """Bytes that change when the reward does, wherever its files lie: those of the module that names it and of the
+    function itself; of a built-in reward all of this package's, since some work in other modules and processes, and
+    `data.chat`, through which they read texts."""
     return b"".join(sorted(Path(file).read_bytes() for file in files_of(config)))
 
 
 def files_of(config: RewardConfig) -> list[str]:
-    """What `source_of` reads. An isolated reward is imported by its own process only."""
+    """The files that `source_of` reads. An isolated reward is imported by its own process only."""
     return RewardProcess(config).description["files"] if config.isolated else files_here(config)
 
 
@@ -123,31 +136,39 @@ def files_here(config: RewardConfig) -> list[str]:
     function = find(config.function)
     module, separator, _ = config.function.partition(":")
     if not separator:
-        return sorted(map(str, Path(__file__).parent.rglob("*.py")))
+        return sorted([*map(str, Path(__file__).parent.rglob("*.py")), chat.__file__])
     files = {sys.modules[module].__file__, inspect.getsourcefile(code_of(function)) if _is_python(function) else None}
     return sorted(filter(None, files))
 
 
 def check(config: RewardConfig) -> None:
-    """RewardError when there is no such reward, as far as that can be told without running its module."""
+    """Raises RewardError if there is no such reward, as far as that can be told without running its module, if its
+    libraries are not installed, or if it cannot take its args."""
     if is_builtin(config.function):
         _check_extra(config)
     else:
         check_source(config.function)
+    _check_args(config)
+
+
+def _check_args(config: RewardConfig) -> None:
+    record = BUILTIN.get(config.function)
+    if record and (problem := record.args_problem(config.args)):
+        raise RewardError(f"reward {config.name!r}: {problem}")
 
 
 def _check_extra(config: RewardConfig) -> None:
     """Raises RewardError if libraries that a built-in reward stands on are not installed."""
-    extra, modules = EXTRAS.get(config.function, ("", ()))
-    if absent := [module for module in modules if importlib.util.find_spec(module) is None]:
+    record = BUILTIN.get(config.function)
+    if record and (absent := [module for module in record.modules if importlib.util.find_spec(module) is None]):
         raise RewardError(
             f"reward {config.name!r} needs {' and '.join(absent)}, not installed here: "
-            f"pip install 'grpo-flows[{extra}]'"
+            f"pip install 'grpo-flows[{record.extra}]'"
         )
 
 
 def is_builtin(function: str) -> bool:
-    """Whether a reward of this name comes with grpo_core, or is `module:function`; RewardError when it is neither."""
+    """Whether the reward is a built-in one, not a `module:function`. Raises RewardError if it is neither."""
     if function not in BUILTIN and ":" not in function:
         raise RewardError(
             f"no built-in reward is called {function!r}; there are {', '.join(BUILTIN)}; "
@@ -165,7 +186,7 @@ def code_of(function: Any) -> Any:
 
 
 def _is_async(function: Any) -> bool:
-    """Whether a call gives a coroutine for certain: what a decorator wraps (`__wrapped__`) says nothing about that."""
+    """Whether a call certainly returns a coroutine; the function under a decorator (`__wrapped__`) does not tell."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -176,7 +197,7 @@ def _is_python(function: Any) -> bool:
 
 
 def _value_type(parameter: inspect.Parameter, function: RewardFunction) -> Any:
-    """Type of one value of a column, where the annotation says so: `str` for `Sequence[str]` and `list[str] | None`."""
+    """Type of one value of a column by the annotation, such as `str` for `Sequence[str]` and `list[str] | None`."""
     annotation = parameter.annotation
     if isinstance(annotation, str):
         try:
@@ -192,9 +213,9 @@ def _value_type(parameter: inspect.Parameter, function: RewardFunction) -> Any:
 
 
 def find(function: str) -> RewardFunction:
-    """The function of this name; RewardError when there is none, or it cannot be imported or called."""
+    """The function of this name. Raises RewardError if there is none, or it cannot be imported or called."""
     if is_builtin(function):
-        return BUILTIN[function][0]
+        return BUILTIN[function].function
     module, _, name = function.partition(":")
     try:
         loaded = importlib.import_module(module)

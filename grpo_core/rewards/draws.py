@@ -1,6 +1,6 @@
-"""The state of the global random generators, carried between the training and the process of an isolated reward.
+"""State of the global random generators, carried between the training and the process of an isolated reward.
 
-So a function that draws random numbers draws the same ones in either, and a resumed training goes on with them.
+A function that draws random numbers thus draws the same ones in either process, also after a resume.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A reward function in a process of its own (`isolated = true`), seen from the training.
+"""A reward function in its own process (`isolated = true`), seen from the training.
 
-What the function does to its process, the training does not feel: ending it, leaking memory or descriptors, changing
-environment or folder, ignoring its time limit. Requests are pickled, answers are read as JSON: nothing that the
-function makes is rebuilt as an object here. The other end is `isolated_worker`.
+The function may end its process, leak memory or descriptors, change environment or folder, or ignore its time limit,
+without harm to the training. Requests are pickled, answers are read as JSON: no object that the function makes is
+rebuilt here. The other end is `isolated_worker`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _descriptions: dict[tuple[str, frozenset[str]], dict[str, Any]] = {}  # by funct
 
 
 class ProcessDiedError(Exception):
-    """The process ended while it had something to answer; the message says how, `advice` what to do."""
+    """The process ended before it had answered; the message says how, `advice` what to do."""
 
     def __init__(self, how: str, advice: str):
         super().__init__(how)
@@ -43,9 +43,9 @@ class ProcessDiedError(Exception):
 
 
 class RewardProcess:
-    """The process of one reward: started when it is first needed, kept, and started again once it has died.
+    """The process of one reward: started when it is first needed, kept, and started again if it has died.
 
-    It ends with this object, and with the process that holds this object however that ends.
+    It ends with this object, and with the process that holds this object, however that process ends.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -56,14 +56,14 @@ class RewardProcess:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What `isolated_worker.describe` says of the function; asked once for all of its processes."""
+        """The answer of `isolated_worker.describe`, asked once per function and names of arguments."""
         key = self.config.function, frozenset(self.config.args)
         if key not in _descriptions:
             self.start()
         return _descriptions[key]
 
     def start(self) -> None:
-        """Start the process unless it runs. RewardError when the function cannot be imported or used."""
+        """Start the process unless it is running. Raises RewardError if the function cannot be imported or used."""
         if self._running:
             if self._running[0].poll() is None:
                 return
@@ -86,15 +86,15 @@ class RewardProcess:
         _descriptions[self.config.function, frozenset(self.config.args)] = answer
 
     def end(self) -> None:
-        """End the process and all that it has started, if it runs."""
+        """End the process, if it is running, and everything that it has started."""
         self._running = None
         self._end()
 
     async def call(self, batch: Any) -> Any:
         """The function's answer for the batch: its values, or the RewardError that says what is wrong with them.
 
-        Raises what the function raises, as an exception with the same name and text, and ProcessDiedError. A call that
-        is cancelled ends the process.
+        Raises what the function raises, as an exception of the same name and text, and ProcessDiedError. Cancelling a
+        call ends the process.
         """
         state = None if self.under_way else draws_state()
         self.under_way += 1
@@ -167,7 +167,7 @@ class RewardProcess:
 
 
 def kind_names(kind: Any) -> list[str]:
-    """The type of a column's values, or those of a union, by name; "Any" for what says nothing about them."""
+    """Names of the types that a column's values may have; "Any" for an annotation that does not say."""
     is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     kinds = typing.get_args(kind) if is_union else (kind,)
     plain = [typing.get_origin(each) or each for each in kinds]
@@ -181,14 +181,14 @@ def kind_of(names: Sequence[str]) -> Any:
 
 @functools.cache
 def _error_named(name: str) -> type[Exception]:
-    """An exception of this name: the same for the same name, to compare what fails with what failed."""
+    """An exception class of this name, the same class for the same name, so that failures can be compared."""
     return type(name, (Exception,), {})
 
 
 def _end(guard: subprocess.Popen[bytes], control: socket.socket) -> None:
-    """Closing its input tells the guard to end the process and all that it has started.
+    """Close the guard's input, which makes it end the process and everything that the process has started.
 
-    The alarm of a reward's time limit stands still meanwhile: an exception would leave a guard that does not end.
+    The alarm of a reward's time limit is off meanwhile: its exception would leave a guard that never ends.
     """
     alarm = signal.setitimer(signal.ITIMER_REAL, 0)
     try:

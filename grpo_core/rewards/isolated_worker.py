@@ -1,11 +1,11 @@
 """The process of an isolated reward: `python -m grpo_core.rewards.isolated_worker DESCRIPTOR`.
 
-It is two processes: a child that imports and runs the function, and its parent, the guard, which runs nothing of the
-user's. When the asking process ends or closes the guard's standard input, or when the child ends, the guard ends all
-that the child has started, and itself as the child has ended.
+There are two processes: a child that imports and runs the function, and its parent, the guard, which runs none of the
+user's code. When the asking process ends or closes the guard's standard input, or when the child ends, the guard ends
+everything that the child has started, and then itself, with the child's exit status.
 
-Over the socket DESCRIPTOR come connections, one per request. The first request is (configuration, sys.path), the others
-are (Batch, state of the random generators or None).
+Each request is a connection that arrives over the socket DESCRIPTOR. The first request is (configuration, sys.path),
+the others are (Batch, state of the random generators or None).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from grpo_core.errors import RewardError
 from grpo_core.rewards.contract import Reward, files_here, resolve_here
 from grpo_core.rewards.draws import draws_state, set_draws_state
 from grpo_core.rewards.isolated import kind_names
-from grpo_core.rewards.scoring import Batch, checked, plain_answer, text_of
+from grpo_core.rewards.scoring import Batch, checked, message_of, plain_answer
 from grpo_core.system.descendants import adopt_orphans, kill_descendants
 
 OPEN_FILES = 1024
@@ -51,8 +51,8 @@ def main() -> None:
 
 
 def guard(child: int) -> typing.NoReturn:
-    """Wait for the end of the child, of the asking process or of standard input, end what is left of the child, and end
-    as it has ended."""
+    """Wait until the child, the asking process or standard input ends. Then end what the child has left, and end as it
+    has ended."""
     waiting = select.poll()
     # The asking process may have forked: then standard input stays open after its end.
     for end in (0, os.pidfd_open(os.getppid()), os.pidfd_open(child)):
@@ -69,7 +69,7 @@ def guard(child: int) -> typing.NoReturn:
 
 
 def serve(control: socket.socket) -> None:
-    """Answer what comes over `control`, until that ends."""
+    """Answer the requests that arrive over `control` until it is closed."""
     connection = _next(control)
     if connection is None:
         return
@@ -96,7 +96,7 @@ def serve(control: socket.socket) -> None:
 
 
 async def _serve_concurrently(reward: Reward, control: socket.socket, me: int) -> None:
-    """Each call as soon as it comes, while others wait for something."""
+    """Start each call when it arrives, while others are waiting."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     calls: set[asyncio.Task[None]] = set()
     carried: set[str] = set()
@@ -130,7 +130,7 @@ async def _serve_concurrently(reward: Reward, control: socket.socket, me: int) -
 
 
 def describe(config: RewardConfig, reward: Reward) -> dict[str, Any]:
-    """What the training has to know of the function without importing it."""
+    """What the training needs to know about the function, which it does not import."""
     return {
         "columns": {column: kind_names(kind) for column, kind in reward.columns.items()},
         "accepts": None if reward.accepts is None else sorted(reward.accepts),
@@ -150,7 +150,7 @@ def _result(reward: Reward, values: Any, batch: Batch) -> dict[str, Any]:
 def _failure(error: BaseException) -> dict[str, Any]:
     if isinstance(error, RewardError):
         return {"refused": str(error)}
-    return {"raised": [type(error).__name__, text_of(error)]}
+    return {"raised": [type(error).__name__, message_of(error)]}
 
 
 def _draws(carried: set[str]) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _limit(memory_gib: float) -> None:
 
 
 def _next(control: socket.socket) -> socket.socket | None:
-    """The next request's connection; None when no more can come."""
+    """The next request's connection; None if no more can arrive."""
     something, descriptors, _, _ = socket.recv_fds(control, 1, 1)
     if something and not descriptors:
         raise OSError(f"all of the process's {OPEN_FILES} descriptors are in use; let the function close its files")
@@ -181,8 +181,8 @@ def _read(connection: socket.socket) -> bytes:
 
 
 def _message(me: int, answer: dict[str, Any]) -> bytes:
-    """The answer as it is sent, after all that the function has printed."""
-    if os.getpid() != me:  # a fork of the function's that came back from it as well
+    """The answer as bytes, once everything that the function has printed is flushed."""
+    if os.getpid() != me:  # the function has forked, and the fork has returned from it too
         os._exit(0)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the function may have closed it
@@ -193,7 +193,7 @@ def _message(me: int, answer: dict[str, Any]) -> bytes:
 def _send(connection: socket.socket, message: bytes) -> None:
     with connection:
         connection.sendall(message)
-        connection.shutdown(socket.SHUT_RDWR)  # the end of it, whatever else holds the connection open
+        connection.shutdown(socket.SHUT_RDWR)  # ends the message, even if something else holds the connection open
 
 
 if __name__ == "__main__":

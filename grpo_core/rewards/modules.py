@@ -1,6 +1,6 @@
-"""Where the modules of own rewards lie: installed, in the working folder, or beside the configuration.
+"""Finds the modules of your own rewards: installed, in the working folder, or beside the configuration.
 
-A run keeps copies of them in the folder KEPT beside its configuration, which its stages read.
+A run keeps copies of them in the folder KEPT beside its configuration; its stages read these copies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grpo_core.errors import RewardError
 
 
 def searched() -> str:
-    """The folders that are searched beside those of Python and its packages, as part of a sentence."""
+    """The searched folders other than those of Python and its packages, as part of a sentence."""
     pythons = (Path(sys.prefix), Path(sysconfig.get_path("stdlib")))
     folders = (Path(entry or ".").resolve() for entry in sys.path)
     own = [it for it in folders if it.is_dir() and not any(it.is_relative_to(folder) for folder in pythons)]
@@ -24,7 +24,7 @@ def searched() -> str:
 
 
 def place_of(file: Path, function: str) -> str:
-    """Where below a folder a file of a reward has to lie to be imported from there: my_rewards.py, house/tone.py."""
+    """Path that a file of a reward must have inside a folder to be imported from it: my_rewards.py, house/tone.py."""
     module = function.partition(":")[0].replace(".", "/")
     for place in (f"{module}{file.suffix}", f"{module}/{file.name}"):
         if file.as_posix().endswith(f"/{place}"):
@@ -48,9 +48,9 @@ def not_defined(function: str, file: str | None) -> RewardError:
 
 
 def check_source(function: str) -> None:
-    """RewardError if the module of `module:function` is missing, is no Python or does not define the function.
+    """Raises RewardError if the module of `module:function` is missing, is not Python or does not define the function.
 
-    The module is not run: it may import what takes seconds. What only running it can tell passes.
+    The module is not run, since its imports may take seconds; mistakes that only running it would show pass.
     """
     module, _, name = function.partition(":")
     spec = _spec(module)
@@ -70,7 +70,7 @@ def check_source(function: str) -> None:
 
 
 def _spec(module: str) -> importlib.machinery.ModuleSpec | None:
-    """Where the import system finds a module; unlike importlib's `find_spec`, without importing its packages."""
+    """The module's spec as the import system finds it, without importing its packages as `find_spec` would."""
     spec, folders = None, None
     parts = module.split(".")
     if "" in parts:

@@ -1,7 +1,7 @@
 """Run every reward on a few rows before any GPU is used: on the right answer, on nothing, on garbage.
 
-Entry point: `python -m grpo_core.rewards.rehearsal CONFIG TRAIN.parquet OUTPUT.json`. What breaks the reward contract
-(a wrong number of values, an exception, NaN, a value out of range, no end) is an error; what looks wrong, a warning.
+Entry point: `python -m grpo_core.rewards.rehearsal CONFIG TRAIN.parquet OUTPUT.json`. A broken reward contract (a wrong
+number of values, an exception, NaN, a value out of range, no end) is an error; anything that looks wrong is a warning.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from typing import Any
 from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.data.chat import completion_of
 from grpo_core.errors import RewardError
 from grpo_core.planning.plan import plan_inputs
 from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rewards.isolated import START_SECONDS
+from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import GRACE, Batch, score, short
 from grpo_core.system.libraries import quiet_libraries
 
 ROWS = 8
 FIRST_SECONDS = 60.0  # for one reward on one completion, with all that it imports or loads for that
-SECONDS = 20.0  # and then on 3·ROWS completions
-ASKS_A_MODEL = ("classifier", "judge")  # and has its whole timeout for that
-LOADING_SECONDS = 600.0  # for libraries, tokenizer and what the rewards' modules do when they are imported
-TRYING = "trying the reward "  # begins a line that names the one whose turn it is
+SECONDS = 20.0  # for one reward on 3·ROWS completions after that
+LOADING_SECONDS = 600.0  # for importing libraries and the rewards' modules, and for loading the tokenizer
+TRYING = "trying the reward "  # begins the line that names the current reward
 # Unbalanced brackets, a number beyond any float, a format directive, a lost character: what breaks a careless parser.
 GARBAGE = "]}) \\frac{1 <answer> 1e999 %s ,,\n-\ufffd </think> NaN '\""
 
@@ -57,8 +58,8 @@ def main() -> None:
 
 
 def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> dict[str, Any]:
-    """What each reward gives for each kind of completion, its pace, which gave nothing but 0 and 1, and warnings;
-    RewardError names all that fail."""
+    """Values of each reward per kind of completion, its pace, the rewards that gave only 0 and 1, and warnings. Raises
+    RewardError that names all rewards that fail."""
     answered = [row for row in rows if isinstance(row.get(config.data.answer_column), (str, int, float))]
     groups = {
         "right": [(row, str(row[config.data.answer_column])) for row in answered],
@@ -67,10 +68,7 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
     }
     kinds = [kind for kind, pairs in groups.items() for _ in pairs]
     batch, texts = zip(*(pair for pairs in groups.values() for pair in pairs), strict=True)
-    completions = [
-        text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
-        for row, text in zip(batch, texts, strict=True)
-    ]
+    completions = [completion_of(row["prompt"], text) for row, text in zip(batch, texts, strict=True)]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     whole = Batch(batch, completions, ids)
     resolved = [resolve(reward) for reward in config.rewards]
@@ -78,16 +76,15 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
     zero_or_one: list[str] = []
     errors, warnings = _gates(config.rewards, {reward.name: reward.range for reward in resolved})
     warnings += [
-        f"reward {reward.name!r} has weight {reward.weight:g}: what gets no grade counts as 0, which is the best then; "
-        "write the rubric so that the best get the highest grade, and give a weight above 0"
+        f"reward {reward.name!r} has weight {reward.weight:g}: {record.if_weight_is_negative}"
         for reward in config.rewards
-        if reward.function == "judge" and reward.weight < 0
+        if reward.weight < 0 and (record := BUILTIN.get(reward.function)) and record.if_weight_is_negative
     ]
     for declared, reward in zip(config.rewards, resolved, strict=True):
         print(f"{TRYING}{reward.name!r}", flush=True)
         try:
             first, then = (replace(reward, timeout=seconds) for seconds in _limits(declared))
-            score([first], whole.only(0))  # what is loaded once is not its pace
+            score([first], whole.only(0))  # its pace does not include what is loaded once
             start = time.perf_counter()
             (values,) = score([then], whole)
         except RewardError as error:
@@ -122,16 +119,17 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
 
 
 def longest(config: RunConfig) -> float:
-    """Seconds after which the rehearsal must have ended, whatever the rewards do that keep to their time limits: each
-    call may take its time, and once more in the search for the completion that is to blame."""
+    """Seconds after which the rehearsal must have ended if the rewards keep to their time limits: each call may take
+    its limit, and as long again in the search for the completion that causes a failure."""
     calls = sum(2 * (seconds + GRACE) for reward in config.rewards for seconds in _limits(reward))
     starts = sum(3 * START_SECONDS for reward in config.rewards if reward.isolated)
     return LOADING_SECONDS + calls + starts
 
 
 def _limits(reward: RewardConfig) -> tuple[float, float]:
-    """Seconds for the first call, and for the one after it."""
-    if reward.function in ASKS_A_MODEL:
+    """Time limits, in seconds, of the first call and of the second."""
+    record = BUILTIN.get(reward.function)
+    if record and record.asks_a_model:
         return reward.timeout, reward.timeout
     return min(reward.timeout, FIRST_SECONDS), min(reward.timeout, SECONDS)
 
@@ -139,7 +137,7 @@ def _limits(reward: RewardConfig) -> tuple[float, float]:
 def _gates(
     rewards: Sequence[RewardConfig], ranges: Mapping[str, tuple[float, float] | None]
 ) -> tuple[list[str], list[str]]:
-    """Gates that are never or always open, as errors, and those that it pays to leave closed, as warnings."""
+    """Errors about gates that are never or always open; warnings about gates that are better left closed."""
     errors: list[str] = []
     warnings: list[str] = []
     for reward in rewards:
@@ -156,19 +154,20 @@ def _gates(
         if (least := min(reward.weight * bound for bound in counts)) < 0:
             warnings.append(
                 f"reward {reward.name!r} adds {least:g} at the least, and 0 where its gate {reward.gate!r} is closed: "
-                "what would be punished is better off there; remove the gate, or clip and normalize the reward"
+                "completions that deserve a penalty are better off there; remove the gate, or clip and normalize the "
+                "reward"
             )
     return errors, warnings
 
 
 def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], seconds: float, config: RunConfig) -> list[str]:
-    """What looks wrong; `seconds`: what a generation batch would take at this pace."""
+    """Warnings. `seconds`: duration of one process's part of a generation batch at this pace."""
     found = []
     scored = {value for given in values.values() for value in given if not math.isnan(value)}
     if len(scored) == 1 and ("right" in values or not reward.columns):
         found.append(
-            f"reward {reward.name!r} gave {min(scored):g} to {_listed(values)} alike: if it does so for all that the "
-            "model writes, there is nothing to learn from it"
+            f"reward {reward.name!r} gave {min(scored):g} to {_listed(values)} alike: if it does so for everything "
+            "that the model writes, there is nothing to learn from it"
         )
     if reward.name == config.accuracy_reward and scored and "right" in values and reward.columns:
         wrong = [row for row, value in enumerate(values["right"]) if value != 1]

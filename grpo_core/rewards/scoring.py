@@ -1,7 +1,7 @@
-"""Run the reward functions: each within its time, the asynchronous ones at once, a failure named exactly.
+"""Run the reward functions: each within its time limit, asynchronous ones concurrently; a failure names its completion.
 
-Asynchronous ones do not wait for the last completion: they are under way while the rest is still being sampled. An
-isolated one runs in a process of its own, which is ended with all that it has started when the time is up.
+Asynchronous functions start before the last completion is there, while the others are still being sampled. An isolated
+function runs in its own process, which is ended, with all that it has started, when its time is up.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from grpo_core.rewards.isolated import ProcessDiedError
 
 SHOWN = 200  # characters of a prompt or completion in a message
 GRACE = 1.0  # seconds after which a coroutine that blocks or cleans up for long is ended like any function
-TURNS = 20  # of an event loop: what has come in gets through a client and to its coroutine
+TURNS = 20  # of an event loop: enough for an answer that has arrived to reach its coroutine through a client
 
 Item = TypeVar("Item")
 
 
 class _TimeIsUpError(BaseException):
-    """Not an Exception: a function's own `except Exception` must not swallow it."""
+    """The time limit is over. Not an Exception, so that a function's own `except Exception` does not swallow it."""
 
 
 FAILURES = (
@@ -37,12 +37,12 @@ FAILURES = (
     SystemExit,
     asyncio.CancelledError,
     _TimeIsUpError,
-)  # what a reward is blamed for; not an interrupt
+)  # that count as the reward's failure; an interrupt does not
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B completions and what they belong to, row by row."""
+    """B completions with their prompts and columns, row by row."""
 
     rows: Sequence[Mapping[str, Any]]  # dataset rows, "prompt" among their columns
     completions: Sequence[Any]  # texts, or conversations for conversational prompts
@@ -52,7 +52,7 @@ class Batch:
         return Batch([self.rows[i]], [self.completions[i]], [self.completion_ids[i]])
 
     def read_by(self, reward: Reward) -> Batch:
-        """What the reward, and a message about it, can say of the batch: all that has to be sent to its process."""
+        """The part of the batch that the reward, and messages about it, need: what is sent to its process."""
         if reward.accepts is None:
             return self
         columns = {"prompt", *reward.accepts}
@@ -76,7 +76,7 @@ class Batch:
 
 
 def score(rewards: Sequence[Reward], batch: Batch) -> list[list[float]]:
-    """For each reward the B values of the B completions, NaN for None; errors as in `score_arriving`."""
+    """The B values per reward, NaN for None. Raises as `score_arriving` does."""
     _, _, columns = score_arriving(rewards, ([part] for part in (batch,)), lambda parts: parts[0])
     return columns
 
@@ -86,13 +86,13 @@ def score_arriving(
     arriving: Generator[Sequence[Item], None, None],
     batch_of: Callable[[list[Item]], Batch],
 ) -> tuple[list[Item], Batch, list[list[float]]]:
-    """Score what `arriving` gives: all items, as one batch, and for each reward its values.
+    """Score what `arriving` gives. Returns all items, as one batch too, and the values per reward.
 
-    Functions that are `async def` are called with what has just arrived, and go on whenever `arriving` gives something,
-    be it nothing. The others run one after the other when all is there, in this thread, with all of it; if one returns
-    a coroutine, that runs to its end. Raises RewardError, with the function's name, a prompt and the completion, when a
-    function raises, returns something else than a finite number in its range or None for each completion, or does not
-    come back within its timeout; nothing more is then asked of `arriving`.
+    Functions that are `async def` are called with the items that have just arrived, and progress whenever `arriving`
+    yields, even an empty list. The others run one after the other at the end, in this thread, with all items; a
+    coroutine that one returns is run to its end. Raises RewardError, with the function's name, a prompt and the
+    completion, if a function raises, exceeds its timeout, or returns anything but a finite number in its range or None
+    per completion. `arriving` is then closed.
     """
     asynchronous = [reward for reward in rewards if reward.is_async]
     items: list[Item] = []
@@ -116,8 +116,8 @@ def score_arriving(
 
 
 class _Loop:
-    """The asynchronous functions' calls, on an event loop that runs only when it is told to: what runs in between may
-    have loops of its own. The time that it stands still is nobody's."""
+    """The calls of asynchronous functions, on an event loop that runs only within `turn` and `finish`: the code between
+    them may run its own loops. Time for which it stands still does not count against any reward's time limit."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -140,7 +140,7 @@ class _Loop:
         self.deadline = max(self.deadline, time.monotonic() + reward.timeout + GRACE)
 
     def turn(self) -> None:
-        """Go on as far as the calls get without waiting."""
+        """Let the calls progress as far as they can without waiting."""
 
         async def turns() -> None:
             for _ in range(TURNS):
@@ -154,12 +154,12 @@ class _Loop:
             self._run(asyncio.wait([*self.calls], return_when=asyncio.FIRST_COMPLETED))
 
     def close(self) -> None:
-        """Cancel the calls that are left; who clings is left behind."""
+        """Cancel the remaining calls. Calls that ignore cancellation are abandoned."""
         with suppress(_TimeIsUpError), _time_limit(GRACE):
             self.runner.close()
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Let the loop run until the work is done; RewardError when a call has failed."""
+        """Let the loop run until the work is done. Raises RewardError if a call has failed."""
         stood = time.monotonic() - self.stopped
         self.deadline += stood
 
@@ -172,7 +172,7 @@ class _Loop:
         try:
             with _time_limit(max(self.deadline - time.monotonic(), 1e-3)):
                 self.runner.get_loop().run_until_complete(go_on())
-        except _TimeIsUpError as time_is_up:  # who is ended by force, and clings to its time even so, has noted nothing
+        except _TimeIsUpError as time_is_up:  # a call that had to be interrupted has recorded nothing
             self.failed += [(*call, time_is_up) for call in self.calls.values()]
         self.stopped = time.monotonic()
         if self.failed:
@@ -191,7 +191,7 @@ def _run(reward: Reward, batch: Batch) -> Any:
 
 
 def _call(reward: Reward, batch: Batch, seconds: float) -> Any:
-    """The function's answer; _TimeIsUpError when there is none after `seconds`."""
+    """The function's answer. Raises _TimeIsUpError if there is none after `seconds`."""
     _make_ready(reward)
     if reward.process or reward.is_async:
         with _time_limit(seconds + GRACE):
@@ -201,13 +201,13 @@ def _call(reward: Reward, batch: Batch, seconds: float) -> Any:
 
 
 def _make_ready(reward: Reward) -> None:
-    """Start the process of an isolated reward if it does not run: what it imports does not count as the call's time."""
+    """Start the process of an isolated reward if it is not running: its imports do not count as time of the call."""
     if reward.process:
         reward.process.start()
 
 
 def plain_answer(reward: Reward, batch: Batch) -> Any:
-    """What a function that is not `async def` gives in this process, be it in a coroutine."""
+    """The answer, in this process, of a function that is not `async def`; a coroutine that it returns is run."""
     answer = reward.function(**batch.arguments(reward))
     return asyncio.run(_result_of(answer)) if inspect.isawaitable(answer) else answer
 
@@ -240,11 +240,11 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TimeIsUpError in the block after `seconds`: also in a wait, and in a regular expression that runs wild.
-    What swallows it gets it again, every GRACE seconds.
+    """Raise _TimeIsUpError in the block after `seconds`, also while it waits or a regular expression runs on, and again
+    every GRACE seconds if the block swallows it.
 
-    A function that uses SIGALRM itself (math_verify does) takes the timer over while it runs, and has limits of its
-    own. Signals reach the main thread only: in another one there is no limit.
+    A function that uses SIGALRM itself (math_verify does) takes the timer over while it runs and has its own limits.
+    Signals reach the main thread only: in any other thread there is no limit.
     """
 
     def time_is_up(*_: Any) -> None:
@@ -263,40 +263,42 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _explained(reward: Reward, batch: Batch, error: BaseException) -> RewardError:
-    """What failed, with the completion that makes it fail by itself where there is one.
+    """The failure as a RewardError that names the completion which causes it alone, if there is one.
 
-    A RewardError says itself what is wrong, and no completion is to blame.
+    A RewardError already says what is wrong, and no completion causes it.
     """
     if isinstance(error, RewardError):
         return RewardError(f"reward {reward.name!r}: {error}")
     timed_out = isinstance(error, _TimeIsUpError)
-    share = reward.timeout / len(batch.rows) if timed_out else reward.timeout
-    culprit = _culprit(reward, batch, type(error), share)
+    seconds_each = reward.timeout / len(batch.rows) if timed_out else reward.timeout
+    culprit = _culprit(reward, batch, type(error), seconds_each)
     if timed_out:
         what, advice = f"did not come back within {reward.timeout:g} s", "; raise its timeout, or make it faster"
     elif isinstance(error, ProcessDiedError):
         what, advice = f"lost its process, which {error},", f"; {error.advice}"
     else:
-        what, advice = f"raised {type(error).__name__}: {text_of(error)}", ""
+        what, advice = f"raised {type(error).__name__}: {message_of(error)}", ""
         if reward.process and type(error).__name__ == "MemoryError":
             advice = f"; its process may take memory_gib = {reward.process.config.memory_gib:g}"
     if culprit is None:
         where = f"for {len(batch.rows)} completions together, not for one alone; the first: {batch.shown(0)}"
     else:
-        where = f"for {batch.shown(culprit)}" + (f", which alone takes more than {share:.2g} s" if timed_out else "")
+        where = f"for {batch.shown(culprit)}" + (
+            f", which alone takes more than {seconds_each:.2g} s" if timed_out else ""
+        )
     return RewardError(f"reward {reward.name!r} {what} {where}{advice}")
 
 
-def text_of(error: BaseException) -> str:
-    """What the exception says, also if it cannot say it."""
+def message_of(error: BaseException) -> str:
+    """The exception's text, or why it has none."""
     try:
         return str(error)
     except FAILURES as unsaid:
         return f"(its text cannot be shown: its __str__ raises {type(unsaid).__name__})"
 
 
-def _culprit(reward: Reward, batch: Batch, kind: type[BaseException], share: float) -> int | None:
-    """The first completion that fails in this way when it is alone; looked for no longer than the timeout."""
+def _culprit(reward: Reward, batch: Batch, kind: type[BaseException], seconds_each: float) -> int | None:
+    """The first completion that fails in the same way alone; the search ends after the reward's timeout."""
     with suppress(RewardError):
         _make_ready(reward)
     deadline = time.monotonic() + reward.timeout
@@ -305,7 +307,7 @@ def _culprit(reward: Reward, batch: Batch, kind: type[BaseException], share: flo
         if left <= 0:
             return None
         try:
-            _call(reward, batch.only(i), min(share, left))
+            _call(reward, batch.only(i), min(seconds_each, left))
         except kind:
             return i
         except FAILURES:
@@ -314,8 +316,8 @@ def _culprit(reward: Reward, batch: Batch, kind: type[BaseException], share: flo
 
 
 def checked(reward: Reward, values: Any, batch: Batch) -> list[float]:
-    """The values as numbers, NaN for None; RewardError when they break the contract."""
-    if isinstance(values, RewardError):  # found by the same check in the reward's process
+    """The values as numbers, NaN for None. Raises RewardError if they break the contract."""
+    if isinstance(values, RewardError):  # by this same function in the reward's process
         raise values
     if getattr(values, "ndim", None) == 1:  # a tensor, or an array
         values = values.tolist()

@@ -1,15 +1,45 @@
-"""What the modules of built-in rewards share."""
+"""What a built-in reward is, beside its function: one record, in the module of the function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-RewardFunction = Callable[..., Any]  # the rewards, or a coroutine that gives them
+RewardFunction = Callable[..., Any]  # returns the rewards, or a coroutine that does
 Range = tuple[float, float]
-Rewards = Mapping[str, tuple[RewardFunction, Range]]  # by name, each with the lowest and the highest value it gives
 
 
-def text_of(completion: str | Sequence[dict[str, str]]) -> str:
-    """The text of a completion: itself, or the content of a conversation's last message."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+def _accept_all(args: Mapping[str, Any]) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class BuiltinReward:
+    """A reward that comes with the package. Everything that treats rewards differently asks its record."""
+
+    function: RewardFunction
+    range: Range
+    """Lowest and highest value that it gives."""
+    looks_at_text_only: bool = False
+    """It opens no file, reaches no server and runs no program, whatever its arguments: anyone who can start a run in
+    Prefect's UI may name it with any arguments."""
+    operational: frozenset[str] = frozenset()
+    """Arguments that change no value: with others, results and checkpoints stay valid."""
+    value_problems: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
+    """Columns of which it cannot take every value: each with a function that returns what is wrong with one, or ""."""
+    args_problem: Callable[[Mapping[str, Any]], str] = _accept_all
+    """Returns what is wrong with args that a configuration can hold but the function cannot take, or ""."""
+    asks_a_model: bool = False
+    """A first call may take minutes: it is rehearsed with its whole timeout."""
+    model_argument: str | None = None
+    """Argument that names a model folder; the values follow from the folder's content, not from its name."""
+    extra: str = ""
+    """Extra of this package, as in pip install 'grpo-flows[EXTRA]', that brings the libraries it needs."""
+    modules: tuple[str, ...] = ()
+    """Modules of those libraries that it imports."""
+    if_weight_is_negative: str = ""
+    """What to warn of if its weight is below 0."""
+
+
+Rewards = Mapping[str, BuiltinReward]  # by the name that a configuration uses

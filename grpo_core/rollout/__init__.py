@@ -1,1 +1,1 @@
-"""Rollout engines: what samples completions. One file per engine, all behind `engine.Engine`."""
+"""From prompts to scored completions: the engine protocol, the engines, one generation batch."""

@@ -16,8 +16,9 @@ from grpo_core.algorithm.advantages import Advantages, group_advantages, sample_
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.data.chat import decode_completions, text_of
 from grpo_core.data.order import derive_seed, fresh_prompts, rollout_prompts
-from grpo_core.data.prompts import Prompts, decode_completions
+from grpo_core.data.prompts import Prompts
 from grpo_core.distributed import gathered, share
 from grpo_core.errors import NotFiniteError, RewardError
 from grpo_core.model.sequences import pad
@@ -25,7 +26,6 @@ from grpo_core.planning.plan import Plan
 from grpo_core.rewards.composition import counted
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.scoring import Batch, score_arriving
-from grpo_core.rewards.types import text_of
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Engine, Finished, GenerationBatch, Lookahead, Request, Sampling
 

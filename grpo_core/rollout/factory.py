@@ -17,10 +17,7 @@ def make_engine(
 
     `max_length`: the longest prompt plus completion, in tokens.
     """
-    device = next(model.parameters()).device
-    name = config.rollout.engine
-    if name == "auto":
-        name = "vllm" if device.type == "cuda" else "transformers"
+    name = config.rollout.engine_on(has_gpu=next(model.parameters()).device.type == "cuda")
     if name == "transformers":
         from grpo_core.rollout.transformers_engine import TransformersEngine
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from grpo_core.config.fixed_sizes import MAX_ROWS
+from grpo_core.config.memory_bounds import MAX_ROWS
 from grpo_core.model.precision import in_float32
 from grpo_core.rollout.group_cache import GroupCache, can_share_cache, says_the_same
 from grpo_core.rollout.sampling import draw, uniforms

@@ -1,0 +1,1 @@
+"""The operating system and its processes: files that survive, processes that end, quiet libraries."""

@@ -1,4 +1,4 @@
-"""Processes that a process has started, and those that these have started: find them and end them."""
+"""Find and end all descendants of a process: the processes that it has started, and those that these have started."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def adopt_orphans() -> None:
 
 
 def kill_descendants() -> list[int]:
-    """SIGKILL until none is left; a process killed here may still be starting another. Returns the ids of those that do
-    not die, named on standard error.
+    """Send SIGKILL until no descendant is left, since one that is being killed may still start another. Returns the ids
+    of those that do not die, and prints them to standard error.
 
-    Zombies count as gone and are not waited for: whatever started the command waits for it and wants its status.
+    Zombies count as gone and are not waited for: their exit status belongs to the process that started them.
     """
     deadline = time.monotonic() + KILL_SECONDS
     while left := running_descendants():
         if time.monotonic() > deadline:
             ids = [process.pid for process in left]
             names = ", ".join(map(str, ids))
-            print(f"left behind, since SIGKILL does not end them (a driver that hangs?): {names}", file=sys.stderr)
+            print(f"left running, since SIGKILL does not end them (a driver that hangs?): {names}", file=sys.stderr)
             return ids
         for process in left:
             with suppress(psutil.NoSuchProcess):

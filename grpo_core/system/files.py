@@ -1,6 +1,6 @@
-"""Files that survive a power cut: what is renamed into place is on the disk first, and so is the new name afterwards.
+"""Files that survive a power cut: the content is on the disk before the rename, and the new name after it.
 
-Without that a file renamed in the last seconds may be found empty, and what it replaced is gone.
+Otherwise a file that was renamed in the last seconds may be empty afterwards, and the one that it replaced gone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Rename a whole file or folder to its final name, in the same folder; afterwards it is there for good.
+    """Rename a finished file or folder to its final name in the same folder, so that it survives a power cut.
 
-    A file of that name is replaced. A folder of that name has to be moved away before.
+    A file of that name is replaced. A folder of that name has to be moved away first.
     """
     sync_to_disk(partial)
     partial.rename(final)
@@ -24,11 +24,11 @@ def publish(partial: Path, final: Path) -> None:
 def sync_to_disk(path: Path) -> None:
     """Wait until a file, or a folder with everything in it, is on the disk.
 
-    What another process writes there meanwhile, by a name that it then replaces, is left to that process.
+    Files that another process renames meanwhile are left to that process.
     """
     if path.is_dir():
         for child in path.iterdir():
-            if not child.is_symlink():  # what a link names is not this folder's
+            if not child.is_symlink():  # the target of a link is not part of this folder
                 with suppress(FileNotFoundError):
                     sync_to_disk(child)
     _sync(path)

@@ -1,5 +1,5 @@
-"""Process-wide settings that must stand before a library is imported or a process started: nothing reports home, little
-noise, no module hidden by a file of the working folder."""
+"""Process-wide settings, to be made before a library is imported or a process started: nothing reports home, little
+noise, and no file of the working folder hides a module."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
-# CPU threads that wait for each other spin for microseconds and then sleep. Spinning for milliseconds, as they would by
-# themselves, makes a step twenty times slower beside one busy process; sleeping at once makes it 1.6 times slower alone
-# (docs/explanation/performance.md).
+# CPU threads that wait for each other spin for microseconds and then sleep. Spinning for milliseconds, their default,
+# makes a step twenty times slower if one other process is busy; sleeping immediately makes a step 1.6 times slower on a
+# quiet machine (docs/explanation/performance.md).
 BRIEF_SPIN = "2000"
 
 
 def quiet_libraries() -> None:
-    """Set what the environment does not set already."""
+    """Set what the environment has not set already."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", BRIEF_SPIN)
     for name, value in DEFAULTS.items():

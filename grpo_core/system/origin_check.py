@@ -18,9 +18,9 @@ class OwnPagesOnly:
     """ASGI middleware: requests that another server's page causes in a browser get status 403, websockets too.
 
     CORS alone keeps a page from reading answers, not from sending requests without a body or opening websockets.
-    Programs send no Origin and are answered. `Host` must be an address or a name that no foreign DNS can point here.
-    Where a request came to a loopback address, to which the local network's DNS can point names without a dot too, that
-    is a loopback address or localhost.
+    Programs send no Origin and are answered. `Host` must be an address, or a name that no foreign DNS can point here.
+    If the request came to a loopback address, `Host` must be a loopback address or localhost: the local network's DNS
+    can point names without a dot there too.
     """
 
     def __init__(self, app: ASGIApp):

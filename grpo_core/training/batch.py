@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from grpo_core.algorithm.losses import LossType, token_weights
+from grpo_core.algorithm.losses import token_weights
+from grpo_core.config.algorithm import LossType
 from grpo_core.config.run import RunConfig
 from grpo_core.model.sequences import Sequences, pad
 from grpo_core.planning.plan import Plan

@@ -16,13 +16,11 @@ from typing import Any
 import pandera.polars as pa
 import polars as pl
 
-from grpo_core.data.prompts import end_token_problem
+from grpo_core.data.chat import ROLES, end_token_problem
 from grpo_core.rewards.contract import Reward
-from grpo_core.rewards.registry import VALUE_PROBLEMS
 from tasks.data.lengths import fit, has_tokens, may_fit, renders
 from tasks.data.sources import is_unstorable
 
-ROLES = ("system", "user", "assistant")
 # U+FFFD; control characters but for tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or
 # Windows-1252 (é as "Ã©", ’ as "â€™").
 WRONGLY_DECODED = r"[\x{FFFD}\x00-\x08\x0B\x0C\x0E-\x1F]|Ã[\x{80}-\x{BF}]|Â[\x{80}-\x{BF}]|â€"
@@ -190,7 +188,7 @@ def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]
 def _unusable(name: str, frame: pl.DataFrame, rewards: list[Reward]) -> Iterator[str]:
     """The first value of each column that a built-in reward would fail on in the middle of a training."""
     for reward in rewards:
-        for column, problem_of in VALUE_PROBLEMS.get(reward.function, {}).items():
+        for column, problem_of in reward.value_problems.items():
             if column not in reward.columns:
                 continue
             for value in frame[column].drop_nulls().unique(maintain_order=True):

@@ -8,7 +8,8 @@ from typing import Any
 import polars as pl
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.data.prompts import encode_prompts, load_tokenizer, without_gaps
+from grpo_core.data.chat import encode_prompts, is_conversation, turns, without_gaps
+from grpo_core.data.prompts import load_tokenizer
 from grpo_core.errors import GrpoError
 from grpo_core.model.positions import usable_positions
 
@@ -96,13 +97,13 @@ def may_fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:
 
 def _rendered_bytes(prompt: Any, tokenizer: Any) -> int:
     """Bytes of a prompt after the chat template, which may leave messages or parts of them out."""
-    if isinstance(prompt, str):
+    if not is_conversation(prompt):
         return len(prompt.encode())
     try:
         messages = without_gaps(prompt)
         return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False).encode())
     except Exception:  # the template refuses it: what it was given counts
-        return sum(len((message["content"] or "").encode()) for message in prompt)
+        return sum(len((text or "").encode()) for _, text in turns(prompt))
 
 
 def _keeps_every_byte(tokenizer: Any) -> bool:

@@ -6,16 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
 
-SHARES = ("accuracy", "completions/clipped_ratio")  # metrics that are shares of prompts; pass@K and majority@n besides
-NAMES = {
-    "accuracy": "accuracy",
-    "reward": "reward",
-    "completions/mean_length": "completion length, tokens",
-    "completions/clipped_ratio": "cut off",
-    "kl": "KL to the base, nats a token",
-}
 NONE = "–"
 LIKELY = 0.1  # probability of the contrary below which a difference that is not shown is called likely
 
@@ -26,18 +19,7 @@ def metric_of(config: RunConfig, evaluation: Mapping[str, Any]) -> str:
 
 
 def is_share(metric: str) -> bool:
-    return metric in SHARES or "@" in metric
-
-
-def has_direction(metric: str) -> bool:
-    """More of it is better; of lengths and KL nobody knows."""
-    return not metric.startswith("completions/") and metric != "kl"
-
-
-def name_of(metric: str) -> str:
-    if metric.startswith("rewards/"):
-        return metric.removeprefix("rewards/").removesuffix("/mean")
-    return NAMES.get(metric, metric)
+    return evaluated_metric(metric).is_share
 
 
 def percent(value: float) -> str:
@@ -95,7 +77,7 @@ def verdict(metric: str, found: Mapping[str, Any], other: str) -> str:
     from grpo_core.evaluation.statistics import POWER  # and with it scipy, which `grpo status` has no time for
 
     n, by = found["num_prompts"], size(metric, abs(found["mean"]))
-    measure = "" if is_share(metric) else f" in {name_of(metric)}"
+    measure = "" if is_share(metric) else f" in {evaluated_metric(metric).heading}"
     if not n:
         return f"no comparison with the {other}: no prompt was scored for both"
     if tone(found) == "better":

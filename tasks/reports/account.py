@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
+from grpo_core.config.metrics import TRAINED, Metric, reward_means
 from grpo_core.planning.plan import Plan
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import ORANGE, Row, series
@@ -29,28 +30,30 @@ COUNTS = {
 
 def curves(record: Record) -> Section:
     rows, longest = record.metrics, record.config.rollout.max_completion_length
-    rewards = {f"rewards/{reward.name}/mean": reward.name for reward in record.config.rewards}
-    panels: dict[str, tuple[str, float, dict[str, str]]] = {  # title: note, scale, lines
-        "Reward": ("", 1, {"reward": "sampled", "eval_reward": "held out"}),
-        "Accuracy, %": ("on the held-out prompts", 100, {"eval_accuracy": "held out"}),
-        "Rewards": ("each before its weight", 1, rewards if len(rewards) > 1 else {}),
-        "Groups without signal, %": (
-            "all their completions got the same reward",
-            100,
-            {"frac_reward_zero_std": "groups"},
+    names = [reward.name for reward in record.config.rewards]
+    rewards = dict(zip(reward_means(names), names, strict=True))
+    panels: list[tuple[Metric, str, dict[str, str]]] = [  # title and unit, note, lines
+        (TRAINED["reward"], "", {"reward": "sampled", "eval_reward": "held out"}),
+        (TRAINED["eval_accuracy"], "", {"eval_accuracy": "held out"}),
+        (Metric("", "rewards"), "each before its weight", rewards if len(rewards) > 1 else {}),
+        *(
+            (TRAINED[name], note, {name: TRAINED[name].label})
+            for name, note in {
+                "frac_reward_zero_std": "all their completions got the same reward",
+                "completions/mean_length": "mean",
+                "completions/clipped_ratio": f"at {longest:,} tokens",
+                "entropy": "",
+                "kl": "",
+                "grad_norm": "before clipping",
+                "learning_rate": "",
+            }.items()
         ),
-        "Completion length": ("mean, tokens", 1, {"completions/mean_length": "mean"}),
-        "Completions cut off, %": (f"at {longest:,} tokens", 100, {"completions/clipped_ratio": "cut off"}),
-        "Entropy": ("nats a token", 1, {"entropy": "entropy"}),
-        "KL to the reference": ("nats a token", 1, {"kl": "KL"}),
-        "Gradient norm": ("before clipping", 1, {"grad_norm": "norm"}),
-        "Learning rate": ("", 1, {"learning_rate": "rate"}),
-    }
+    ]
     charts = []
-    for title, (note, scale, metrics) in panels.items():
-        lines = {name: points for name in metrics if (points := series(rows, name, scale))}
+    for metric, note, labels in panels:
+        lines = {name: points for name in labels if (points := series(rows, name, metric.scale))}
         if any(value for points in lines.values() for _, value in points):
-            charts.append(Chart(title, _curve({metrics[name]: lines[name] for name in lines}, [*lines]), note))
+            charts.append(Chart(metric.title, _curve({labels[name]: lines[name] for name in lines}, [*lines]), note))
     smoothed = (
         f"; thin: each update, thick: mean of the last {drawing.WINDOW}" if len(rows) >= drawing.SMOOTHED_FROM else ""
     )

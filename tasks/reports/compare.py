@@ -11,6 +11,7 @@ import numpy as np
 
 from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.metrics import DECIDING, EVALUATED, TRAINED
 from grpo_core.evaluation.outcomes import bounds_of, outcomes, per_prompt, prompt_numbers
 from grpo_core.evaluation.statistics import Difference, paired_difference
 from tasks.rendering import drawing, figures
@@ -18,27 +19,9 @@ from tasks.rendering.drawing import series
 from tasks.rendering.page import Cell, Chart, Section, Table, Verdict, render
 from tasks.reports.record import Record
 
-METRICS = ("accuracy", "reward", "completions/mean_length", "completions/clipped_ratio", "kl")
-PAIRED = ("accuracy", "reward")
 LAST = 0.1  # of the updates: what a training ended with
-ENDS = {
-    "reward": "reward",
-    "completions/mean_length": "completion length, tokens",
-    "frac_reward_zero_std": "groups without signal",
-    "entropy": "entropy, nats",
-    "kl": "KL to the reference, nats",
-    "grad_norm": "gradient norm",
-}
-CURVES = {
-    "reward": ("Reward, sampled", 1),
-    "eval_reward": ("Reward on held-out prompts", 1),
-    "eval_accuracy": ("Accuracy on held-out prompts, %", 100),
-    "completions/mean_length": ("Completion length, tokens", 1),
-    "frac_reward_zero_std": ("Groups without signal, %", 100),
-    "entropy": ("Entropy, nats a token", 1),
-    "kl": ("KL to the reference, nats a token", 1),
-    "step_time": ("Seconds an update", 1),
-}
+ENDS = ("reward", "completions/mean_length", "frac_reward_zero_std", "entropy", "kl", "grad_norm")
+CURVES = ("reward", "eval_reward", "eval_accuracy", *ENDS[1:-1], "step_time")
 # What outcomes follow from, beside the policy.
 EVALUATED_BY = ("evaluation.", "rewards.", "data.eval", "seed", "rollout.max_completion_length")
 Records = Mapping[str, Record]  # by the name that the run is shown under; the first is what the others are held against
@@ -81,7 +64,7 @@ def _pair(first: Record, other: Record, name: str) -> Paired:
         before, after = _outcomes(first, name, metric), _outcomes(other, name, metric)
         return paired_difference(before, after, confidence, bounds_of(metric, first.config))
 
-    return Paired({metric: asdict(difference(metric)) for metric in PAIRED})
+    return Paired({metric: asdict(difference(metric)) for metric in DECIDING})
 
 
 def _outcomes(record: Record, name: str, metric: str) -> np.ndarray:
@@ -118,11 +101,11 @@ def end_of_training(record: Record) -> dict[str, str]:
     if record.result:
         found["completions"] = f"{record.result['counted']['completions']:,}"
         found["time in updates"] = figures.duration(record.result["train_seconds"])
-    for metric, title in ENDS.items():
-        values = [row[metric] for row in rows if metric in row]
+    for metric in map(TRAINED.__getitem__, ENDS):
+        values = [row[metric.name] for row in rows if metric.name in row]
         if values:
             mean = sum(values) / len(values)
-            found[title] = figures.percent(mean) if metric == "frac_reward_zero_std" else figures.number(mean)
+            found[metric.heading] = figures.percent(mean) if metric.is_share else figures.number(mean)
     return found
 
 
@@ -176,10 +159,10 @@ def _certainty(metric: str, found: Mapping[str, Any]) -> tuple[Cell, Cell]:
 
 def _figures(sets: Sequence[Mapping[str, Any] | None], first: str) -> Iterator[list[Cell]]:
     """A row a metric, a column a run; above them the base's, by the metric that comes `first`."""
-    for policy, metric in (("base", first), *(("trained", metric) for metric in METRICS)):
+    for policy, metric in (("base", first), *(("trained", metric) for metric in EVALUATED)):
         found = [of_run["policies"][policy].get(metric) if of_run else None for of_run in sets]
         if any(found):
-            title = figures.name_of(metric) + (" of the base" if policy == "base" else "")
+            title = EVALUATED[metric].heading + (" of the base" if policy == "base" else "")
             yield [
                 title,
                 *((figures.amount(metric, it["mean"]), figures.interval(metric, it)) if it else "" for it in found),
@@ -230,9 +213,9 @@ def _metric(records: Records) -> str:
 
 
 def _overlaid(records: Records, colours: Mapping[str, str]) -> Iterator[Chart]:
-    for metric, (title, scale) in CURVES.items():
-        found = {label: series(record.metrics, metric, scale) for label, record in records.items()}
+    for metric in map(TRAINED.__getitem__, CURVES):
+        found = {label: series(record.metrics, metric.name, metric.scale) for label, record in records.items()}
         lines = {label: points for label, points in found.items() if points}
         if lines:
             chosen = [colours[label] for label in lines]
-            yield Chart(title, drawing.svg(lambda axes: drawing.plot(axes, lines, chosen, legend=False)))  # noqa: B023
+            yield Chart(metric.title, drawing.svg(lambda axes: drawing.plot(axes, lines, chosen, legend=False)))  # noqa: B023

@@ -12,6 +12,8 @@ import numpy as np
 import polars as pl
 
 from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.metrics import evaluated_metric
+from grpo_core.data.chat import turns
 from grpo_core.evaluation.outcomes import outcomes
 from grpo_core.evaluation.statistics import POWER
 from tasks.rendering import drawing, figures
@@ -144,12 +146,15 @@ def _set_tables(evaluation: Mapping[str, Any], name: str, headlined: str) -> Ite
             value = differences[rival].get(metric)
             yield (figures.gain(metric, value), figures.interval(metric, value)) if value else ""
         against = differences[_rival(evaluation)].get(metric)
-        judged = against and figures.has_direction(metric)
+        judged = against and evaluated_metric(metric).more_is_better
         yield figures.probability(against["probability_better"]) if judged else ""
         yield figures.detectable(metric, against) if judged else ""
 
     metrics = dict.fromkeys(metric for policy in policies for metric in found["policies"][policy])
-    rows = [[figures.name_of(metric), *cells(metric, found["policies"], found["differences"])] for metric in metrics]
+    rows = [
+        [evaluated_metric(metric).heading, *cells(metric, found["policies"], found["differences"])]
+        for metric in metrics
+    ]
     yield Table(head, rows, f"{name}, {found['num_prompts']:,} prompts")
     if categories := found.get("categories"):
         rows = [
@@ -179,7 +184,7 @@ def _forest(evaluation: Mapping[str, Any], metric: str) -> Iterator[Chart]:
         shares = figures.is_share(metric)
         size = (drawing.PANEL[0], height)
         picture = drawing.svg(lambda axes: drawing.forest(axes, rows, POLICY_COLOURS, shares), size)
-        yield Chart(figures.name_of(metric).capitalize(), picture, f"with {evaluation['confidence']:.0%} intervals")
+        yield Chart(evaluated_metric(metric).title, picture, f"with {evaluation['confidence']:.0%} intervals")
 
 
 def _pass_at(evaluation: Mapping[str, Any]) -> str:
@@ -288,9 +293,7 @@ def _of_all(record: Record, of_prompt: pl.DataFrame, policy: str) -> str:
 
 def _messages(prompt: Any) -> list[tuple[str, str]]:
     """(role, text) of each message; of a plain prompt one without a role."""
-    if isinstance(prompt, str):
-        return [("", _cut(prompt))]
-    return [(message["role"], _cut(message["content"])) for message in prompt]
+    return [(role, _cut(text)) for role, text in turns(prompt)]
 
 
 def _cut(text: str) -> str:

@@ -97,7 +97,7 @@ def test_an_mbpp_task_shows_a_test_that_does_not_count() -> None:
     "prompt", ["2+3=", [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+3="}]]
 )
 def test_the_base_learns_the_completion_and_its_end_and_reads_prompts_as_a_training_does(prompt: Any) -> None:
-    from grpo_core.data.prompts import encode_prompts
+    from grpo_core.data.chat import encode_prompts
 
     tokenizer = tiny.make_tokenizer([(prompt, "5é")])
     inputs, labels = tiny.encode([(prompt, "5é"), (prompt, "5é5é5é")], tokenizer)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flows.parameters import allowed
-from flows.parameters.allowed import HARMLESS, resolve_allowed
+from flows.parameters.allowed import resolve_allowed
 from flows.parameters.form import resolve
 from grpo_core.config.files import describe_keys
 from grpo_core.config.inputs import ModelConfig
@@ -32,7 +32,7 @@ def _twice(completions, factor): return [factor for _ in completions]
 doubled = partial(_twice, factor=2.0)
 shell = partial(system)
 """
-REACHING = sorted(name for name, (function, _) in BUILTIN.items() if function.__module__ not in HARMLESS)
+REACHING = ("classifier", "judge", "unit_tests")  # files, servers, programs
 
 
 @pytest.fixture
@@ -130,8 +130,9 @@ def test_a_built_in_reward_that_reaches_further_may_not(name: str) -> None:
         resolve_allowed("team", _rewards(name, args={"sandbox": "none", "base_url": "http://evil", "model": "/"}))
 
 
-def test_every_reward_that_reaches_beyond_the_text_is_known() -> None:
-    assert {*REACHING} <= {"classifier", "judge", "unit_tests"}, "look at the new one before it goes into HARMLESS"
+def test_every_other_built_in_reward_looks_at_text_only() -> None:
+    """Look at what a new one reaches before you add it here or set `looks_at_text_only`."""
+    assert {name for name, record in BUILTIN.items() if not record.looks_at_text_only} == {*REACHING}
 
 
 def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:

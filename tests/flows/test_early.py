@@ -32,6 +32,12 @@ def config(tmp_path: Path) -> Path:
     [
         ("rewards=[{function='nope'}]", "storage", 2, "test: no built-in reward is called 'nope'; there are "),
         (
+            "rewards=[{function='judge', args={model='m', base_url='http://a', extra_body={until=2026-01-01}}}]",
+            "storage",
+            2,
+            "reward 'judge': args.extra_body.until=2026-01-01 cannot be sent as JSON; write dates and times as text",
+        ),
+        (
             "train.per_device_train_batch_size=13",
             "storage",
             2,

@@ -81,7 +81,7 @@ def test_a_configuration_s_plan_as_json(config: Path, tmp_path: Path) -> None:
     assert [name for name in FIGURES if name not in answer] == []
     assert (answer["num_prompts"], answer["prompts_per_generation"], answer["dropped_prompts_per_epoch"]) == (21, 4, 1)
     assert answer["max_steps"] == 5
-    assert "1 of 21 prompts are left out each epoch" in answer["notes"][0]
+    assert "1 of 21 prompts are left out of each epoch" in answer["notes"][0]
     assert answer["forecasts"]["useful_groups"]["share"] == pytest.approx(1 - 2 * 0.5**4)
 
 

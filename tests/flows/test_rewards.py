@@ -49,7 +49,7 @@ def test_every_built_in_reward_is_listed_with_its_range_columns_and_arguments() 
     assert (head, rest) == ("numeric_match   [0 to 1]", ["columns: answer", "arguments: tolerance = 0.0"])
     assert listed["format_regex"][2:] == ["arguments: pattern"]
     assert listed["soft_overlong_punishment"][0] == "soft_overlong_punishment   [-1 to 0]"
-    assert listed["exact_match"][1].startswith("1 when the completion is the answer")
+    assert listed["exact_match"][1].startswith("1 if the completion is the answer")
 
 
 def test_names_of_rewards_and_arguments_are_whole_in_a_narrow_terminal() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.rewards.builtin.code import last_block, unit_tests
-from grpo_core.rewards.builtin.code_tests import CheckError, read_check
+from grpo_core.rewards.builtin.code_tests import UnitTestError, read_test
 from grpo_core.rewards.contract import resolve
 from grpo_core.rewards.sandbox.bubblewrap import Call, Input, _rebuilt
 from grpo_core.rewards.sandbox.inside import encoded
@@ -49,8 +49,8 @@ def test_data_leaves_the_sandbox_as_it_was(value: Any) -> None:
 @settings(max_examples=50, deadline=None)
 @given(SCALARS | st.lists(SCALARS, max_size=3), SCALARS | st.lists(SCALARS, max_size=3))
 def test_an_assertion_holds_where_it_does_in_python(answer: Any, expected: Any) -> None:
-    assert read_check(f"assert f(1) == {expected!r}").passes(answer) == (answer == expected)
-    assert read_check(f"assert not {expected!r} != f(1)").passes(answer) == (answer == expected)
+    assert read_test(f"assert f(1) == {expected!r}").passes(answer) == (answer == expected)
+    assert read_test(f"assert not {expected!r} != f(1)").passes(answer) == (answer == expected)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_an_assertion_holds_where_it_does_in_python(answer: Any, expected: Any) 
 def test_assertions_ask_for_one_expression_and_judge_the_rest(
     test: str, asked: str, right: list[Any], wrong: list[Any]
 ) -> None:
-    check = read_check(test)
+    check = read_test(test)
     assert check.question == Call(asked)
     assert [check.passes(answer) for answer in right] == [True] * len(right)
     assert [check.passes(answer) for answer in wrong] == [False] * len(wrong)
@@ -103,8 +103,8 @@ def test_assertions_ask_for_one_expression_and_judge_the_rest(
     ],
 )
 def test_what_cannot_be_judged_is_refused(test: Any, why: str) -> None:
-    with pytest.raises(CheckError, match=r"the test .*" + why.replace("*", r"\*")):
-        read_check(test)
+    with pytest.raises(UnitTestError, match=r"the test .*" + why.replace("*", r"\*")):
+        read_test(test)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_cannot_be_judged_is_refused(test: Any, why: str) -> None:
     ],
 )
 def test_white_space_at_the_ends_of_printed_lines_does_not_count(printed: str, same: bool) -> None:
-    check = read_check({"input": "x", "output": "1 2\n3\n"})
+    check = read_test({"input": "x", "output": "1 2\n3\n"})
     assert check.question == Input("x")
     assert check.passes(printed) == same
 

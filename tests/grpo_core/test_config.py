@@ -79,7 +79,7 @@ def _with(key: str, value: Any) -> dict[str, Any]:
             {"algorithm": {"sync_ref_model": True, "beta": 1}, "model": {"name_or_path": "m", "use_peft": True}},
             "the base model under the adapter, which does not move",
         ),
-        ({"train": {"early_stopping_patience": 2}}, "early_stopping_patience=2 needs evaluations to go by"),
+        ({"train": {"early_stopping_patience": 2}}, "early_stopping_patience=2 needs evaluations during training"),
         ({"train": {"load_best_model_at_end": True}}, "set eval_steps"),
         ({"train": {"metric_for_best_model": "eval_loss"}}, "Input should be 'eval_reward' or 'eval_accuracy'"),
         ({"health": {"kl_action": "roll back"}}, "Input should be 'warn', 'stop' or 'roll_back'"),
@@ -115,7 +115,7 @@ def _with(key: str, value: Any) -> dict[str, Any]:
                 "evaluation": {"sets": [{"name": "final", "data": "e.parquet"}]},
                 "promotion": {"set": "final"},
             },
-            "with promotion.set='final': the training chooses its model on data.eval, which that set is",
+            "with promotion.set='final': the training chooses its model on data.eval, which is that set",
         ),
         ({"promotion": {"set": "hard"}}, "promotion.set='hard' is not among the evaluation sets ['held-out']"),
         ({"promotion": {"guards": [{"metric": "rewards/tone/mean", "min": 0}]}}, "guards.0.metric='rewards/tone/mean'"),
@@ -124,7 +124,7 @@ def _with(key: str, value: Any) -> dict[str, Any]:
         *(
             (
                 {"rollout": {"engine": engine, "temperature": 0.009}},
-                f"temperature=0.009 with engine='{engine}': vLLM samples at 0.01 where less is asked for",
+                f"temperature=0.009 with engine='{engine}': vLLM samples at 0.01 if it is given less",
             )
             for engine in ("vllm", "vllm-server", "auto")
         ),
@@ -135,7 +135,7 @@ def _with(key: str, value: Any) -> dict[str, Any]:
         ({"rollout": {"engine": "vllm-server", "max_staleness": 2}}, "rollout.max_staleness = 2: Input should be less"),
         (
             {"rollout": {"engine": "vllm-server", "vllm_server_base_urls": ["10.0.0.5:8000"]}},
-            "'10.0.0.5:8000' is no address such as http://127.0.0.1:8000",
+            "'10.0.0.5:8000' is not an address such as http://127.0.0.1:8000",
         ),
         (
             {"rollout": {"engine": "vllm-server", "vllm_server_base_urls": ["http://a", "http://a"]}},
@@ -163,14 +163,14 @@ def _with(key: str, value: Any) -> dict[str, Any]:
         ({"health": {"min_entropy": 1e308}}, "health.min_entropy = 1e+308: Input should be less than or equal to 100"),
         ({"registry": {"model_name": "Qwen/mine"}}, "registry.model_name = 'Qwen/mine': String should match"),
         ({"registry": {"model_name": "a:b"}}, "registry.model_name = 'a:b'"),
-        ({"registry": {"model_name": " "}}, "leave it out to have the run's name"),
+        ({"registry": {"model_name": " "}}, "leave it out to use the run's name"),
         ({"registry": {"model_name": ".."}}, "'..' cannot be the name of a model"),
         ({"registry": {"experiment": ""}}, "registry.experiment = ''"),
         ({"registry": {"alias": "a b"}}, "registry.alias = 'a b'"),
         ({"registry": {"alias": ""}}, "registry.alias = ''"),
         ({"registry": {"alias": "Latest"}}, "'Latest' is reserved in MLflow"),
         ({"registry": {"alias": "v12"}}, "'v12' is reserved in MLflow"),
-        ({"registry": {"alias": "champion"}}, "'champion' is given by a promotion; register under another alias"),
+        ({"registry": {"alias": "champion"}}, "'champion' is set only by a promotion; register under another alias"),
         ({"rewards": [{"function": "length", "name": ".."}]}, "rewards.0.name = '..'"),
         (
             {"rewards": [{"function": "length", "args": {"a$": 1}}]},

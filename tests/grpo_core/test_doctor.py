@@ -10,11 +10,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from grpo_core.planning.frameworks.legacy_trl import LEGACY
 from grpo_core.planning.plan import PlanError, make_plan
-from grpo_core.planning.rules import LEGACY, PlanInputs, Rules, problems
+from grpo_core.planning.rules import PlanInputs, Rules, problems
 from grpo_core.planning.suggestions import _changes, _pairs, fixes
 
 KEYS = ("num_generations", "per_device_train_batch_size", "num_processes", "gradient_accumulation_steps")
+
+
+def _inputs(*values: Any, rules: Rules = "grpo", **more: Any) -> PlanInputs:
+    return LEGACY.get(rules, PlanInputs)(*values, rules=rules, **more)
 
 
 @st.composite
@@ -27,7 +32,7 @@ def refused(draw: st.DrawFn) -> PlanInputs:
             st.sampled_from([{}, {"steps_per_generation": 3}, {"generation_batch_size": 20}])
             | st.just({"steps_per_generation": 2, "generation_batch_size": 24})
         )
-    inputs = PlanInputs(
+    inputs = LEGACY.get(rules, PlanInputs)(
         num_prompts=draw(st.integers(1, 200)),
         num_generations=draw(st.integers(1, 12)),
         per_device_train_batch_size=draw(st.integers(1, 16)),
@@ -70,7 +75,7 @@ def test_no_nearer_change_of_one_key_is_missed(inputs: PlanInputs) -> None:
 
 
 def _open_r1(**changes: Any) -> PlanInputs:
-    return PlanInputs(8000, 8, 1, max_completion_length=10, num_processes=7, **changes)
+    return _inputs(8000, 8, 1, max_completion_length=10, num_processes=7, **changes)
 
 
 def test_the_nearest_fix_comes_first() -> None:
@@ -102,7 +107,7 @@ def test_two_keys_change_where_one_is_not_enough() -> None:
 @pytest.mark.parametrize("value", [0, -2])
 @pytest.mark.parametrize("rules", get_args(Rules))
 def test_a_value_that_is_not_positive_is_named(field: str, value: int, rules: Rules) -> None:
-    inputs = dataclasses.replace(PlanInputs(100, 4, 4, max_completion_length=10, rules=rules), **{field: value})
+    inputs = dataclasses.replace(_inputs(100, 4, 4, max_completion_length=10, rules=rules), **{field: value})
     with pytest.raises(PlanError, match=rf"{field}={value} is not positive"):
         make_plan(inputs)
 
@@ -113,7 +118,7 @@ NUMBERS = st.integers(1, 20) | st.integers(1, 10**18) | st.sampled_from([10**18,
 @settings(max_examples=25)
 @given(
     st.builds(
-        PlanInputs,
+        _inputs,
         *[NUMBERS] * 4,
         num_processes=NUMBERS,
         gradient_accumulation_steps=NUMBERS,

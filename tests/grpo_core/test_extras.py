@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.rewards.registry import BUILTIN, EXTRAS
+from grpo_core.rewards.registry import BUILTIN
 
 # As where no extra is installed: the modules cannot be found. Then what each built-in reward makes of a completion.
 WITHOUT = """
 import json, sys
-from grpo_core.rewards.registry import BUILTIN, EXTRAS
-for _, modules in EXTRAS.values():
-    for module in modules:
+from grpo_core.rewards.registry import BUILTIN
+for record in BUILTIN.values():
+    for module in record.modules:
         sys.modules[module] = None
 import grpo_core.train, grpo_core.evaluate
 from grpo_core.errors import RewardError
@@ -63,17 +63,16 @@ def test_a_reward_without_its_libraries_names_the_command_that_installs_them(
     outcomes: dict[str, str], name: str
 ) -> None:
     expected = ""
-    if name in EXTRAS:
-        extra, modules = EXTRAS[name]
-        needs = " and ".join(modules)
-        expected = f"reward {name!r} needs {needs}, not installed here: pip install 'grpo-flows[{extra}]'"
+    if (record := BUILTIN[name]).extra:
+        needs = " and ".join(record.modules)
+        expected = f"reward {name!r} needs {needs}, not installed here: pip install 'grpo-flows[{record.extra}]'"
     assert outcomes[name] == expected
 
 
 def test_each_extra_installs_what_its_rewards_import() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     installed_by = importlib.metadata.packages_distributions()
-    for extra, modules in EXTRAS.values():
-        declared = {re.split(r"[^\w-]", it)[0] for it in project["optional-dependencies"][extra]}
-        for module in modules:
-            assert declared & {name.lower().replace("_", "-") for name in installed_by[module]}, (extra, module)
+    for record in BUILTIN.values():
+        for module in record.modules:
+            declared = {re.split(r"[^\w-]", it)[0] for it in project["optional-dependencies"][record.extra]}
+            assert declared & {name.lower().replace("_", "-") for name in installed_by[module]}, (record, module)

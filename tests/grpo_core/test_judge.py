@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import RewardConfig
-from grpo_core.errors import ConfigError, RewardError
+from grpo_core.errors import RewardError
 from grpo_core.fingerprint import determining
 from grpo_core.rewards import scoring
 from grpo_core.rewards.builtin.judge import RUBRIC, _question, grade_of, judge
-from grpo_core.rewards.contract import resolve
+from grpo_core.rewards.contract import check, resolve
 from grpo_core.rewards.scoring import Batch, score, score_arriving
 from tests.conftest import config_values
 from tests.grpo_core.judging import by_length, completed, contents, judging, material
@@ -374,13 +374,15 @@ def test_arguments_that_cannot_be_meant_are_refused(graded: Any, arguments: dict
         graded(**{"url": arguments.pop("base_url", "http://127.0.0.1:1/v1"), **arguments})
 
 
+@pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize("value", ["2026-01-01", "07:32:00", "nan", "inf"])
-def test_what_json_cannot_hold_is_refused_in_the_configuration(tmp_path: Path, value: str) -> None:
+def test_args_that_json_cannot_express_are_refused_before_anything_is_asked(value: str, isolated: bool) -> None:
     body = tomllib.loads(f"deep = [{{ until = {value} }}]")
     arguments = {"model": "m", "base_url": "http://a/v1", "extra_body": body}
-    values = {**config_values(tmp_path, tmp_path), "rewards": [{"function": "judge", "args": arguments}]}
-    with pytest.raises(ConfigError, match=rf"rewards.0.args.extra_body.deep.0.until={value} .* JSON"):
-        parse_config(values)
+    config = RewardConfig(function="judge", name="tone", args=arguments, isolated=isolated)
+    for refuse in (check, resolve):  # grpo plan; grpo run, a deployment and validate
+        with pytest.raises(RewardError, match=rf"'tone': args.extra_body.deep.0.until={value} cannot be sent as JSON"):
+            refuse(config)
 
 
 def test_a_training_is_the_same_on_another_server_or_budget_and_another_by_another_rubric(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_judge_that_goes_down_ends_the_training_with_a_checkpoint_and_it_goes_
 
 ONE_SIDED = """
 import os
-from grpo_core.rewards.types import RewardError
+from grpo_core.errors import RewardError
 calls = []
 def one_sided(completions):
     calls.append(1)

@@ -7,8 +7,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from grpo_core.algorithm.losses import LossType, TokenLosses, token_losses, token_weights, top_entropy_mask
-from grpo_core.config.algorithm import AlgorithmConfig
+from grpo_core.algorithm.losses import TokenLosses, token_losses, token_weights, top_entropy_mask
+from grpo_core.config.algorithm import AlgorithmConfig, LossType
 
 LOSS_TYPES = get_args(LossType)
 

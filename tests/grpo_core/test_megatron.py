@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.planning.frameworks.launches import RecipeError
-from grpo_core.planning.frameworks.megatron import MegatronInputs, megatron_notes, megatron_plan, updates_done
+from grpo_core.planning.frameworks.megatron import MegatronInputs, megatron_notes, megatron_plan
 from grpo_core.planning.frameworks.recipes import Recipe, megatron_inputs, read_recipe
 from grpo_core.planning.plan import PlanError
 
@@ -75,9 +75,9 @@ def test_a_last_rollout_beyond_the_data_feeds_one_update() -> None:
     # 104 prompts, 16 a rollout of 4 updates: train_iters is 26; the 7th rollout needs 8 prompts of another epoch
     inputs = MegatronInputs(104, global_batch_size=32, steps_per_generation=4, num_train_epochs=1)
     plan = megatron_plan(inputs)
-    assert (plan.max_steps, updates_done(inputs), plan.rollouts) == (26, 25, 7)
+    assert (plan.max_steps, inputs.updates_done, plan.rollouts) == (26, 25, 7)
     assert any("26 updates are planned but the run ends after 25" in note for note in megatron_notes(inputs, plan))
-    assert updates_done(dataclasses.replace(inputs, ray=True)) == 26
+    assert dataclasses.replace(inputs, ray=True).updates_done == 26
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,10 @@ def test_a_last_rollout_beyond_the_data_feeds_one_update() -> None:
         ),
         ("--num_generations 6 --train_iters 1", "not divisible by num_generations=6"),
         ("--num_generations 4 --train_iters 1", "4 prompts .* is not a multiple of micro_batch_size·replicas=1·8"),
-        ("--tensor_model_parallel_size 3 --train_iters 1", "8 processes are no multiple of the 3 that hold one model"),
+        (
+            "--tensor_model_parallel_size 3 --train_iters 1",
+            "8 processes are not a multiple of the 3 that hold one model",
+        ),
         ("--micro_batch_size 0 --train_iters 1", "micro_batch_size=0 is not positive"),
         ("--num_iterations 2 --train_iters 1", "passes over a generation batch once"),
         ("--num_generations 2 --loss_type real --train_iters 1", "loss_type=real needs whole groups"),

@@ -14,6 +14,7 @@ import pytest
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.config.metrics import EVALUATED, Metric, evaluated_metric
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.comparison import compare_policies
 from grpo_core.evaluation.outcomes import deciding_metric, majority, outcomes
@@ -187,6 +188,19 @@ def test_the_report_has_each_policy_s_figures_and_what_the_last_gains_on_each_ot
     assert policies["trained"]["accuracy"]["num_prompts"] == 11, "row 0 was not scored"
     assert difference["accuracy"]["mean"] == pytest.approx(np.nanmean(after - before))
     assert difference["kl"]["mean"] == policies["trained"]["kl"]["mean"]
+
+
+def test_a_metric_added_to_the_table_is_evaluated_may_be_guarded_and_has_a_heading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(EVALUATED, "pauses", Metric("pauses", "pauses", "seconds", column="pauses"))
+    samples = _samples().with_columns(**{f"{policy}/pauses": pl.lit(0.5) for policy in ("base", "trained")})
+    figures = compare_policies(samples, _config(), ["base", "trained"])["hard"]["policies"]["trained"]
+    assert figures["pauses"]["mean"] == 0.5
+    assert {evaluated_metric(name).heading for name in figures} >= {"pauses, seconds", "style", "pass@2", "cut off"}
+    guard = {"metric": "pauses", "max_rise": 0.1}
+    values = _config().model_dump(exclude_none=True) | {"promotion": {"guards": [guard]}}
+    assert parse_config(values).promotion.guards[0].metric == "pauses"
 
 
 def test_a_penalty_that_is_always_0_is_no_share_of_right_answers() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from grpo_core.planning.frameworks.launches import RecipeError
 from grpo_core.planning.frameworks.recipes import DEFAULTS, Recipe, read_recipe, recipe_inputs
-from grpo_core.planning.plan import PlanError, make_plan, updates_done
+from grpo_core.planning.plan import PlanError, make_plan
 from grpo_core.planning.rules import Rules
 
 PLANS = Path(__file__).parent / "plans"
@@ -32,7 +32,7 @@ def test_the_figures_are_those_of_the_system_itself(rules: Rules) -> None:
         num_prompts, processes = arguments.pop("num_prompts"), arguments.pop("num_processes")
         try:
             inputs = recipe_inputs(Recipe(rules, arguments, {"processes": processes}), [num_prompts], {})
-            found = {**dataclasses.asdict(make_plan(inputs)), "updates_done": updates_done(inputs)}
+            found = {**dataclasses.asdict(make_plan(inputs)), "updates_done": inputs.updates_done}
         except (PlanError, RecipeError):
             found = None
         expected = case["figures"]

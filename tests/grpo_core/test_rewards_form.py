@@ -241,7 +241,7 @@ ANY: dict[str, Callable[[list[Any]], list[float | None]]] = {
 @example(text="`" * 5000)
 @example(text="\\text" * 3000)
 def test_whatever_is_written_gets_a_value_in_the_range_as_text_and_as_message(name: str, text: str) -> None:
-    low, high = BUILTIN[name][1]
+    low, high = BUILTIN[name].range
     values = ANY[name]([text, "the cat"])
     assert all(value is not None and math.isfinite(value) and low <= value <= high for value in values)
     assert ANY[name]([[{"role": "assistant", "content": written}] for written in (text, "the cat")]) == values

@@ -113,7 +113,7 @@ def test_what_a_category_is_called_is_drawn_as_it_stands(tmp_path: Path) -> None
 
 
 def test_a_part_without_data_is_left_out(bare: Record, full_page: Page, bare_page: Page) -> None:
-    parts = ("champion", "KL to the reference", "held out", "accuracy by category", "Accuracy, %")
+    parts = ("champion", "KL to the reference", "held out", "accuracy by category", "Accuracy on held-out")
     assert all(part in full_page.text for part in parts)
     assert not [part for part in parts if part in bare_page.text]
     nothing = Page(_html(replace(bare, metrics=[], result={}, plan={}, data={})))

@@ -1,0 +1,1 @@
+"""Other systems' recipes and launch scripts, planned by those systems' own arithmetic."""

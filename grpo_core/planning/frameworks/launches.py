@@ -1,4 +1,4 @@
-"""The training that a shell script launches: which of its commands it is, with what arguments and processes."""
+"""Finds the training that a shell script launches: the command, its arguments and its processes."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def beside(name: str, folder: Path) -> Path | None:
 
 
 def why_not_grpo(launch: Launch, arguments: Arguments, system: str, folder: Path) -> str | None:
-    """Why the command is no training by GRPO (or RLOO) in this system; None where it is one."""
+    """Why the command is not a training by GRPO (or RLOO) in this system; None if it is one."""
     program = launch.program
     owner = {"swift": "swift", "megatron": "swift", "trl": "trl"}.get(program.partition(" ")[0])
     if program in SERVERS:
@@ -169,7 +169,7 @@ def why_not_grpo(launch: Launch, arguments: Arguments, system: str, folder: Path
 
 
 def _why_not_own_program(program: str, arguments: Arguments, folder: Path) -> str | None:
-    """Why a Python file is no program that takes TRL's arguments for GRPO, judged by its code where it is here."""
+    """Why a Python file does not take TRL's arguments for GRPO; None if it does. Judged by its code if that is here."""
     if path := beside(program, folder):
         code = path.read_text(errors="replace")
         if not re.search(r"GRPOConfig|RLOOConfig", code):
@@ -190,7 +190,7 @@ def trains_by_rloo(launch: Launch, folder: Path) -> bool:
 
 
 def processes(launch: Launch, arguments: Arguments, folder: Path) -> dict[str, Any]:
-    """Numbers whose product is that of the training processes; empty where nothing says it."""
+    """Numbers whose product is the number of training processes; empty if nothing says it."""
     said = {**launch.environment}
     for given in (launch.launcher, arguments):
         said |= {name.upper(): value for name, value in given.items()}
@@ -205,7 +205,7 @@ def processes(launch: Launch, arguments: Arguments, folder: Path) -> dict[str, A
 
 
 def _accelerate_processes(config: str, folder: Path) -> Any:
-    """Processes by a configuration of accelerate, or by one of those that come with TRL; None where it is not here."""
+    """Number of processes in a configuration of accelerate, or in one that TRL ships; None if the file is not here."""
     path = beside(config, folder)
     if path is None:
         return TRL_CONFIGS.get(config)

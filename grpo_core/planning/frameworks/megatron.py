@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from grpo_core.planning.plan import Plan, PlanError
+from grpo_core.planning.plan import Plan, PlanError, warmup_notes
 from grpo_core.planning.suggestions import SHOWN, Fix
 
 MEGATRON_KEYS = {
@@ -36,7 +36,7 @@ SMALL = 64  # values of a key that are tried from 1 on
 
 @dataclass(frozen=True)
 class MegatronInputs:
-    """What the plan follows from; names and defaults are ms-swift's. `world_size`: training processes."""
+    """The numbers that the plan follows from; names and defaults are ms-swift's. `world_size`: training processes."""
 
     num_prompts: int
     world_size: int = 1
@@ -85,15 +85,27 @@ class MegatronInputs:
 
     @property
     def prompts_per_epoch(self) -> int:
-        """What is left of an epoch below one micro-batch of every replica is dropped."""
+        """An epoch drops the prompts that do not fill a micro-batch of every replica."""
         return self.num_prompts // (self.micro_batch_size * self.replicas) * self.micro_batch_size * self.replicas
 
     @property
     def updates(self) -> int:
-        """`train_iters`, which num_train_epochs comes before."""
+        """`train_iters`, unless num_train_epochs is given, which takes precedence."""
         if self.num_train_epochs is None:
             return self.train_iters or 0
         return self.prompts_per_epoch * self.num_generations * self.num_train_epochs // self.global_batch_size
+
+    @property
+    def updates_done(self) -> int:
+        """Updates after which the run ends.
+
+        Without Ray a rollout that needs prompts beyond the last epoch is the last one, and feeds one update alone
+        (`cyclic_iter`, swift/megatron/trainers/base.py:258).
+        """
+        if self.ray or self.num_train_epochs is None:
+            return self.updates
+        whole = self.prompts_per_epoch * self.num_train_epochs // self.prompts_per_generation
+        return min(self.updates, whole * self.updates_per_generation + 1)
 
     @property
     def warmup(self) -> int:
@@ -103,12 +115,12 @@ class MegatronInputs:
 
 
 def megatron_plan(inputs: MegatronInputs) -> Plan:
-    """Work the plan out; PlanError when a rule is broken. Processes are counted in replicas of the model."""
+    """Compute the plan. Raises PlanError if a rule is broken. Processes are counted in replicas of the model."""
     if problem := next(_problems(inputs), None):
         raise PlanError(inputs, [problem], _fixes(inputs))
     p, s = inputs.prompts_per_generation, inputs.updates_per_generation
     accumulation = inputs.global_batch_size // (inputs.micro_batch_size * inputs.replicas)
-    rollouts = math.ceil(updates_done(inputs) / s)
+    rollouts = math.ceil(inputs.updates_done / s)
     per_epoch = inputs.num_prompts // p * p if inputs.ray else inputs.prompts_per_epoch
     dropped = inputs.num_prompts - per_epoch
     max_completions = rollouts * inputs.generation_batch
@@ -141,37 +153,21 @@ def megatron_plan(inputs: MegatronInputs) -> Plan:
     )
 
 
-def updates_done(inputs: MegatronInputs) -> int:
-    """Updates after which the run ends.
-
-    Without Ray a rollout that needs prompts beyond the last epoch is the last one, and feeds one update alone
-    (`cyclic_iter`, swift/megatron/trainers/base.py:258).
-    """
-    if inputs.ray or inputs.num_train_epochs is None:
-        return inputs.updates
-    whole = inputs.prompts_per_epoch * inputs.num_train_epochs // inputs.prompts_per_generation
-    return min(inputs.updates, whole * inputs.updates_per_generation + 1)
-
-
 def megatron_notes(inputs: MegatronInputs, plan: Plan) -> list[str]:
-    """What the figures alone do not say."""
+    """Sentences about what the figures alone do not say."""
     notes = []
     if plan.dropped_prompts_per_epoch:
         unit = "a generation batch" if inputs.ray else "a micro-batch of every replica"
         notes.append(
-            f"{plan.dropped_prompts_per_epoch} of {plan.num_prompts} prompts are left out each epoch: they do not fill "
-            f"{unit}"
+            f"{plan.dropped_prompts_per_epoch} of {plan.num_prompts} prompts are left out of each epoch: they do not "
+            f"fill {unit}"
         )
-    if (done := updates_done(inputs)) < plan.max_steps:
+    if (done := inputs.updates_done) < plan.max_steps:
         notes.append(
             f"{plan.max_steps} updates are planned but the run ends after {done}: the prompts of its last epoch do not "
             "fill another generation batch"
         )
-    if plan.warmup_steps > plan.max_steps:
-        notes.append(
-            f"the warm-up of {plan.warmup_steps} updates is longer than the run: the learning rate never reaches its "
-            "value"
-        )
+    notes += warmup_notes(plan)
     if inputs.model_parallel > 1:
         notes.append(
             f"num_processes counts the {inputs.replicas} replicas of the model that {inputs.world_size} processes hold "
@@ -179,7 +175,7 @@ def megatron_notes(inputs: MegatronInputs, plan: Plan) -> list[str]:
             f"{inputs.context_parallel_size})"
         )
     if inputs.num_train_epochs is not None and inputs.train_iters is not None:
-        notes.append(f"train_iters={inputs.train_iters} does not count: num_train_epochs comes before it")
+        notes.append(f"train_iters={inputs.train_iters} does not count: num_train_epochs takes precedence")
     return notes
 
 
@@ -197,8 +193,8 @@ def _problems(inputs: MegatronInputs) -> Iterator[str]:
         yield "neither num_train_epochs nor train_iters is given: Megatron-SWIFT has no default length"
     if inputs.world_size % inputs.model_parallel:
         yield (
-            f"{inputs.world_size} processes are no multiple of the {inputs.model_parallel} that hold one model (tensor "
-            f"{inputs.tensor_model_parallel_size} · pipeline {inputs.pipeline_model_parallel_size} · context "
+            f"{inputs.world_size} processes are not a multiple of the {inputs.model_parallel} that hold one model "
+            f"(tensor {inputs.tensor_model_parallel_size} · pipeline {inputs.pipeline_model_parallel_size} · context "
             f"{inputs.context_parallel_size})"
         )
     if batch % (b * replicas):

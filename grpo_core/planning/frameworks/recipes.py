@@ -1,7 +1,7 @@
 """Other systems' recipes as plan inputs: TRL's and Open-R1's YAML, ms-swift's files of arguments, launch scripts.
 
-Each with that system's own defaults: TRL 1.16 (transformers 5.19), TRL 0.17 and 0.16 (transformers 4.50), ms-swift 4.6.
-Values that the plan does not follow from are passed over.
+Each has that system's own defaults: TRL 1.16 (transformers 5.19), TRL 0.17 and 0.16 (transformers 4.50), ms-swift 4.6.
+Values that a plan does not depend on are ignored.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from grpo_core.planning.frameworks.launches import (
     trains_by_rloo,
     why_not_grpo,
 )
+from grpo_core.planning.frameworks.legacy_trl import LEGACY
 from grpo_core.planning.frameworks.megatron import MEGATRON_KEYS, MegatronInputs
 from grpo_core.planning.rules import PlanInputs, Rules
 
@@ -84,15 +85,15 @@ MEGATRON_WHOLE = (
     "lr_warmup_iters",
     "max_resample_times",
 )
-RLOO = {"num_generations": 2}  # TRL's RLOOConfig, where it differs from GRPOConfig in what a plan follows from
+RLOO = {"num_generations": 2}  # defaults of TRL's RLOOConfig that differ from GRPOConfig's and that a plan depends on
 NO = ("no", False)  # YAML reads a bare `no` as false
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe's arguments, by name. `processes`: numbers whose product is that of the processes; empty if not said.
+    """A recipe's arguments, by name. `processes`: numbers whose product is the number of processes; empty if unknown.
 
-    `algorithm`: "megatron" is GRPO in Megatron-SWIFT, whose arithmetic is another.
+    `algorithm`: "megatron" is GRPO in Megatron-SWIFT, which has its own arithmetic.
     """
 
     rules: Rules
@@ -142,7 +143,7 @@ def _launched(path: Path, text: str, rules: Rules) -> Recipe:
 
 
 def _config(launch: Launch, script: Path) -> dict[str, Any]:
-    """Arguments in the file that `--config` names; a server's are of no interest."""
+    """Arguments in the file that `--config` names; empty for a server."""
     name = launch.arguments.get("config")
     if not name or why_not_grpo(launch, {"rlhf_type": "grpo", **launch.arguments}, _owner(launch), script.parent):
         return {}
@@ -160,7 +161,7 @@ def _recipe(rules: Rules, launch: Launch, arguments: dict[str, Any], folder: Pat
     """The recipe of a launch; Ray's file of roles holds what trains, and on how many GPUs, under `train`."""
     notes: tuple[str, ...] = ()
     if launch.program.endswith(".py"):
-        notes = (f"read is what {launch.program} is given; values that its own code sets are not known",)
+        notes = (f"only the arguments of {launch.program} are read; values that its code sets are not known",)
     if isinstance(role := arguments.get("train"), dict):
         if "gpus" not in role:
             raise RecipeError("train.gpus is not given: Ray starts one training process per GPU of it")
@@ -196,10 +197,10 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def recipe_inputs(recipe: Recipe, rows: Sequence[int | None], given: Mapping[str, Any]) -> PlanInputs:
-    """The plan's inputs: what is `given` by hand, else what the recipe says, else the system's defaults.
+    """The plan's inputs: values `given` by hand, else the recipe's, else the system's defaults.
 
-    `rows`: of each of its data sets, before ms-swift splits held-out ones off; None where that is not known, and only
-    ms-swift's `#ROWS` may say it.
+    `rows`: number of rows per data set, before ms-swift splits held-out ones off; None if unknown, unless ms-swift's
+    `#ROWS` gives it.
     """
     arguments = {**DEFAULTS[recipe.rules], **(RLOO if recipe.algorithm == "rloo" else {})}
     arguments |= {name: value for name, value in {**recipe.arguments, **given}.items() if value is not None}
@@ -213,7 +214,7 @@ def recipe_inputs(recipe: Recipe, rows: Sequence[int | None], given: Mapping[str
     max_steps = _whole("max_steps", arguments)
     dynamic = recipe.rules == "swift-4.6" and _is_true(arguments.get("dynamic_sample"))
     teacher = arguments.get("teacher_model") or arguments.get("teacher_model_server")
-    return PlanInputs(
+    return LEGACY.get(recipe.rules, PlanInputs)(
         num_prompts=num_prompts,
         **{key: _whole(key, arguments) for key in WHOLE},
         num_processes=_processes(recipe, given),
@@ -231,7 +232,7 @@ def recipe_inputs(recipe: Recipe, rows: Sequence[int | None], given: Mapping[str
 
 
 def megatron_inputs(recipe: Recipe, rows: Sequence[int | None], given: Mapping[str, Any]) -> MegatronInputs:
-    """The same for Megatron-SWIFT, in its own terms; a setting that it does not have is refused."""
+    """The plan's inputs for Megatron-SWIFT, in its own terms. Raises RecipeError for settings that it does not have."""
     arguments = {name: value for name, value in {**recipe.arguments, **given}.items() if value is not None}
     if foreign := sorted(NOT_MEGATRON & arguments.keys()):
         raise RecipeError(
@@ -258,7 +259,7 @@ def _is_true(value: Any) -> bool:
 
 
 def _prompts(recipe: Recipe, rows: Sequence[int | None], given: Mapping[str, Any], ratio: float) -> tuple[int, int]:
-    """Training and held-out prompts. `num_prompts` by hand takes the place of all data sets and their #ROWS."""
+    """Training and held-out prompts. `num_prompts` by hand replaces all data sets and their #ROWS."""
     if "num_prompts" in given:
         return _split([""], [given["num_prompts"]], ratio)
     return _split(recipe.datasets or [""], rows, ratio)
@@ -271,7 +272,7 @@ def _processes(recipe: Recipe, given: Mapping[str, Any]) -> int:
 
 
 def _warmup(arguments: Mapping[str, Any], rules: Rules) -> float:
-    """Steps, or below 1 the share of them that warmup_ratio gives; ms-swift does not take both."""
+    """Warm-up in steps, or, below 1, as the fraction of them that warmup_ratio gives; ms-swift does not take both."""
     steps, ratio = (_number(key, {key: 0, **arguments}) for key in ("warmup_steps", "warmup_ratio"))
     if steps and ratio and rules == "swift-4.6":
         raise RecipeError(f"warmup_steps={steps:g} and warmup_ratio={ratio:g} are both given; remove one")
@@ -279,17 +280,17 @@ def _warmup(arguments: Mapping[str, Any], rules: Rules) -> float:
 
 
 def _swift_ratio(arguments: Mapping[str, Any]) -> float:
-    """Held-out share of the data; held-out data of its own, or no evaluation, makes it 0."""
+    """Held-out fraction of the data; 0 if there is separate held-out data, or no evaluation."""
     if arguments.get("val_dataset") or arguments.get("eval_strategy") in NO:
         return 0.0
     ratio = _number("split_dataset_ratio", {"split_dataset_ratio": 0, **arguments})
     if not 0 <= ratio < 1:
-        raise RecipeError(f"split_dataset_ratio={ratio:g} is no share: it lies between 0 and 1")
+        raise RecipeError(f"split_dataset_ratio={ratio:g} is not a fraction between 0 and 1")
     return ratio
 
 
 def _split(datasets: Sequence[str], rows: Sequence[int | None], ratio: float) -> tuple[int, int]:
-    """Training and held-out prompts, of each data set: `#ROWS` of it, and max(int(rows·ratio), 1) of them held out."""
+    """Training and held-out prompts: of each data set `#ROWS`, and max(int(rows·ratio), 1) of these held out."""
     train = held_out = 0
     for name, available in zip(datasets, rows, strict=True):
         sample = re.search(r"#(\d+)$", name)

@@ -1,7 +1,7 @@
 """Commands of a shell script: words and environment of each, with the variables that the script itself sets.
 
-Nothing is run. Read are quotes (over several lines too), comments, continued lines, redirections, here-documents,
-assignments, arrays and `$NAME`, `${NAME}`, `${NAME:-default}`, `${NAME[@]}`; every other text stays as it stands.
+Nothing is run. Understood are quotes (over several lines too), comments, continued lines, redirections, here-documents,
+assignments, arrays and `$NAME`, `${NAME}`, `${NAME:-default}`, `${NAME[@]}`; all other text is kept as it is.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _branch(known: Values, values: Values, names: set[str]) -> None:
 
 
 def _leave(known: Values, blocks: list[tuple[str, Values, set[str]]]) -> None:
-    """End a block: what one of its branches sets is not known after it."""
+    """End a block: variables that one of its branches sets are unknown after it."""
     _, values, names = blocks.pop()
     _branch(known, values, names)
     known.update({name: [f"${name}"] for name in names})

@@ -1,0 +1,1 @@
+"""The built-in rewards, one module per family, each with its records."""

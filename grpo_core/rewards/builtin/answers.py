@@ -1,4 +1,4 @@
-"""Rewards for the right answer as text, number or letter; maths.py reads mathematics, structured.py JSON."""
+"""Rewards for the right answer as text, number or letter; mathematics and JSON have modules of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from decimal import Decimal, DecimalException, InvalidOperation
 from typing import Any
 
-from grpo_core.rewards.types import Rewards, text_of
+from grpo_core.data.chat import text_of
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 # A minus right after a digit, letter or closing bracket subtracts or ranges; it is no sign.
 NUMBER = re.compile(
@@ -39,7 +40,7 @@ END_OF_CLAUSE = re.compile(r"[.,;:!?\n]|\b(?:because|since|as|and|while|but)\b")
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[str | int | float]) -> list[float | None]:
-    """1 when the completion is the answer, white space around either ignored, else 0. None where there is no answer."""
+    """1 if the completion is the answer, ignoring white space around both, else 0; None without an answer."""
     return [
         None if expected is None else float(text_of(completion).strip() == str(expected).strip())
         for completion, expected in zip(completions, answer, strict=True)
@@ -49,9 +50,9 @@ def exact_match(completions: Sequence[Any], answer: Sequence[str | int | float])
 def numeric_match(
     completions: Sequence[Any], answer: Sequence[str | int | float], tolerance: float = 0.0
 ) -> list[float | None]:
-    """1 when the last number in the completion equals the answer within `tolerance`, else 0.
+    """1 if the last number in the completion equals the answer within `tolerance`, else 0.
 
-    Thousands separators, signs, decimals and exponents are read; None where the answer is missing or not a number.
+    Thousands separators, signs, decimals and exponents are read. None if the answer is missing or not a number.
     """
     return [
         _numbers_agree(text_of(completion), expected, tolerance)
@@ -76,12 +77,12 @@ def _numbers_agree(text: str, expected: Any, tolerance: float) -> float | None:
 
 
 def normalized_match(completions: Sequence[Any], answer: Sequence[str | int | float]) -> list[float | None]:
-    """1 when the completion is the answer but for case, articles, punctuation and white space, else 0. None where there
-    is no answer.
+    """1 if the completion is the answer, ignoring case, articles, punctuation and white space, else 0; None without an
+    answer.
 
-    SQuAD's rule (arXiv:1606.05250) in Unicode, and stricter where it would call different answers the same: a sign, a
-    point or the like in a number stays (-5, 3.5, 1/2, 10:30, 50%), so do symbols that are no punctuation (C++, 5 €). A
-    text of which nothing would be left, as of the answer "A", is compared without regard to case only.
+    SQuAD's rule (arXiv:1606.05250) in Unicode, but stricter where that rule would call different answers the same:
+    signs, points and the like in a number stay (-5, 3.5, 1/2, 10:30, 50%), as do symbols that are not punctuation (C++,
+    5 €). If nothing would be left of a text, such as the answer "A", only case is ignored.
     """
     return [
         None
@@ -99,8 +100,8 @@ def _normalized(text: str) -> str:
 
 
 def _plain(character: str) -> str:
-    """Full-width and joined letters as plain ones; 10² and 1½ stay, for they are not 102 and 11/2."""
-    if unicodedata.category(character) == "Cf":  # nothing to be seen: joiners, soft hyphens
+    """Full-width and joined letters as plain ones; 10² and 1½ stay, since they are not 102 and 11/2."""
+    if unicodedata.category(character) == "Cf":  # invisible: joiners, soft hyphens
         return ""
     raised = unicodedata.decomposition(character).startswith(("<super>", "<sub>", "<fraction>"))
     return character if raised else unicodedata.normalize("NFKC", character)
@@ -111,10 +112,10 @@ def _is_punctuation(character: str) -> bool:
 
 
 def multiple_choice(completions: Sequence[Any], answer: Sequence[str]) -> list[float | None]:
-    """1 when the completion chooses the answer's letter (A to J), else 0; None where the answer is not such a letter.
+    """1 if the completion chooses the answer's letter (A to J), else 0; None if the answer is not such a letter.
 
-    Read is the last `\\boxed{}`, else the last `<answer>`, else the last sentence of the kind "the answer is (B)", else
-    the last line. A choice among several ("A or B"), a negated one ("not B") and a word ("A dog") choose nothing.
+    The choice is read from the last `\\boxed{}`, else the last `<answer>`, else the last sentence like "the answer is
+    (B)", else the last line. Several letters ("A or B"), a negated one ("not B") and a word ("A dog") choose nothing.
     """
     return [
         float(_chosen(text_of(completion)) == letter[1].upper()) if (letter := LONE.fullmatch(str(expected))) else None
@@ -133,7 +134,7 @@ def _chosen(text: str) -> str | None:
 
 
 def _choice_in(said: str) -> str | None:
-    """The one letter that is chosen: the one that the text begins with, or the only one in it."""
+    """The chosen letter: the one that the text begins with, or the only one in it."""
     said = BEFORE_CHOICE.sub("", said, count=1)
     if lone := LONE.fullmatch(said):
         return lone[1].upper()
@@ -148,8 +149,8 @@ def _choice_in(said: str) -> str | None:
 
 
 REWARDS: Rewards = {
-    "exact_match": (exact_match, (0.0, 1.0)),
-    "normalized_match": (normalized_match, (0.0, 1.0)),
-    "multiple_choice": (multiple_choice, (0.0, 1.0)),
-    "numeric_match": (numeric_match, (0.0, 1.0)),
+    "exact_match": BuiltinReward(exact_match, (0.0, 1.0), looks_at_text_only=True),
+    "normalized_match": BuiltinReward(normalized_match, (0.0, 1.0), looks_at_text_only=True),
+    "multiple_choice": BuiltinReward(multiple_choice, (0.0, 1.0), looks_at_text_only=True),
+    "numeric_match": BuiltinReward(numeric_match, (0.0, 1.0), looks_at_text_only=True),
 }

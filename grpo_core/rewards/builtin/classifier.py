@@ -8,10 +8,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_core.data.chat import completion_of, is_conversation, text_of, without_gaps
 from grpo_core.errors import RewardError
-from grpo_core.rewards.types import Rewards, text_of
-
-OPERATIONAL = frozenset({"batch_size", "device"})  # arguments that change no score, but for rounding
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 UNBOUNDED = 2**31 - 1  # tokens
 
@@ -30,23 +29,23 @@ def classifier(
 ) -> list[float | None]:
     """The score that a sequence-classification model gives each completion, read after its prompt.
 
-    A model with one output (a reward model) gives that number. One with several gives the probability of `label` (name
-    or number), 0 to 1, or with `logit=True` the number before softmax or sigmoid. A conversation is read in the model's
-    own chat template, text as prompt and completion in one; `with_prompt=False` reads the completion's text alone. What
-    is longer than the model takes loses its beginning.
+    A model with one output (a reward model) gives that number. A model with several outputs gives the probability of
+    `label` (name or number), 0 to 1, or with `logit=True` the number before softmax or sigmoid. Conversations are
+    rendered by the model's own chat template; prompts that are text are read together with the completion;
+    `with_prompt=False` reads the completion's text alone. A text that is too long for the model loses its beginning.
 
-    `model`: folder or hub name, there at `revision`. `dtype`: "auto" is that of the saved weights; or "float32",
-    "bfloat16", "float16". `device`: default the training's own. RewardError for a model that was not trained to
-    classify, or that lacks the label.
+    `model`: a folder, or a hub name at `revision`. `dtype`: "float32", "bfloat16", "float16", or "auto" for that of the
+    saved weights. `device`: default the training's own. Raises RewardError if the model was not trained to classify, or
+    lacks the label.
 
-    A special token that a completion spells out is read as a space: it would end the turn, or pass for padding.
+    A special token that a completion spells out is read as a space: it would end the turn, or look like padding.
     """
     import torch
 
     loaded, tokenizer = _load(model, revision, dtype, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     column = _column(loaded.config, label, model)
     texts = [_without_special_tokens(text_of(completion), tokenizer) for completion in completions]
-    templated = with_prompt and not isinstance(prompts[0], str)
+    templated = with_prompt and is_conversation(prompts[0])
     if templated:
         texts = [_conversation(prompt, text, tokenizer, model) for prompt, text in zip(prompts, texts, strict=True)]
     elif with_prompt:
@@ -67,7 +66,7 @@ def classifier(
 
 @functools.cache
 def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[Any, Any]:
-    """The model on its device and its tokenizer, once a process."""
+    """The model on its device and its tokenizer, loaded once per process."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -97,10 +96,11 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[An
 
 
 def _logits(model: Any, rows: Sequence[list[int]]) -> Any:
-    """The model's outputs for texts of n_i tokens each, as for each alone. (rows, labels)
+    """The model's outputs for texts of n_i tokens, the same as for each text alone. (rows, labels)
 
-    A decoder's output is read at the last token that is not its configuration's pad token, so that token alone pads.
-    Without one it is read at the very last token. Then the rows are padded with a token that none of them ends in.
+    A decoder's output is read at the last token that is not its configuration's pad token, so only that token may pad.
+    If the configuration has none, the output is read at the very last token; then rows are padded with a token that
+    none of them ends in.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -118,7 +118,7 @@ def _logits(model: Any, rows: Sequence[list[int]]) -> Any:
 
 
 def _column(config: Any, label: str | int | None, model: str) -> int | None:
-    """Which output the label is; None where there is one output only."""
+    """Index of the label's output; None if the model has one output only."""
     names = [config.id2label[number] for number in range(config.num_labels)]
     if config.num_labels == 1:
         if label is not None:
@@ -142,14 +142,12 @@ def _scores(logits: Any, column: int | None, config: Any, logit: bool) -> Any:
 
 
 def _conversation(prompt: Sequence[dict[str, Any]], reply: str, tokenizer: Any, model: str) -> str:
-    from grpo_core.data.prompts import without_gaps
-
     if tokenizer.chat_template is None:
         raise RewardError(
             f"model {model!r} has no chat template to read a conversation in; set with_prompt = false to have it read "
             "the completion alone, or give prompts as text"
         )
-    messages = [*without_gaps(prompt), {"role": "assistant", "content": reply}]
+    messages = [*without_gaps(prompt), *completion_of(prompt, reply)]
     return tokenizer.apply_chat_template(messages, tokenize=False)
 
 
@@ -159,5 +157,11 @@ def _without_special_tokens(text: str, tokenizer: Any) -> str:
 
 
 REWARDS: Rewards = {
-    "classifier": (classifier, (-math.inf, math.inf)),
+    "classifier": BuiltinReward(
+        classifier,
+        (-math.inf, math.inf),
+        operational=frozenset({"batch_size", "device"}),  # except for rounding
+        asks_a_model=True,
+        model_argument="model",
+    ),
 }

@@ -1,13 +1,14 @@
-"""Unit tests as data: what each asks of the program, and how its answer is judged where the program is not.
+"""Unit tests as data: what each asks the program, and how the answer is judged outside the program's reach.
 
-A test is `{"input": TEXT, "output": TEXT}`, held against what the program reads and prints, or an assertion with one
+A test is `{"input": TEXT, "output": TEXT}`, compared with what the program reads and prints, or an assertion with one
 expression that only the program can evaluate:
 
     assert add(2, 3) == 5             assert abs(Circle(1).area() - 3.14159) < 1e-4             assert not is_prime(9)
 
-That expression goes into the sandbox. What is around it, the expected value above all, does not: it is evaluated here,
-on the value that came back as data. So nothing that a program does to its surroundings makes a test pass. For the same
-reason an expression that only has to be true or false takes literals: `assert is_prime(7)`, not `assert eq(f(3), 9)`.
+That expression goes into the sandbox. The rest of the assertion, above all the expected value, does not: it is
+evaluated here, on the value that came back as data. So nothing that a program does to its surroundings makes a test
+pass. For the same reason, an expression that only has to be true or false takes literals: `assert is_prime(7)`, not
+`assert eq(f(3), 9)`.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ NODES = (
 ANSWER = "_"  # the program's, in what is evaluated here
 
 
-class CheckError(ValueError):
+class UnitTestError(ValueError):
     """A unit test that cannot be judged; the message says which, and why."""
 
 
 @dataclass(frozen=True)
-class Check:
-    """A question to the program, and what has to hold of the answer: an expression, or the text that it has to be."""
+class UnitTest:
+    """A question to the program, and what must hold for the answer: an expression, or the text that it must be."""
 
     question: Call | Input
     expected: CodeType | str
@@ -58,47 +59,47 @@ class Check:
             return False
 
 
-def read_check(test: str | Mapping[str, str]) -> Check:
-    """The check that a unit test is; CheckError when it is none."""
+def read_test(test: str | Mapping[str, str]) -> UnitTest:
+    """Read a unit test from the data. Raises UnitTestError if it cannot be judged."""
     if isinstance(test, str):
         return _assertion(test)
     given, wanted = test.get("input"), test.get("output")
     if not isinstance(given, str) or not isinstance(wanted, str):
-        raise CheckError(f"the test {dict(test)!r} needs the texts 'input' and 'output'")
-    return Check(Input(given), wanted)
+        raise UnitTestError(f"the test {dict(test)!r} needs the texts 'input' and 'output'")
+    return UnitTest(Input(given), wanted)
 
 
 @lru_cache(maxsize=10_000)  # the completions of a group have the same
-def _assertion(test: str) -> Check:
+def _assertion(test: str) -> UnitTest:
     try:
         statements = ast.parse(test.strip()).body
     except (SyntaxError, ValueError) as error:
-        raise CheckError(f"the test {test!r} is not Python: {error}") from None
+        raise UnitTestError(f"the test {test!r} is not Python: {error}") from None
     if len(statements) != 1 or not isinstance(statements[0], ast.Assert):
-        raise CheckError(f"the test {test!r} is not one assertion and nothing else")
+        raise UnitTestError(f"the test {test!r} is not one assertion and nothing else")
     split = _Split()
     around = ast.Expression(split.visit(statements[0].test))
     for node in ast.walk(around):
         if not isinstance(node, NODES):
-            raise CheckError(
+            raise UnitTestError(
                 f"the test {test!r} has a {type(node).__name__} around the program's expression, where only "
                 f"comparisons, literals, + and -, indices and {', '.join(FUNCTIONS)} are known; write the value out"
             )
     if len(split.asked) != 1:
-        raise CheckError(
+        raise UnitTestError(
             f"the test {test!r} asks the program for {len(split.asked)} values; one is needed, to be held against "
             "values that the program does not make"
         )
     if not any(map(_is_value, ast.walk(around))) and not _takes_literals(split.asked[0]):
-        raise CheckError(
+        raise UnitTestError(
             f"the test {test!r} leaves the comparison to the program, which may say what it likes; hold its value "
             "against the right one"
         )
-    return Check(Call(ast.unparse(split.asked[0])), compile(ast.fix_missing_locations(around), "test", "eval"))
+    return UnitTest(Call(ast.unparse(split.asked[0])), compile(ast.fix_missing_locations(around), "test", "eval"))
 
 
 class _Split(ast.NodeTransformer):
-    """Puts ANSWER in place of what only the program can evaluate, and keeps that in `asked`."""
+    """Replaces what only the program can evaluate by ANSWER, and collects it in `asked`."""
 
     def __init__(self) -> None:
         self.asked: list[ast.expr] = []
@@ -120,20 +121,20 @@ class _Split(ast.NodeTransformer):
 
 
 def _known(node: ast.expr) -> str | None:
-    """The one of FUNCTIONS that is named."""
+    """Name of the function of FUNCTIONS that the node names; None if it names another."""
     name = ast.unparse(node).removeprefix("math.")
     return name if name in FUNCTIONS else None
 
 
 def _is_value(node: ast.AST) -> bool:
-    """Whether it is something to be held against the answer that is more than true, false or none."""
+    """Whether it is a value to compare the answer with, other than true, false or none."""
     return isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.Dict)) or (
         isinstance(node, ast.Constant) and not isinstance(node.value, (bool, type(None)))
     )
 
 
 def _takes_literals(asked: ast.expr) -> bool:
-    """Whether it is a name, `f(1)` or `Class().f(1)`, with nothing of the program's, nor a comparison, in a call."""
+    """Whether it is a name, `f(1)` or `Class().f(1)`, without names of the program or comparisons inside a call."""
     if not isinstance(asked, ast.Call):
         return True
     function = asked.func
@@ -149,5 +150,5 @@ def _takes_literals(asked: ast.expr) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """What counts of printed text: white space before a line's end and after the last line does not."""
+    """Lines of printed text without trailing white space and without empty lines at the end, which do not count."""
     return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -8,14 +8,15 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_core.data.chat import text_of
 from grpo_core.rewards.builtin.words import ngrams, words
-from grpo_core.rewards.types import Rewards, text_of
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 LANGUAGE_PIECE = 100  # characters: enough to tell languages apart, few enough to find a change of language
 
 
 def format_regex(completions: Sequence[Any], pattern: str) -> list[float | None]:
-    """1 when the whole completion matches `pattern` (a dot matches line ends too), else 0."""
+    """1 if the whole completion matches `pattern` (a dot matches line ends too), else 0."""
     expression = re.compile(pattern, re.DOTALL)
     return [float(expression.fullmatch(text_of(completion)) is not None) for completion in completions]
 
@@ -23,8 +24,8 @@ def format_regex(completions: Sequence[Any], pattern: str) -> list[float | None]
 def tags(completions: Sequence[Any], tags: Sequence[str] = ("think", "answer")) -> list[float | None]:
     """Share of `tags` that are in place, from 0 to 1; 1 for `<think>…</think><answer>…</answer>`.
 
-    A tag is in place when `<tag>` and `</tag>` occur exactly once each, in this order, with text between them, and
-    after the end of the tags before it. What stands outside of tags is free: `format_regex` asks for the whole.
+    A tag is in place if `<tag>` and `</tag>` occur exactly once each, in this order, with text between them, and after
+    the end of the tags before it. Text outside of tags is allowed; `format_regex` looks at the whole completion.
     """
     if not tags or isinstance(tags, str) or len(set(tags)) < len(tags):
         raise ValueError(f"tags={tags!r} must be a list of different names")
@@ -65,8 +66,8 @@ def soft_overlong_punishment(
 ) -> list[float | None]:
     """0 up to `max_completion_len - soft_punish_cache` tokens, then falling linearly to -1 at `max_completion_len`.
 
-    DAPO, arXiv:2503.14476, equation 13. Give rollout.max_completion_length as `max_completion_len`, and for
-    `soft_punish_cache` the tokens before it that are to be punished (the paper: 4096 of 20480).
+    DAPO, arXiv:2503.14476, equation 13. Set `max_completion_len` to rollout.max_completion_length, and
+    `soft_punish_cache` to the number of tokens before it that are penalised (the paper: 4096 of 20480).
     """
     if not 0 < soft_punish_cache <= max_completion_len:
         raise ValueError(
@@ -79,8 +80,8 @@ def soft_overlong_punishment(
 def language(completions: Sequence[Any], language: str) -> list[float | None]:
     """Probability, from 0 to 1, that the text is in `language` (ISO 639-1: "en"), by py3langid; 0 without any letter.
 
-    The mean over pieces of about 100 characters: a text that changes its language half-way gets about a half, which the
-    probability of the whole would hide. Below a dozen words it is a guess.
+    The mean over pieces of about 100 characters, so that a text that changes its language half-way gets about a half;
+    the probability of the whole would hide that. With fewer than a dozen words it is a guess.
     """
     identifier = _language_identifier()
     if language not in identifier.labels:
@@ -104,11 +105,10 @@ def _language_identifier() -> Any:
 
 
 def repetition(completions: Sequence[Any], n: int = 4) -> list[float | None]:
-    """-(share of the completion's n-grams of words that came before in it): 0 without any repetition, towards -1.
+    """Minus the share of the completion's n-grams of words that occur earlier in it: 0 without repetition, towards -1.
 
-    The n-gram repetition penalty (arXiv:2502.03373). Counted twice, with punctuation marks and emoji as words and
-    without them, and the worse of the two is given; case does not count, and in scripts without spaces a character is a
-    word.
+    The n-gram repetition penalty (arXiv:2502.03373). It is counted twice, with and without punctuation marks and emoji
+    as words; the lower value counts. Case is ignored, and in scripts without spaces each character is a word.
     """
     return [
         min(_repeated(ngrams(words(text_of(completion), signs), n)) for signs in (False, True))
@@ -121,12 +121,12 @@ def _repeated(grams: list[tuple[str, ...]]) -> float:
 
 
 REWARDS: Rewards = {
-    "format_regex": (format_regex, (0.0, 1.0)),
-    "tags": (tags, (0.0, 1.0)),
-    "length": (length, (0.0, 1.0)),
-    "length_band": (length_band, (0.0, 1.0)),
-    "char_length": (char_length, (-float("inf"), 0.0)),
-    "soft_overlong_punishment": (soft_overlong_punishment, (-1.0, 0.0)),
-    "language": (language, (0.0, 1.0)),
-    "repetition": (repetition, (-1.0, 0.0)),
+    "format_regex": BuiltinReward(format_regex, (0.0, 1.0), looks_at_text_only=True),
+    "tags": BuiltinReward(tags, (0.0, 1.0), looks_at_text_only=True),
+    "length": BuiltinReward(length, (0.0, 1.0), looks_at_text_only=True),
+    "length_band": BuiltinReward(length_band, (0.0, 1.0), looks_at_text_only=True),
+    "char_length": BuiltinReward(char_length, (-float("inf"), 0.0), looks_at_text_only=True),
+    "soft_overlong_punishment": BuiltinReward(soft_overlong_punishment, (-1.0, 0.0), looks_at_text_only=True),
+    "language": BuiltinReward(language, (0.0, 1.0), looks_at_text_only=True, extra="rewards", modules=("py3langid",)),
+    "repetition": BuiltinReward(repetition, (-1.0, 0.0), looks_at_text_only=True),
 }

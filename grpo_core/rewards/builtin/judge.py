@@ -1,7 +1,7 @@
-"""A language model as the judge: completions graded by a rubric, over any server that speaks OpenAI's API.
+"""A language model as the judge: it grades completions by a rubric, on any server that speaks OpenAI's API.
 
-The judge reads what a policy wrote to be liked by it: this stands between marks that no completion can know, and a
-grade counts only in the one form that was asked for.
+A policy learns to write what its judge likes. So the completion stands between marks that it cannot know, and a grade
+counts only in the exact form that was asked for.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from grpo_core.data.chat import text_of, turns
 from grpo_core.errors import RewardError
 from grpo_core.rewards.builtin.judge_cache import Cache, open_cache
-from grpo_core.rewards.builtin.judge_client import api_key, connect, hide_key
-from grpo_core.rewards.types import Rewards, text_of
+from grpo_core.rewards.builtin.judge_client import api_key, connect, hide_key, json_problem
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 RUBRIC = """Grade the reply to the request: how helpful, correct and clear it is.
 
@@ -45,12 +46,12 @@ GRADE = re.compile(r"Score: (-?[0-9]{1,9})")
 LIKE_A_GRADE = re.compile(r"\W*?score\W*?(-?\d{1,9})", re.IGNORECASE)
 # What ends a turn in the chat templates of today's models; a server reads it as such wherever it stands.
 TURNS = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|</?s>|\[/?INST\]|<(?:start|end)_of_turn>")
-ATTEMPTS = 3  # to get one grade in the form asked for
-UNREADABLE = 20  # completions in a row that got none: this is no judge
+ATTEMPTS = 3  # to get a grade in the form asked for
+UNREADABLE = 20  # completions in a row without a grade, after which the model is given up as a judge
 SHOWN = 500  # characters of a server's error
 REFUSALS = (400, 413)  # HTTP statuses by which a server refuses one question, such as one beyond its context
 
-# Arguments that no grade follows from: within one training the server may move, and a spent budget be raised.
+# Arguments that change no grade: within one training, the server may move and a spent budget be raised.
 OPERATIONAL = frozenset(
     {
         *("base_url", "api_key_env", "concurrency", "max_retries", "request_timeout"),
@@ -80,19 +81,19 @@ async def judge(
 ) -> list[float | None]:
     """The grade that a language model gives each completion: 0 for the lowest of `scale`, 1 for the highest.
 
-    None where it gives no grade in the form asked for, three times, where its server refuses this one question, or
-    where the rubric wants an answer and there is none. A completion without a letter or digit gets 0 unasked, since
-    such fool judges (arXiv:2507.08794). Raises RewardError, and never gives a 0, for what is the judge's fault: it
-    cannot be reached or refuses `max_retries` times more, it has not answered when the call is cancelled, 20
-    completions in a row get no grade, or the budget is spent.
+    None if it fails three times to give a grade in the form asked for, if its server refuses this one question, or if
+    the rubric wants an answer and there is none. A completion without a letter or digit gets 0 without being asked
+    about, since such completions fool judges (arXiv:2507.08794). A judge's own failure raises RewardError and never
+    gives a 0: it cannot be reached or refuses after `max_retries` more attempts, it has not answered when the call is
+    cancelled, 20 completions in a row get no grade, or the budget is spent.
 
     `base_url`: of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1 of `vllm serve`. `rubric`: what to
-    grade and how, with `{completion}` and, where wanted, `{prompt}` and `{answer}` (the column of that name). `scale`:
-    lowest and highest grade, whole numbers. `temperature`, `max_completion_tokens` (of one grading) and `extra_body`
-    (what a server takes beside OpenAI's own parameters) go with each request. `api_key_env`: the environment variable,
-    named *_API_KEY, that holds the key. `concurrency`: requests at once, in each process. `request_timeout`: seconds.
-    `cache`: folder of all gradings so far, by content of the request; default judge/ in $GRPO_STORAGE.
-    `budget_requests`, `budget_tokens`: what that folder may cost in all, over processes, stages and runs.
+    grade and how, with `{completion}` and, if wanted, `{prompt}` and `{answer}` (the column of that name). `scale`:
+    lowest and highest grade, whole numbers. `temperature`, `max_completion_tokens` (per grading) and `extra_body`
+    (a server's parameters other than OpenAI's own) are sent with each request. `api_key_env`: the environment variable,
+    named *_API_KEY, that holds the key. `concurrency`: requests under way at a time, per process. `request_timeout`:
+    seconds. `cache`: folder with all gradings so far, by content of the request; default judge/ in $GRPO_STORAGE.
+    `budget_requests`, `budget_tokens`: what that folder may cost in total, over processes, stages and runs.
     """
     _check(base_url, rubric, scale, answer)
     key = api_key(api_key_env)
@@ -136,7 +137,7 @@ class _RefusedError(Exception):
 
 @dataclass
 class _Shared:
-    """What the calls in a process have in common that ask one server."""
+    """State that all calls of a process to one server share."""
 
     base_url: str
     concurrency: int
@@ -148,7 +149,7 @@ class _Shared:
     failure: RewardError | None = None  # while it is set, and anything is under way, nothing more is asked
 
     def enter(self) -> None:
-        """Prepare for a call; a generation batch, of several calls, has one event loop."""
+        """Prepare for a call. The calls of a generation batch share one event loop."""
         if self.loop is not asyncio.get_running_loop():
             self.loop, self.asking = asyncio.get_running_loop(), set()
             self.turns = asyncio.Semaphore(self.concurrency)
@@ -163,7 +164,7 @@ class _Shared:
 
 @dataclass(frozen=True)
 class _Call:
-    """What the requests of one call have in common."""
+    """State that the requests of one call share."""
 
     client: Any  # openai.AsyncOpenAI
     cache: Cache
@@ -193,10 +194,10 @@ def _folder(cache: str | None) -> Path:
 
 
 async def _grade_all(call: _Call, questions: Collection[str], shortest: str) -> dict[str, int | None]:
-    """The grade of each question, or None. `shortest`: as short a question as the rubric allows; it is asked after a
-    refusal, to see whether the server answers at all.
+    """The grade of each question, or None. `shortest`: the shortest question that the rubric allows, asked after a
+    refusal to find out whether the server answers at all.
 
-    After the first failure nothing more is asked, in other calls either; what is under way, and paid for, is kept.
+    After the first failure nothing more is asked, in any call; what is under way, and paid for, is kept.
     """
     shared = call.shared
     shared.enter()
@@ -247,9 +248,9 @@ async def _grade_all(call: _Call, questions: Collection[str], shortest: str) -> 
 
 
 async def _grade(call: _Call, question: str) -> int | None:
-    """The grade, from the cache if it is there; None when there is none in the form asked for.
+    """The grade, from the cache if it is there; None if there is none in the form asked for.
 
-    Where all answers hold several grades, as those that quote the completion do, the lowest counts.
+    If all answers hold several grades, as answers that quote the completion do, the lowest counts.
     """
     shared = call.shared
     digest = hashlib.blake2b(json.dumps([call.body, question], sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -280,9 +281,9 @@ async def _grade(call: _Call, question: str) -> int | None:
 
 
 async def _ask(call: _Call, body: Mapping[str, Any], question: str) -> str:
-    """What the judge says, which may hold the key; "" if it did not come to its end.
+    """The judge's answer, in which the key may occur; "" if the answer is incomplete.
 
-    Raises RewardError if it cannot be asked, and _RefusedError if it refuses this question.
+    Raises RewardError if the judge cannot be asked, and _RefusedError if it refuses this question.
     """
     import openai
 
@@ -322,13 +323,13 @@ async def _check_that_it_answers(call: _Call, question: str) -> None:
 
 
 def grade_of(text: str, scale: range) -> int | None:
-    """The grade in what a judge says: the last line, `Score: N`, and the only one like it; else None."""
+    """The grade in an answer: its last line, `Score: N`, if no other line is like it; else None."""
     found = grades_in(text, scale)
     return found[0] if len(found) == 1 else None
 
 
 def grades_in(text: str, scale: range) -> list[int]:
-    """Numbers in the lines that look like a grade; none of them unless the last line is one in the form asked for."""
+    """Numbers in the lines that look like a grade; empty unless the last line is a grade in the form asked for."""
     lines = [line.strip() for line in text.strip().splitlines()]
     last = GRADE.fullmatch(lines[-1]) if lines else None
     if not last or int(last[1]) not in scale:
@@ -337,10 +338,10 @@ def grades_in(text: str, scale: range) -> list[int]:
 
 
 def _question(rubric: str, low: int, high: int, prompt: Any, completion: str, answer: Any) -> str | None:
-    """What the judge is asked; None where the answer that the rubric wants is missing."""
+    """The question to the judge; None if the answer that the rubric wants is missing."""
     if answer is None and "{answer}" in rubric:
         return None
-    request = prompt if isinstance(prompt, str) else "\n\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+    request = "\n\n".join(f"{role}: {text}" if role else text for role, text in turns(prompt))
     material = {"prompt": request, "completion": TURNS.sub(" ", completion), "answer": str(answer)}
     # A digest of the whole: no text can be written that contains its own.
     mark = f"[[{hashlib.blake2b(json.dumps(material).encode(), digest_size=8).hexdigest()}]]"
@@ -353,7 +354,7 @@ def _question(rubric: str, low: int, high: int, prompt: Any, completion: str, an
 
 
 def _check(base_url: str, rubric: str, scale: Sequence[int], answer: Sequence[Any] | None) -> None:
-    """RewardError for arguments that cannot be meant."""
+    """Raises RewardError for arguments that no judge can be asked with."""
     address = urlsplit(base_url)
     if address.scheme not in ("http", "https") or not address.hostname:
         raise RewardError(f"base_url={base_url!r} is no address; write it as http://127.0.0.1:8000/v1")
@@ -368,5 +369,17 @@ def _check(base_url: str, rubric: str, scale: Sequence[int], answer: Sequence[An
 
 
 REWARDS: Rewards = {
-    "judge": (judge, (0.0, 1.0)),
+    "judge": BuiltinReward(
+        judge,
+        (0.0, 1.0),
+        operational=OPERATIONAL,
+        args_problem=json_problem,
+        asks_a_model=True,
+        extra="judge",
+        modules=("certifi", "openai"),
+        if_weight_is_negative=(
+            "what gets no grade counts as 0, which is the best then; write the rubric so that the best get the highest "
+            "grade, and give a weight above 0"
+        ),
+    ),
 }

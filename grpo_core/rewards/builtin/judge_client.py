@@ -1,4 +1,4 @@
-"""The connection to a judge's server, and the key: which one is sent, and that it goes to that server only."""
+"""The connection to a judge's server, what can be sent over it, and the key, which goes to that server only."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import ipaddress
 import os
 import re
 import ssl
+from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 from urllib.parse import urlsplit
 
+from grpo_core.config.base import flatten
 from grpo_core.errors import RewardError
 
 SENT = {"accept", "accept-encoding", "authorization", "connection", "content-length", "content-type", "host"}
@@ -80,3 +83,11 @@ def _certificates() -> ssl.SSLContext:
 def hide_key(key: str | None, name: str | None, text: str) -> str:
     """The text with the variable's name in the key's place."""
     return text.replace(key, f"${name}") if key else text
+
+
+def json_problem(args: Mapping[str, Any]) -> str:
+    """The first of the args that cannot be sent as JSON, with advice; "" if all can. TOML has dates, inf and nan."""
+    for key, value in flatten(args, "args.").items():
+        if not isinstance(value, (str, int, float, type(None))) or (isinstance(value, float) and not isfinite(value)):
+            return f"{key}={value} cannot be sent as JSON; write dates and times as text, and no inf or nan"
+    return ""

@@ -1,8 +1,8 @@
 """The reward for mathematical answers: numbers and LaTeX, compared by math-verify.
 
-What a model writes may keep sympy busy for ever or take all memory (9^9^9^9), in C code that no signal interrupts, and
-math-verify's own time limits take the alarm that limits the reward. So answers are compared in a process of their own
-(`maths_worker`), which loses its life, not the training's.
+An answer may keep sympy busy for ever or take all memory (9^9^9^9), in C code that no signal interrupts, and
+math-verify's own time limits use the alarm that limits the reward. So answers are compared in a separate process
+(`maths_worker`): if one goes wrong, that process ends, not the training.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_core.data.chat import text_of
 from grpo_core.rewards.builtin.answers import TAGGED
-from grpo_core.rewards.types import Rewards, text_of
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 SECONDS = 2.0  # of CPU time per answer
 FAIR_SECONDS = 0.1  # that every answer of a batch gets
@@ -25,17 +26,20 @@ SPARE_SECONDS = 20.0  # that the answers of a batch may take together beyond FAI
 def math_answer(
     completions: Sequence[Any], answer: Sequence[str | int | float], relative_tolerance: float = 0.0
 ) -> list[float | None]:
-    """1 when the completion's final answer is mathematically equal to the answer, else 0; None where the answer is
-    missing or cannot be read as mathematics.
+    """1 if the completion's final answer is mathematically equal to the answer, else 0; None if the answer is missing
+    or cannot be read as mathematics.
 
-    One answer is read, from the last `<answer>` if there is one: the content of the last `\\boxed{}` (several side by
-    side are one set), else what follows "the answer is", else the last line, expression or number. Two decimals are
-    equal when they differ by at most 1e-6, and by 1 in 20,000; a decimal and a number that no decimal writes out (pi,
-    1/3) by 1 in 20,000; numbers without a decimal point only when exactly equal. `relative_tolerance` allows any two
-    real numbers to differ by this share of the right one. Words, dates, times and numbers with a base are compared as
-    they are written. Only what follows the last `</think>` is read. An answer that takes more than 2 s of CPU time or
-    2 GiB is wrong, as is one that takes more than 0.1 s once such slow answers of the batch have taken 20 s. Raises
-    RuntimeError if the process that compares cannot be started.
+    Only the text after the last `</think>` is read, and of it the last `<answer>` if there is one. The answer is the
+    content of the last `\\boxed{}` (several side by side are one set), else what follows "the answer is", else the last
+    line, expression or number.
+
+    Two decimals are equal if they differ by at most 1e-6 and at most 1 in 20,000; a decimal and a number that no
+    decimal writes out (pi, 1/3), if they differ by at most 1 in 20,000; numbers without a decimal point, only if
+    exactly equal. `relative_tolerance` allows any two real numbers to differ by this share of the right one. Words,
+    dates, times and numbers with a base are compared as they are written.
+
+    An answer that takes more than 2 s of CPU time or 2 GiB is wrong, as is one that takes more than 0.1 s after such
+    slow answers of the batch have taken 20 s. Raises RuntimeError if the process that compares cannot be started.
     """
     worker = _worker()
     pairs = [
@@ -48,7 +52,7 @@ def math_answer(
             limit = min(SECONDS, FAIR_SECONDS + spare)
             compared[pair], taken = _compared(worker, *pair, relative_tolerance, limit)
             spare = max(0.0, spare - max(0.0, min(taken, limit) - FAIR_SECONDS))
-    except BaseException:  # an answer may be under way, which is nobody's then
+    except BaseException:  # an answer that is still under way would be read as the next one's
         _worker.cache_clear()
         worker.kill()
         worker.wait()
@@ -57,7 +61,7 @@ def math_answer(
 
 
 def _answer_in(text: str) -> str:
-    """Without its surroundings, whose numbers math-verify may prefer to one between tags."""
+    """The part of the text that holds the answer: outside of it, math-verify could find other numbers."""
     text = text.rpartition("</think>")[2]
     return (TAGGED.findall(text) or [text])[-1]
 
@@ -79,9 +83,13 @@ def _compared(
 
 @functools.cache
 def _worker() -> subprocess.Popen[str]:
-    """A process that ends when this one does: its input is closed then."""
+    """A process that ends with this one, which closes its input."""
     command = [sys.executable, "-P", "-m", "grpo_core.rewards.builtin.maths_worker"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-REWARDS: Rewards = {"math_answer": (math_answer, (0.0, 1.0))}
+REWARDS: Rewards = {
+    "math_answer": BuiltinReward(
+        math_answer, (0.0, 1.0), looks_at_text_only=True, extra="rewards", modules=("math_verify", "sympy")
+    )
+}

@@ -2,8 +2,8 @@
 
 Writes [1.0, 0.0 or null, seconds of CPU time] for each.
 
-A child does the work, and is ended by the system when an answer takes longer than its seconds; the answer is wrong
-then. The next child goes on with the next line.
+A child does the work. If an answer takes longer than its seconds, the system ends the child, the answer counts as
+wrong, and the next child goes on with the next line.
 """
 
 from __future__ import annotations

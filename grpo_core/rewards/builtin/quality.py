@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from grpo_core.data.chat import text_of
 from grpo_core.rewards.builtin.words import ngrams, words
-from grpo_core.rewards.types import Rewards, text_of
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 SENTENCE = re.compile(r"[^.!?]+[.!?]*")
@@ -23,8 +24,8 @@ def rouge(completions: Sequence[Any], reference: Sequence[str], kind: str = "rou
     """ROUGE F-measure, from 0 to 1, of the completion against the text in the column `reference`.
 
     Lin 2004 (aclanthology.org/W04-1013), computed by rouge-score; `kind`: rouge1, rouge2 (n-grams), rougeL (longest
-    common subsequence) or rougeLsum (the same by lines). Words of any script, not stemmed. None where the reference has
-    none.
+    common subsequence) or rougeLsum (the same by lines). Words of any script, not stemmed. None if the reference has no
+    words.
     """
     if kind not in ROUGE:
         raise ValueError(f"kind={kind!r} is none of {', '.join(ROUGE)}")
@@ -46,8 +47,8 @@ def _rouge_scorer(kind: str) -> Any:
 def distinct_n(completions: Sequence[Any], n: int = 2, minimum: int = 20) -> list[float | None]:
     """Different n-grams of words over all n-grams of the completion, from 0 to 1 (distinct-n, arXiv:1510.03055).
 
-    A completion with fewer than `minimum` n-grams counts as if it had that many, the missing ones repetitions: being
-    short does not make it varied.
+    A completion with fewer than `minimum` n-grams counts as if it had that many, the missing ones being repetitions: a
+    short text is not a varied one.
     """
     if minimum < 1:
         raise ValueError(f"minimum={minimum} must be at least 1")
@@ -56,11 +57,11 @@ def distinct_n(completions: Sequence[Any], n: int = 2, minimum: int = 20) -> lis
 
 
 def self_repetition(prompts: Sequence[Any], completions: Sequence[Any], n: int = 3) -> list[float | None]:
-    """-(share of the completion's n-grams of words that another completion of the same prompt has too), mean over the
-    others: 0 when it is unlike all of them, -1 when they are all the same.
+    """Minus the share of the completion's n-grams of words that another completion of the same prompt has too, mean
+    over the others: 0 if it is unlike all of them, -1 if all are the same.
 
-    The idea is Self-BLEU's (arXiv:1802.01886). -1 also for a completion without an n-gram: to say nothing is not to be
-    different. None where the prompt has one completion only; compared are those that one process samples.
+    The idea is Self-BLEU's (arXiv:1802.01886). Also -1 for a completion without an n-gram: saying nothing is not being
+    different. None if the prompt has one completion only. Completions are compared within one process.
     """
     found = [set(ngrams(words(text_of(completion)), n)) for completion in completions]
     groups: dict[str, list[int]] = defaultdict(list)
@@ -75,10 +76,10 @@ def self_repetition(prompts: Sequence[Any], completions: Sequence[Any], n: int =
 
 
 def readability(completions: Sequence[Any], low: float, high: float) -> list[float | None]:
-    """1 when the text's US school grade is from `low` to `high`, falling linearly to 0 five grades outside.
+    """1 if the text's US school grade is from `low` to `high`, falling linearly to 0 five grades outside.
 
-    The grade is the Automated Readability Index, made for English; unlike Flesch's it needs no dictionary of syllables.
-    Sentences of one or two words are left out; 0 below 20 words, which say nothing about a grade.
+    The grade is the Automated Readability Index. It is made for English and, unlike Flesch's, needs no dictionary of
+    syllables. Sentences of one or two words are left out. A text of fewer than 20 words, too few for a grade, gets 0.
     """
     if low > high:
         raise ValueError(f"low={low:g} is above high={high:g}: no grade lies between them")
@@ -106,8 +107,8 @@ def automated_readability_index(sentences: Sequence[str]) -> float:
 
 
 REWARDS: Rewards = {
-    "rouge": (rouge, (0.0, 1.0)),
-    "distinct_n": (distinct_n, (0.0, 1.0)),
-    "self_repetition": (self_repetition, (-1.0, 0.0)),
-    "readability": (readability, (0.0, 1.0)),
+    "rouge": BuiltinReward(rouge, (0.0, 1.0), looks_at_text_only=True, extra="rewards", modules=("rouge_score",)),
+    "distinct_n": BuiltinReward(distinct_n, (0.0, 1.0), looks_at_text_only=True),
+    "self_repetition": BuiltinReward(self_repetition, (-1.0, 0.0), looks_at_text_only=True),
+    "readability": BuiltinReward(readability, (0.0, 1.0), looks_at_text_only=True),
 }

@@ -1,4 +1,4 @@
-"""Rewards for completions that are to be data: JSON after a schema."""
+"""Rewards for completions that have to be data: JSON by a schema."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_core.rewards.types import Rewards, text_of
+from grpo_core.data.chat import text_of
+from grpo_core.rewards.types import BuiltinReward, Rewards
 
 REFERENCES = {"$ref", "$dynamicRef"}
 FENCED = re.compile(r"^[ \t]*```[ \t]*\w*[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 
 
 def json_schema(completions: Sequence[Any], schema: Sequence[str | None] | Mapping[str, Any]) -> list[float | None]:
-    """1 when the completion is JSON that is valid by the JSON Schema, `format` included, else 0; None without a schema.
+    """1 if the completion is JSON that is valid by the JSON Schema, `format` included, else 0; None without a schema.
 
     The JSON is the whole completion, or the content of its only fenced block. `schema` is a column with each row's
-    schema as JSON text, or one schema for all as a table or JSON text in `args`. Names given twice, NaN and infinities
-    are no JSON (RFC 8259); a schema's references to other documents are not fetched. ValueError for a schema that is
-    none.
+    schema as JSON text, or, in `args`, one schema for all as a table or JSON text. Names given twice, NaN and
+    infinities are not JSON (RFC 8259); a schema's references to other documents are not fetched. Raises ValueError if a
+    schema is not valid.
     """
     one = isinstance(schema, (str, Mapping))
     validators = {text: _validator(text) for text in ({_as_text(schema)} if one else {*schema} - {None})}
@@ -49,12 +50,12 @@ def _validator(schema: str) -> Any:
     except (ValueError, SchemaError, RecursionError) as error:
         message = str(error).partition("\n")[0]
         raise ValueError(f"no JSON Schema: {schema[:200]!r}: {message}") from error
-    # An own registry: the default one would fetch what a reference names.
+    # The default registry would fetch what a reference names.
     return kind(parsed, registry=Registry(), format_checker=FormatChecker())
 
 
 def schema_problem(schema: str) -> str:
-    """What is wrong with JSON text that is to be a schema; "" if nothing is."""
+    """What is wrong with a schema, given as JSON text; "" if nothing is."""
     try:
         _validator(schema)
     except ValueError as error:
@@ -63,9 +64,9 @@ def schema_problem(schema: str) -> str:
 
 
 def _follow_references(schema: Any, kind: Any) -> None:
-    """ValueError where a reference leads to no schema: else only a completion that meets it would tell.
+    """Raises ValueError if a reference leads to no schema; otherwise only a completion that reaches it would show that.
 
-    Looked at are the schema, the schemas within it and those that references lead to, each with its own base URI.
+    Follows the schema, the schemas within it and those that references lead to, each with its own base URI.
     """
     from referencing import Registry
     from referencing.exceptions import Unresolvable
@@ -126,4 +127,13 @@ def _finite(number: str) -> float:
     return value
 
 
-REWARDS: Rewards = {"json_schema": (json_schema, (0.0, 1.0))}
+REWARDS: Rewards = {
+    "json_schema": BuiltinReward(
+        json_schema,
+        (0.0, 1.0),
+        looks_at_text_only=True,
+        value_problems={"schema": schema_problem},
+        extra="rewards",
+        modules=("jsonschema", "referencing"),
+    )
+}

@@ -1,0 +1,1 @@
+"""Run a program that nobody has read."""

@@ -1,7 +1,7 @@
 """Run a program that nobody has read: bubblewrap's namespaces, limits of the kernel, a filter of system calls.
 
 tests/grpo_core/test_sandbox.py attacks it; docs/explanation/security.md says what holds. The program and the questions
-put to it go in, answers come out as data; whether they are right is decided elsewhere (checks.py).
+to it go in, answers come out as data; whether they are right is decided elsewhere (`builtin.code_tests`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from grpo_core.rewards.sandbox.seccomp import MACHINES, build_filter
 Sandbox = Literal["bubblewrap", "none"]
 NOBODY = 65534
 NEEDED = {"bwrap": "bubblewrap", "mount": "mount"} | dict.fromkeys(("choom", "setpriv", "unshare"), "util-linux")
-LINE = 32  # bytes of an answer's line beside the answer
+LINE = 32  # bytes of an answer's line other than the answer
 STARTED = b"started \n"
 ESCAPE = (
-    "; without a sandbox the completions' code may do all that you may: where that is right, as in a container of its "
-    'own without network, say args = { sandbox = "none" }'
+    "; without a sandbox the completions' code may do everything that you may: where that is acceptable, as in its own "
+    'container without network, set args = { sandbox = "none" }'
 )
 PYTHON = Path(sys.executable).resolve()  # without the environment's packages
 PREFIX = Path(sys.base_prefix).resolve()
@@ -43,14 +43,14 @@ INSIDE = Path(__file__).with_name("inside.py").read_text()
 
 
 class SandboxError(RuntimeError):
-    """There is no sandbox to run a program in; the message says why and what to do."""
+    """No sandbox is available; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use. `cpu_seconds` and `output_kib` are for each question, the others for all together.
+    """Resources of a program. `cpu_seconds` and `output_kib` are per question, the others for all questions together.
 
-    `memory_mib` is the address space of each process, `processes` counts threads too, and the sandbox's own three.
+    `memory_mib` is the address space per process; `processes` counts threads too, and the sandbox's own three.
     """
 
     cpu_seconds: int = 2
@@ -76,11 +76,11 @@ class Input:
 
 
 def ask(program: str, questions: Sequence[Call | Input], limits: Limits, sandbox: Sandbox) -> list[Any]:
-    """The program's answer to each question, `...` where it gives none: values for calls, text for inputs.
+    """The program's answer to each question, `...` if it gives none: values for calls, text for inputs.
 
-    Each is answered in a process of its own, in this order, until time is up. Values are what literals can be made of,
-    and other iterables as iterators; all are rebuilt from JSON, none runs code of the program's. SandboxError when the
-    program could not even be started: that is not its fault.
+    Each question is answered in its own process, in this order, until the time is up. Values are those that literals
+    can express, and other iterables as iterators; all are rebuilt from JSON, and none runs code of the program. Raises
+    SandboxError if the program could not even be started, which is not the program's fault.
     """
     kinds: dict[str, list[tuple[int, str | bytes]]] = {"calls": [], "inputs": []}
     for number, question in enumerate(questions):
@@ -114,7 +114,7 @@ def _rebuilt(value: Any) -> Any:
 
 @cache
 def require(sandbox: Sandbox) -> None:
-    """SandboxError where programs cannot be run in this way; a program is run to see it."""
+    """Raises SandboxError if programs cannot be run in this way, which running one shows."""
     if sandbox not in get_args(Sandbox):
         raise SandboxError(f"sandbox={sandbox!r} is none of {', '.join(get_args(Sandbox))}")
     if sandbox == "none":
@@ -129,7 +129,7 @@ def require(sandbox: Sandbox) -> None:
 
 
 def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int) -> tuple[bytes, bytes]:
-    """The first `most` bytes that come out, and what those say who start the program."""
+    """The first `most` bytes of the output, and the errors of the programs that start the program."""
     with ExitStack() as stack:
         python = [str(PYTHON), "-I", "-S", "-X", "utf8", "-c", INSIDE]
         if sandbox == "none":
@@ -165,7 +165,7 @@ def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int) -> tuple[bytes
 
 
 def _read(descriptor: int, most: int, deadline: float) -> bytes:
-    """What comes until the end, but no longer: without a sandbox a daemon may live on and hold the pipe open."""
+    """The output until its end or the deadline: without a sandbox, a daemon may live on and hold the pipe open."""
     output, waiting = bytearray(), select.poll()  # select.select takes no descriptor above 1023
     waiting.register(descriptor, select.POLLIN)
     while len(output) < most and waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
@@ -177,13 +177,15 @@ def _read(descriptor: int, most: int, deadline: float) -> bytes:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End bubblewrap, and with it all that is in its process namespace."""
+    """End bubblewrap, and with it everything in its process namespace."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _kernel_limits(limits: Limits, sandbox: Sandbox) -> list[tuple[str, int]]:
-    inside = [("RLIMIT_NPROC", limits.processes)]  # counts in a user namespace; without one, all that the user runs
+    inside = [
+        ("RLIMIT_NPROC", limits.processes)
+    ]  # counts within a user namespace; without one, everything that the user runs
     return [
         ("RLIMIT_CPU", limits.cpu_seconds),
         ("RLIMIT_AS", limits.memory_mib << 20),
@@ -207,12 +209,12 @@ def _filter() -> Iterator[int]:
 
 
 def _enclosed(filter_descriptor: int, scratch_mib: int) -> list[str]:
-    """What a command begins with that is to see the interpreter, read-only, and a scratch /tmp."""
+    """Beginning of a command that sees only the interpreter, read-only, and a scratch /tmp."""
     tool = {name: shutil.which(name) or name for name in NEEDED}
-    first = [tool["choom"], "-n", "1000", "--"]  # where memory runs out, this is to go, not the training
+    first = [tool["choom"], "-n", "1000", "--"]  # if memory runs out, this is killed, not the training
     shown = PREFIX
     if os.geteuid() == 0:
-        # The limit of processes does not bind root; nobody may have no way to the interpreter, which /mnt gives.
+        # The limit of processes does not bind root; the user `nobody` reaches the interpreter by /mnt.
         shown = Path("/mnt")
         mount = f'{tool["mount"]} --bind "$0" {shown} && exec "$@"'
         first += [tool["unshare"], "--mount", "/bin/sh", "-c", mount, str(PREFIX), tool["setpriv"]]

@@ -1,7 +1,7 @@
-"""What runs inside the sandbox: a program, and the questions put to it. Its source is given to `python -c`.
+"""Runs inside the sandbox: a program, and the questions to it. The source of this module is given to `python -c`.
 
-Nothing here is trusted: the program may change all of it. Which answers are right is not known in here, and what comes
-out is read as data. It imports next to nothing, since starting is most of what a small program costs.
+Nothing here is trusted: the program may change all of it. The right answers are not known here, and the output is read
+as data. It imports next to nothing, since starting is most of the cost of a small program.
 """
 
 import builtins
@@ -14,7 +14,7 @@ from _json import encode_basestring_ascii
 
 FLOATS = {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}  # as readers of JSON know them
 SIGKILL = 9
-REAPED_WITHIN = 2.0  # seconds; without a sandbox, process 1 may be one that never looks after the dead
+REAPED_WITHIN = 2.0  # seconds; without a sandbox, process 1 may be one that never reaps zombies
 
 
 def main():
@@ -52,7 +52,7 @@ def printed(code, text, answers, number):
 
 
 def run(code, name):
-    """Run the program as the module `name`; its variables. Leaving it with an error is one."""
+    """Run the program as the module `name` and return its variables. Exiting with an error status is an error."""
     module = sys.modules[name] = type(sys)(name)
     try:
         exec(code, module.__dict__)
@@ -63,7 +63,7 @@ def run(code, name):
 
 
 def in_child(work, *arguments):
-    """Do the work in a process of its own, so that it can spoil nothing for the next; what it leaves running ends."""
+    """Do the work in its own process, so that it cannot affect the next; what it leaves running is ended."""
     child = posix.fork()
     if child == 0:
         try:
@@ -74,7 +74,7 @@ def in_child(work, *arguments):
     posix.waitpid(child, 0)
     try:
         until = time.monotonic() + REAPED_WITHIN
-        while time.monotonic() < until:  # who was killed takes the next one's room until process 1 has seen it
+        while time.monotonic() < until:  # a killed process counts against the limit until process 1 has reaped it
             posix.killpg(child, SIGKILL)
             time.sleep(0.0002)
     except OSError:  # there is nothing left
@@ -82,7 +82,7 @@ def in_child(work, *arguments):
 
 
 def encoded(value):
-    """JSON, in which everything but null, booleans, numbers and text is a list that starts with its kind."""
+    """JSON in which everything except null, booleans, numbers and text is a list that starts with its kind."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int):
@@ -113,7 +113,7 @@ def say(answers, number, text):
 
 
 def redirect(stream, content):
-    """Let the stream be a file that nobody else can open."""
+    """Replace the stream by a file that no other process can open."""
     file = posix.open("stream", posix.O_RDWR | posix.O_CREAT | posix.O_TRUNC, 0o600)
     posix.unlink("stream")
     posix.write(file, content)

@@ -1,7 +1,7 @@
-"""The sandbox's filter of system calls, as bubblewrap takes it: what a small program has no use for is refused.
+"""The sandbox's filter of system calls, as bubblewrap takes it: it refuses what a small program has no use for.
 
-Refused is what reaches beyond the namespaces (vsock knows none), memory that no limit counts (memfd, System V), and
-parts of the kernel that have often been a way out of one.
+These are calls that reach beyond the namespaces (vsock knows none), memory that no limit counts (memfd, System V), and
+parts of the kernel that have often been a way out of a sandbox.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KILL, ALLOW, EPERM = 0x80000000, 0x7FFF0000, 0x00050001  # SECCOMP_RET_… of li
 def build_filter(machine: str = platform.machine()) -> bytes:
     """A program for seccomp (an array of struct sock_filter): EPERM for REFUSED, death by another architecture's calls.
 
-    KeyError for a machine whose numbers are not known.
+    Raises KeyError for a machine whose numbers are not known.
     """
     column, architecture = MACHINES[machine]
     numbers = [call[column] for call in REFUSED.values()]

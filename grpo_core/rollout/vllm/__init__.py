@@ -1,0 +1,1 @@
+"""vLLM as an engine: inside the training process, or as servers."""

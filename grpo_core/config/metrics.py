@@ -1,0 +1,96 @@
+"""The table of metrics: what each is called on pages, its unit, whether more of it is better, where it is recorded.
+
+A new metric is one line here. Its value comes from the evaluation (samples.parquet) or the training (metrics.jsonl).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Unit = Literal["share", "tokens", "nats per token", "seconds", ""]
+Deciding = Literal["accuracy", "reward"]  # what policies can be compared by
+DECIDING: tuple[Deciding, ...] = get_args(Deciding)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`column`: of samples.parquet, after `POLICY/`; None if the metric follows from the columns of rewards."""
+
+    name: str
+    label: str
+    unit: Unit = ""
+    more_is_better: bool = False  # False also where nobody knows, as of lengths and KL
+    column: str | None = None
+
+    @property
+    def is_share(self) -> bool:
+        """A share, from 0 to 1, is shown in per cent, a difference of two in points."""
+        return self.unit == "share"
+
+    @property
+    def scale(self) -> int:
+        """Factor by which a value is multiplied to be drawn."""
+        return 100 if self.is_share else 1
+
+    @property
+    def heading(self) -> str:
+        """Label and unit, for a table whose cells have the percent sign."""
+        return f"{self.label}, {self.unit}" if self.unit and not self.is_share else self.label
+
+    @property
+    def title(self) -> str:
+        """Label and unit, for a chart."""
+        title = f"{self.label}, %" if self.is_share else self.heading
+        return title[0].upper() + title[1:]
+
+
+def _by_name(metrics: Iterable[Metric]) -> dict[str, Metric]:
+    return {metric.name: metric for metric in metrics}
+
+
+# Of an evaluation, in the order of its tables; promotion.guards may name them.
+EVALUATED = _by_name(
+    [
+        Metric("accuracy", "accuracy", "share", more_is_better=True),
+        Metric("reward", "reward", more_is_better=True),
+        Metric("completions/mean_length", "completion length", "tokens", column="completion_tokens"),
+        Metric("completions/clipped_ratio", "cut off", "share", column="truncated"),
+        Metric("kl", "KL to the base", "nats per token", column="kl"),
+    ]
+)
+
+# Of a training, one value per update; docs/reference/metrics.md has all of them, these are those with a chart.
+TRAINED = _by_name(
+    [
+        Metric("reward", "reward", more_is_better=True),
+        Metric("eval_reward", "reward on held-out prompts", more_is_better=True),
+        Metric("eval_accuracy", "accuracy on held-out prompts", "share", more_is_better=True),
+        Metric("completions/mean_length", "completion length", "tokens"),
+        Metric("completions/clipped_ratio", "completions cut off", "share"),
+        Metric("frac_reward_zero_std", "groups without signal", "share"),
+        Metric("entropy", "entropy", "nats per token"),
+        Metric("kl", "KL to the reference", "nats per token"),
+        Metric("grad_norm", "gradient norm"),
+        Metric("learning_rate", "learning rate"),
+        Metric("step_time", "time per update", "seconds"),
+    ]
+)
+
+
+def evaluated_metric(name: str) -> Metric:
+    """A metric of an evaluation by its name: of EVALUATED, or rewards/NAME/mean, pass@K or majority@N."""
+    if name in EVALUATED:
+        return EVALUATED[name]
+    if name.startswith("rewards/"):
+        column = name.removesuffix("/mean")
+        return Metric(name, column.removeprefix("rewards/"), more_is_better=True, column=column)
+    if name.startswith(("pass@", "majority@")):
+        return Metric(name, name, "share", more_is_better=True)
+    raise ValueError(f"no metric of an evaluation is called {name!r}")
+
+
+def reward_means(rewards: Iterable[str]) -> list[str]:
+    """Names of the metrics that are the means of these rewards."""
+    return [f"rewards/{name}/mean" for name in rewards]

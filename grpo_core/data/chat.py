@@ -1,0 +1,91 @@
+"""Text or messages: a prompt is a text or a list of messages {role, content}, a completion a text or one message.
+
+The one place that tells the two apart. Columns of such prompts are told apart by their Arrow type, where data is
+validated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ROLES = ("system", "user", "assistant")
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Whether a prompt, or a completion, is a list of messages, not a text."""
+    return not isinstance(prompt, str)
+
+
+def text_of(completion: str | Sequence[Mapping[str, str]]) -> str:
+    """The text of a completion: itself, or the content of its last message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def completion_of(prompt: Any, text: str) -> Any:
+    """A text as a completion of the prompt, as rewards see it: itself, or one message of the assistant."""
+    return [{"role": "assistant", "content": text}] if is_conversation(prompt) else text
+
+
+def turns(prompt: Any) -> list[tuple[str, str]]:
+    """(role, text) of each message; of a prompt that is text, one turn without a role."""
+    if not is_conversation(prompt):
+        return [("", prompt)]
+    return [(message["role"], message["content"]) for message in prompt]
+
+
+def plain(prompt: Any) -> Any:
+    """The prompt; of messages, the fields that every data set has."""
+    return [{"role": role, "content": text} for role, text in turns(prompt)] if is_conversation(prompt) else prompt
+
+
+def without_gaps(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without their null fields: Arrow gives every message each key that any of them has."""
+    return [{key: value for key, value in message.items() if value is not None} for message in conversation]
+
+
+def encode_prompts(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
+    """Token ids of standard (text) or conversational prompts, the latter through the chat template."""
+    if not is_conversation(prompts[0]):
+        return tokenizer(list(prompts))["input_ids"]
+    conversations = [without_gaps(prompt) for prompt in prompts]
+    return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def end_token_problem(tokenizer: Any, prompt: Any) -> str:
+    """The problem if the tokenizer puts its end token after a prompt that is text; "" if it does not.
+
+    A chat template may end a conversation with that token, which belongs to the format that the model was trained on.
+    """
+    if is_conversation(prompt):
+        return ""
+    ids, bare = (tokenizer(prompt, add_special_tokens=special)["input_ids"] for special in (True, False))
+    end = tokenizer.eos_token_id
+    if ids[-1:] != [end] or bare[-1:] == [end]:
+        return ""
+    return (
+        f"the tokenizer {tokenizer.name_or_path!r} puts its end token {tokenizer.eos_token!r} after each prompt: "
+        "completions would begin after the end of the text. In a copy of the model's folder, set add_eos_token to "
+        "false in tokenizer_config.json, or remove the token from post_processor in tokenizer.json"
+    )
+
+
+def decode_completions(
+    rows: Sequence[Mapping[str, Any]], prompt_ids: Sequence[list[int]], ids: Sequence[list[int]], tokenizer: Any
+) -> list[Any]:
+    """Completions as rewards see them: one assistant message if the prompt is a conversation, else the text that
+    continues the prompt."""
+    alone = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    if not rows or is_conversation(rows[0]["prompt"]):
+        return [completion_of(rows[0]["prompt"], text) for text in alone]
+    # Decoded alone, a completion loses its leading space with tokenizers that put one in front of every text.
+    prompts = {tuple(prompt): prompt for prompt in prompt_ids}
+    shown = tokenizer.batch_decode([*prompts.values()], skip_special_tokens=True)
+    before = dict(zip(prompts, shown, strict=True))
+    together = [prompt + completion for prompt, completion in zip(prompt_ids, ids, strict=True)]
+    whole = tokenizer.batch_decode(together, skip_special_tokens=True)
+    # Bytes at the prompt's end that are no character alone may be one together with the completion's first bytes.
+    return [
+        text.removeprefix(before[tuple(prompt)]) if text.startswith(before[tuple(prompt)]) else own
+        for prompt, text, own in zip(prompt_ids, whole, alone, strict=True)
+    ]
