@@ -123,7 +123,7 @@ def test_every_built_in_reward_is_in_the_table_with_its_range() -> None:
     text = (REFERENCE / "rewards.md").read_text()
     table = dict(re.findall(r"^\| `(\w+)` \| (\S+ (?:to|or) \S+) \|", text, re.MULTILINE))
     documented = {name: tuple(map(_bound, re.split(" to | or ", shown))) for name, shown in table.items()}
-    assert documented == {name: tuple(range_) for name, (_, range_) in BUILTIN.items()}
+    assert documented == {name: tuple(reward.range) for name, reward in BUILTIN.items()}
 
 
 @pytest.mark.parametrize("page", sorted(RECIPE_PAGES.glob("*.md")), ids=lambda page: page.stem)
