@@ -1,4 +1,4 @@
-"""Attacks on the sandbox, each for real, and by what it is stopped; docs/security.md tells of them.
+"""Attacks on the sandbox, each for real, and by what it is stopped; docs/explanation/security.md tells of them.
 
 Where an attack would do no harm, it is tried without the sandbox too, and works: so it is one.
 """
