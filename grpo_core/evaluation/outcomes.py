@@ -1,6 +1,6 @@
 """Samples → what a policy did on each prompt, metric by metric. The distinct prompt is the unit of every statistic.
 
-`samples` has a row for each completion that was drawn of each prompt (see docs/reference/files.md, samples.parquet).
+`samples` has a row for each completion that was drawn of each prompt (see `docs/reference/files.md`, samples.parquet).
 """
 
 from __future__ import annotations
