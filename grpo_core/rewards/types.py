@@ -1,4 +1,4 @@
-"""What a built-in reward is, beside its function: one record, in the module of the function."""
+"""The record of a built-in reward: everything that other code has to know about it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BuiltinReward:
     """It opens no file, reaches no server and runs no program, whatever its arguments: anyone who can start a run in
     Prefect's UI may name it with any arguments."""
     operational: frozenset[str] = frozenset()
-    """Arguments that change no value: with others, results and checkpoints stay valid."""
+    """Arguments that change no value: if they change, results and checkpoints stay valid."""
     value_problems: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
     """Columns of which it cannot take every value: each with a function that returns what is wrong with one, or ""."""
     args_problem: Callable[[Mapping[str, Any]], str] = _accept_all

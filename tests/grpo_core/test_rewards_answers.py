@@ -321,7 +321,7 @@ def test_the_time_limit_of_a_reward_holds_for_math_answer_and_the_next_call_gets
 
 
 def test_the_process_that_compares_ends_with_the_one_that_asks() -> None:
-    asks = "from grpo_core.rewards import maths; import os\n"
+    asks = "from grpo_core.rewards.builtin import maths; import os\n"
     asks += (
         "assert maths.math_answer(['1'], ['1']) == [1]; print(maths._worker().pid, flush=True); os.kill(os.getpid(), 9)"
     )
