@@ -73,8 +73,8 @@ class _Server:
 
 def _engine(folder: Path, model: Any) -> VLLMServerEngine:
     values = config_values(folder, folder, engine="vllm-server", vllm_server_base_urls=["http://127.0.0.1:1"])
-    names = ("shared_memory", "vllm_transfer")
-    no_vllm = {f"grpo_core.rollout.{name}": mock.Mock() for name in names}  # which takes long to import
+    names = ("shared_memory", "transfer")
+    no_vllm = {f"grpo_core.rollout.vllm.{name}": mock.Mock() for name in names}  # which takes long to import
     with mock.patch.object(vllm_server, "Server", _Server), mock.patch.dict(sys.modules, no_vllm):
         return VLLMServerEngine(parse_config(values), model, 16)
 
