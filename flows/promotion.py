@@ -13,7 +13,7 @@ from flows.parameters.form import form_schema
 from tasks import promotion
 from tasks.registry.champion import CANDIDATE, Outcome
 from tasks.stages.attempts import keep_retry
-from tasks.stages.refusals import plain
+from tasks.stages.endings import plain
 
 Changes = Annotated[dict[str, Any], WithJsonSchema(form_schema("promotion"))]
 

@@ -1,10 +1,16 @@
-"""What every error that is foreseen has in common."""
+"""Errors that a person can act on, and the status of a command that they end."""
 
 from __future__ import annotations
 
 
 class GrpoError(Exception):
-    """A foreseen error: its message says what is wrong and what to do, without a traceback."""
+    """An error that a person can act on: its message is a sentence that says what is wrong and what to do.
+
+    `exit_status`: of the command that it ends. 2: refused before anything was started; 1: failed on the way;
+    130: interrupted.
+    """
+
+    exit_status = 2
 
 
 class ConfigError(GrpoError):
@@ -14,9 +20,11 @@ class ConfigError(GrpoError):
 class RewardError(GrpoError):
     """A reward that cannot be used, that broke its contract, or whose server is gone; the message says which.
 
-    A reward function raises it for what no completion is to blame for. Training ends with a checkpoint then.
+    A reward function raises it for a fault that is not the completion's. Training ends with a checkpoint then.
     """
 
 
-class TrainingError(RuntimeError):
+class TrainingError(GrpoError):
     """Training that must not go on; the message gives the step, the figure and what to try."""
+
+    exit_status = 1

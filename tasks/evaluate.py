@@ -17,6 +17,7 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.evaluation import CHAMPION, HELD_OUT
+from grpo_core.config.run import RunConfig
 from tasks.processes.run import run_process
 from tasks.processes.vllm_servers import servers
 from tasks.registry.champion import identity, present_champion
@@ -24,7 +25,8 @@ from tasks.rendering import figures as as_text
 from tasks.rendering.markdown import escape, table
 from tasks.reports.report import PAGE, write_report
 from tasks.stages.lineage import lineage_keys
-from tasks.stages.stage import EVALUATE, TRAIN, Context, run_stage
+from tasks.stages.run import Context, run_stage
+from tasks.stages.table import EVALUATE, TRAIN
 from tasks.tracking.runs import (
     answering,
     commit_text,
@@ -39,8 +41,8 @@ METRICS_AT_ONCE = 1000  # MLflow takes no more
 
 
 @task(name="evaluate")
-def evaluate(run: Path, force: bool = False) -> State[None]:
-    return run_stage(EVALUATE, run, _work, force)
+def evaluate(run: Path, config: RunConfig, force: bool = False) -> State[None]:
+    return run_stage(EVALUATE, run, config, _work, force)
 
 
 def _work(context: Context) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def _work(context: Context) -> dict[str, Any]:
     address, keys = run_address(TRAIN.path(context.run)), lineage_keys(config)
     commit = commit_text(trained_on_commit(client, run_id))
     try:
-        write_report(context.run, context.partial, report, time.monotonic() - start, keys, address, commit)
+        write_report(context.run, config, context.partial, report, time.monotonic() - start, keys, address, commit)
     except Exception as error:  # a page is no reason to lose an evaluation
         log.warning("%s could not be made: %r", PAGE, error, exc_info=True)
     return report

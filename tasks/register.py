@@ -21,9 +21,11 @@ from tasks.registry.model_version import Example, log_version
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape
 from tasks.reports.report import PAGE, headline
-from tasks.stages.lineage import key_of, lineage_keys
+from tasks.stages.lineage import lineage_keys
 from tasks.stages.outages import tracking_uri
-from tasks.stages.stage import EVALUATE, PLAN, REGISTER, TRAIN, Context, run_stage
+from tasks.stages.parts import key_of
+from tasks.stages.run import Context, run_stage
+from tasks.stages.table import EVALUATE, PLAN, REGISTER, TRAIN
 from tasks.tracking.live import CURVES
 from tasks.tracking.runs import (
     LINEAGE,
@@ -43,8 +45,8 @@ CHARTS = "^(reward$|rewards/|eval_|entropy$|kl$|completions/mean_length$)"  # th
 
 
 @task(name="register")
-def register(run: Path, force: bool = False) -> State[None]:
-    return run_stage(REGISTER, run, _work, force)
+def register(run: Path, config: RunConfig, force: bool = False) -> State[None]:
+    return run_stage(REGISTER, run, config, _work, force)
 
 
 def _work(context: Context) -> dict[str, Any]:

@@ -16,11 +16,14 @@ from prefect.client.schemas.objects import State
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
+from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan, load_plan
 from tasks.processes.run import run_process
 from tasks.processes.vllm_servers import servers
-from tasks.stages.run_directory import read_json
-from tasks.stages.stage import PLAN, TRAIN, Context, StageError, run_stage
+from tasks.stages.errors import StageError
+from tasks.stages.files import read_json
+from tasks.stages.run import Context, run_stage
+from tasks.stages.table import PLAN, TRAIN
 from tasks.tracking.live import OUTPUT, Live, Output, show_curves
 from tasks.tracking.runs import open_tracking_run
 from tasks.tracking.sending import sending
@@ -30,8 +33,8 @@ LEASE_SECONDS = 60.0
 
 
 @task(name="train")
-def train(run: Path, force: bool = False) -> State[None]:
-    return run_stage(TRAIN, run, _work, force)
+def train(run: Path, config: RunConfig, force: bool = False) -> State[None]:
+    return run_stage(TRAIN, run, config, _work, force)
 
 
 def _work(context: Context) -> dict[str, Any]:

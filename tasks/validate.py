@@ -19,15 +19,17 @@ from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import bounds_of
 from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum
-from grpo_core.rewards.contract import RewardError, resolve
+from grpo_core.rewards.contract import resolve
 from tasks.data.contract import check, needed_columns, prompt_text
 from tasks.data.lengths import ModelError, load_tokenizer_and_context, sample_lengths
-from tasks.data.sources import SourceError, load_sources, without_unstorable
+from tasks.data.sources import load_sources, without_unstorable
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.registry.gate import LEAST_PROMPTS
 from tasks.reports.data_report import FINDINGS, count_findings, length_figures, markdown, write_report
-from tasks.stages.run_directory import remove
-from tasks.stages.stage import VALIDATE, Context, StageError, run_stage
+from tasks.stages.errors import StageError
+from tasks.stages.files import remove
+from tasks.stages.run import Context, run_stage
+from tasks.stages.table import VALIDATE
 
 FINDINGS_SHOWN = 10
 
@@ -50,18 +52,15 @@ class Screened:
 
 
 @task(name="validate")
-def validate(run: Path, force: bool = False) -> State[None]:
-    return run_stage(VALIDATE, run, _work, force)
+def validate(run: Path, config: RunConfig, force: bool = False) -> State[None]:
+    return run_stage(VALIDATE, run, config, _work, force)
 
 
 def _work(context: Context) -> dict[str, Any]:
     log = get_run_logger()
     rejected = context.run / "dataset.rejected"
     remove(rejected)
-    try:
-        screened = screen(context.config)
-    except (SourceError, ModelError, RewardError) as error:
-        raise StageError(str(error)) from error
+    screened = screen(context.config)
     report = screened.report
     if screened.refused:
         write_report(rejected, report, screened.findings, screened.lengths, screened.room)

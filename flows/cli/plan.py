@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flows.cli.terminal import print_refusal
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
-from grpo_core.errors import ConfigError, RewardError
+from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.planning.forecast import (
     PromptLengths,
     find_gpu,
@@ -37,7 +38,6 @@ from grpo_core.planning.rules import PlanInputs, Rules
 from grpo_core.rewards.contract import check
 from tasks.data.places import check_places
 from tasks.stages.run_directory import storage_root
-from tasks.stages.stage import StageError
 
 ASSUMED_PROMPT_TOKENS = 256
 NO_FILE: dict[str, Any] = {  # what a configuration needs, but a plan does not
@@ -103,7 +103,7 @@ def plan(
         fixes = [dataclasses.asdict(fix) for fix in error.fixes]
         given = {key: value for key, value in dataclasses.asdict(error.inputs).items() if value is not None}
         answer |= {"errors": error.problems, "fixes": fixes, **given}
-    except (ConfigError, RecipeError, RewardError, StageError) as error:
+    except GrpoError as error:
         answer["errors"] = str(error).splitlines()
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
@@ -284,7 +284,7 @@ def _prompt_lengths(config: RunConfig, given: int | None) -> PromptLengths:
 def _show(answer: Mapping[str, Any]) -> None:
     console = Console()
     for error in answer["errors"]:
-        Console(stderr=True).print(error, style="red", markup=False, highlight=False)
+        print_refusal(error)
     if not answer["valid"]:
         if answer["fixes"]:
             console.print(_fixes_table(answer["fixes"]))

@@ -1,4 +1,4 @@
-"""`grpo rewards list`: the built-in rewards. `grpo rewards try`: what those of a configuration make of a completion."""
+"""`grpo rewards list`: the built-in rewards. `grpo rewards try`: what a configuration's rewards give a completion."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.terminal import refuse
+from flows.cli.terminal import refusals
 from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
-from grpo_core.rewards.contract import Reward, RewardError, resolve
+from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import Batch, score
 from grpo_core.system.libraries import quiet_libraries
@@ -47,7 +47,7 @@ def list_rewards() -> None:
 def try_rewards(
     config: Annotated[Path, typer.Argument(help="run configuration (TOML), such as configs/quickstart.toml")],
     completions: Annotated[
-        list[str], typer.Option("--completion", metavar="TEXT", help="a completion; several are a group")
+        list[str], typer.Option("--completion", metavar="TEXT", help="a completion; repeat it for a group")
     ],
     row: Annotated[int, typer.Option(min=0, help="row of data.train, from 0")] = 0,
     overrides: Annotated[
@@ -55,7 +55,7 @@ def try_rewards(
         typer.Option("--set", metavar="KEY=VALUE", help="override one key"),
     ] = None,
 ) -> None:
-    """Show what each reward gives for a completion of a row, what of that counts, and the sum.
+    """Show what each reward gives for a completion of a row, how much of it counts, and the sum.
 
     Exit status 1: a reward failed, 2: it cannot be tried.
     """
@@ -63,19 +63,13 @@ def try_rewards(
     import numpy as np
 
     from grpo_core.rewards.composition import counted, weighted_sum
-    from tasks.data.lengths import ModelError
-    from tasks.data.sources import SourceError
 
-    try:
+    with refusals(str(config)):
         run = load_config(config, overrides)
         rewards = [resolve(reward) for reward in run.rewards]
         batch = _batch(run, rewards, row, completions)
-    except (ConfigError, SourceError, ModelError, RewardError) as error:
-        refuse(f"{config}: {error}", 2)
-    try:
+    with refusals(str(config), exit_status=1):
         given = np.array(score(rewards, batch)).T  # (N, K)
-    except RewardError as error:
-        refuse(str(error), 1)
     console = Console()
     console.print(f"row {row}", *_shown(batch.rows[0], rewards), sep="\n", markup=False, highlight=False)
     for text, values, counts, total in zip(

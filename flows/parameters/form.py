@@ -24,14 +24,27 @@ LAST = ("seed", "algorithm", "health")  # in the form, which Prefect cannot fold
 
 
 def resolve(preset: str, changes: dict[str, Any]) -> RunConfig:
-    """The configuration that a preset, or any TOML file, gives with the keys in `changes` replaced; a list is replaced
-    as a whole, and null stands for "as in the preset". ConfigError names every key that is wrong."""
+    """The configuration of a preset, or of any TOML file, with the keys in `changes` replaced. A list is replaced as a
+    whole; null means "as in the preset". Raises ConfigError, which names every key that is wrong."""
+    return parse_config(_read(preset, changes))
+
+
+def read_name(preset: str, changes: dict[str, Any]) -> str:
+    """Name of the run that the same parameters start; "refused" if they do not give one."""
+    try:
+        name = _read(preset, changes).get("name")
+    except ConfigError:  # said by the flow itself
+        name = None
+    return name if isinstance(name, str) else "refused"
+
+
+def _read(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
     path = CONFIGS / f"{preset}.toml" if preset in PRESETS else Path(preset)
     if not path.is_file():
         near = difflib.get_close_matches(preset, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"presets: {', '.join(PRESETS)}"
         raise ConfigError(f"preset = {preset!r}: neither a preset in {CONFIGS} nor a file; {hint}")
-    return parse_config(_merge(read_values(path), changes))
+    return _merge(read_values(path), changes)
 
 
 def changes_of(path: Path, overrides: list[str] | None) -> dict[str, Any]:

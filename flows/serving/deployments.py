@@ -22,11 +22,10 @@ from prefect.settings import PREFECT_API_URL
 from flows.pipeline import pipeline
 from flows.promotion import promote, rollback
 from flows.serving.environment import TAG
-from flows.stages import evaluate_run, plan_run, register_run, train_run, validate_run
+from flows.stages import FLOWS
 
 NAME = "local"  # pipeline/local, train/local, …
 NIGHTLY = Cron("0 2 * * *", timezone="UTC", active=False, slug="nightly")
-STAGES = [validate_run, plan_run, train_run, evaluate_run, register_run]
 
 
 def deployments() -> list[RunnerDeployment]:
@@ -36,7 +35,7 @@ def deployments() -> list[RunnerDeployment]:
     """
     offered = [
         _deployment(pipeline, [TAG], schedule=NIGHTLY),
-        *(_deployment(stage, [TAG, "stage"]) for stage in STAGES),
+        *(_deployment(stage, [TAG, "stage"]) for stage in FLOWS.values()),
         *(_deployment(registry, [TAG, "registry"]) for registry in (promote, rollback)),
     ]
     if _is_known(offered[0].full_name):

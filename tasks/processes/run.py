@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from tasks.stages.run_directory import held_locks
-from tasks.stages.stage import StageError
+from tasks.stages.errors import StageError
+from tasks.stages.locks import held_locks
 
 TAIL_LINES = 25
 GRACE_SECONDS = 20.0

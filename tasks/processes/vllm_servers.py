@@ -19,8 +19,9 @@ from typing import Any
 from grpo_core.config.run import RunConfig
 from grpo_core.rollout.vllm.serve import ADDRESSES
 from tasks.processes.run import GRACE_SECONDS, TAIL_LINES
-from tasks.stages.run_directory import held_locks
-from tasks.stages.stage import Context, StageError
+from tasks.stages.errors import StageError
+from tasks.stages.locks import held_locks
+from tasks.stages.run import Context
 
 POLL_SECONDS = 0.5
 PAUSE_SECONDS = 2.0  # before a server that died is started again

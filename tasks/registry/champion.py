@@ -32,8 +32,8 @@ from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError, GrpoError
 from tasks.registry.gate import Contestant, Verdict, decide
 from tasks.registry.history import ROLLED_BACK, Entry, bounded, reigns, written
+from tasks.registry.model_lock import model_lock
 from tasks.registry.spending import ATTEMPTS, take_number
-from tasks.stages.run_directory import model_lock
 from tasks.tracking.runs import answering, connect
 
 CANDIDATE = RegistryConfig().alias
@@ -183,7 +183,8 @@ def present_champion(client: MlflowClient, name: str) -> ModelVersion | None:
 
 def is_decided(name: str, version: str) -> bool:
     """Whether a promotion of the version has been tried, to its end."""
-    return DECIDED_AT in connect().get_model_version(name, version).tags
+    with answering():
+        return DECIDED_AT in connect().get_model_version(name, version).tags
 
 
 def _rules(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -308,7 +309,8 @@ def _judge(
         config = parse_config(recorded.config)
     except ConfigError as error:
         raise _NotComparableError(f"the configuration recorded with it is not valid here: {error}") from None
-    config = parse_config({**recorded.config, "promotion": {**recorded.config.get("promotion", {}), **rules}})
+    if rules:
+        config = parse_config({**recorded.config, "promotion": {**recorded.config.get("promotion", {}), **rules}})
     trained = Contestant(f"version {candidate.version}", recorded.samples, "trained")
     try:
         return decide(config, trained, _rival(client, candidate, recorded, champion), attempt)

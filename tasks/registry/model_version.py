@@ -18,7 +18,7 @@ from mlflow.models import Model, infer_signature
 from mlflow.utils.file_utils import local_file_uri_to_path
 from packaging.version import Version
 
-from tasks.stages.run_directory import remove
+from tasks.stages.files import remove
 
 WEIGHTS = ".safetensors"
 PINNED = ("torch", "transformers", "tokenizers", "safetensors", "accelerate")

@@ -13,7 +13,7 @@ import polars as pl
 from tasks.data.contract import RULES, SHOWN
 from tasks.rendering.drawing import draw_lengths
 from tasks.rendering.markdown import escape, table
-from tasks.stages.run_directory import remove
+from tasks.stages.files import remove
 
 REPORT, FINDINGS, PICTURE = "report.json", "findings.csv", "lengths.png"
 FINDINGS_IN_TABLE = 100

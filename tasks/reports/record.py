@@ -12,13 +12,12 @@ from typing import Any
 
 import polars as pl
 
-from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from tasks.rendering.drawing import Row
 from tasks.rendering.figures import metric_of
-from tasks.stages.run_directory import UnknownRunError, find_run
-from tasks.stages.stage import EVALUATE, PLAN, TRAIN, VALIDATE
+from tasks.stages.run_directory import CONFIG, UnknownRunError, find_run, read_config
+from tasks.stages.table import EVALUATE, PLAN, STAGES, TRAIN, VALIDATE
 
 SAMPLES = "samples.parquet"
 TRACKED = re.compile(r"[0-9a-f]{32}|.+@.+|.+/\d+")  # an MLflow run id, MODEL@ALIAS, MODEL/VERSION
@@ -65,21 +64,24 @@ def load_record(reference: str) -> Record:
     return read_record(run)
 
 
-def read_record(run: Path, training: Path | None = None, evaluation: Path | None = None) -> Record:
-    """Of a run's directory; `training` and `evaluation` where those outputs are elsewhere. NotEvaluatedError."""
+def read_record(
+    run: Path, config: RunConfig | None = None, training: Path | None = None, evaluation: Path | None = None
+) -> Record:
+    """The record in a run's directory. `config`: the run's, if it is parsed already; `training`, `evaluation`: where
+    those outputs are, if elsewhere. Raises NotEvaluatedError if there is no evaluation."""
     training, evaluation = training or TRAIN.path(run), evaluation or EVALUATE.path(run)
     if not (evaluation / EVALUATE.receipt).is_file():
-        if missing := [stage.name for stage in (VALIDATE, PLAN, TRAIN) if not stage.read_receipt(run)]:
+        if missing := [stage.name for stage in STAGES[: STAGES.index(EVALUATE)] if not stage.read_receipt(run)]:
             what = f"{', '.join(missing)} of it {'has' if len(missing) == 1 else 'have'} not been done"
             raise NotEvaluatedError(
                 f"run {run.name!r} has no evaluation: {what}. `grpo status {run.name}` says more; to go on: "
-                f"grpo run {run / 'config.toml'}"
+                f"grpo run {run / CONFIG}"
             )
         raise NotEvaluatedError(
             f"run {run.name!r} has no evaluation ({evaluation}); make it: grpo stage evaluate --run {run.name}"
         )
     return Record(
-        config=load_config(run / "config.toml"),
+        config=config or read_config(run),
         data=_json(VALIDATE.receipt_path(run)),
         plan=_json(PLAN.receipt_path(run)),
         result=_json(training / TRAIN.receipt),

@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 
 from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import outcomes
 from grpo_core.evaluation.statistics import POWER
 from tasks.rendering import drawing, figures
@@ -19,7 +20,7 @@ from tasks.rendering.drawing import BLUE, GREY, ORANGE
 from tasks.rendering.page import Chart, Section, Table, Tile, Verdict, render
 from tasks.reports import account
 from tasks.reports.record import Record, read_record
-from tasks.stages.run_directory import write_text
+from tasks.stages.files import write_text
 
 PAGE = "report.html"
 POLICY_COLOURS = {"base": GREY, "champion": ORANGE, "trained": BLUE}
@@ -29,6 +30,7 @@ LONGEST_TEXT = 3000  # characters of a prompt or completion
 
 def write_report(
     run: Path,
+    config: RunConfig,
     folder: Path,
     evaluation: Mapping[str, Any],
     seconds: float,
@@ -37,7 +39,7 @@ def write_report(
     commit: str,
 ) -> None:
     """Write report.html of a run into `folder`, which has the samples.parquet of this `evaluation`."""
-    record = read_record(run, evaluation=folder)
+    record = read_record(run, config, evaluation=folder)
     write_text(folder / PAGE, report_page(replace(record, evaluation=evaluation), seconds, keys, mlflow_run, commit))
 
 

@@ -32,10 +32,12 @@ from grpo_core.config.files import KEPT
 from grpo_core.config.run import RunConfig
 from grpo_core.fingerprint import content_hash
 from grpo_core.planning.forecast import Throughput, find_gpu, name_hardware
+from tasks.stages.errors import StageError
+from tasks.stages.files import read_json, write_text
 from tasks.stages.lineage import DIGITS, lineage_keys
-from tasks.stages.outages import describe, tracking_uri
-from tasks.stages.run_directory import kept_rewards, read_json, storage_root, write_text
-from tasks.stages.stage import PLAN, VALIDATE, StageError
+from tasks.stages.outages import TrackingError, describe, tracking_uri
+from tasks.stages.run_directory import kept_rewards, storage_root
+from tasks.stages.table import PLAN, VALIDATE
 
 RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start_time (ms) of its MLflow run
 PARAMS_AT_ONCE = 100  # as many as MLflow takes
@@ -79,7 +81,7 @@ def answering() -> Iterator[None]:
         with brief_requests():
             yield
     except MlflowException as error:
-        raise StageError(describe(error)) from error
+        raise TrackingError(describe(error)) from error
 
 
 def open_tracking_run(config: RunConfig, run: Path, folder: Path) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
+from tasks.stages.files import write_text
 from tasks.stages.outages import first_cause, tracking_uri
-from tasks.stages.run_directory import write_text
 from tasks.tracking.live import CURVES, Figures, Row
 from tasks.tracking.runs import brief_requests, connect
 

@@ -210,7 +210,8 @@ def test_a_stage_rerun_alone_meets_the_champion_and_the_pipeline_reruns_just_wha
     finished: Path, inputs: Path
 ) -> None:
     from flows.stages import evaluate_run
-    from tasks.stages.stage import conditions
+    from tasks.stages.condition import conditions
+    from tasks.stages.run_directory import read_config
     from tasks.tracking.runs import connect
 
     _run(inputs)
@@ -236,7 +237,11 @@ def test_a_stage_rerun_alone_meets_the_champion_and_the_pipeline_reruns_just_wha
         "report.json",
         "samples.parquet",
     }
-    outdated = {name: found.reason for name, found in conditions(finished).items() if not found.is_up_to_date}
+    outdated = {
+        name: found.reason
+        for name, found in conditions(finished, read_config(finished)).items()
+        if not found.is_up_to_date
+    }
     assert outdated == {"register": "evaluate was made again"}
     _run(inputs)
     assert _task_states("small") == [*((stage, "Skipped") for stage in STAGES[:4]), ("register", "Completed")]
@@ -247,19 +252,20 @@ def test_the_real_prompts_and_plan_made_again_come_out_the_same_and_nothing_is_t
     finished: Path, inputs: Path
 ) -> None:
     from flows.stages import plan_run, validate_run
-    from tasks.stages.stage import conditions
+    from tasks.stages.condition import conditions
+    from tasks.stages.run_directory import read_config
 
     _run(inputs)
     validate_run("small", force=True)
     plan_run("small", force=True)
     assert _task_states("small-plan") == [("plan", "Completed")]
-    assert all(found.is_up_to_date for found in conditions(finished).values())
+    assert all(found.is_up_to_date for found in conditions(finished, read_config(finished)).values())
 
 
 def test_a_stage_alone_refuses_to_work_on_what_an_edit_made_stale(finished: Path, inputs: Path) -> None:
     from flows.stages import evaluate_run
+    from tasks.stages.errors import StageError
     from tasks.stages.run_directory import open_run
-    from tasks.stages.stage import StageError
 
     with open_run(_config(inputs, "train.max_steps=5")):
         pass

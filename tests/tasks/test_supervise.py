@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tasks.processes.run import TimeLimitError, run_process
-from tasks.stages.stage import StageError
+from tasks.stages.errors import StageError
 
 # Starts a child in a session of its own (as torch's launcher and vLLM do), both deaf to SIGTERM; then says both pids.
 TREE = """

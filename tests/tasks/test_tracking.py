@@ -16,9 +16,9 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from grpo_core.planning.forecast import name_hardware
+from tasks.stages.errors import StageError
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.outages import tracking_uri
-from tasks.stages.stage import StageError
 from tasks.tracking import runs as tracking
 from tasks.tracking.runs import connect, earlier_throughput, open_tracking_run, read_tracking_run, run_address
 from tests.conftest import config_values, write_sums

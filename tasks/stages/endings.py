@@ -1,7 +1,7 @@
 """How a flow that cannot go on says so: a foreseen error by its sentence, a signal by what is saved.
 
 Prefect logs an exception with its traceback in the task and again in the flow, and calls every signal a crash. A
-foreseen error's traceback is left to errors.log in the run's directory (`tasks.stages.stage`), and to Prefect's log at
+foreseen error's traceback is left to errors.log in the run's directory (`tasks.stages.run`), and to Prefect's log at
 DEBUG.
 """
 
@@ -25,7 +25,7 @@ from prefect.states import Cancelled
 
 from grpo_core.errors import GrpoError
 from tasks.stages.attempts import close_left_open
-from tasks.stages.stage import Interrupted
+from tasks.stages.errors import Interrupted
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,0 +1,47 @@
+"""`grpo stage`: one stage of an earlier run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flows.cli.server import prefect_server
+from flows.cli.status import show_status
+from flows.cli.terminal import refusals
+from flows.serving.environment import TAG, configure
+from tasks.stages.condition import refuse_outdated_inputs
+from tasks.stages.run_directory import find_run, read_config
+from tasks.stages.table import STAGES, Stage
+
+NAMES = [stage.name for stage in STAGES]
+
+
+def _find_stage(name: str) -> Stage:
+    if name not in NAMES:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(NAMES)}.")
+    return STAGES[NAMES.index(name)]
+
+
+def stage(
+    name: Annotated[Stage, typer.Argument(parser=_find_stage, metavar=f"[{'|'.join(NAMES)}]", help="the stage")],
+    run: Annotated[str, typer.Option(help="name of an earlier run")],
+    force: Annotated[
+        bool, typer.Option("--force", help="even if it is up to date; train: from step 0, not from a checkpoint")
+    ] = False,
+) -> None:
+    """Run one stage of an earlier run with that run's own configuration; refused if its input is missing or outdated.
+
+    Exit status 1: the stage failed or was refused, 2: no such run, 130: interrupted.
+    """
+    folder = find_run(run)
+    refuse_outdated_inputs(name, folder, read_config(folder), force)
+    configure()
+    with prefect_server():
+        from prefect import tags
+
+        from flows.stages import FLOWS
+
+    with refusals(run), tags(TAG):
+        FLOWS[name.name](run, force)
+    show_status(folder)
