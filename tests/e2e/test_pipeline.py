@@ -13,10 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_core.config.files import load_config
+from grpo_core.config.run import RunConfig
+from tasks.stages import table
 from tests.conftest import make_model, write_sums
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
-STAGES = ["validate", "plan", "train", "evaluate", "register"]
+STAGES = [stage.name for stage in table.STAGES]
 
 pytestmark = pytest.mark.slow
 
@@ -192,11 +194,18 @@ def test_the_registered_version_answers_in_vllm_as_in_transformers(finished: Pat
     assert f"answer: {tokenizer.decode(answer, skip_special_tokens=True)}\n" in done.stdout
 
 
-def test_running_again_skips_every_stage_and_an_edit_reruns_what_depends_on_it(finished: Path, inputs: Path) -> None:
+def test_running_again_skips_every_stage_and_an_edit_reruns_what_depends_on_it(
+    finished: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[dict[str, Any]] = []
+    validate = RunConfig.model_validate
+    monkeypatch.setattr(RunConfig, "model_validate", lambda values: (parsed.append(values), validate(values))[1])
     trained_at = (finished / "training" / "result.json").stat().st_mtime_ns
     _run(inputs)
     assert _task_states("small") == [(stage, "Skipped") for stage in STAGES]
+    parsed.clear()
     _run(inputs, "evaluation.confidence=0.5")
+    assert len(parsed) == 1, "a process validates its configuration once"
     assert _task_states("small") == [
         *((stage, "Skipped") for stage in STAGES[:3]),
         ("evaluate", "Completed"),
