@@ -1,4 +1,4 @@
-"""Stage 2, plan: the run in figures, or the refusal with its fixes. Seconds, no GPU."""
+"""The stage plan: what the run will do and need, or why it is refused and what would work. Seconds, no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 5, register: what the training's MLflow run still lacks, and a model version with an alias."""
+"""The stage register: complete the training's MLflow run, and make a model version with an alias."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tasks.tracking.runs import (
 from tasks.tracking.sending import send_rest
 
 PLAN_TAGS = ("num_prompts", "max_steps", "completions")
-CHARTS = "^(reward$|rewards/|eval_|entropy$|kl$|completions/mean_length$)"  # those to look at first
+CHARTS = "^(reward$|rewards/|eval_|entropy$|kl$|completions/mean_length$)"  # the charts to look at first
 
 
 @task(name="register")
@@ -95,7 +95,7 @@ def _work(context: Context) -> dict[str, Any]:
 
 
 def describe(report: dict[str, Any], metric: str) -> str:
-    """What an evaluation says, as Markdown: the sentence first, its figures below."""
+    """The result of an evaluation as Markdown: a sentence, its figures below."""
     verdict = headline(report, metric)
     return f"**{verdict.headline}.**\n\n{verdict.sentence}".strip()
 
@@ -108,7 +108,7 @@ def origin(run: str, commit: Mapping[str, str], data: Mapping[str, str]) -> str:
 
 
 def _note(run: Path, verdict: str) -> str:
-    """Description of the training's MLflow run."""
+    """Description of the training's MLflow run, as Markdown."""
     report = EVALUATE.path(run) / PAGE
     return (
         f"{verdict}\n\nOn one page: {report.parent.name}/{PAGE} under Artifacts (`{report}`). Charts to begin with: "
@@ -117,8 +117,8 @@ def _note(run: Path, verdict: str) -> str:
 
 
 def keep_record(client: MlflowClient, run_id: str, run: Path, key: str) -> str:
-    """Log what a version is judged by to a folder of its own in the MLflow run, which all versions of a training share;
-    returns the folder. `key`: the lineage key of the registration."""
+    """Log the files that a version is judged by to their own folder in the MLflow run, which all versions of a training
+    share; returns the folder. `key`: the lineage key of the registration."""
     record = f"registered/{key_of(key, EVALUATE.read_receipt(run).get('made'))[:12]}"
     for path in RECORDED:
         client.log_artifact(run_id, str(run / path), str(Path(record, path).parent))
@@ -126,7 +126,7 @@ def keep_record(client: MlflowClient, run_id: str, run: Path, key: str) -> str:
 
 
 def _example(config: RunConfig, run: Path) -> Example:
-    """The first held-out prompt, in the words that the model reads, and the trained policy's completion."""
+    """The first held-out prompt, after the chat template, and the trained policy's completion."""
     samples = pl.read_parquet(EVALUATE.path(run) / "samples.parquet").filter(set=HELD_OUT)
     prompt, completion = samples["prompt"][0], samples["trained/completion"][0]
     if not isinstance(prompt, str):
@@ -138,7 +138,7 @@ def _example(config: RunConfig, run: Path) -> Example:
 
 
 def _tags(config: RunConfig, run: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """Of the model version: where it comes from, and how it did."""
+    """Tags of the model version: its run, its data, and its figures."""
     plan, metric = PLAN.read_receipt(run)["plan"], figures.metric_of(config, report)
     return {
         "run": config.name,

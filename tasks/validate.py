@@ -1,4 +1,4 @@
-"""Stage 1, validate: data and rewards held against their contract. Nothing is trained on what breaks it."""
+"""The stage validate: check data and rewards against the data contract. Data that breaks it is not trained on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FINDINGS_SHOWN = 10
 
 @dataclass(frozen=True)
 class Screened:
-    """The prompts that training may use, those that were dropped, and what was found."""
+    """The prompts that training may use, the prompts that were dropped, and the findings."""
 
     kept: dict[str, pl.DataFrame]
     dropped: dict[str, pl.DataFrame]  # with the columns `source_row` and `broken_rules` before their own
@@ -85,9 +85,9 @@ def _work(context: Context) -> dict[str, Any]:
 
 
 def too_few_to_promote(config: RunConfig, num_prompts: Mapping[str, int], zero_or_one: Sequence[str]) -> list[str]:
-    """A warning where no promotion can follow: versions are compared by a reward of unknown range, on few prompts.
+    """A warning if no promotion can follow: versions are compared by a reward of unknown range, on few prompts.
 
-    zero_or_one: the rewards that gave nothing but 0 and 1 in the rehearsal.
+    zero_or_one: the rewards that gave only 0 and 1 in the rehearsal.
     """
     metric = config.promotion.metric or ("accuracy" if config.accuracy_reward in zero_or_one else "reward")
     held_out = num_prompts[config.evaluation_files[config.promotion.set]]
@@ -109,8 +109,8 @@ def _show(report: dict[str, Any], page: str) -> None:
 
 
 def screen(config: RunConfig) -> Screened:
-    """Load the configured prompts and hold them against the contract; SourceError, ModelError or RewardError when
-    prompts, model or rewards cannot be had."""
+    """Load the configured prompts and check them against the contract. Raises SourceError, ModelError or RewardError if
+    prompts, model or rewards cannot be loaded."""
     rewards = [resolve(reward) for reward in config.rewards]
     tokenizer, positions = load_tokenizer_and_context(config.model)
     evaluated = dict.fromkeys(config.evaluation_files.values(), config.evaluation_length)
@@ -161,7 +161,7 @@ def screen(config: RunConfig) -> Screened:
 
 
 def _chosen_and_judged(config: RunConfig, frames: Mapping[str, pl.DataFrame]) -> Iterator[str]:
-    """Sets that judge over a promotion and hold prompts by which the training chooses its model."""
+    """Problems: sets that decide on a promotion, and share prompts with the set by which training chooses its model."""
     if not (config.train.load_best_model_at_end or config.train.early_stopping_patience):
         return
     choosing = prompt_text(frames["eval"])
@@ -178,7 +178,7 @@ def _dropped(frame: pl.DataFrame, findings: pl.DataFrame) -> pl.DataFrame:
     rules = (
         findings.group_by("row").agg(pl.col("check").unique().sort().str.join(", ").alias("broken_rules")).sort("row")
     )
-    rows = frame[rules["row"]].drop("source_row", "broken_rules", strict=False)  # there when dropped rows come again
+    rows = frame[rules["row"]].drop("source_row", "broken_rules", strict=False)  # if dropped rows are validated again
     return pl.concat([rules.rename({"row": "source_row"}), rows], how="horizontal")
 
 
@@ -191,7 +191,7 @@ def _without(frame: pl.DataFrame, findings: pl.DataFrame) -> pl.DataFrame:
 
 
 def _refusal(screened: Screened, folder: Path) -> str:
-    """What breaks the contract, the first places and the ways out."""
+    """The refusal: which rules are broken, the first rows that break them, and what to do."""
     counts = [found for found in screened.report["findings"] if found["severity"] == "error"]
     broken = [found["check"] for found in counts]
     places = screened.findings.filter(pl.col("check").is_in(broken)).head(FINDINGS_SHOWN)
@@ -217,7 +217,7 @@ def _ways_out(name: str) -> str:
 
 
 def _rehearse(context: Context) -> dict[str, Any]:
-    """The rewards on a few rows, in a process of their own: they are other people's code."""
+    """Try the rewards on a few rows, in a separate process: they are other people's code."""
     output = context.partial / "rehearsal.json"
     paths = (context.run / "config.toml", context.partial / "train.parquet", output)
     log, last = get_run_logger(), ""

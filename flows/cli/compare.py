@@ -31,7 +31,7 @@ def compare(
     from tasks.reports.record import load_record
 
     if not 2 <= len(runs) <= MOST_RUNS or len({*runs}) < len(runs):
-        refuse(f"{' '.join(runs)}: two to {MOST_RUNS} runs can be compared, each named once")
+        refuse(f"{' '.join(runs)}: from two to {MOST_RUNS} runs can be compared, each named once")
     records = {run: load_record(run) for run in runs}
     console = Console()
     for section in comparison(records):

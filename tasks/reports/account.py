@@ -1,4 +1,4 @@
-"""What a training did, for the page of its run: curves, the plan against what happened, time, data, configuration."""
+"""Sections on a training for the page of its run: curves, plan and outcome, time, data, configuration."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def plan_and_outcome(record: Record) -> Section:
 
 
 def _events(result: Mapping[str, Any]) -> Iterator[str]:
-    """What befell the training, in sentences."""
+    """Sentences on what happened to the training."""
     if step := result["stopped_early_at_step"]:
         yield f"Stopped early after update {step:,}: held-out figures had stopped getting better."
     if (best := result["best_step"]) is not None:
@@ -104,7 +104,7 @@ def _events(result: Mapping[str, Any]) -> Iterator[str]:
     if result["roll_backs"]:
         yield f"Rolled back {result['roll_backs']} times."
     if result["ran_out_of_memory"]:
-        yield f"Memory ran out; went on with {result['per_device_train_batch_size']:,} completions in a forward pass."
+        yield f"Memory ran out; went on with {result['per_device_train_batch_size']:,} completions per forward pass."
 
 
 def _first_findings(findings: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
@@ -122,10 +122,10 @@ def _finding(found: tuple[Mapping[str, Any], int]) -> str:
 
 
 def time_of_updates(rows: Sequence[Row], plan: Plan) -> dict[str, np.ndarray]:
-    """Seconds of each update by what took them. (N,) each
+    """Seconds of each update, by activity. (N,) each
 
-    A row repeats the seconds of its generation batch for each update that the batch feeds; they were spent in the
-    update that sampled it.
+    A row repeats the seconds of its generation batch for each update that uses the batch; they count for the update
+    that sampled it.
     """
     newest, sampled = -1, []
     for row in rows:
@@ -158,8 +158,8 @@ def time_spent(record: Record, seconds: float) -> Section:
     tokens = record.metrics[-1]["num_tokens"] / in_updates
     return Section(
         "Where the time went",
-        f"{figures.duration(total)} in all; {tokens:,.0f} tokens a second while training, prompts and completions.",
-        charts=[Chart("Seconds an update", chart)],
+        f"{figures.duration(total)} in all; {tokens:,.0f} tokens per second while training, prompts and completions.",
+        charts=[Chart("Seconds per update", chart)],
         tables=[Table(["stage", "time", "share"], table)],
     )
 
@@ -194,7 +194,7 @@ def data_section(record: Record) -> Section:
 
 
 def configuration(record: Record, keys: Mapping[str, str], commit: str) -> Section:
-    """`commit`: the code that it was trained with; "" if unknown."""
+    """`commit`: of the code that it was trained with; "" if unknown."""
     config = record.config
     lineage = [[stage, key[:DIGITS]] for stage, key in keys.items()]
     versions = [["python", platform.python_version()], *([name, found] for name, found in _versions())]

@@ -1,4 +1,4 @@
-"""What a finished run left to read, from its directory or, for a run of another machine, from MLflow."""
+"""The record of a finished run, read from its directory or, for a run of another machine, from MLflow."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TRACKED = re.compile(r"[0-9a-f]{32}|.+@.+|.+/\d+")  # an MLflow run id, MODEL@AL
 
 
 class NotEvaluatedError(GrpoError):
-    """A run without an evaluation; the message says what makes one."""
+    """A run without an evaluation; the message says how to make one."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """`data`, `plan`, `result`, `evaluation`: the receipts of validate, plan, train and evaluate. `metrics`: a row an
-    update. `findings`: what the health policy found. `samples`: samples.parquet of the evaluation."""
+    """`data`, `plan`, `result`, `evaluation`: the receipts of validate, plan, train and evaluate. `metrics`: one row
+    per update. `findings`: of the health policy. `samples`: samples.parquet of the evaluation."""
 
     config: RunConfig
     data: dict[str, Any]
@@ -43,14 +43,14 @@ class Record:
 
     @property
     def metric(self) -> str:
-        """What policies are compared by: accuracy or reward."""
+        """The metric by which policies are compared: accuracy or reward."""
         return metric_of(self.config, self.evaluation)
 
 
 def load_record(reference: str) -> Record:
-    """Of a run's name under the storage root; else of an MLflow run id, MODEL@ALIAS or MODEL/VERSION.
+    """The record of a run under the storage root, by its name; else by an MLflow run id, MODEL@ALIAS or MODEL/VERSION.
 
-    UnknownRunError where there is no such thing, NotEvaluatedError where it has not been evaluated.
+    Raises UnknownRunError if there is no such run, NotEvaluatedError if it has not been evaluated.
     """
     try:
         run = find_run(reference)
@@ -93,7 +93,7 @@ def read_record(
 
 
 def _tracked(reference: str) -> tuple[str, str | None] | None:
-    """The MLflow run that is named, if there is such a run, and for a version the folder there that has its record."""
+    """The MLflow run of this name, and for a model version the folder there with its record; None if there is none."""
     import mlflow
 
     from tasks.registry.champion import RECORD
@@ -115,8 +115,8 @@ def _tracked(reference: str) -> tuple[str, str | None] | None:
 
 
 def _download(reference: str, run_id: str, record: str | None) -> Record:
-    """What register put into the MLflow run; there, the training's files lie at the top. `record`: the folder with the
-    configuration and evaluation of one of its versions; default: those of the latest."""
+    """The record that register logged to the MLflow run, where the training's files are at the top. `record`: the
+    folder with the configuration and evaluation of one of its versions; None: those of the latest."""
     import mlflow
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""report.html: what a run did and whether it helped, on one page that needs nothing but itself."""
+"""report.html: what a run did and whether it helped, on one self-contained page."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def write_report(
     mlflow_run: str,
     commit: str,
 ) -> None:
-    """Write report.html of a run into `folder`, which has the samples.parquet of this `evaluation`."""
+    """Write report.html of a run into `folder`, which holds the samples.parquet of this `evaluation`."""
     record = read_record(run, config, evaluation=folder)
     write_text(folder / PAGE, report_page(replace(record, evaluation=evaluation), seconds, keys, mlflow_run, commit))
 
 
 def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_run: str, commit: str) -> str:
-    """The page. `seconds`: duration of the evaluation. `keys`: lineage keys by stage. `mlflow_run`: its address.
-    `commit`: the code that it was trained with; "" if unknown."""
+    """The page as HTML. `seconds`: duration of the evaluation. `keys`: lineage keys by stage. `mlflow_run`: its
+    address. `commit`: of the code that it was trained with; "" if unknown."""
     sections = [
         _evaluation(record),
         account.curves(record),
@@ -163,7 +163,7 @@ def _set_tables(evaluation: Mapping[str, Any], name: str, headlined: str) -> Ite
 
 
 def _forest(evaluation: Mapping[str, Any], metric: str) -> Iterator[Chart]:
-    """The metric of the policies on each set and category that has a scored prompt."""
+    """A chart of the policies' metric on each set and category that has a scored prompt."""
 
     def points(found: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
         figures_of = {policy: of_one[metric] for policy, of_one in found["policies"].items()}
@@ -211,7 +211,8 @@ def _before_and_after(record: Record) -> Section:
 
 
 def _kinds(record: Record, name: str) -> dict[str, dict[str, Any]]:
-    """The prompts by what became of them from base to trained: how many, and a few of each, spread over the set."""
+    """The prompts by what changed from base to trained: how many of each kind, and a few examples from all over the
+    set."""
     of_set, metric = record.samples.filter(pl.col("set") == name), record.metric
     before, after = (_outcomes(record, of_set, policy) for policy in ("base", "trained"))
     same = after == before
@@ -236,7 +237,7 @@ def _spread(rows: np.ndarray, count: int) -> np.ndarray:
 
 
 def _outcomes(record: Record, of_set: pl.DataFrame, policy: str) -> np.ndarray:
-    """What the policy did on each prompt of a set's samples, by the run's metric. (N,)"""
+    """The policy's outcome on each prompt of a set's samples, by the run's metric. (N,)"""
     keys = (record.metric, record.config.rewards, record.evaluation["accuracy_reward"])
     return outcomes(of_set, of_set["set"][0], policy, *keys)
 
@@ -269,7 +270,7 @@ def _sample(record: Record, of_prompt: pl.DataFrame) -> dict[str, Any]:
 
 
 def _mark(record: Record, sample: pl.DataFrame, policy: str) -> tuple[str, str]:
-    """What one completion got, and its tone: right, wrong, or "" where it is neither."""
+    """The mark of one completion, and its tone: right, wrong, or "" if neither."""
     [outcome] = _outcomes(record, sample, policy)
     if np.isnan(outcome):
         return "not scored", ""
@@ -287,7 +288,7 @@ def _of_all(record: Record, of_prompt: pl.DataFrame, policy: str) -> str:
 
 
 def _messages(prompt: Any) -> list[tuple[str, str]]:
-    """(role, text) of each message; of a plain prompt one without a role."""
+    """(role, text) of each message; a plain prompt is one message without a role."""
     if isinstance(prompt, str):
         return [("", _cut(prompt))]
     return [(message["role"], _cut(message["content"])) for message in prompt]
