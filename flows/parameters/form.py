@@ -1,7 +1,7 @@
 """The pipeline's parameters: a preset (a file in configs/) and the keys that differ from it.
 
-The form in Prefect's UI is generated from the configuration's models. Prefect's API holds what it is given against the
-form before a run exists; `resolve` holds the whole configuration against every rule when the run starts.
+The form in Prefect's UI is generated from the configuration's models. Prefect's API checks parameters against the form
+before a run exists; `resolve` checks the whole configuration against every rule when the run starts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_core.errors import ConfigError
 
 CONFIGS = Path(os.environ.get("GRPO_CONFIGS", Path(__file__).parents[2] / "configs"))
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.toml"))
-LAST = ("seed", "algorithm", "health")  # in the form, which Prefect cannot fold: long, or seldom changed
+LAST = ("seed", "algorithm", "health")  # at the end of the form, which cannot be folded: long or seldom changed
 
 
 def resolve(preset: str, changes: dict[str, Any]) -> RunConfig:
@@ -48,15 +48,15 @@ def _read(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def changes_of(path: Path, overrides: list[str] | None) -> dict[str, Any]:
-    """What `section.key=value` overrides change in a file, as `resolve` takes it."""
+    """The changes that `section.key=value` overrides make to a file, in the form that `resolve` takes."""
     return _difference(read_values(path), read_values(path, overrides))
 
 
 def form_schema(*sections: str) -> dict[str, Any]:
     """JSON schema of `changes`: every key of a configuration, or of some sections, grouped by section, none required.
 
-    Without defaults, which Prefect would fill in and send: an empty field is as in the preset. The configuration's own
-    default stands in the description.
+    It has no defaults, because Prefect would fill them in and send them: an empty field means "as in the preset". The
+    description names the configuration's own default.
     """
     schema = RunConfig.model_json_schema()
     if sections:
@@ -86,11 +86,11 @@ def _field(field: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
         return section
     (form,) = (form for form in field.get("anyOf", [field]) if form.get("type") != "null")
     rules = {key: value for key, value in form.items() if key not in ("default", "title")}
-    if rules.get("type") == "boolean":  # as a switch the form would send false for what nobody touched
+    if rules.get("type") == "boolean":  # as a switch, the form would send false for a field that was not touched
         rules = {"enum": [True, False]}
     if "$ref" in form.get("items", {}):
         rules["items"] = _section(sections[form["items"]["$ref"].rsplit("/", 1)[-1]], sections)
-        field = {**field, "description": f"{field['description']} What is given here replaces the whole list."}
+        field = {**field, "description": f"{field['description']} A value here replaces the whole list."}
     # Prefect's UI shows neither bounds nor patterns by itself.
     meaning = field["description"].replace("\n", " ")
     bounds = f" Bounds: {describe_bounds(form)}." if describe_bounds(form) else ""

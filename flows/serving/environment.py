@@ -1,4 +1,5 @@
-"""Where Prefect and MLflow keep their data, set before either is imported; neither reports home."""
+"""Environment variables of Prefect and MLflow, set before either is imported: where they keep their data, and that
+they report nothing."""
 
 from __future__ import annotations
 
