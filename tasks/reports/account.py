@@ -16,6 +16,7 @@ from tasks.rendering.drawing import ORANGE, Row, series
 from tasks.rendering.page import Cell, Chart, Section, Table
 from tasks.reports.record import Record
 from tasks.stages.lineage import DIGITS
+from tasks.stages.table import EVALUATE, STAGES, TRAIN
 
 PACKAGES = ("grpo-flows", "torch", "transformers", "accelerate", "peft", "vllm", "prefect", "mlflow")
 COUNTS = {
@@ -144,14 +145,17 @@ def time_spent(record: Record, seconds: float) -> Section:
     parts = time_of_updates(record.metrics, Plan(**record.plan["plan"]))
     steps = [row["step"] for row in record.metrics]
     in_updates = sum(values.sum() for values in parts.values())
-    stages = [("validate", record.data.get("seconds")), ("plan", record.plan.get("seconds"))]
-    rows = [(name, value) for name, value in stages if value is not None]
-    whole = record.result.get("seconds")
+    whole = record.seconds.get(TRAIN.name)
     attempts = record.result.get("resumed_at_step") or record.result.get("roll_backs")
-    rest = [("start, checkpoints, evaluations", whole - in_updates)] if whole and not attempts else []
-    rows += [(f"train: {name}", values.sum()) for name, values in parts.items()]
-    rows += [(f"train: {name}", max(value, 0.0)) for name, value in rest]
-    rows.append(("evaluate", seconds))
+    rest = {"start, checkpoints, evaluations": max(whole - in_updates, 0.0)} if whole and not attempts else {}
+    training = {f"train: {name}": value for name, value in [*((n, v.sum()) for n, v in parts.items()), *rest.items()]}
+    rows: list[tuple[str, float]] = []
+    for stage in STAGES[: STAGES.index(EVALUATE)]:
+        if stage is TRAIN:
+            rows += training.items()
+        elif stage.name in record.seconds:
+            rows.append((stage.name, record.seconds[stage.name]))
+    rows.append((EVALUATE.name, seconds))
     total = sum(value for _, value in rows)
     table = [[name, figures.duration(value), figures.percent(value / total)] for name, value in rows]
     chart = drawing.svg(lambda axes: (drawing.stacked(axes, steps, parts), axes.set(ylabel="seconds")))

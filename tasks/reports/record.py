@@ -29,14 +29,16 @@ class NotEvaluatedError(GrpoError):
 
 @dataclass(frozen=True)
 class Record:
-    """`data`, `plan`, `result`, `evaluation`: the receipts of validate, plan, train and evaluate. `metrics`: one row
-    per update. `findings`: of the health policy. `samples`: samples.parquet of the evaluation."""
+    """`data`, `plan`, `result`, `evaluation`: the receipts of validate, plan, train and evaluate. `seconds`: of each
+    stage that has been done. `metrics`: one row per update. `findings`: of the health policy. `samples`: those of the
+    evaluation."""
 
     config: RunConfig
     data: dict[str, Any]
     plan: dict[str, Any]
     result: dict[str, Any]
     evaluation: dict[str, Any]
+    seconds: dict[str, float]
     metrics: list[Row]
     findings: list[dict[str, Any]]
     samples: pl.DataFrame
@@ -80,12 +82,15 @@ def read_record(
         raise NotEvaluatedError(
             f"run {run.name!r} has no evaluation ({evaluation}); make it: grpo stage evaluate --run {run.name}"
         )
+    receipts = {stage: _json(stage.receipt_path(run)) for stage in STAGES}
+    receipts |= {stage: _json(folder / stage.receipt) for stage, folder in [(TRAIN, training), (EVALUATE, evaluation)]}
     return Record(
         config=config or read_config(run),
-        data=_json(VALIDATE.receipt_path(run)),
-        plan=_json(PLAN.receipt_path(run)),
-        result=_json(training / TRAIN.receipt),
-        evaluation=_json(evaluation / EVALUATE.receipt),
+        data=receipts[VALIDATE],
+        plan=receipts[PLAN],
+        result=receipts[TRAIN],
+        evaluation=receipts[EVALUATE],
+        seconds={stage.name: receipt["seconds"] for stage, receipt in receipts.items() if "seconds" in receipt},
         metrics=_lines(training / "metrics.jsonl"),
         findings=_lines(training / "health.jsonl"),
         samples=pl.read_parquet(evaluation / SAMPLES),
