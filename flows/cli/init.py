@@ -1,4 +1,4 @@
-"""`grpo init`: a folder to start from, with a recipe's configuration, the scripts that make its data, and its page."""
+"""`grpo init`: a project folder to start from, with a recipe's configuration, data scripts and page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def init(
         f"cd {folder}\npython -m examples.{recipe}.make   # data and base model\n"
         + (f"# {before}\n" if before else "")
         + f"grpo run configs/{recipe}.toml\n"
-        "README.md says how that goes, and what to replace for the real thing."
+        "README.md says what happens, and what to replace for the real thing."
     )
 
 
@@ -59,6 +59,6 @@ def write_project(name: str, recipe: str, parent: Path) -> Path:
         renamed = config.read_text().replace(f'name = "{recipe}"', f'name = "{name}"', 1)
         (new / "configs" / f"{recipe}.toml").write_text(renamed)
         page = (FILES / "docs" / f"{recipe}.md").read_text()
-        (new / "README.md").write_text(LINK.sub(r"\1", page))  # the pages that it links to are not here
+        (new / "README.md").write_text(LINK.sub(r"\1", page))  # without links: those pages are not copied
         new.rename(folder)
     return folder

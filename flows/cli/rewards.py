@@ -119,7 +119,7 @@ def _batch(config: RunConfig, rewards: Sequence[Reward], row: int, texts: Sequen
 
 
 def _ids(config: RunConfig, rewards: Sequence[Reward], texts: Sequence[str]) -> list[list[int]]:
-    """Tokens of the texts with the end token after them, where a reward may look at them."""
+    """Tokens of the texts, each with the end token, if a reward may look at them; else empty lists."""
     if not any(reward.accepts is None or "completion_ids" in reward.accepts for reward in rewards):
         return [[] for _ in texts]
     from tasks.data.lengths import load_tokenizer_and_context
@@ -130,7 +130,7 @@ def _ids(config: RunConfig, rewards: Sequence[Reward], texts: Sequence[str]) -> 
 
 
 def _shown(row: Mapping[str, Any], rewards: Sequence[Reward]) -> list[str]:
-    """The prompt and what the rewards read of the row."""
+    """The row's prompt and the columns that the rewards read, as lines of text."""
     read = dict.fromkeys(["prompt", *(column for reward in rewards for column in reward.columns)])
     return [f"{column}: {row[column]!r}" for column in read]
 
@@ -146,7 +146,7 @@ def _table(rewards: Sequence[RewardConfig], given: np.ndarray, counts: np.ndarra
 
 
 def _why(reward: RewardConfig, given: Mapping[str, float]) -> list[str]:
-    """Why the reward counts another value than it gives."""
+    """Why the value that counts differs from the one that the reward gives."""
     if math.isnan(value := given[reward.name]):
         return ["does not apply (None)"]
     if reward.gate is not None and not (seen := given[reward.gate]) >= reward.gate_threshold:
