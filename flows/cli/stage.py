@@ -12,19 +12,19 @@ from flows.cli.terminal import refusals
 from flows.serving.environment import TAG, configure
 from tasks.stages.condition import refuse_outdated_inputs
 from tasks.stages.run_directory import find_run, read_config
-from tasks.stages.table import STAGES, Stage
+from tasks.stages.table import STAGES
 
-NAMES = [stage.name for stage in STAGES]
+BY_NAME = {stage.name: stage for stage in STAGES}
 
 
-def _find_stage(name: str) -> Stage:
-    if name not in NAMES:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(NAMES)}.")
-    return STAGES[NAMES.index(name)]
+def _known(name: str) -> str:
+    if name not in BY_NAME:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(BY_NAME)}.")
+    return name
 
 
 def stage(
-    name: Annotated[Stage, typer.Argument(parser=_find_stage, metavar=f"[{'|'.join(NAMES)}]", help="the stage")],
+    name: Annotated[str, typer.Argument(callback=_known, metavar="STAGE", help=f"one of {', '.join(BY_NAME)}")],
     run: Annotated[str, typer.Option(help="name of an earlier run")],
     force: Annotated[
         bool, typer.Option("--force", help="even if it is up to date; train: from step 0, not from a checkpoint")
@@ -35,7 +35,7 @@ def stage(
     Exit status 1: the stage failed or was refused, 2: no such run, 130: interrupted.
     """
     folder = find_run(run)
-    refuse_outdated_inputs(name, folder, read_config(folder), force)
+    refuse_outdated_inputs(BY_NAME[name], folder, read_config(folder), force)
     configure()
     with prefect_server():
         from prefect import tags
@@ -43,5 +43,5 @@ def stage(
         from flows.stages import FLOWS
 
     with refusals(run), tags(TAG):
-        FLOWS[name.name](run, force)
+        FLOWS[name](run, force)
     show_status(folder)

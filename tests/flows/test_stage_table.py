@@ -13,7 +13,9 @@ import pytest
 import tomli_w
 import yaml
 from prefect.flows import load_flow_from_entrypoint
+from typer.testing import CliRunner
 
+from flows.cli.main import app
 from tasks.stages.table import GPU_DEPLOYMENT, STAGES
 from tests.conftest import config_values, write_sums
 
@@ -78,6 +80,20 @@ def test_the_deployments_for_work_pools_are_those_of_the_table(file: Path) -> No
     ]
     assert pipeline["entrypoint"] == "flows/pipeline.py:pipeline"
     assert pipeline["work_pool"]["job_variables"]["env"][GPU_DEPLOYMENT] == "gpu"
+
+
+def test_each_entry_of_the_table_names_its_task_and_reads_only_stages_before_it() -> None:
+    for position, stage in enumerate(STAGES):
+        assert stage.load_task().name == stage.name
+        assert set(stage.reads) <= {*STAGES[:position]}
+
+
+def test_grpo_stage_names_the_stages_there_are() -> None:
+    done = CliRunner().invoke(app, ["stage", "quantise", "--run", "test"])
+    assert done.exit_code == 2
+    assert f"'quantise' is not one of {', '.join(stage.name for stage in STAGES)}." in done.stderr
+    help = " ".join(CliRunner().invoke(app, ["stage", "--help"]).stdout.split())
+    assert f"one of {', '.join(stage.name for stage in STAGES)}" in help
 
 
 def test_prefect_finds_the_flow_of_each_stage_by_its_entrypoint() -> None:
