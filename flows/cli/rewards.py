@@ -68,7 +68,7 @@ def try_rewards(
         run = load_config(config, overrides)
         rewards = [resolve(reward) for reward in run.rewards]
         batch = _batch(run, rewards, row, completions)
-    with refusals(str(config), exit_status=1):
+    with refusals(str(config), started=True):
         given = np.array(score(rewards, batch)).T  # (N, K)
     console = Console()
     console.print(f"row {row}", *_shown(batch.rows[0], rewards), sep="\n", markup=False, highlight=False)

@@ -45,7 +45,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
         from flows.parameters.form import changes_of
         from flows.pipeline import pipeline_of
 
-    with refusals(resolved.name), tags(TAG):
+    with refusals(resolved.name, started=True), tags(TAG):
         folder = pipeline_of(resolved)(str(config), changes_of(config, overrides))
     _summary(folder, resolved, time.monotonic() - start)
 

@@ -42,6 +42,6 @@ def stage(
 
         from flows.stages import FLOWS
 
-    with refusals(run), tags(TAG):
+    with refusals(run, started=True), tags(TAG):
         FLOWS[name](run, force)
     show_status(folder)

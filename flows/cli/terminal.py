@@ -13,11 +13,13 @@ from typer.core import TyperGroup
 
 from grpo_core.errors import GrpoError
 
+FAILED, REFUSED = 1, 2
+
 
 class Refusal(GrpoError):
-    """A command that refuses."""
+    """A command that refuses or fails."""
 
-    def __init__(self, message: str, exit_status: int = 2):
+    def __init__(self, message: str, exit_status: int = REFUSED):
         super().__init__(message)
         self.exit_status = exit_status
 
@@ -41,15 +43,17 @@ def print_refusal(message: str) -> None:
     Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
-def refuse(message: str, exit_status: int = 2) -> NoReturn:
+def refuse(message: str, exit_status: int = REFUSED) -> NoReturn:
     """End the command with this message."""
     raise Refusal(message, exit_status)
 
 
 @contextmanager
-def refusals(about: str, exit_status: int | None = None) -> Iterator[None]:
-    """Let an error of the body begin with the name of what it is about. `exit_status`: default, the error's own."""
+def refusals(about: str, started: bool = False) -> Iterator[None]:
+    """Let an error of the body begin with the name of what it is about. `started`: the body does the command's work, so
+    that an error there is a failure (1), no longer a refusal (2)."""
     try:
         yield
     except GrpoError as error:
-        raise Refusal(f"{about}: {error}", exit_status or error.exit_status) from error
+        status = FAILED if started and error.exit_status == REFUSED else error.exit_status
+        raise Refusal(f"{about}: {error}", status) from error

@@ -105,6 +105,15 @@ def test_an_error_for_a_person_ends_any_command_with_its_sentence_and_its_status
     assert (done.exit_code, done.stderr) == (status, f"{about}: so it is\n" if about else "so it is\n")
 
 
+@pytest.mark.parametrize(
+    ("started", "error", "status"), [(False, ConfigError, 2), (True, ConfigError, 1), (True, StageError, 1)]
+)
+def test_a_refusal_after_the_work_was_started_is_a_failure(started: bool, error: type[GrpoError], status: int) -> None:
+    with pytest.raises(GrpoError, match=r"^test: so it is$") as raised, refusals("test", started):
+        raise error("so it is")
+    assert raised.value.exit_status == status
+
+
 def test_an_error_for_no_person_keeps_its_traceback() -> None:
     broken = typer.Typer(cls=Commands)
     broken.command("first")(lambda: {}["figures"])
