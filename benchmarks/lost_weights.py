@@ -133,7 +133,7 @@ def _engine_made_as(engine: Name, run: Path) -> Iterator[None]:
             yield
     elif engine.startswith("vllm-server"):
         from tasks.processes.vllm_servers import servers
-        from tasks.stages.stage import Context
+        from tasks.stages.run import Context
 
         context = Context(load_config(run / "config.toml"), run, run)
         with servers(context, logging.getLogger()) as addresses, mock.patch.dict(os.environ, addresses):

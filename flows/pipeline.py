@@ -1,14 +1,15 @@
-"""The pipeline: validate → plan → train → evaluate → register, one task each, meeting in the run directory."""
+"""The pipeline: the stages in their order, one task each, meeting in the run directory."""
 
 from __future__ import annotations
 
 import os
 import time
+from itertools import groupby
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import Flow, flow, get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas import FlowRun
 from prefect.deployments import run_deployment
@@ -18,53 +19,48 @@ from prefect.states import Cancelling
 
 from flows.parameters.allowed import resolve_allowed
 from flows.parameters.early import refuse_early
-from flows.parameters.form import Changes, Preset, resolve
+from flows.parameters.form import Changes, Preset, read_name, resolve
 from grpo_core.config.run import RunConfig
-from grpo_core.errors import ConfigError
-from tasks.evaluate import evaluate
-from tasks.plan import GPU_DEPLOYMENT, plan
 from tasks.promotion import promote
-from tasks.register import register
 from tasks.registry.champion import is_decided
 from tasks.stages.attempts import keep_retry
-from tasks.stages.refusals import plain
-from tasks.stages.run_directory import open_run
-from tasks.stages.stage import EVALUATE, REGISTER, TRAIN, Stage, StageError, conditions
-from tasks.train import train
-from tasks.validate import validate
+from tasks.stages.condition import conditions
+from tasks.stages.endings import plain
+from tasks.stages.errors import StageError
+from tasks.stages.run_directory import open_run, run_folder
+from tasks.stages.table import GPU_DEPLOYMENT, REGISTER, STAGES, Stage
 
 POLL_SECONDS = 2.0
+TASKS = {stage: stage.load_task() for stage in STAGES}
 # Prefect shows it on the page of the deployment, as Markdown with every line a paragraph.
-DESCRIPTION = """
-From prompts and a base model to a registered, evaluated policy: validate → plan → train → evaluate → register.
+DESCRIPTION = f"""
+From prompts and a base model to a registered, evaluated policy: {" → ".join(stage.name for stage in STAGES)}.
 
 1. **Start**: Run → Custom run. `preset` is the configuration to start from; under `changes`, fill in only the \
-keys you want to change. With another `name` there is another run beside the first; with the same, finished stages \
+keys you want to change. Another `name` makes another run beside the first; with the same name, finished stages \
 are skipped.
 2. **Watch**: the run's page has the log and, under Artifacts, data report, plan, live figures, curves, evaluation and \
 the link to the MLflow run.
-3. **Cancel** saves the training's state. **Retry**, or the same run started again, goes on from there.
+3. **Cancel** saves the training's state. **Retry**, or the same run started again, continues from there.
 
-Run → Quick run takes the preset `quickstart` as it is; `make quickstart` builds its inputs. The other deployments run \
-one stage of an earlier run again. More in `docs/how-to/run.md`.
+Run → Quick run takes the preset `quickstart` unchanged; `make quickstart` builds its inputs. The other deployments \
+each run one stage of an earlier run again. More in `docs/how-to/run.md`.
 """
 
 
+OPTIONS: dict[str, Any] = {
+    "name": "pipeline",
+    "description": DESCRIPTION,
+    "validate_parameters": False,  # done by `resolve`, which names the nearest key
+    "on_crashed": [keep_retry],
+}
+
+
 def _run_name() -> str:
-    try:
-        return resolve(**flow_run.parameters).name
-    except ConfigError:  # said by the flow itself
-        return "refused"
+    return read_name(**flow_run.parameters)
 
 
-# Parameters are validated by `resolve`, which names the nearest key.
-@flow(
-    name="pipeline",
-    description=DESCRIPTION,
-    flow_run_name=_run_name,
-    validate_parameters=False,
-    on_crashed=[keep_retry],
-)
+@flow(flow_run_name=_run_name, **OPTIONS)
 @plain
 def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # noqa: B006 (read only)
     """Take the configured prompts and base model to a registered, evaluated policy; returns the run directory.
@@ -73,50 +69,60 @@ def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # n
 
     Args:
         preset: The run configuration to start from, a file in configs/.
-        changes: Only what differs from the preset; an empty field is as in the preset. With another name there is
-            another run beside the first.
+        changes: Only what differs from the preset; an empty field is as in the preset. Another name makes another run
+            beside the first.
     """
     config = resolve_allowed(preset, changes) if deployment.id else resolve(preset, changes)
     refuse_early(config)
-    say, wait = (
-        get_run_logger().warning,
-        bool(deployment.id),
-    )  # a refused flow run of a deployment is not started again by itself
-    with open_run(config, say, wait) as run:
-        validate(run).result()
-        plan(run).result()
-        if not (gpu := os.environ.get(GPU_DEPLOYMENT)):
-            train(run).result()
-            evaluate(run).result()
-            register(run).result()
-            _promote(config, run)
-            return run
-    # The run directory is theirs meanwhile.
-    for stage in (TRAIN, EVALUATE):
-        _hand_over(stage, run, f"{stage.name}/{gpu}")
-    with open_run(config, say, wait) as run:
-        register(run).result()
-        _promote(config, run)
+    return _run_stages(config)
+
+
+def pipeline_of(config: RunConfig) -> Flow[..., Path]:
+    """The pipeline of a configuration that the caller has parsed and `refuse_early` has passed. Preset and changes, the
+    parameters, are only recorded."""
+
+    @flow(flow_run_name=config.name, **OPTIONS)
+    @plain
+    def pipeline(preset: str, changes: dict[str, Any]) -> Path:
+        return _run_stages(config)
+
+    return pipeline
+
+
+def _run_stages(config: RunConfig) -> Path:
+    """Run the stages in their order, each here or handed over; returns the run directory."""
+    run, gpu = run_folder(config.name), os.environ.get(GPU_DEPLOYMENT)
+    for is_elsewhere, stages in groupby(STAGES, lambda stage: bool(gpu) and stage.gpu):
+        if is_elsewhere:  # the run directory is unlocked meanwhile: the flows of these stages lock it
+            for stage in stages:
+                _hand_over(stage, run, config, f"{stage.name}/{gpu}")
+            continue
+        # A deployment's run waits for the lock: if it were refused, nothing would start it again.
+        with open_run(config, get_run_logger().warning, wait=bool(deployment.id)):
+            for stage in stages:
+                TASKS[stage](run, config).result()
+                if stage is REGISTER:
+                    _promote(config, run)
     return run
 
 
 def _promote(config: RunConfig, run: Path) -> None:
-    """Try to promote the version that the run has registered, once: what a person made of it afterwards stands."""
+    """Try to promote the version that the run has registered, once: a later decision by a person is left alone."""
     if not config.promotion.automatic:
         return
     registered = REGISTER.read_receipt(run)
     model, version = registered["model_name"], registered["version"]
     if is_decided(model, version):
-        get_run_logger().info("promote: decided on for %s version %s already, skipped", model, version)
+        get_run_logger().info("promote: already decided for %s version %s, skipped", model, version)
         return
     promote(model, version, force=False, changes={})
 
 
-def _hand_over(stage: Stage, run: Path, deployment: str) -> None:
-    """Have a stage done by its deployment, on another work pool perhaps, unless it is up to date. What stops this flow
-    cancels that one. StageError when it does not complete."""
+def _hand_over(stage: Stage, run: Path, config: RunConfig, deployment: str) -> None:
+    """Have a stage done by its deployment, which may be on another work pool, unless it is up to date. A signal that
+    stops this flow cancels that one. Raises StageError if it does not complete."""
     log = get_run_logger()
-    if conditions(run)[stage.name].is_up_to_date:
+    if conditions(run, config)[stage.name].is_up_to_date:
         log.info("%s: up to date, skipped", stage.name)
         return
     name = f"{run.name}-{stage.name}"

@@ -1,5 +1,5 @@
-"""Promotion of a registered model's versions, and the way back. The pipeline promotes too where `promotion.automatic`
-says so."""
+"""Promotion of a registered model's versions, and rollback. The pipeline promotes too, if `promotion.automatic` is
+set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flows.parameters.form import form_schema
 from tasks import promotion
 from tasks.registry.champion import CANDIDATE, Outcome
 from tasks.stages.attempts import keep_retry
-from tasks.stages.refusals import plain
+from tasks.stages.endings import plain
 
 Changes = Annotated[dict[str, Any], WithJsonSchema(form_schema("promotion"))]
 
@@ -21,9 +21,9 @@ Changes = Annotated[dict[str, Any], WithJsonSchema(form_schema("promotion"))]
 PROMOTE = """
 Make a version of a registered model the champion, if it is better than the present one and breaks no guard.
 
-Run → Custom run, `model`: its name in MLflow. The run ends as Promoted, Refused, Forced or Unchanged; its message and \
-the artifact `promotion` say why, and so do the version's tags in MLflow. The rules are those that the version was \
-trained with, unless `changes` says otherwise.
+Run → Custom run, `model`: its name in MLflow. The run ends as Promoted, Refused, Forced or Unchanged; its message, \
+the artifact `promotion` and the version's tags in MLflow say why. The rules are those of the configuration that the \
+version was trained with; `changes` replaces some of them.
 """
 ROLLBACK = """
 Return to the champion before the present one.
@@ -40,12 +40,12 @@ Run → Custom run, `model`: its name in MLflow.
 )
 @plain
 def promote(model: str, version: str = CANDIDATE, force: bool = False, changes: Changes = {}) -> State[Outcome]:  # noqa: B006 (read only)
-    """Promote a version that the gate lets through.
+    """Promote a version if it passes the gate.
 
     Args:
         model: Name of the registered model.
         version: Number of the version, or an alias of it.
-        force: Promote it whatever the gate says. The version's tags keep what the gate said.
+        force: Promote it whatever the gate decides. The version's tags keep the gate's decision.
         changes: Rules that differ from those recorded with the version.
     """
     return promotion.answer(promotion.promote(model, version, force, changes).result())

@@ -1,10 +1,16 @@
-"""Errors that a person can act on."""
+"""Errors that a person can act on, and the status of a command that they end."""
 
 from __future__ import annotations
 
 
 class GrpoError(Exception):
-    """An error that a person can act on: its message says what is wrong and what to do, and no traceback is shown."""
+    """An error that a person can act on: its message is a sentence that says what is wrong and what to do.
+
+    `exit_status`: of the command that it ends. 2: refused before anything was started; 1: failed on the way;
+    130: interrupted.
+    """
+
+    exit_status = 2
 
 
 class ConfigError(GrpoError):
@@ -14,12 +20,14 @@ class ConfigError(GrpoError):
 class RewardError(GrpoError):
     """A reward that cannot be used, has broken its contract, or has lost its server; the message says which.
 
-    A reward function raises it for a failure that no completion causes. The training then ends with a checkpoint.
+    A reward function raises it for a fault that is not the completion's. Training ends with a checkpoint then.
     """
 
 
-class TrainingError(RuntimeError):
-    """The training must not continue; the message gives the step, the figure and what to try."""
+class TrainingError(GrpoError):
+    """Training that must not go on; the message gives the step, the figure and what to try."""
+
+    exit_status = 1
 
 
 class NotFiniteError(RuntimeError):

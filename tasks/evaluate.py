@@ -1,4 +1,4 @@
-"""Stage 4, evaluate: base, present champion and trained policy side by side, in a supervised process of its own."""
+"""The stage evaluate: base model, present champion and trained policy side by side, in a supervised process."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from prefect.client.schemas.objects import State
 
 from grpo_core.config.evaluation import CHAMPION, HELD_OUT
 from grpo_core.config.metrics import DECIDING
+from grpo_core.config.run import RunConfig
 from tasks.processes.run import run_process
 from tasks.processes.vllm_servers import servers
 from tasks.registry.champion import identity, present_champion
@@ -25,7 +26,8 @@ from tasks.rendering import figures as as_text
 from tasks.rendering.markdown import escape, table
 from tasks.reports.report import PAGE, write_report
 from tasks.stages.lineage import lineage_keys
-from tasks.stages.stage import EVALUATE, TRAIN, Context, run_stage
+from tasks.stages.run import Context, run_stage
+from tasks.stages.table import EVALUATE, TRAIN
 from tasks.tracking.runs import (
     answering,
     commit_text,
@@ -36,19 +38,19 @@ from tasks.tracking.runs import (
 )
 
 SAMPLES_SHOWN = 20
-METRICS_AT_ONCE = 1000  # MLflow takes no more
+METRICS_PER_REQUEST = 1000  # MLflow's maximum
 
 
 @task(name="evaluate")
-def evaluate(run: Path, force: bool = False) -> State[None]:
-    return run_stage(EVALUATE, run, _work, force)
+def evaluate(run: Path, config: RunConfig, force: bool = False) -> State[None]:
+    return run_stage(EVALUATE, run, config, _work, force)
 
 
 def _work(context: Context) -> dict[str, Any]:
     config, log, start = context.config, get_run_logger(), time.monotonic()
     client = connect()
     command = ["-m", "grpo_core.evaluate", str(context.run), "--output", str(context.partial)]
-    with answering():  # better now than after the work
+    with answering():  # fail now rather than after the work
         champion = present_champion(client, config.registry.model_name or config.name)
     with servers(context, log) as addresses:
         if champion is None:
@@ -79,14 +81,14 @@ def _work(context: Context) -> dict[str, Any]:
     address, keys = run_address(TRAIN.path(context.run)), lineage_keys(config)
     commit = commit_text(trained_on_commit(client, run_id))
     try:
-        write_report(context.run, context.partial, report, time.monotonic() - start, keys, address, commit)
-    except Exception as error:  # a page is no reason to lose an evaluation
+        write_report(context.run, config, context.partial, report, time.monotonic() - start, keys, address, commit)
+    except Exception as error:  # a page must not lose an evaluation
         log.warning("%s could not be made: %r", PAGE, error, exc_info=True)
     return report
 
 
 def verdicts(report: Mapping[str, Any], metric: str) -> list[str]:
-    """A sentence on the metric on each set, against each policy that the trained one is compared with."""
+    """For each set and each policy that the trained one is compared with, a sentence on the metric."""
     return [
         f"{name}: {as_text.verdict(metric, differences[metric], other)}"
         for name, figures in report["sets"].items()
@@ -95,8 +97,8 @@ def verdicts(report: Mapping[str, Any], metric: str) -> list[str]:
 
 
 def rows_of(figures: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A set's report as the rows of a table, the first its head: a metric's mean under each policy, then the trained
-    policy minus each of the others, in points where the metric is a share."""
+    """A set's report as the rows of a table, its head first. One row per metric: its mean under each policy, then the
+    trained policy minus each other one, in points if the metric is a share."""
     policies, differences = figures["policies"], figures["differences"]
     yield [
         "",
@@ -113,7 +115,7 @@ def rows_of(figures: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _log_metrics(client: mlflow.MlflowClient, run_id: str, report: Mapping[str, Any]) -> None:
-    """eval/SET/POLICY/METRIC, and eval/SET/difference/POLICY/METRIC/… of the trained policy minus each other."""
+    """Log eval/SET/POLICY/METRIC, and eval/SET/difference/POLICY/METRIC/… for the trained policy minus each other."""
     values: dict[str, float] = {}
     for name, figures in report["sets"].items():
         for policy, metrics in figures["policies"].items():
@@ -126,19 +128,19 @@ def _log_metrics(client: mlflow.MlflowClient, run_id: str, report: Mapping[str, 
     metrics = [  # MLflow allows no @ in a name
         Metric(key.replace("@", "_at_"), value, now, 0) for key, value in values.items() if value == value
     ]
-    for start in range(0, len(metrics), METRICS_AT_ONCE):
-        client.log_batch(run_id, metrics[start : start + METRICS_AT_ONCE])
+    for start in range(0, len(metrics), METRICS_PER_REQUEST):
+        client.log_batch(run_id, metrics[start : start + METRICS_PER_REQUEST])
 
 
 def _side_by_side(samples: pl.DataFrame, policies: list[str]) -> pl.DataFrame:
-    """What the policies have of the same, in neighbouring columns."""
+    """The samples with the same figure of each policy in neighbouring columns."""
     figures = [column.removeprefix("trained/") for column in samples.columns if column.startswith("trained/")]
     pairs = [f"{policy}/{figure}" for figure in figures for policy in policies]
     return samples.select(pl.exclude(pairs, "set", "sample"), *(pair for pair in pairs if pair in samples.columns))
 
 
 def _shown(value: Any) -> Any:
-    """A value in a table artifact, whose cells Prefect's page renders as Markdown too."""
+    """A value for a table artifact: Prefect's page renders its cells as Markdown."""
     if isinstance(value, str | list | dict):
         return escape((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).strip())
     return value

@@ -1,4 +1,4 @@
-"""Stage 2, plan: the run in figures, or the refusal with its fixes. Seconds, no GPU."""
+"""The stage plan: what the run will do and need, or why it is refused and what would work. Seconds, no GPU."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
+from grpo_core.config.run import RunConfig
 from grpo_core.planning.forecast import PromptLengths, find_gpu, forecast, forecast_rows, name_hardware
 from grpo_core.planning.plan import make_plan, plan_inputs
 from tasks.data.sources import list_pass_rates
-from tasks.stages.stage import PLAN, VALIDATE, Context, run_stage
+from tasks.stages.run import Context, run_stage
+from tasks.stages.table import GPU_DEPLOYMENT, PLAN, VALIDATE
 from tasks.tracking.runs import earlier_throughput
-
-GPU_DEPLOYMENT = "GRPO_GPU_DEPLOYMENT"  # its value `gpu` hands train over to train/gpu, evaluate to evaluate/gpu
 
 
 @task(name="plan")
-def plan(run: Path, force: bool = False) -> State[None]:
-    return run_stage(PLAN, run, _work, force)
+def plan(run: Path, config: RunConfig, force: bool = False) -> State[None]:
+    return run_stage(PLAN, run, config, _work, force)
 
 
 def _work(context: Context) -> dict[str, Any]:

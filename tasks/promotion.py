@@ -1,4 +1,4 @@
-"""Promote and roll back as Prefect tasks: what was decided as an artifact, a state and an event."""
+"""Promote and roll back as Prefect tasks; the decision becomes an artifact, a state and an event."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def rollback(model: str) -> State[str]:
 
 
 def answer(outcome: Outcome) -> State[Outcome]:
-    """A refusal is an answer, not a failure: nothing is gained by trying again."""
+    """The outcome as a state. A refusal is a completed state, not a failure: trying again would change nothing."""
     return Completed(name=outcome.decision.capitalize(), message=outcome.reason, data=outcome)
 
 
 def _announce(event: str, model: str, version: str, text: str) -> None:
-    """What automations can listen for."""
+    """Emit an event that automations can listen for."""
     resource = {"prefect.resource.id": f"grpo.model.{model}", "prefect.resource.name": model}
     emit_event(event, resource, payload={"model": model, "version": version, "text": text})
 

@@ -1,4 +1,4 @@
-"""Stage 5, register: what the training's MLflow run still lacks, and a model version with an alias."""
+"""The stage register: complete the training's MLflow run, and make a model version with an alias."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from tasks.registry.model_version import Example, log_version
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape
 from tasks.reports.report import PAGE, headline
-from tasks.stages.lineage import key_of, lineage_keys
+from tasks.stages.lineage import lineage_keys
 from tasks.stages.outages import tracking_uri
-from tasks.stages.stage import EVALUATE, PLAN, REGISTER, TRAIN, Context, run_stage
+from tasks.stages.parts import key_of
+from tasks.stages.run import Context, run_stage
+from tasks.stages.table import EVALUATE, PLAN, REGISTER, TRAIN
 from tasks.tracking.live import CURVES
 from tasks.tracking.runs import (
     LINEAGE,
@@ -40,12 +42,12 @@ from tasks.tracking.runs import (
 from tasks.tracking.sending import send_rest
 
 PLAN_TAGS = ("num_prompts", "max_steps", "completions")
-CHARTS = "^(reward$|rewards/|eval_|entropy$|kl$|completions/mean_length$)"  # those to look at first
+CHARTS = "^(reward$|rewards/|eval_|entropy$|kl$|completions/mean_length$)"  # the charts to look at first
 
 
 @task(name="register")
-def register(run: Path, force: bool = False) -> State[None]:
-    return run_stage(REGISTER, run, _work, force)
+def register(run: Path, config: RunConfig, force: bool = False) -> State[None]:
+    return run_stage(REGISTER, run, config, _work, force)
 
 
 def _work(context: Context) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def _work(context: Context) -> dict[str, Any]:
 
 
 def describe(report: dict[str, Any], metric: str) -> str:
-    """What an evaluation says, as Markdown: the sentence first, its figures below."""
+    """The result of an evaluation as Markdown: a sentence, its figures below."""
     verdict = headline(report, metric)
     return f"**{verdict.headline}.**\n\n{verdict.sentence}".strip()
 
@@ -107,7 +109,7 @@ def origin(run: str, commit: Mapping[str, str], data: Mapping[str, str]) -> str:
 
 
 def _note(run: Path, verdict: str) -> str:
-    """Description of the training's MLflow run."""
+    """Description of the training's MLflow run, as Markdown."""
     report = EVALUATE.path(run) / PAGE
     return (
         f"{verdict}\n\nOn one page: {report.parent.name}/{PAGE} under Artifacts (`{report}`). Charts to begin with: "
@@ -116,8 +118,8 @@ def _note(run: Path, verdict: str) -> str:
 
 
 def keep_record(client: MlflowClient, run_id: str, run: Path, key: str) -> str:
-    """Log what a version is judged by to a folder of its own in the MLflow run, which all versions of a training share;
-    returns the folder. `key`: the lineage key of the registration."""
+    """Log the files that a version is judged by to their own folder in the MLflow run, which all versions of a training
+    share; returns the folder. `key`: the lineage key of the registration."""
     record = f"registered/{key_of(key, EVALUATE.read_receipt(run).get('made'))[:12]}"
     for path in RECORDED:
         client.log_artifact(run_id, str(run / path), str(Path(record, path).parent))
@@ -125,7 +127,7 @@ def keep_record(client: MlflowClient, run_id: str, run: Path, key: str) -> str:
 
 
 def _example(config: RunConfig, run: Path) -> Example:
-    """The first held-out prompt, in the words that the model reads, and the trained policy's completion."""
+    """The first held-out prompt, after the chat template, and the trained policy's completion."""
     samples = pl.read_parquet(EVALUATE.path(run) / "samples.parquet").filter(set=HELD_OUT)
     prompt, completion = samples["prompt"][0], samples["trained/completion"][0]
     if is_conversation(prompt):
@@ -137,7 +139,7 @@ def _example(config: RunConfig, run: Path) -> Example:
 
 
 def _tags(config: RunConfig, run: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """Of the model version: where it comes from, and how it did."""
+    """Tags of the model version: its run, its data, and its figures."""
     plan, metric = PLAN.read_receipt(run)["plan"], figures.metric_of(config, report)
     return {
         "run": config.name,

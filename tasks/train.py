@@ -1,4 +1,5 @@
-"""Stage 3, train: `accelerate launch -m grpo_core.train` in a supervised process, then checked against the plan."""
+"""The stage train: `accelerate launch -m grpo_core.train` in a supervised process; its result is checked against the
+plan."""
 
 from __future__ import annotations
 
@@ -16,28 +17,31 @@ from prefect.client.schemas.objects import State
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
+from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan, load_plan
 from tasks.processes.run import run_process
 from tasks.processes.vllm_servers import servers
-from tasks.stages.run_directory import read_json
-from tasks.stages.stage import PLAN, TRAIN, Context, StageError, run_stage
+from tasks.stages.errors import StageError
+from tasks.stages.files import read_json
+from tasks.stages.run import Context, run_stage
+from tasks.stages.table import PLAN, TRAIN
 from tasks.tracking.live import OUTPUT, Live, Output, show_curves
 from tasks.tracking.runs import open_tracking_run
 from tasks.tracking.sending import sending
 
-TRAINING_LIMIT = "grpo-training"  # global concurrency limit: as many trainings at once as there are GPUs for
+TRAINING_LIMIT = "grpo-training"  # global concurrency limit: as many concurrent trainings as there are GPUs for
 LEASE_SECONDS = 60.0
 
 
 @task(name="train")
-def train(run: Path, force: bool = False) -> State[None]:
-    return run_stage(TRAIN, run, _work, force)
+def train(run: Path, config: RunConfig, force: bool = False) -> State[None]:
+    return run_stage(TRAIN, run, config, _work, force)
 
 
 def _work(context: Context) -> dict[str, Any]:
     plan, folder = load_plan(PLAN.path(context.run)), context.partial
     tracked = open_tracking_run(context.config, context.run, folder)
-    if not read_json(folder / "result.json"):  # else it was finished, and killed before it was handed on
+    if not read_json(folder / "result.json"):  # otherwise it was finished, and killed before it was published
         log = get_run_logger()
         with (
             one_at_a_time(),
@@ -57,9 +61,9 @@ def _work(context: Context) -> dict[str, Any]:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Hold a slot of the concurrency limit TRAINING_LIMIT, where there is one; the log says when that means to wait.
+    """Hold a slot of the concurrency limit TRAINING_LIMIT, if there is one; log if it has to be waited for.
 
-    A holder that is killed loses it LEASE_SECONDS later.
+    A process that is killed loses its slot LEASE_SECONDS later.
     """
     log = get_run_logger()
     with get_client(sync_client=True) as client, suppress(ObjectNotFound):
@@ -72,7 +76,8 @@ def one_at_a_time() -> Iterator[None]:
 
 @contextmanager
 def _shown(folder: Path, plan: Plan) -> Iterator[Callable[[str], None]]:
-    """Takes the training's lines for the log and the artifacts; however it ends, what there is of it is shown."""
+    """Give a function that takes the training's output line by line, for the log and the artifacts. However the
+    training ends, the figures that it wrote are shown."""
     log = get_run_logger()
     output, live = Output(folder / OUTPUT, log), Live(folder / "metrics.jsonl", plan, log)
 
@@ -87,13 +92,13 @@ def _shown(folder: Path, plan: Plan) -> Iterator[Callable[[str], None]]:
         live.show()
         try:
             show_curves(folder)
-        except Exception as error:  # a picture is no reason for a training to fail, nor for its failure to be lost
+        except Exception as error:  # a picture must neither fail a training nor hide its failure
             log.warning("the curves could not be shown: %s", error)
 
 
 def check_result(result: dict[str, Any], metrics: Path, plan: Plan) -> None:
-    """StageError when the training did not do what the plan says, up to where it stopped early, or a figure in its
-    metrics is not finite."""
+    """Raises StageError if the training did not do what the plan says (up to the step at which it stopped early), or if
+    a figure in its metrics is not finite."""
     updates = result["stopped_early_at_step"] or plan.max_steps
     expected = plan.counts(updates)
     if result["counted"] != expected:
@@ -111,7 +116,8 @@ def check_result(result: dict[str, Any], metrics: Path, plan: Plan) -> None:
 
 
 def _launcher(context: Context) -> list[str]:
-    """Arguments of `python` that start the configured number of processes, and warn of nothing left to default."""
+    """Arguments of `python` that start the configured number of processes. Every option is given: the launcher warns of
+    defaults."""
     train = context.config.train
     threads = max(1, (os.cpu_count() or 1) // train.num_processes)
     return [
@@ -124,7 +130,7 @@ def _launcher(context: Context) -> list[str]:
 
 
 def _process_environment(context: Context) -> dict[str, str]:
-    """Several processes without a GPU: Accelerate's launcher starts them as for GPUs, on the CPU (gloo)."""
+    """Variables for several processes without a GPU: Accelerate's launcher then starts them on the CPU (gloo)."""
     if context.config.train.num_processes == 1:
         return {}
     import torch

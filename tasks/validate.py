@@ -1,4 +1,4 @@
-"""Stage 1, validate: data and rewards held against their contract. Nothing is trained on what breaks it."""
+"""The stage validate: check data and rewards against the data contract. Data that breaks it is not trained on."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from prefect.client.schemas.objects import State
 
 from grpo_core.config.inputs import DataChecks
 from grpo_core.config.run import RunConfig
-from grpo_core.errors import RewardError
 from grpo_core.evaluation.outcomes import bounds_of
 from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum
 from grpo_core.rewards.contract import resolve
 from tasks.data.contract import check, needed_columns, prompt_text
 from tasks.data.lengths import ModelError, load_tokenizer_and_context, sample_lengths
-from tasks.data.sources import SourceError, load_sources, without_unstorable
+from tasks.data.sources import load_sources, without_unstorable
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.registry.gate import LEAST_PROMPTS
 from tasks.reports.data_report import FINDINGS, count_findings, length_figures, markdown, write_report
-from tasks.stages.run_directory import remove
-from tasks.stages.stage import VALIDATE, Context, StageError, run_stage
+from tasks.stages.errors import StageError
+from tasks.stages.files import remove
+from tasks.stages.run import Context, run_stage
+from tasks.stages.table import VALIDATE
 
 FINDINGS_SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Screened:
-    """The prompts that training may use, those that were dropped, and what was found."""
+    """The prompts that training may use, the prompts that were dropped, and the findings."""
 
     kept: dict[str, pl.DataFrame]
     dropped: dict[str, pl.DataFrame]  # with the columns `source_row` and `broken_rules` before their own
@@ -51,18 +52,15 @@ class Screened:
 
 
 @task(name="validate")
-def validate(run: Path, force: bool = False) -> State[None]:
-    return run_stage(VALIDATE, run, _work, force)
+def validate(run: Path, config: RunConfig, force: bool = False) -> State[None]:
+    return run_stage(VALIDATE, run, config, _work, force)
 
 
 def _work(context: Context) -> dict[str, Any]:
     log = get_run_logger()
     rejected = context.run / "dataset.rejected"
     remove(rejected)
-    try:
-        screened = screen(context.config)
-    except (SourceError, ModelError, RewardError) as error:
-        raise StageError(str(error)) from error
+    screened = screen(context.config)
     report = screened.report
     if screened.refused:
         write_report(rejected, report, screened.findings, screened.lengths, screened.room)
@@ -87,9 +85,9 @@ def _work(context: Context) -> dict[str, Any]:
 
 
 def too_few_to_promote(config: RunConfig, num_prompts: Mapping[str, int], zero_or_one: Sequence[str]) -> list[str]:
-    """A warning where no promotion can follow: versions are compared by a reward of unknown range, on few prompts.
+    """A warning if no promotion can follow: versions are compared by a reward of unknown range, on few prompts.
 
-    zero_or_one: the rewards that gave nothing but 0 and 1 in the rehearsal.
+    zero_or_one: the rewards that gave only 0 and 1 in the rehearsal.
     """
     metric = config.promotion.metric or ("accuracy" if config.accuracy_reward in zero_or_one else "reward")
     held_out = num_prompts[config.evaluation_files[config.promotion.set]]
@@ -111,8 +109,8 @@ def _show(report: dict[str, Any], page: str) -> None:
 
 
 def screen(config: RunConfig) -> Screened:
-    """Load the configured prompts and hold them against the contract; SourceError, ModelError or RewardError when
-    prompts, model or rewards cannot be had."""
+    """Load the configured prompts and check them against the contract. Raises SourceError, ModelError or RewardError if
+    prompts, model or rewards cannot be loaded."""
     rewards = [resolve(reward) for reward in config.rewards]
     tokenizer, positions = load_tokenizer_and_context(config.model)
     evaluated = dict.fromkeys(config.evaluation_files.values(), config.evaluation_length)
@@ -163,7 +161,7 @@ def screen(config: RunConfig) -> Screened:
 
 
 def _chosen_and_judged(config: RunConfig, frames: Mapping[str, pl.DataFrame]) -> Iterator[str]:
-    """Sets that judge over a promotion and hold prompts by which the training chooses its model."""
+    """Problems: sets that decide on a promotion, and share prompts with the set by which training chooses its model."""
     if not (config.train.load_best_model_at_end or config.train.early_stopping_patience):
         return
     choosing = prompt_text(frames["eval"])
@@ -180,7 +178,7 @@ def _dropped(frame: pl.DataFrame, findings: pl.DataFrame) -> pl.DataFrame:
     rules = (
         findings.group_by("row").agg(pl.col("check").unique().sort().str.join(", ").alias("broken_rules")).sort("row")
     )
-    rows = frame[rules["row"]].drop("source_row", "broken_rules", strict=False)  # there when dropped rows come again
+    rows = frame[rules["row"]].drop("source_row", "broken_rules", strict=False)  # if dropped rows are validated again
     return pl.concat([rules.rename({"row": "source_row"}), rows], how="horizontal")
 
 
@@ -193,7 +191,7 @@ def _without(frame: pl.DataFrame, findings: pl.DataFrame) -> pl.DataFrame:
 
 
 def _refusal(screened: Screened, folder: Path) -> str:
-    """What breaks the contract, the first places and the ways out."""
+    """The refusal: which rules are broken, the first rows that break them, and what to do."""
     counts = [found for found in screened.report["findings"] if found["severity"] == "error"]
     broken = [found["check"] for found in counts]
     places = screened.findings.filter(pl.col("check").is_in(broken)).head(FINDINGS_SHOWN)
@@ -219,7 +217,7 @@ def _ways_out(name: str) -> str:
 
 
 def _rehearse(context: Context) -> dict[str, Any]:
-    """The rewards on a few rows, in a process of their own: they are other people's code."""
+    """Try the rewards on a few rows, in a separate process: they are other people's code."""
     output = context.partial / "rehearsal.json"
     paths = (context.run / "config.toml", context.partial / "train.parquet", output)
     log, last = get_run_logger(), ""

@@ -19,11 +19,13 @@ from typing import Any
 import httpx2
 import psutil
 
+from tasks.stages.table import STAGES
+
 START_SECONDS = 300
 RUN_SECONDS = 600
 STOP_SECONDS = 120
 BUSY_SECONDS = 60
-OFFERED = 8  # deployments: the pipeline, five stages, promote, rollback
+OFFERED = len(STAGES) + 3  # deployments: the pipeline, the stages, promote, rollback
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 

@@ -11,13 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.terminal import refuse
-from grpo_core.errors import ConfigError
-from tasks.stages.run_directory import UnknownRunError, write_text
+from tasks.stages.files import write_text
 
 if TYPE_CHECKING:
     from tasks.rendering import page
 
-MOST_RUNS = 6  # more lines in one picture cannot be told apart
+MOST_RUNS = 6  # more curves in one picture cannot be told apart
 
 
 def compare(
@@ -27,16 +26,13 @@ def compare(
     ],
     html: Annotated[Path | None, typer.Option(help="write the comparison, with curves, to this file too")] = None,
 ) -> None:
-    """Show in what runs differ, their figures, and whether they are better than the first on the same prompts."""
+    """Show how runs differ, their figures, and whether they are better than the first one on the same prompts."""
     from tasks.reports.compare import comparison, comparison_page
-    from tasks.reports.record import NotEvaluatedError, load_record
+    from tasks.reports.record import load_record
 
     if not 2 <= len(runs) <= MOST_RUNS or len({*runs}) < len(runs):
         refuse(f"{' '.join(runs)}: from two to {MOST_RUNS} runs can be compared, each named once")
-    try:
-        records = {run: load_record(run) for run in runs}
-    except (UnknownRunError, NotEvaluatedError, ConfigError) as error:
-        refuse(str(error))
+    records = {run: load_record(run) for run in runs}
     console = Console()
     for section in comparison(records):
         _show(section, console)

@@ -1,4 +1,4 @@
-"""`grpo init`: a folder to start from, with a recipe's configuration, the scripts that make its data, and its page."""
+"""`grpo init`: a project folder to start from, with a recipe's configuration, data scripts and page."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from flows.cli.terminal import say
 from grpo_core.config.files import parse_config, read_values
 from grpo_core.errors import ConfigError
 
@@ -27,26 +27,20 @@ def init(
     recipe: Annotated[str, typer.Option(help=f"one of {', '.join(RECIPES)}")],
 ) -> None:
     """Write a project folder to start from: a recipe's configuration, data scripts and page."""
-    try:
-        folder = write_project(name, recipe, Path())
-    except ConfigError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
-        raise typer.Exit(2) from None
+    folder = write_project(name, recipe, Path())
     before = BEFORE.get(recipe)
-    Console().print(
+    say(
         f"cd {folder}\npython -m examples.{recipe}.make   # data and base model\n"
         + (f"# {before}\n" if before else "")
         + f"grpo run configs/{recipe}.toml\n"
-        "README.md says how that goes, and what to replace for the real thing.",
-        markup=False,
-        highlight=False,
+        "README.md says what happens, and what to replace for the real thing."
     )
 
 
 def write_project(name: str, recipe: str, parent: Path) -> Path:
-    """Make `parent`/`name`, in which the commands of the recipe's page work as they stand; its run is called `name`.
+    """Make `parent`/`name`, in which the commands of the recipe's page work unchanged; its run is called `name`.
 
-    ConfigError when there is no such recipe, when no run can be called so, or when something of that name is there.
+    Raises ConfigError if there is no such recipe, if the name cannot be a run's, or if it exists already.
     """
     if recipe not in RECIPES:
         near = difflib.get_close_matches(recipe, RECIPES, n=1)
@@ -56,7 +50,7 @@ def write_project(name: str, recipe: str, parent: Path) -> Path:
     parse_config({**read_values(config), "name": name})
     folder = parent / name
     if folder.exists():
-        raise ConfigError(f"{folder} is there already; choose another name, or remove it")
+        raise ConfigError(f"{folder} exists already; choose another name, or remove it")
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=parent) as scratch:
         new = Path(scratch, name)
         shutil.copytree(FILES / "examples" / recipe, new / "examples" / recipe, ignore=shutil.ignore_patterns("__*"))
@@ -66,6 +60,6 @@ def write_project(name: str, recipe: str, parent: Path) -> Path:
         pointed = renamed.replace(f"docs/tutorials/recipes/{recipe}.md", "README.md")
         (new / "configs" / f"{recipe}.toml").write_text(pointed)
         page = (FILES / "docs" / f"{recipe}.md").read_text()
-        (new / "README.md").write_text(LINK.sub(r"\1", page))  # the pages that it links to are not here
+        (new / "README.md").write_text(LINK.sub(r"\1", page))  # without links: those pages are not copied
         new.rename(folder)
     return folder

@@ -1,4 +1,4 @@
-"""`grpo plan`: what a run would do and need, or why it is refused and what would work. No torch, under a second."""
+"""`grpo plan`: what a run would do and need, or why it is refused and what would work. Without torch, in a second."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flows.cli.terminal import print_refusal
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
-from grpo_core.errors import ConfigError, RewardError
+from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.planning.forecast import (
     PromptLengths,
     find_gpu,
@@ -37,10 +38,9 @@ from grpo_core.planning.rules import PlanInputs, Rules
 from grpo_core.rewards.contract import check
 from tasks.data.places import check_places
 from tasks.stages.run_directory import storage_root
-from tasks.stages.stage import StageError
 
 ASSUMED_PROMPT_TOKENS = 256
-NO_FILE: dict[str, Any] = {  # what a configuration needs, but a plan does not
+NO_FILE: dict[str, Any] = {  # keys that a configuration needs and a plan does not
     "name": "plan",
     "model": {"name_or_path": ""},
     "data": {"train": "", "eval": ""},
@@ -57,28 +57,28 @@ def _option(help: str) -> Any:
 def plan(
     file: File = None,
     recipe: Annotated[System | None, _option("the file is a recipe of TRL or Open-R1 (YAML), or of ms-swift")] = None,
-    rules: Annotated[Rules | None, _option("whose rules hold; default: the newest of the recipe's system")] = None,
+    rules: Annotated[Rules | None, _option("which batch rules; default: the newest of the recipe's system")] = None,
     num_prompts: Annotated[Whole, _option("prompts in the training data; default: counted in the data")] = None,
-    num_generations: Annotated[Whole, _option("G: completions of a prompt")] = None,
-    per_device_train_batch_size: Annotated[Whole, _option("b: completions a process and micro-step")] = None,
-    num_processes: Annotated[Whole, _option("W: training processes, one a GPU")] = None,
-    gradient_accumulation_steps: Annotated[Whole, _option("A: micro-steps an update")] = None,
-    steps_per_generation: Annotated[Whole, _option("S: micro-steps a generation batch")] = None,
-    generation_batch_size: Annotated[Whole, _option("completions sampled at once, over all processes")] = None,
+    num_generations: Annotated[Whole, _option("G: completions per prompt")] = None,
+    per_device_train_batch_size: Annotated[Whole, _option("b: completions per process and micro-step")] = None,
+    num_processes: Annotated[Whole, _option("W: training processes, one per GPU")] = None,
+    gradient_accumulation_steps: Annotated[Whole, _option("A: micro-steps per update")] = None,
+    steps_per_generation: Annotated[Whole, _option("S: micro-steps per generation batch")] = None,
+    generation_batch_size: Annotated[Whole, _option("completions sampled together, over all processes")] = None,
     num_iterations: Annotated[Whole, _option("passes over each generation batch")] = None,
     num_train_epochs: Annotated[float | None, _option("passes over the prompts")] = None,
     max_steps: Annotated[Whole, _option("updates, whatever the epochs")] = None,
-    warmup_steps: Annotated[float | None, _option("updates of warm-up; below 1 a share of them")] = None,
-    max_completion_length: Annotated[Whole, _option("tokens of a completion at most")] = None,
+    warmup_steps: Annotated[float | None, _option("updates of warm-up; below 1: a share of all")] = None,
+    max_completion_length: Annotated[Whole, _option("most tokens per completion")] = None,
     per_device_eval_batch_size: Annotated[Whole, _option("of an evaluating recipe")] = None,
     num_generations_eval: Annotated[Whole, _option("of an evaluating recipe")] = None,
-    num_eval_prompts: Annotated[Whole, _option("of an evaluating recipe with held-out data of its own")] = None,
-    prompt_tokens: Annotated[Whole, _option("tokens of a prompt, for the forecasts; default: of the last run")] = None,
+    num_eval_prompts: Annotated[Whole, _option("of an evaluating recipe with its own held-out data")] = None,
+    prompt_tokens: Annotated[Whole, _option("tokens per prompt, for forecasts; default: of the last run")] = None,
     pass_rate: Annotated[
-        list[float] | None, _option("known share of right answers; repeat it for more prompts")
+        list[float] | None, _option("known share of right answers to a prompt; can be repeated")
     ] = None,
     gpu: Annotated[
-        str | None, _option("forecast for this GPU, such as H200, instead of the hardware of this machine")
+        str | None, _option("forecast for this GPU, such as H200, instead of this machine's hardware")
     ] = None,
     history: Annotated[bool, _option("ask MLflow for the pace of earlier runs of this model (takes seconds)")] = False,
     overrides: Annotated[
@@ -103,7 +103,7 @@ def plan(
         fixes = [dataclasses.asdict(fix) for fix in error.fixes]
         given = {key: value for key, value in dataclasses.asdict(error.inputs).items() if value is not None}
         answer |= {"errors": error.problems, "fixes": fixes, **given}
-    except (ConfigError, RecipeError, RewardError, StageError) as error:
+    except GrpoError as error:
         answer["errors"] = str(error).splitlines()
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
@@ -158,7 +158,7 @@ def _own_plan(
 
 
 def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pass_rates: list[float]) -> dict[str, Any]:
-    """The answer for another system's recipe; what depends on this project's loop is left out."""
+    """The answer for another system's recipe, without the figures that depend on this project's loop."""
     recipe = read_recipe(file, rules) if file else Recipe(rules, {})
     rows: list[int | None] = [None]
     if "num_prompts" not in given and recipe.datasets:
@@ -220,7 +220,7 @@ def _useful(pass_rates: list[float], num_generations: int) -> dict[str, Any]:
 
 
 def _configuration(file: Path | None, given: Mapping[str, Any], overrides: list[str] | None) -> RunConfig:
-    """The configuration with the values given by hand put into the sections that declare them."""
+    """The configuration, with the values of the options in the sections that declare them."""
     sections = {"rollout": RolloutConfig.model_fields, "train": TrainConfig.model_fields}
     placed = [(s, key) for s, fields in sections.items() for key in given if key in fields]
     if file is not None:
@@ -264,7 +264,7 @@ def _prompt_lengths(config: RunConfig, given: int | None) -> PromptLengths:
 def _show(answer: Mapping[str, Any]) -> None:
     console = Console()
     for error in answer["errors"]:
-        Console(stderr=True).print(error, style="red", markup=False, highlight=False)
+        print_refusal(error)
     if not answer["valid"]:
         if answer["fixes"]:
             console.print(_fixes_table(answer["fixes"]))

@@ -1,4 +1,4 @@
-"""`grpo rewards list`: the built-in rewards. `grpo rewards try`: what those of a configuration make of a completion."""
+"""`grpo rewards list`: the built-in rewards. `grpo rewards try`: what a configuration's rewards give a completion."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.terminal import refuse
+from flows.cli.terminal import refusals
 from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import completion_of
-from grpo_core.errors import ConfigError, RewardError
+from grpo_core.errors import ConfigError
 from grpo_core.rewards.contract import Reward, resolve, resolve_here
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import Batch, score
@@ -53,7 +53,7 @@ def list_rewards() -> None:
 def try_rewards(
     config: Annotated[Path, typer.Argument(help="run configuration (TOML), such as configs/quickstart.toml")],
     completions: Annotated[
-        list[str], typer.Option("--completion", metavar="TEXT", help="a completion; several are a group")
+        list[str], typer.Option("--completion", metavar="TEXT", help="a completion; repeat it for a group")
     ],
     row: Annotated[int, typer.Option(min=0, help="row of data.train, from 0")] = 0,
     overrides: Annotated[
@@ -61,7 +61,7 @@ def try_rewards(
         typer.Option("--set", metavar="KEY=VALUE", help="override one key"),
     ] = None,
 ) -> None:
-    """Show what each reward gives for a completion of a row, what of that counts, and the sum.
+    """Show what each reward gives for a completion of a row, how much of it counts, and the sum.
 
     Exit status 1: a reward failed, 2: it cannot be tried.
     """
@@ -69,19 +69,13 @@ def try_rewards(
     import numpy as np
 
     from grpo_core.rewards.composition import counted, weighted_sum
-    from tasks.data.lengths import ModelError
-    from tasks.data.sources import SourceError
 
-    try:
+    with refusals(str(config)):
         run = load_config(config, overrides)
         rewards = [resolve(reward) for reward in run.rewards]
         batch = _batch(run, rewards, row, completions)
-    except (ConfigError, SourceError, ModelError, RewardError) as error:
-        refuse(f"{config}: {error}", 2)
-    try:
+    with refusals(str(config), started=True):
         given = np.array(score(rewards, batch)).T  # (N, K)
-    except RewardError as error:
-        refuse(str(error), 1)
     console = Console()
     console.print(f"row {row}", *_shown(batch.rows[0], rewards), sep="\n", markup=False, highlight=False)
     for text, values, counts, total in zip(
@@ -130,7 +124,7 @@ def _batch(config: RunConfig, rewards: Sequence[Reward], row: int, texts: Sequen
 
 
 def _ids(config: RunConfig, rewards: Sequence[Reward], texts: Sequence[str]) -> list[list[int]]:
-    """Tokens of the texts with the end token after them, where a reward may look at them."""
+    """Tokens of the texts, each with the end token, if a reward may look at them; else empty lists."""
     if not any(reward.accepts is None or "completion_ids" in reward.accepts for reward in rewards):
         return [[] for _ in texts]
     from tasks.data.lengths import load_tokenizer_and_context
@@ -141,7 +135,7 @@ def _ids(config: RunConfig, rewards: Sequence[Reward], texts: Sequence[str]) -> 
 
 
 def _shown(row: Mapping[str, Any], rewards: Sequence[Reward]) -> list[str]:
-    """The prompt and what the rewards read of the row."""
+    """The row's prompt and the columns that the rewards read, as lines of text."""
     read = dict.fromkeys(["prompt", *(column for reward in rewards for column in reward.columns)])
     return [f"{column}: {row[column]!r}" for column in read]
 
@@ -157,7 +151,7 @@ def _table(rewards: Sequence[RewardConfig], given: np.ndarray, counts: np.ndarra
 
 
 def _why(reward: RewardConfig, given: Mapping[str, float]) -> list[str]:
-    """Why the reward counts another value than it gives."""
+    """Why the value that counts differs from the one that the reward gives."""
     if math.isnan(value := given[reward.name]):
         return ["does not apply (None)"]
     if reward.gate is not None and not (seen := given[reward.gate]) >= reward.gate_threshold:

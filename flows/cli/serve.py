@@ -1,5 +1,5 @@
-"""`grpo serve`: offers what Prefect's UI triggers, and runs it here. `grpo worker`: runs the triggered flows of a work
-pool. `flows.cli.up` has `grpo up`, which starts the servers too."""
+"""`grpo serve`: offers the flows in Prefect's UI, and runs here what is triggered there. `grpo worker`: runs here what
+is triggered in a work pool. (`grpo up` starts the servers too.)"""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.terminal import refuse
 from flows.serving.environment import configure
 from flows.serving.local_server import find_api_to_serve
-from flows.serving.running import ServerError
 
-ENDING_SECONDS = 28  # that flow runs get when serving ends: a training takes 20 at most, and is to be gone in 30
+ENDING_SECONDS = 28  # that flow runs get when serving ends: a training takes at most 20, and has to end within 30
 
 
 def serve() -> None:
@@ -25,29 +23,26 @@ def serve() -> None:
 
 def worker(
     pool: Annotated[str, typer.Argument(help="the work pool, as in prefect.yaml")],
-    limit: Annotated[int | None, typer.Option(help="flow runs at once; default: no limit")] = None,
+    limit: Annotated[int | None, typer.Option(help="concurrent flow runs; default: no limit")] = None,
 ) -> None:
     """Run the flow runs of a work pool of type process here, until Ctrl-C."""
     _set_up()
-    at_once = ["--limit", str(limit)] if limit else []
-    _supervised("prefect", "worker", "start", "--pool", pool, "--type", "process", *at_once)
+    most = ["--limit", str(limit)] if limit else []
+    _supervised("prefect", "worker", "start", "--pool", pool, "--type", "process", *most)
 
 
 def _set_up() -> None:
     configure()
-    try:
-        os.environ["PREFECT_API_URL"] = find_api_to_serve()
-        from flows.serving.server_setup import password_asked_for, set_up
+    os.environ["PREFECT_API_URL"] = find_api_to_serve()
+    from flows.serving.server_setup import password_asked_for, set_up
 
-        with password_asked_for():
-            set_up()
-    except ServerError as error:
-        refuse(str(error))
+    with password_asked_for():
+        set_up()
 
 
 def _supervised(*command: str) -> None:
-    """Become a process that runs `python -m COMMAND` and ends the flow runs with it. Prefect's own runner and worker
-    leave those alone when they are told to end."""
+    """Replace this process by one that runs `python -m COMMAND`, and ends the flow runs when it ends: Prefect's own
+    runner and worker leave them running."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a pipe there would be watched
     supervisor = [
         sys.executable,

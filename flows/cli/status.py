@@ -1,4 +1,4 @@
-"""`grpo status`: what of a run is up to date, what the pipeline would do again, and why; without a name, the runs.
+"""`grpo status`: which stages of a run are up to date and why the others are not; without a name, the list of runs.
 Imports neither torch nor Prefect."""
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.cli.terminal import say
-from grpo_core.config.evaluation import HELD_OUT
-from grpo_core.config.files import load_config
-from grpo_core.config.run import RunConfig
-from grpo_core.errors import ConfigError, RewardError
-from tasks.rendering import figures
-from tasks.stages.run_directory import UnknownRunError, find_run, find_runs, storage_root
-from tasks.stages.stage import EVALUATE, STAGES, conditions, made_at
+from grpo_core.errors import ConfigError
+from tasks.stages.condition import conditions, made_at
+from tasks.stages.run_directory import CONFIG, find_run, find_runs, read_config, storage_root
+from tasks.stages.table import EVALUATE, STAGES
 
 WHEN = "%Y-%m-%d %H:%M"
 COLOURS = {"up to date": "green", "stale": "yellow", "missing": "dim"}
@@ -29,19 +26,13 @@ def status(run: Annotated[str | None, typer.Argument(help="name of a run; defaul
     """List the runs, or show which stages of one are up to date. Exit status 0: all are, 1: not all, 2: no such run."""
     if run is None:
         list_runs()
-        return
-    try:
-        complete = show_status(find_run(run))
-    except (UnknownRunError, ConfigError, RewardError) as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
-    if not complete:
+    elif not show_status(find_run(run)):
         raise typer.Exit(1)
 
 
 def list_runs() -> None:
-    """Print a table of the runs, the one worked on last first. What is done may be stale, which only a run's own status
-    looks into."""
+    """Print a table of the runs, the one worked on last first. A stage that is done may be stale, which only the run's
+    own status tells."""
     runs = [(folder, _done(folder)) for folder in find_runs().values()]
     if not runs:
         say(f"no runs in {storage_root()} yet; `grpo run CONFIG` makes one")
@@ -60,49 +51,33 @@ def _done(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _last(folder: Path, done: Mapping[str, Any]) -> float:
-    """When the last stage was done, else when the run was started."""
+    """When the last stage was done; if none has been, when the run was started."""
     made = [made_at(stage, folder) for stage in STAGES if stage.name in done]
-    return max(made, default=(folder / "config.toml").stat().st_mtime)
+    return max(made, default=(folder / CONFIG).stat().st_mtime)
 
 
 def _figure(folder: Path, done: Mapping[str, dict[str, Any]]) -> str:
-    """The figure that decides on the run, where it has been evaluated."""
+    """The evaluation's key figure, if there is an evaluation."""
     if EVALUATE.name not in done:
         return ""
     try:
-        config = load_config(folder / "config.toml")
-    except ConfigError:  # of another version of this project
+        config = read_config(folder)
+    except ConfigError:  # written by another version of this project
         return ""
-    return _key_figure(EVALUATE.name, done[EVALUATE.name], config)
+    return EVALUATE.key_figure(config, done[EVALUATE.name])
 
 
 def show_status(folder: Path) -> bool:
-    """Print the table; whether every stage is up to date."""
-    now, config = conditions(folder), load_config(folder / "config.toml")
+    """Print the table of a run's stages; returns whether every stage is up to date."""
+    config = read_config(folder)
+    now = conditions(folder, config)
     table = Table("stage", "condition", "because", "made", "figure", title=f"run {folder.name}")
     for stage in STAGES:
         condition, receipt = now[stage.name], stage.read_receipt(folder)
         made = figure = ""
         if receipt:
             made = f"{datetime.fromtimestamp(made_at(stage, folder)):{WHEN}}"
-            figure = _key_figure(stage.name, receipt, config)
+            figure = stage.key_figure(config, receipt)
         table.add_row(stage.name, condition.state, condition.reason, made, figure, style=COLOURS[condition.state])
     Console().print(table)
     return all(condition.is_up_to_date for condition in now.values())
-
-
-def _key_figure(stage: str, receipt: Mapping[str, Any], config: RunConfig) -> str:
-    match stage:
-        case "validate":
-            counts = receipt["num_prompts"]
-            return f"{counts['train']:,} + {counts['eval']:,} prompts"
-        case "plan":
-            return f"{receipt['plan']['max_steps']:,} updates planned"
-        case "train":
-            return f"{receipt['counted']['updates']:,} updates"
-        case "evaluate":
-            metric = figures.metric_of(config, receipt)
-            found = receipt["sets"][HELD_OUT]["differences"]["base"][metric]
-            return f"{metric} {figures.gain(metric, found)} {figures.interval(metric, found)}"
-        case _:
-            return f"{receipt['model_name']} version {receipt['version']}"

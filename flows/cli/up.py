@@ -22,16 +22,16 @@ from flows.cli.terminal import refuse, say
 from flows.serving.environment import configure
 from flows.serving.local_server import SERVER_ID, START_SECONDS, is_ours, server_command, server_log
 from flows.serving.ports import HOST, is_listening, refuse_taken
-from flows.serving.running import ServerError, Up, announced, new_up
+from flows.serving.running import Up, announced, new_up
 from tasks.stages.run_directory import storage_root
 
-ENDING_SECONDS = 60  # that a server, which may be making its database, and serving each get to end
+ENDING_SECONDS = 60  # that each server, which may be creating its database, and `grpo serve` get to end
 LINES_SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process of `grpo up` by the name that a person knows it by; `log`: where it writes, None for the terminal."""
+    """A process of `grpo up`. `name`: in messages; `log`: the file that it writes to, None for the terminal."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -45,12 +45,9 @@ def up(
     """Start the Prefect and MLflow servers on 127.0.0.1 over this storage, and `grpo serve`, until Ctrl-C."""
     configure()
     this = new_up(f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}")
-    try:
-        with announced(this):
-            refuse_taken({"--prefect-port": prefect_port, "--mlflow-port": mlflow_port})
-            _serve(this, prefect_port, mlflow_port)
-    except ServerError as error:
-        refuse(str(error))
+    with announced(this):
+        refuse_taken({"--prefect-port": prefect_port, "--mlflow-port": mlflow_port})
+        _serve(this, prefect_port, mlflow_port)
 
 
 def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
@@ -58,8 +55,8 @@ def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
     from tasks.tracking.runs import SERVED_AT, connect
 
     if (uri := tracking_uri()).startswith("http"):
-        refuse(f"MLFLOW_TRACKING_URI={uri} is a server that runs already: start `grpo serve` alone")
-    # SIGINT too: the handler that polars, imported above, puts before Python's has let it get lost.
+        refuse(f"MLFLOW_TRACKING_URI={uri} is a server that runs already: start only `grpo serve`")
+    # SIGINT too: polars, imported above, puts a handler before Python's that can lose it.
     _on_signals(lambda *_: sys.exit(0))
     api = f"{this.prefect_url}/api"
     os.environ |= {
@@ -67,7 +64,7 @@ def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
         SERVER_ID: this.server_id,
         SERVED_AT: this.mlflow_url,
         "PREFECT_API_URL": api,
-        "PREFECT_UI_API_URL": api,  # Prefect's pages ask the default port otherwise, whatever port they are served on
+        "PREFECT_UI_API_URL": api,  # without it, Prefect's pages ask the default port, whatever port serves them
         "PREFECT_UI_URL": this.prefect_url,  # for links in notifications
     }
     mlflow_log = storage_root() / "mlflow" / "server.log"
@@ -77,7 +74,7 @@ def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
     children: list[Child] = []
     try:
         children.append(_start("Prefect's server", server_command(prefect_port), server_log()))
-        connect()  # makes the database, which server and trainings would make at the same time
+        connect()  # creates the database before the server and trainings would, at the same time
         children.append(_start("MLflow's server", mlflow, mlflow_log))
         _wait(children, lambda: is_ours(api, this.server_id))
         say(f"Prefect  {this.prefect_url}  ready; writes to {server_log()}")
@@ -87,15 +84,15 @@ def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
         children.append(_start("grpo serve", ["flows.cli.main", "serve"]))
         _wait_for_end(children)
     finally:
-        _on_signals(signal.SIG_IGN)  # a second Ctrl-C would leave some behind; none takes long
-        for child in reversed(children):  # what runs says how it ended while there is a server to hear it
+        _on_signals(signal.SIG_IGN)  # a second Ctrl-C would leave some running; none takes long
+        for child in reversed(children):  # flow runs report their end while the server still runs
             child.process.terminate()
             child.process.wait()
 
 
 def _start(name: str, module: Sequence[str], log: Path | None = None) -> Child:
-    """Start `python -m MODULE…` under supervision, in a session of its own: out of reach of the terminal's Ctrl-C,
-    which would end all of them together. The end of the pipe tells the supervisor that this process has died."""
+    """Start `python -m MODULE…` under supervision, in its own session: the terminal's Ctrl-C would end all of them
+    together. The end of the pipe tells the supervisor that this process has died."""
     command = [sys.executable, "-m", "tasks.processes.supervise", str(ENDING_SECONDS), sys.executable, "-m", *module]
     with log.open("ab") if log else nullcontext() as output:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
@@ -103,19 +100,19 @@ def _start(name: str, module: Sequence[str], log: Path | None = None) -> Child:
 
 
 def _wait(children: Sequence[Child], is_ready: Callable[[], bool]) -> None:
-    """Until it is ready. Ends the command if one of the children ends, or if that takes too long."""
+    """Wait until it is ready. Ends the command if one of the children ends, or if this takes too long."""
     deadline = time.monotonic() + START_SECONDS
     while not is_ready():
         for child in children:
             if child.process.poll() is not None:
                 _end(child)
         if time.monotonic() > deadline:
-            refuse(f"{children[-1].name} does not answer after {START_SECONDS} s; everything is ended", code=1)
+            refuse(f"{children[-1].name} does not answer after {START_SECONDS} s; everything is ended", exit_status=1)
         time.sleep(0.1)
 
 
 def _wait_for_end(children: Sequence[Child]) -> None:
-    """Until one of the children has ended, which ends the command."""
+    """Wait until one of the children ends, then end the command."""
     ends = {os.pidfd_open(child.process.pid): child for child in children}
     ended, _, _ = select.select(list(ends), [], [])
     _end(ends[ended[0]])
@@ -126,7 +123,7 @@ def _end(child: Child) -> None:
     status = code if code >= 0 else 128 - code
     lines = child.log.read_text(errors="replace").splitlines()[-LINES_SHOWN:] if child.log else []
     wrote = "\n".join([f". It wrote to {child.log}:", *lines]) if lines else ""
-    refuse(f"{child.name} has ended, with status {status}; everything else is ended too{wrote}", code=1)
+    refuse(f"{child.name} has ended, with status {status}; everything else is ended too{wrote}", exit_status=1)
 
 
 def _answers(url: str) -> bool:
@@ -136,7 +133,7 @@ def _answers(url: str) -> bool:
 
 
 def _on_signals(handler: Callable[..., object] | signal.Handlers) -> None:
-    """Handle what ends a command in a terminal, except signals that are ignored, as SIGHUP is under nohup."""
+    """Handle the signals that end a command in a terminal, except ignored ones, such as SIGHUP under nohup."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)

@@ -1,7 +1,7 @@
-"""What a deployment's parameters may name. Who fills in the form in Prefect's UI starts trainings; code, addresses and
-secrets are for those who have the worker's machine: its presets, its environment.
+"""What a deployment's parameters may name. Prefect's form is for starting trainings; code, addresses and secrets are
+set only on the worker's machine, in its presets and its environment.
 
-`grpo run` on one's own command line may name anything.
+`grpo run` may name anything.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from grpo_core.errors import ConfigError, RewardError
 from grpo_core.rewards.contract import code_of, find
 from grpo_core.rewards.registry import BUILTIN
 
-MODULES = "GRPO_REWARD_MODULES"  # comma-separated; a deployment's parameters may name any reward defined in them
+MODULES = "GRPO_REWARD_MODULES"  # comma-separated; a deployment's parameters may name any reward that they define
 ADDRESSES = (("rollout", "vllm_server_base_urls"),)  # the weights are sent there
 
 
 def resolve_allowed(preset: str, changes: dict[str, Any]) -> RunConfig:
-    """`resolve` for a deployment's parameters; ConfigError also for what they may not name, all of it at once."""
+    """`resolve` for a deployment's parameters. Raises ConfigError also for what they may not name, in one message."""
     if preset not in PRESETS:
         raise ConfigError(f"preset = {preset!r}: a deployment takes a preset of its worker: {', '.join(PRESETS)}")
     path = CONFIGS / f"{preset}.toml"
@@ -43,7 +43,7 @@ def _rewards(config: RunConfig, own: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _why_not(reward: RewardConfig, listed: set[str]) -> str:
-    """Why a deployment's parameters may not name this reward; "" when they may. Imports nothing that is not listed."""
+    """Why a deployment's parameters may not name this reward; "" if they may. Imports only listed modules."""
     module, separator, _ = reward.function.partition(":")
     if not separator:
         record = BUILTIN.get(reward.function)

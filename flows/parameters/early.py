@@ -1,4 +1,4 @@
-"""What validate or plan would refuse after minutes, refused before any server is started and any stage begins."""
+"""Refuses, before a server is started and a stage begins, what validate or plan would refuse after minutes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from grpo_core.rewards.contract import resolve
 from tasks.data.places import check_places
 from tasks.data.sources import count_prompts, needs_loading
 
-ENOUGH = 10**9  # prompts, where counting them would mean to load a dataset: no rule asks for more
+ENOUGH = 10**9  # prompts, assumed if counting them would mean loading a dataset: no rule asks for more
 
 
 def refuse_early(config: RunConfig) -> None:
-    """Raises ConfigError for a model or prompts that are not there, RewardError for a reward that cannot be had,
-    SourceError for a training file that cannot be read, PlanError for sizes that do not go together, whichever prompts
-    validate keeps of the file."""
+    """Raises ConfigError if the model or prompts do not exist, RewardError if a reward cannot be loaded, SourceError if
+    the training file cannot be read, and PlanError if sizes do not go together, whichever prompts validate keeps."""
     check_places(config)
     for reward in config.rewards:
         resolve(reward)

@@ -1,7 +1,7 @@
 """The pipeline's parameters: a preset (a file in configs/) and the keys that differ from it.
 
-The form in Prefect's UI is generated from the configuration's models. Prefect's API holds what it is given against the
-form before a run exists; `resolve` holds the whole configuration against every rule when the run starts.
+The form in Prefect's UI is generated from the configuration's models. Prefect's API checks parameters against the form
+before a run exists; `resolve` checks the whole configuration against every rule when the run starts.
 """
 
 from __future__ import annotations
@@ -20,30 +20,43 @@ from grpo_core.errors import ConfigError
 
 CONFIGS = Path(os.environ.get("GRPO_CONFIGS", Path(__file__).parents[2] / "configs"))
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.toml"))
-LAST = ("seed", "algorithm", "health")  # in the form, which Prefect cannot fold: long, or seldom changed
+LAST = ("seed", "algorithm", "health")  # at the end of the form, which cannot be folded: long or seldom changed
 
 
 def resolve(preset: str, changes: dict[str, Any]) -> RunConfig:
-    """The configuration that a preset, or any TOML file, gives with the keys in `changes` replaced; a list is replaced
-    as a whole, and null stands for "as in the preset". ConfigError names every key that is wrong."""
+    """The configuration of a preset, or of any TOML file, with the keys in `changes` replaced. A list is replaced as a
+    whole; null means "as in the preset". Raises ConfigError, which names every key that is wrong."""
+    return parse_config(_read(preset, changes))
+
+
+def read_name(preset: str, changes: dict[str, Any]) -> str:
+    """Name of the run that the same parameters start; "refused" if they do not give one."""
+    try:
+        name = _read(preset, changes).get("name")
+    except ConfigError:  # said by the flow itself
+        name = None
+    return name if isinstance(name, str) else "refused"
+
+
+def _read(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
     path = CONFIGS / f"{preset}.toml" if preset in PRESETS else Path(preset)
     if not path.is_file():
         near = difflib.get_close_matches(preset, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"presets: {', '.join(PRESETS)}"
         raise ConfigError(f"preset = {preset!r}: neither a preset in {CONFIGS} nor a file; {hint}")
-    return parse_config(_merge(read_values(path), changes))
+    return _merge(read_values(path), changes)
 
 
 def changes_of(path: Path, overrides: list[str] | None) -> dict[str, Any]:
-    """What `section.key=value` overrides change in a file, as `resolve` takes it."""
+    """The changes that `section.key=value` overrides make to a file, in the form that `resolve` takes."""
     return _difference(read_values(path), read_values(path, overrides))
 
 
 def form_schema(*sections: str) -> dict[str, Any]:
     """JSON schema of `changes`: every key of a configuration, or of some sections, grouped by section, none required.
 
-    Without defaults, which Prefect would fill in and send: an empty field is as in the preset. The configuration's own
-    default stands in the description.
+    It has no defaults, because Prefect would fill them in and send them: an empty field means "as in the preset". The
+    description names the configuration's own default.
     """
     schema = RunConfig.model_json_schema()
     if sections:
@@ -75,11 +88,11 @@ def _field(field: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
         return section
     (form,) = (form for form in field.get("anyOf", [field]) if form.get("type") != "null")
     rules = {key: value for key, value in form.items() if key not in ("default", "title")}
-    if rules.get("type") == "boolean":  # as a switch the form would send false for what nobody touched
+    if rules.get("type") == "boolean":  # as a switch, the form would send false for a field that was not touched
         rules = {"enum": [True, False]}
     if "$ref" in form.get("items", {}):
         rules["items"] = _section(sections[form["items"]["$ref"].rsplit("/", 1)[-1]], sections)
-        field = {**field, "description": f"{field['description']} What is given here replaces the whole list."}
+        field = {**field, "description": f"{field['description']} A value here replaces the whole list."}
     # Prefect's UI shows neither bounds nor patterns by itself.
     meaning = field["description"].replace("\n", " ")
     bounds = f" Bounds: {describe_bounds(form)}." if describe_bounds(form) else ""

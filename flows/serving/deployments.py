@@ -1,5 +1,4 @@
-"""What Prefect offers to trigger on one machine: the pipeline, each stage, promotion and rollback, in one process
-(`grpo serve`).
+"""The deployments of `grpo serve`, in one process on one machine: the pipeline, each stage, promotion and rollback.
 
 prefect.yaml declares the same flows for work pools, whose workers `grpo worker` starts.
 """
@@ -22,32 +21,31 @@ from prefect.settings import PREFECT_API_URL
 from flows.pipeline import pipeline
 from flows.promotion import promote, rollback
 from flows.serving.environment import TAG
-from flows.stages import evaluate_run, plan_run, register_run, train_run, validate_run
+from flows.stages import FLOWS
 
 NAME = "local"  # pipeline/local, train/local, …
 NIGHTLY = Cron("0 2 * * *", timezone="UTC", active=False, slug="nightly")
-STAGES = [validate_run, plan_run, train_run, evaluate_run, register_run]
 
 
 def deployments() -> list[RunnerDeployment]:
-    """The pipeline, with a nightly schedule that is off until switched on, each stage by itself, promotion, rollback.
+    """The pipeline, with a nightly schedule that is off until somebody switches it on, each stage, promotion, rollback.
 
-    A pipeline that the server knows already keeps the schedules that its users made of it.
+    If the server knows the pipeline already, its schedules stay as its users left them.
     """
     offered = [
         _deployment(pipeline, [TAG], schedule=NIGHTLY),
-        *(_deployment(stage, [TAG, "stage"]) for stage in STAGES),
+        *(_deployment(stage, [TAG, "stage"]) for stage in FLOWS.values()),
         *(_deployment(registry, [TAG, "registry"]) for registry in (promote, rollback)),
     ]
     if _is_known(offered[0].full_name):
         offered[0].schedules = []
-        offered[0].model_fields_set.difference_update({"schedules", "paused"})  # what is not set is not sent
+        offered[0].model_fields_set.difference_update({"schedules", "paused"})  # only fields that are set are sent
     return offered
 
 
 def serve() -> None:
     """Run what is triggered, until SIGTERM."""
-    # A schedule stays as its user left it: switching it off at the end would need somebody to switch it on again.
+    # By default the runner switches schedules off when it ends, and somebody would have to switch them on again.
     runner = _Runner(pause_on_shutdown=False)
     names = []
     for offered in deployments():
@@ -77,12 +75,12 @@ async def _run(runner: _Runner) -> None:
 
 
 def _is_no_process_that_ended_by_itself(record: logging.LogRecord) -> bool:
-    """At its end, Prefect's runner logs a traceback for a flow run whose process has just ended."""
+    """Log filter: Prefect's runner, when it ends, logs a traceback for each flow run whose process has just ended."""
     return not (record.exc_info and isinstance(record.exc_info[1], ProcessLookupError))
 
 
 def _deployment(flow: Flow, tags: list[str], **options: Any) -> RunnerDeployment:
-    # By module, so that a flow run finds it whatever folder it starts in.
+    # By module, so that a flow run finds it in whatever folder it starts.
     made = flow.to_deployment(NAME, tags=tags, entrypoint_type=EntrypointType.MODULE_PATH, **options)
     assert isinstance(made, RunnerDeployment)  # a coroutine only where an event loop runs
     return made

@@ -1,6 +1,6 @@
-"""Prefect's API for the length of one command: of a server that runs already, or of one started for it.
+"""The Prefect server that a command works with: one that runs already, or one started for this command.
 
-A command never takes whatever answers at Prefect's usual port: that may be a colleague's server, whose runs would go to
+A command never uses whatever answers at Prefect's usual port: it may be a colleague's server, whose runs write to
 another storage.
 """
 
@@ -26,13 +26,13 @@ from tasks.stages.run_directory import storage_root
 START_SECONDS = 180
 STOP_SECONDS = 10
 USUAL_API = "http://127.0.0.1:4200/api"
-SERVER_ID = "GRPO_SERVER_ID"  # in the environment of our Prefect server, which answers with it
+SERVER_ID = "GRPO_SERVER_ID"  # in the environment of our Prefect server; every answer contains it
 ID_HEADER, STORAGE_HEADER = "grpo-server-id", "grpo-storage"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server says of itself: id and storage are those of our own Prefect servers, empty of any other."""
+    """Id and storage from a server's answer; empty if it is not one of our own Prefect servers."""
 
     server_id: str
     storage: str
@@ -40,12 +40,13 @@ class Answer:
 
 @contextmanager
 def prefect_api() -> Iterator[str]:
-    """The URL of Prefect's API: of $PREFECT_API_URL, of the `grpo up` of this storage, or of a new server on 127.0.0.1
-    over $PREFECT_HOME that ends with this process.
+    """The URL of Prefect's API: $PREFECT_API_URL, or that of the `grpo up` of this storage, or that of a new server on
+    127.0.0.1 over $PREFECT_HOME that ends with this process.
 
-    A server may be starting while the body runs, which should import what is needed, Prefect first of all; leaving
-    waits until it answers. Prefect's own ephemeral mode leaves its server running when the caller is killed. Ours stops
-    after Prefect's exit handlers have sent what they still had to send. Raises ServerError if it does not start.
+    The server may be starting while the body runs, so the body should import what is needed, Prefect first; after the
+    body, this waits until the server answers. Prefect's own ephemeral mode is not used: it leaves its server running
+    when the caller is killed. Ours stops after Prefect's exit handlers have sent the last logs and states. Raises
+    ServerError if the server does not start.
     """
     if url := os.environ.get("PREFECT_API_URL"):
         yield url
@@ -90,7 +91,7 @@ def server_command(port: int) -> list[str]:
 
 
 def server_log() -> Path:
-    """What our Prefect server writes."""
+    """The file to which our Prefect server writes its output."""
     return Path(os.environ["PREFECT_HOME"]) / "server.log"
 
 
@@ -100,8 +101,8 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def find_api() -> str | None:
-    """The API of the server that runs already: $PREFECT_API_URL, else that of the `grpo up` of this storage; None if
-    neither is given. Raises ServerError if the given one does not answer."""
+    """The API of a server that runs already: $PREFECT_API_URL, else that of the `grpo up` of this storage; None if
+    there is neither. Raises ServerError if it does not answer."""
     if url := os.environ.get("PREFECT_API_URL"):
         if ask(url) is None:
             raise ServerError(f"no Prefect server answers at PREFECT_API_URL={url}: start it, or unset the variable")
@@ -114,8 +115,8 @@ def find_api() -> str | None:
 
 
 def find_api_to_serve() -> str:
-    """The API of the server whose flow runs are to be run here. Raises ServerError if there is none, or if it belongs
-    to the `grpo up` of another storage: two that serve one server take each other's runs."""
+    """The API of the server whose flow runs will run here. Raises ServerError if there is none, or if it belongs to the
+    `grpo up` of another storage: two processes that serve one server take each other's runs."""
     url, here = find_api(), str(storage_root())
     if url is None:
         stranger = ask(USUAL_API)
@@ -142,7 +143,7 @@ def _wait_for(up: Up) -> None:
 
 
 def wait_until_healthy(url: str, server_id: str, is_running: Callable[[], bool]) -> bool:
-    """Wait until the API of the server with this id answers; False if it ended before, or takes too long."""
+    """Wait until the API of the server with this id answers. Returns False if it ends first, or takes too long."""
     deadline = time.monotonic() + START_SECONDS
     while is_running() and time.monotonic() < deadline:
         if is_ours(url, server_id):
@@ -152,13 +153,13 @@ def wait_until_healthy(url: str, server_id: str, is_running: Callable[[], bool])
 
 
 def is_ours(url: str, server_id: str) -> bool:
-    """Whether the server with this id answers there, and not one that has taken its port."""
+    """Whether the server with this id answers there, rather than another one that has taken its port."""
     answer = ask(url)
     return answer is not None and answer.server_id == server_id
 
 
 def ask(url: str) -> Answer | None:
-    """What the API at this URL says of itself; None if nothing answers."""
+    """The answer of the API at this URL; None if nothing answers."""
     import httpx2  # here, so that a server that is started is not started later for it
 
     trusted = ssl.create_default_context(cafile=os.environ.get("PREFECT_API_SSL_CERT_FILE"))

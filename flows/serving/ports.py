@@ -1,4 +1,4 @@
-"""Ports of this machine: whether they are free, and what listens where they are not."""
+"""Ports of this machine: whether they are free, and which process listens on those that are not."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from flows.serving.running import ServerError
 from tasks.stages.run_directory import storage_root
 
 HOST = "127.0.0.1"
-LEAST_PORT = 1024  # that is not the administrator's
+LEAST_PORT = 1024  # lower ports are the administrator's
 COMMAND_SHOWN = 100  # characters
 
 
 def refuse_taken(ports: Mapping[str, int]) -> None:
-    """Raises ServerError if one of the ports, by the options that set them, cannot be listened on."""
+    """Raises ServerError if one of the ports cannot be used. `ports`: by the options that set them."""
     if len(set(ports.values())) < len(ports):
-        raise ServerError(f"{' and '.join(ports)} are the same port: give each server one of its own")
+        raise ServerError(f"{' and '.join(ports)} are the same port: give each server its own")
     for option, port in ports.items():
         if problem := _why_not(port):
             raise ServerError(f"{option} {port}: {problem}. Nothing was started. Ports that are free: {_free(ports)}")
 
 
 def is_listening(process: psutil.Process, port: int) -> bool:
-    """Whether what listens on the port is the process, or one that it has started."""
+    """Whether the process, or one that it has started, listens on the port."""
     with suppress(psutil.NoSuchProcess):
         return not _listeners(port).isdisjoint({process.pid, *(it.pid for it in process.children(recursive=True))})
     return False
 
 
 def _listeners(port: int) -> set[int | None]:
-    """Ids of the processes that listen on the port; None stands for one of another user."""
+    """Ids of the processes that listen on the port; None for a process of another user."""
     listening = [it for it in psutil.net_connections("tcp") if it.status == psutil.CONN_LISTEN]
     return {it.pid for it in listening if it.laddr.port == port}
 
@@ -52,7 +52,7 @@ def _why_not(port: int) -> str:
 
 
 def _free(ports: Mapping[str, int]) -> str:
-    """The options with the ports from these on that are free."""
+    """For each option the first free port from its own on, as arguments."""
     found: dict[str, int] = {}
     for option, first in ports.items():
         later = range(max(first, LEAST_PORT), 65536)
@@ -69,7 +69,7 @@ def _is_taken(port: int) -> bool:
 
 
 def _owner(port: int) -> str:
-    """What listens on the port, as far as this user can know."""
+    """The process that listens on the port, as far as this user may know it."""
     answer = ask(f"http://{HOST}:{port}/api")
     storage, process = answer.storage if answer else "", "a process of another user"
     with suppress(psutil.Error, StopIteration):

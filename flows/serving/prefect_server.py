@@ -1,7 +1,7 @@
-"""Prefect's server for the pages and programs of one machine: `python -m flows.serving.prefect_server PORT`.
+"""Prefect's server for the browser and programs of one machine: `python -m flows.serving.prefect_server PORT`.
 
-`prefect server start` without a password obeys every web page that a browser on the machine has open: a page can
-create a deployment whose steps are shell commands.
+`prefect server start` without a password obeys every web page that is open in a browser on the machine: a page could
+create a deployment whose steps are shell commands. This server answers only its own pages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHUTDOWN_SECONDS = 5  # for requests in progress, such as the event streams of o
 
 
 class Named:
-    """ASGI middleware: each answer says over which storage the server is, and which id it was given when started."""
+    """ASGI middleware: every answer names the server's storage, and the id that it was given when it was started."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -41,8 +41,8 @@ class Named:
 
 class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start; if told to end meanwhile, end once the database is made: Prefect's services fail when they are stopped
-        before they have begun. No request has come yet that would be cut off."""
+        """Start. If told to end meanwhile, end once the database is made, before any request is accepted: Prefect's
+        services fail if they are stopped before they have begun."""
         await super().startup(sockets)
         if self.should_exit:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Which `grpo up` serves a storage root: STORAGE/up.json names it, and is locked by it as long as it runs."""
+"""Which `grpo up` serves a storage root: it writes itself into STORAGE/up.json, and locks that file while it runs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ import psutil
 from grpo_core.errors import GrpoError
 from tasks.stages.run_directory import storage_root
 
-PATIENCE = 1.0  # seconds in which another command that looks at the lock has let go of it
+PATIENCE = 1.0  # seconds; a command that only looks at the lock holds it for less
 
 
 class ServerError(GrpoError):
-    """No server to work with, or one that must not be used; the message says which and what to do."""
+    """There is no server to work with, or one that must not be used; the message says which, and what to do."""
 
 
 @dataclass(frozen=True)
 class Up:
-    """A running `grpo up`. `server_id`: what its Prefect server answers with, by which no other is taken for it."""
+    """A running `grpo up`. `server_id`: in every answer of its Prefect server, so that no other is taken for it."""
 
     prefect_url: str
     mlflow_url: str
@@ -52,7 +52,7 @@ def new_up(prefect_url: str, mlflow_url: str) -> Up:
 
 @contextmanager
 def announced(up: Up) -> Iterator[None]:
-    """Be known as the one that serves this storage. Raises ServerError if another does."""
+    """Announce this process as the one that serves this storage. Raises ServerError if another does."""
     storage_root().mkdir(parents=True, exist_ok=True)
     try:
         opened = _file().open("a+")
@@ -75,7 +75,8 @@ def announced(up: Up) -> Iterator[None]:
 
 
 def _locked(file: TextIO) -> bool:
-    """Whether this process has the lock now. `find_up` of another one holds it for an instant, `grpo up` for long."""
+    """Try to get the lock; returns whether this process has it. Another `find_up` holds it for an instant, another
+    `grpo up` for as long as it runs."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -89,7 +90,7 @@ def _locked(file: TextIO) -> bool:
 
 
 def find_up() -> Up | None:
-    """The `grpo up` that serves this storage on this machine, be it still starting; None if there is none."""
+    """The `grpo up` that serves this storage on this machine, even if it is still starting; None if there is none."""
     try:
         with _file().open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -102,7 +103,7 @@ def find_up() -> Up | None:
 
 
 def _read() -> Up | None:
-    """What the file says; None before it says anything, and where another version of grpo wrote it."""
+    """The content of the file; None if it is still empty, or if another version of grpo wrote it."""
     try:
         return Up(**json.loads(_file().read_text()))
     except (ValueError, TypeError):

@@ -1,6 +1,6 @@
-"""What the flows need on a Prefect server, made once; what is there already stays as its users left it.
+"""Sets up what the flows need on a Prefect server, once; limits and automations that exist stay as they are.
 
-The crash watch is for a flow run whose process and runner are both gone: nobody else would report its end.
+The crash watch reports the end of a flow run whose process and runner have both died; nothing else would.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tasks.train import TRAINING_LIMIT
 
 CRASH_WATCH = "grpo: runs whose process is gone are crashed"
 SILENCE = timedelta(seconds=2.5 * HEARTBEAT_SECONDS)  # two missed
-# The end of an attempt, or the next one asked for: the end may be heard of before the attempt's last heartbeat.
+# The end of an attempt, or the request for the next one: it may arrive before the attempt's last heartbeat.
 ENDED = [f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed", "AwaitingRetry")]
 
 
 @contextmanager
 def password_asked_for() -> Iterator[None]:
-    """Raises ServerError if the server asks for a password in the body that it was not given."""
+    """Raises ServerError if, in the body, the server asks for a password that it was not given."""
     try:
         yield
     except PrefectHTTPStatusError as error:
         if error.response.status_code != 401:
             raise
         raise ServerError(
-            f"the Prefect server at {PREFECT_API_URL.value()} wants a password: set "
+            f"the Prefect server at {PREFECT_API_URL.value()} asks for a password: set "
             "PREFECT_API_AUTH_STRING=USER:PASSWORD as it has it"
         ) from error
 
@@ -48,13 +48,13 @@ def check_access() -> None:
 
 
 def set_up() -> None:
-    """The limit of one training at a time, and the crash watch."""
+    """Make the limit of one training at a time, and the crash watch."""
     ensure_training_limit()
     ensure_crash_watch()
 
 
 def ensure_training_limit() -> None:
-    """One training at a time, unless the server already has a limit of that name with other slots."""
+    """Make the limit of one training at a time. If the server has a limit of that name, it is kept, with its slots."""
     with get_client(sync_client=True) as client:
         try:
             client.read_global_concurrency_limit_by_name(TRAINING_LIMIT)
@@ -63,9 +63,9 @@ def ensure_training_limit() -> None:
 
 
 def ensure_crash_watch() -> None:
-    """Have the server mark one of our flow runs as crashed when its heartbeat stops.
+    """Make the server mark one of our flow runs as crashed if its heartbeat stops.
 
-    Flow runs send heartbeats where `environment.configure` was called, or PREFECT_FLOWS_HEARTBEAT_FREQUENCY set.
+    Flow runs send heartbeats if `environment.configure` was called, or PREFECT_FLOWS_HEARTBEAT_FREQUENCY is set.
     """
     heartbeat = "prefect.flow-run.heartbeat"
     trigger = EventTrigger(
@@ -78,7 +78,7 @@ def ensure_crash_watch() -> None:
         threshold=1,
         within=SILENCE,
     )
-    action = ChangeFlowRunState(state=StateType.CRASHED, message="its process sends no heartbeat any more")
+    action = ChangeFlowRunState(state=StateType.CRASHED, message="its process no longer sends heartbeats")
     with get_client(sync_client=True) as client:
         if not client.read_automations_by_name(CRASH_WATCH):
             client.create_automation(AutomationCore(name=CRASH_WATCH, trigger=trigger, actions=[action]))

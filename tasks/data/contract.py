@@ -1,7 +1,8 @@
-"""The data contract: what the configuration and its rewards ask of the prompts, as a pandera schema over Arrow columns.
+"""The data contract: what the configuration and its rewards require of the prompts, as a pandera schema over Arrow
+columns.
 
-Two kinds of rule. The shape (columns and their types) has to hold for anything else to be looked at. The rules about
-rows are those of `DataChecks`, each with a severity; every row that breaks one is found, whatever its severity.
+There are two kinds of rules. The shape (columns and their types) is checked first; if it is wrong, nothing else is
+checked. The rules about rows are those of `DataChecks`, each with a severity; every row that breaks one is reported.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def check(
     """Hold `frames` (train, eval, and eval-NAME of further evaluation sets) against the contract; `room`: the most
     tokens that a prompt of each may have; `prompt_column`: what the sources call the column `prompt`.
 
-    What is wrong with columns and types, in sentences; where nothing is, every row that breaks a rule (FINDING). A
-    prompt is only compared with those that stay: not with rows that break one of the rules `dropped`.
+    Returns what is wrong with columns and types, in sentences; if nothing is, every row that breaks a rule (FINDING). A
+    prompt is compared only with rows that stay, not with those that break one of the rules `dropped`.
     """
     shape = [problem for name, frame in frames.items() for problem in _shape(name, frame, rewards, prompt_column)]
     shape = shape or [
@@ -80,7 +81,7 @@ def check(
 
 
 def build_schema(frame: pl.DataFrame, rewards: list[Reward], tokenizer: Any, room: int | None) -> pa.DataFrameSchema:
-    """The rules that a row breaks by itself: those of the prompt, and that no value which a reward reads is missing."""
+    """The rules about single rows: those about the prompt, and that no value that a reward reads is missing."""
     answerable = _answerable(frame)  # what else is wrong with a blank or malformed prompt says nothing new
     accepted = _where(answerable if is_conversation(frame) else None, frame, lambda p: renders(p, tokenizer))
     short = _where(answerable, frame, lambda p: may_fit(p, tokenizer, room))  # a giant is not even tokenized
@@ -170,7 +171,7 @@ def _likely_prompts(frame: pl.DataFrame, wanted: str, read: Collection[str]) -> 
 
 
 def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]:
-    """Where the prompts differ from one another in kind, or from what the model takes."""
+    """Problems: prompts of different kinds, or of a kind that the model does not take."""
     kinds = {name: "conversations" if is_conversation(frame) else "text" for name, frame in frames.items()}
     others = {name: kind for name, kind in kinds.items() if kind != kinds["train"]}
     for name, kind in others.items():
@@ -186,7 +187,7 @@ def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]
 
 
 def _unusable(name: str, frame: pl.DataFrame, rewards: list[Reward]) -> Iterator[str]:
-    """The first value of each column that a built-in reward would fail on in the middle of a training."""
+    """Problems: for each column, the first value at which a built-in reward would fail during training."""
     for reward in rewards:
         for column, problem_of in reward.value_problems.items():
             if column not in reward.columns:
@@ -238,7 +239,7 @@ def _check(name: str, holds: Callable[[pl.DataFrame], pl.Series]) -> pa.Check:
 
 
 def _where(rows: pl.Series | None, frame: pl.DataFrame, holds: Callable[[pl.Series], pl.Series]) -> pl.Series:
-    """What `holds` says of the prompts of these rows; true for the others."""
+    """The result of `holds` for the prompts of these rows; true for the others."""
     everywhere = pl.repeat(True, frame.height, eager=True)
     if rows is None or not rows.any():
         return everywhere
@@ -299,7 +300,7 @@ def _validate(name: str, frame: pl.DataFrame, schema: pa.DataFrameSchema) -> pl.
 
 
 def _duplicates(name: str, frame: pl.DataFrame, staying: pl.Series) -> pl.DataFrame:
-    """Prompts that came before, among the rows that stay."""
+    """Rows whose prompt is the same as that of an earlier row, among the rows that stay."""
     text = prompt_text(frame).filter(staying)
     again = text.to_frame("text").with_columns(row=staying.arg_true()).filter(~text.is_first_distinct())
     return again.select(
@@ -312,9 +313,10 @@ def _duplicates(name: str, frame: pl.DataFrame, staying: pl.Series) -> pl.DataFr
 
 
 def _overlap(frames: Mapping[str, pl.DataFrame], staying: Mapping[str, pl.Series]) -> pl.DataFrame:
-    """Prompts that are both trained on and evaluated on: the same text, or the same but for case and white space.
+    """Prompts that are both trained on and evaluated on: the same text, or the same except for case and white space.
 
-    Those of eval are found in train, those of the other sets in the set: none of these changes what is trained on.
+    Overlaps with eval are reported as rows of train, those with another set as rows of that set, so that a further set
+    does not change what is trained on.
     """
     evaluated = {name: _texts(frame, 0).filter(staying[name]) for name, frame in frames.items() if name != "train"}
     held_out = evaluated.pop("eval")

@@ -1,4 +1,4 @@
-"""How long prompts are in tokens, without tokenizing a million: only those that may be too long, and a sample."""
+"""Lengths of prompts in tokens, without tokenizing a million: only those that may be too long, and a sample."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from grpo_core.data.prompts import load_tokenizer
 from grpo_core.errors import GrpoError
 from grpo_core.model.positions import usable_positions
 
-SAMPLED = 10_000  # prompts whose lengths stand for all
-LONGEST = 100  # prompts, by bytes, that are always among them
+SAMPLED = 10_000  # prompts whose lengths represent all
+LONGEST = 100  # of these, the longest prompts by bytes
 # A byte-level or byte-fallback tokenizer makes at most one token of a byte; a Unicode normalisation before it makes
 # at most 11 bytes of one (NFKC; unicode.org/faq/normalization.html).
 GROWTH = 11
@@ -48,7 +48,7 @@ def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
 
 
 def renders(conversations: pl.Series, tokenizer: Any) -> pl.Series:
-    """Which conversations the chat template accepts, tried once for each order of roles."""
+    """Whether the chat template accepts each conversation; tried once per order of roles."""
     orders = conversations.list.eval(pl.element().struct.field("role")).list.join(",")
     first = pl.DataFrame({"order": orders, "conversation": conversations}).unique("order", keep="first")
     accepted = {order: _is_rendered(conversation, tokenizer) for order, conversation in first.iter_rows()}
@@ -79,8 +79,8 @@ def _are_tokenized(texts: pl.Series, tokenizer: Any) -> list[bool]:
 
 
 def may_fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:
-    """Which prompts may have at most `room` tokens. The others are too long by their bytes, after the chat template,
-    and are not tokenized: that might take minutes and gigabytes.
+    """Whether each prompt may have at most `room` tokens. The others are too long by their bytes, after the chat
+    template, and are not tokenized: that might take minutes and gigabytes.
 
     Where every byte ends up in a token, that follows from the longest token. Other tokenizers may make one token of
     any text: there a prompt is too long from GIANT bytes on that are also more than BYTES_PER_TOKEN for each token.
@@ -133,7 +133,7 @@ def _replaces_a_blank(step: dict[str, Any]) -> bool:
 
 
 def fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:
-    """Which prompts take at most `room` tokens; the template accepts all of them."""
+    """Whether each prompt has at most `room` tokens; the template accepts all of them."""
     fits = pl.repeat(True, len(prompts), eager=True)
     if room is None:
         return fits
@@ -145,7 +145,7 @@ def fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:
 
 
 def token_lengths(prompts: pl.Series, tokenizer: Any) -> pl.Series:
-    """Tokens of each prompt, the chat template's included; ModelError with the prompt that the template fails on."""
+    """Tokens per prompt, including the chat template's. Raises ModelError, with the prompt, if the template fails."""
     try:
         encoded = encode_prompts(prompts.to_list(), tokenizer)
     except Exception as error:

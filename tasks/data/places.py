@@ -14,7 +14,7 @@ FILE_NAME = re.compile(r"\.(parquet|jsonl?|ndjson|csv|tsv|txt|arrow|xlsx?|gz|bz2
 
 
 def may_be_on_the_hub(source: str) -> bool:
-    """Whether a name that is no path here may be one on the hub: NAME or OWNER/NAME, unlike a file's or folder's."""
+    """Whether a name that is no path here could be a name on the hub: NAME or OWNER/NAME, unlike that of a file."""
     owner, separator, _ = source.partition("/")
     here = bool(separator) and is_folder(Path(owner))
     named = len(source) <= LONGEST_HUB_NAME and HUB_NAME.fullmatch(source) is not None
@@ -36,7 +36,7 @@ def is_folder(path: Path) -> bool:
 
 
 def check_places(config: RunConfig) -> None:
-    """Raises ConfigError if the model or a source of prompts is no path here, nor could be a name on the hub."""
+    """Raises ConfigError if the model or a source of prompts is neither a path here nor a possible name on the hub."""
     places = {
         "model.name_or_path": config.model.name_or_path,
         "data.train": config.data.train,
@@ -44,7 +44,7 @@ def check_places(config: RunConfig) -> None:
         **{f"evaluation.sets.{number}.data": each.data for number, each in enumerate(config.evaluation.sets)},
     }
     missing = [
-        f"{key} = {source!r}: no such file or folder (looked in {Path.cwd()}), and no name that the hub could have"
+        f"{key} = {source!r}: no such file or folder (looked in {Path.cwd()}), and not a possible name on the hub"
         for key, source in places.items()
         if not may_be_on_the_hub(source) and not (is_file(Path(source)) or is_folder(Path(source)))
     ]

@@ -21,7 +21,7 @@ FORMS = (
 
 
 class SourceError(GrpoError):
-    """Prompts that cannot be read; the message names the configuration key, the source and what is wrong with it."""
+    """Prompts that cannot be read; the message names the configuration key, the source and its fault."""
 
 
 def load_sources(config: RunConfig) -> dict[str, pl.DataFrame]:
@@ -39,9 +39,9 @@ def load_sources(config: RunConfig) -> dict[str, pl.DataFrame]:
 
 
 def load_source(key: str, source: str, split: str, prompt_column: str = "prompt") -> pl.DataFrame:
-    """Read the prompts that configuration key `key` names; SourceError says what is wrong with the source.
+    """Read the prompts that the configuration key `key` names. Raises SourceError, which says what is wrong with them.
 
-    The column `prompt` of what is read is the source's `prompt_column`; without such a column there is none.
+    The source's `prompt_column` becomes the column `prompt`; if the source has no such column, there is none.
     """
     try:
         frame = _plain(_open(key, source, split, checked=True).collect())
@@ -54,7 +54,7 @@ def load_source(key: str, source: str, split: str, prompt_column: str = "prompt"
 
 
 def count_prompts(key: str, source: str, split: str) -> int:
-    """How many prompts a source holds, without reading them where its format says so."""
+    """Number of prompts in a source, without reading them if the format contains it."""
     try:
         return _open(key, source, split).select(pl.len()).collect().item()
     except pl.exceptions.PolarsError as error:

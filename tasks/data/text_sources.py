@@ -1,7 +1,8 @@
-"""JSON lines, JSON and CSV, plain or compressed by gzip, as Arrow columns; a fault is named with the first row that has
-it.
+"""JSON lines, JSON and CSV, plain or compressed by gzip, as Arrow columns. A fault is reported with the first row that
+has it.
 
-JSON is read by polars and checked by pyarrow. What either refuses is looked for row by row, to say it in plain words.
+JSON is read by polars and checked by pyarrow. If either refuses a file, it is searched row by row for the fault, which
+is then described in plain words.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Fault(ValueError):
 
 
 def scan_text(path: Path, kind: str, checked: bool) -> pl.LazyFrame:
-    """The rows of a file of kind .jsonl, .json or .csv; `checked`: refuse columns with values of several kinds, too.
+    """The rows of a file of kind .jsonl, .json or .csv; `checked`: also refuse columns with values of several kinds.
 
-    Raises Fault for what is found at once. Faults that polars finds when it collects are named by `find_fault`.
+    Raises Fault for faults that are found immediately. Those that polars finds when it collects: see `find_fault`.
     """
     try:
         content = _content(path)
@@ -65,7 +66,7 @@ def find_fault(path: Path, kind: str) -> str:
 
 
 def _places(rows: bytes, kind: str) -> Iterator[tuple[str, bytes]]:
-    """Each row that is not blank, after the words that say where it is."""
+    """(place in words, text) of each row that is not blank."""
     row = 0
     for line, text in enumerate(io.BytesIO(rows), 1):
         if text.strip():
@@ -103,7 +104,7 @@ def _json_rows(content: bytes, kind: str) -> bytes:
 
 
 def _cut_list(content: bytes) -> bytes:
-    """A JSON list with each of its elements, as it stands, on a line of its own."""
+    """The elements of a JSON list, unchanged, each on its own line."""
     text = content.decode(errors="surrogateescape")  # what is no UTF-8 is found row by row
     decoder = json.JSONDecoder(parse_int=len, parse_float=len)
     rows: list[str] = []
@@ -151,7 +152,7 @@ def _depth(text: bytes) -> int:
 
 
 def _refuse_mixed_columns(rows: bytes) -> None:
-    """ValueError for a column with values of several kinds: polars would make text of them all."""
+    """Raises ValueError if a column has values of several kinds: polars would turn all of them into text."""
     from pyarrow import json as arrow_json  # takes half a second to import, which planning does not need
 
     longest = max(map(len, io.BytesIO(rows)))
@@ -184,7 +185,7 @@ def _problem_of_row(text: bytes, place: str, seen: dict[str, tuple[str, str]]) -
 
 
 def _syntax(error: json.JSONDecodeError) -> str:
-    """An error of Python's parser: what it found, and where."""
+    """An error of Python's parser in plain words, with the text at its place."""
     found = error.doc[error.pos : error.pos + SHOWN]
     ends = found[:1] in ("]", "}") or error.msg.startswith("Expecting property")
     if error.msg == "Extra data":

@@ -1,4 +1,4 @@
-"""Run a stage's own process under supervision, its output line by line."""
+"""Run a stage's process under supervision, and pass on its output line by line."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from tasks.stages.run_directory import held_locks
-from tasks.stages.stage import StageError
+from tasks.stages.errors import StageError
+from tasks.stages.locks import held_locks
 
 TAIL_LINES = 25
 GRACE_SECONDS = 20.0
 
 
 class TimeLimitError(StageError):
-    """A process that did not end in time."""
+    """A process that did not end within its time limit."""
 
 
 def run_process(
@@ -28,11 +28,11 @@ def run_process(
     grace: float = GRACE_SECONDS,
     limit: float = threading.TIMEOUT_MAX,
 ) -> None:
-    """Run `python COMMAND…` to its end; StageError with its last lines when it fails, TimeLimitError when it has not
+    """Run `python COMMAND…` to its end. Raises StageError with its last lines if it fails, TimeLimitError if it has not
     ended after `limit` seconds.
 
-    Whatever ends the caller (an exception, also in `on_line`; a signal; SIGKILL) ends the process and all it started:
-    SIGTERM, then SIGKILL to what is left after `grace` seconds. An exception goes on when all of them are gone.
+    Whatever ends the caller (an exception, also in `on_line`; a signal; SIGKILL) also ends the process and all that it
+    started: first SIGTERM, then after `grace` seconds SIGKILL. An exception is raised once all of them have ended.
     """
     tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
     with subprocess.Popen(
@@ -63,7 +63,7 @@ def run_process(
             code = process.wait()
         except BaseException:
             process.terminate()
-            for line in process.stdout:  # it still has something to save and to say, and fails when nobody listens
+            for line in process.stdout:  # it still saves and prints, and would fail on a closed pipe
                 with suppress(Exception):
                     on_line(line.rstrip())
             raise

@@ -1,13 +1,13 @@
-"""`python -m tasks.processes.supervise GRACE COMMAND…`: run a command so that nothing of it outlives
-the process that asked for it.
+"""`python -m tasks.processes.supervise GRACE COMMAND…`: run a command so that none of its processes outlives the
+process that started it.
 
-Stands between a task and its training, and around what serves flows. SIGTERM, or the end of the pipe that is its
-standard input (the task's process died, even by SIGKILL), ends the command: SIGTERM to its process group, up to GRACE
-seconds for all of them to end (a launcher may die at once while the trainer still saves), SIGKILL to every descendant
-left. As the subreaper it also finds those that made sessions of their own (ranks, engine processes).
+It stands between a task and its training, and around the servers. It ends the command on SIGTERM, and when the pipe
+that is its standard input closes (the task's process has died, even by SIGKILL): SIGTERM to the command's process
+group, up to GRACE seconds for all of it to end (a launcher may die immediately while the trainer still saves), SIGKILL
+to every descendant left. As a subreaper it also finds descendants in their own sessions (ranks, engine processes).
 
-It is two processes, since one could itself be killed: the supervisor, and its parent, the guard. Each ends everything
-when the other dies.
+It consists of two processes, since one could itself be killed: the supervisor, and its parent, the guard. Each ends
+everything when the other dies.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from grpo_core.system.descendants import POLL_SECONDS, adopt_orphans, kill_desce
 
 
 async def supervise(command: list[str], grace: float, from_guard: int) -> int:
-    """Run the command to its end or until told to stop; its exit status, 128 + n if signal n ended it.
+    """Run the command to its end or until told to stop. Returns its exit status, 128 + n if signal n ended it.
 
-    `from_guard`: a pipe whose end says that the guard has died.
+    `from_guard`: a pipe that closes when the guard dies.
     """
     loop = asyncio.get_running_loop()
     told_to_stop = asyncio.Event()
@@ -39,7 +39,7 @@ async def supervise(command: list[str], grace: float, from_guard: int) -> int:
         if not os.read(pipe, 4096):
             told_to_stop.set()
 
-    pipes = [from_guard, *([0] if stat.S_ISFIFO(os.fstat(0).st_mode) else [])]  # a terminal's end says nothing
+    pipes = [from_guard, *([0] if stat.S_ISFIFO(os.fstat(0).st_mode) else [])]  # a terminal that closes is no such sign
     for pipe in pipes:
         loop.add_reader(pipe, stop_at_end, pipe)
     child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
@@ -50,7 +50,7 @@ async def supervise(command: list[str], grace: float, from_guard: int) -> int:
         for pipe in pipes:
             loop.remove_reader(pipe)
         if not exited.done():
-            with suppress(ProcessLookupError):  # it has died since, as when both were told to end
+            with suppress(ProcessLookupError):  # it has ended since, for example by the same signal
                 os.killpg(child.pid, signal.SIGTERM)
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace):
@@ -63,7 +63,7 @@ async def supervise(command: list[str], grace: float, from_guard: int) -> int:
 
 
 def guard(supervisor: int, grace: float) -> int:
-    """Wait for the supervisor, pass signals on to it, and if it is killed, end what it has left; its exit status."""
+    """Wait for the supervisor and pass signals on to it. If it is killed, end its descendants. Returns its status."""
 
     def pass_on(number: int, frame: object) -> None:
         with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The vLLM servers of a stage: on this machine, there for as long as the stage, started again when they die."""
+"""The vLLM servers of a stage: on this machine, for the length of the stage, restarted when they die."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ import httpx2
 from grpo_core.config.run import RunConfig
 from grpo_core.rollout.vllm.serve import ADDRESSES
 from tasks.processes.run import GRACE_SECONDS, TAIL_LINES
-from tasks.stages.run_directory import held_locks
-from tasks.stages.stage import Context, StageError
+from tasks.stages.errors import StageError
+from tasks.stages.locks import held_locks
+from tasks.stages.run import Context
 
 POLL_SECONDS = 0.5
 PAUSE_SECONDS = 2.0  # before a server that died is started again
@@ -29,8 +30,8 @@ PAUSE_SECONDS = 2.0  # before a server that died is started again
 
 @contextmanager
 def servers(context: Context, log: Logger | LoggerAdapter[Any]) -> Iterator[dict[str, str]]:
-    """The environment in which a stage's process finds the servers that its configuration has started for it; empty
-    where it asks for none. StageError when one does not come up."""
+    """Start the servers that the configuration asks for, and give the environment variables by which the stage's
+    process finds them; empty if it asks for none. Raises StageError if a server does not start."""
     rollout = context.config.rollout
     if rollout.engine != "vllm-server" or rollout.vllm_server_base_urls:
         yield {}
@@ -49,7 +50,7 @@ def servers(context: Context, log: Logger | LoggerAdapter[Any]) -> Iterator[dict
 
 
 class _Server:
-    """One server under supervision, its output in a file; who stops it, stops all that it started."""
+    """One server under supervision, its output in a file. Stopping it stops all processes that it started."""
 
     def __init__(self, config: Path, output: Path, environment: dict[str, str], log: Logger | LoggerAdapter[Any]):
         self.held = hold_port()
@@ -86,7 +87,7 @@ class _Server:
         with self.output.open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", "tasks.processes.supervise", str(GRACE_SECONDS), sys.executable, *self.command],
-                stdin=subprocess.PIPE,  # its end says that this process has died
+                stdin=subprocess.PIPE,  # it closes when this process dies
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -95,7 +96,7 @@ class _Server:
             )
 
     def _watch(self) -> None:
-        """Start it again whenever it ends; the training waits for it as long as rollout.vllm_server_timeout says."""
+        """Restart it whenever it ends. Meanwhile the training waits, for at most rollout.vllm_server_timeout."""
         while True:
             code = self.process.wait()
             self.stopping.wait(PAUSE_SECONDS)
@@ -105,7 +106,7 @@ class _Server:
                 self.log.warning("the vLLM server at %s ended with status %s and is started again", self.url, code)
                 try:
                     self.process = self._start()
-                except OSError as error:  # no memory, no process, no space on the disk: perhaps later
+                except OSError as error:  # no memory, no process, no space on the disk: try again later
                     self.log.error("the vLLM server at %s cannot be started: %s", self.url, error)
 
     def _is_up(self) -> bool:
@@ -117,7 +118,8 @@ class _Server:
 
 
 def _devices(config: RunConfig) -> list[dict[str, str]]:
-    """For each server the GPUs that it sees: those after the training's own; with ipc, the training's one."""
+    """For each server, the variable with the GPUs that it sees: those after the training's own; with ipc, the
+    training's GPU."""
     import torch
 
     rollout = config.rollout
@@ -139,9 +141,9 @@ def _devices(config: RunConfig) -> list[dict[str, str]]:
 
 
 def hold_port() -> socket.socket:
-    """Bind a free port of 127.0.0.1: no other process is given it as long as the socket is open.
+    """Bind a free port of 127.0.0.1: the system gives it to no other process while the socket is open.
 
-    A server that sets SO_REUSEADDR, as vLLM's does, can listen on it all the same.
+    A server that sets SO_REUSEADDR, as vLLM's does, can listen on it nevertheless.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

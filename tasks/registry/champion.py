@@ -1,13 +1,12 @@
-"""The champion of a registered model: the version that the alias `champion` names, whoever set it there.
+"""The champion of a registered model: the version that the alias `champion` names, however it was set.
 
-Promotion and rollback move the alias, which is one write of the registry's. What was decided stands in tags of the
+Promotion and rollback move the alias, which is one write in the registry. The decision is recorded in tags of the
 version. The champions in their order, and the number of attempts against each, are tags of the registered model: they
-live and are saved with the alias, whichever machine moves that, and the UI shows them.
+are stored with the alias, and the UI shows them.
 
-No two of these writes are one transaction, so their order lets the next promotion or rollback finish what a process
-that died has begun: first that there was an attempt (ATTEMPTS), then what is going to happen (DECISION, or
-ROLLED_BACK_TO), then the alias, then the history, last the time at which it had happened (DECIDED_AT, or
-ROLLED_BACK_AT).
+The writes are not one transaction. Their order lets the next promotion or rollback finish what a process that died has
+begun: first that there was an attempt (ATTEMPTS), then the decision (DECISION, or ROLLED_BACK_TO), then the alias, then
+the history, and last the time (DECIDED_AT, or ROLLED_BACK_AT).
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError, GrpoError
 from tasks.registry.gate import Contestant, Verdict, decide
 from tasks.registry.history import ROLLED_BACK, Entry, bounded, reigns, written
+from tasks.registry.model_lock import model_lock
 from tasks.registry.spending import ATTEMPTS, take_number
-from tasks.stages.run_directory import model_lock
 from tasks.tracking.runs import answering, connect
 
 CANDIDATE = RegistryConfig().alias
@@ -43,7 +42,7 @@ DECISION, AGAINST, REASON, DECIDED_AT = (f"promotion.{it}" for it in ("decision"
 ROLLED_BACK_TO, ROLLED_BACK_AT = "promotion.rolled_back_to", "promotion.rolled_back_at"
 MADE_CHAMPION = ("promoted", "forced")
 NAMES_SHOWN = 5
-NOT_THERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # the latter of a name that nothing can have
+NOT_THERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # the latter for a name that no model can have
 T = TypeVar("T")
 RECORD = "record"  # tag of a version: the folder in its MLflow run that holds RECORDED
 RECORDED = ("config.toml", "evaluation/report.json", "evaluation/samples.parquet")
@@ -55,8 +54,8 @@ class PromotionError(GrpoError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a promotion. `against`: the champion's version, or "base" where there was none. `verdict`: the
-    gate's, None where the version has the alias already."""
+    """The outcome of a promotion. `against`: the champion's version, or "base" if there was none. `verdict`: the
+    gate's, None if the version is the champion already."""
 
     decision: str  # promoted, refused, forced or unchanged
     model: str
@@ -68,7 +67,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What the MLflow run of a version keeps of its configuration and evaluation, under the version's tag RECORD."""
+    """Configuration and evaluation of a version, from its MLflow run, in the folder that the tag RECORD names."""
 
     config: dict[str, Any]
     report: dict[str, Any]
@@ -76,19 +75,19 @@ class _Recorded:
 
 
 class _NotComparableError(LookupError):
-    """There is nothing to judge a version by; a forced promotion does without."""
+    """There is nothing to judge a version by; a forced promotion needs nothing."""
 
 
 def promote(
     name: str, version: str = CANDIDATE, force: bool = False, changes: Mapping[str, Any] | None = None
 ) -> Outcome:
-    """Make a version the champion if it passes the gate, or by `force`; either way its tags `promotion.…` say so.
+    """Make a version the champion if it passes the gate, or if `force` is set; its tags `promotion.…` record which.
 
     version: its number or an alias. changes: `{"promotion": {…}}`, keys that differ from the configuration recorded
-    with the version. Concurrent promotions of a model take turns, on all machines that share the storage root, and each
-    meets the champion that the one before it left. A promotion that a dying process left half done is finished. Raises
-    PromotionError for a model or a version that does not exist, or if another machine changed the champion meanwhile;
-    ConfigError for wrong changes.
+    with the version. Concurrent promotions of a model take turns, on all machines that share the storage root; each is
+    held against the champion that the previous one left. A promotion that was interrupted by the death of its process
+    is finished. Raises PromotionError for a model or a version that does not exist, or if another machine changed the
+    champion meanwhile; ConfigError for wrong changes.
     """
     client, rules = connect(), _rules(changes or {})
     with model_lock(_model(client, name).name):
@@ -125,7 +124,7 @@ def promote(
 
 
 def check(name: str, version: str | None = None) -> None:
-    """PromotionError when MLflow has no such registered model, or that has no such version."""
+    """Raises PromotionError if MLflow has no such registered model, or if the model has no such version."""
     with answering():
         client = connect()
         model = _model(client, name)
@@ -135,8 +134,8 @@ def check(name: str, version: str | None = None) -> None:
 
 def rollback(name: str) -> tuple[str | None, str]:
     """Make the champion before the present one champion again; (version left, None if the alias was gone, version
-    returned to). A rollback that a dying process left half done is finished instead. Raises PromotionError if there was
-    no champion before, or if another machine changed the champion meanwhile."""
+    returned to). A rollback that was interrupted by the death of its process is finished instead. Raises PromotionError
+    if there was no champion before, or if another machine changed the champion meanwhile."""
     client = connect()
     with model_lock(_model(client, name).name):
         model = _model(client, name)
@@ -155,7 +154,7 @@ def rollback(name: str) -> tuple[str | None, str]:
         leaving = client.get_model_version(name, present) if present else None
         _refuse_another_champion(client, name, present)
         if leaving:
-            # A promotion that a dying process left half done ends here too: otherwise a pipeline would try it again.
+            # An interrupted promotion of this version ends here too: otherwise a pipeline would try it again.
             ended = {DECIDED_AT: _now()} if _is_being_promoted(leaving) else {}
             _tag(client, leaving, {**ended, ROLLED_BACK_AT: None, ROLLED_BACK_TO: previous})
         _crown(client, name, previous, ROLLED_BACK, history)
@@ -175,16 +174,17 @@ def identity(version: ModelVersion) -> dict[str, Any]:
 
 
 def present_champion(client: MlflowClient, name: str) -> ModelVersion | None:
-    """The version of a registered model that has the alias `champion`, whoever set it; None where there is none.
-    MlflowException when the registry does not answer: that is not to be taken for none."""
+    """The version of a registered model that has the alias `champion`; None if there is none. Raises MlflowException if
+    the registry does not answer, so that this is not taken for none."""
     model = _if_there(lambda: client.get_registered_model(name))
     number = model and model.aliases.get(CHAMPION)
     return client.get_model_version(name, number) if number else None
 
 
 def is_decided(name: str, version: str) -> bool:
-    """Whether a promotion of the version has been tried, to its end."""
-    return DECIDED_AT in connect().get_model_version(name, version).tags
+    """Whether a promotion of the version has been tried and has ended."""
+    with answering():
+        return DECIDED_AT in connect().get_model_version(name, version).tags
 
 
 def _rules(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _find_version(client: MlflowClient, name: str, number: str) -> ModelVersion 
 
 
 def _if_there(ask: Callable[[], T]) -> T | None:
-    """What the registry answers; None where it says that there is no such thing. Any other error goes on."""
+    """The registry's answer; None if it says that there is no such thing. Other errors are raised."""
     try:
         return ask()
     except MlflowException as error:
@@ -250,14 +250,14 @@ def _see_champion(client: MlflowClient, model: RegisteredModel) -> tuple[str | N
 
 
 def _is_being_promoted(version: ModelVersion) -> bool:
-    """Was promoting this version decided, and interrupted before all of it was written?"""
+    """Whether it was decided to promote this version, and the process died before all of that was written."""
     return version.tags.get(DECISION) in MADE_CHAMPION and DECIDED_AT not in version.tags
 
 
 def _being_rolled_back(
     client: MlflowClient, name: str, champion: str | None, history: list[Entry]
 ) -> ModelVersion | None:
-    """The version that a rollback to `champion` has left, if a process died before all of that was written."""
+    """The version that a rollback to `champion` left, if the process died before all of that was written."""
     number = next((entry["version"] for entry in reversed(history) if entry["version"] != champion), None)
     left = _find_version(client, name, number) if number else None
     if left and champion and left.tags.get(ROLLED_BACK_TO) == champion and ROLLED_BACK_AT not in left.tags:
@@ -266,7 +266,7 @@ def _being_rolled_back(
 
 
 def _why_no_champion(client: MlflowClient, name: str, history: list[Entry]) -> str:
-    """The end of a reason where the model has no champion and had one; else empty."""
+    """End of a reason if the model has no champion now and had one before; else empty."""
     last = next((entry["version"] for entry in reversed(history) if entry["version"]), None)
     if last is None or history[-1]["version"]:
         return ""
@@ -290,7 +290,7 @@ def _called(champion: str | None) -> str:
 
 
 def _crown(client: MlflowClient, name: str, version: str, how: str, history: list[Entry]) -> None:
-    # The alias first: a history that is ahead of it would name a past champion that never was.
+    # The alias first: if the process dies in between, the history must not name a champion that never was one.
     client.set_registered_model_alias(name, CHAMPION, version)
     _remember(client, name, version, how, history)
 
@@ -309,7 +309,8 @@ def _judge(
         config = parse_config(recorded.config)
     except ConfigError as error:
         raise _NotComparableError(f"the configuration recorded with it is not valid here: {error}") from None
-    config = parse_config({**recorded.config, "promotion": {**recorded.config.get("promotion", {}), **rules}})
+    if rules:
+        config = parse_config({**recorded.config, "promotion": {**recorded.config.get("promotion", {}), **rules}})
     trained = Contestant(f"version {candidate.version}", recorded.samples, "trained")
     try:
         return decide(config, trained, _rival(client, candidate, recorded, champion), attempt)
@@ -318,8 +319,8 @@ def _judge(
 
 
 def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, champion: str | None) -> Contestant:
-    """What the candidate has to beat. Evaluated beside it on the same prompts, or else by itself on the same prompts by
-    the same settings, which is what the reports' keys tell."""
+    """What the candidate has to beat: the champion as evaluated beside it, or as evaluated by itself on the same
+    prompts with the same settings (the reports then have the same key); the base model if there is no champion."""
     if champion is None:
         return Contestant("the base model", recorded.samples, "base")
     label, beside = f"champion version {champion}", recorded.report.get("champion")
@@ -357,7 +358,7 @@ def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
 
 
 def _tags(outcome: Outcome, rules: Mapping[str, Any], attempt: int) -> dict[str, str | None]:
-    """What a decision rests on; the decision itself is written when the champion is known to be the same still."""
+    """The grounds of a decision. The decision is written later, once the champion is known to be still the same."""
     gain = outcome.verdict.comparisons[0] if outcome.verdict and outcome.verdict.comparisons else None
     return {
         REASON: outcome.reason,
@@ -373,7 +374,7 @@ def _tags(outcome: Outcome, rules: Mapping[str, Any], attempt: int) -> dict[str,
 
 
 def _tag(client: MlflowClient, version: ModelVersion, tags: Mapping[str, str | None]) -> None:
-    """Set tags; delete those that are None."""
+    """Set tags; delete those whose value is None."""
     for key, value in tags.items():
         if value is not None:
             client.set_model_version_tag(version.name, str(version.version), key, value)

@@ -1,5 +1,5 @@
-"""The gate: whether a model version is better than what is in use, and breaks no guard. Figures in, verdict out; knows
-no registry."""
+"""The gate: decides whether a model version is better than the one in use and breaks no guard. Figures in, verdict out;
+knows no registry."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEAST_PROMPTS = 200  # with which an outcome of unknown range decides anything, 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A policy and what it did: columns `policy/…` of an evaluation's samples. `label`: what people call it."""
+    """A policy and its outcomes: the columns `policy/…` of an evaluation's samples. `label`: its name in sentences."""
 
     label: str
     samples: pl.DataFrame
@@ -39,8 +39,8 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A metric on a set, of both, and the rule it was held against. `candidate`, `rival`: means over the prompts that
-    are compared. `difference`: candidate minus rival, paired."""
+    """A metric of both contestants on a set, and the rule that it has to keep. `candidate`, `rival`: means over the
+    compared prompts. `difference`: candidate minus rival, paired."""
 
     set: str
     metric: str
@@ -49,17 +49,17 @@ class Comparison:
     difference: Difference
     bounds: Bounds
     num_prompts: int
-    """Prompts of the set; those that are not compared left the rival unscored."""
+    """Prompts of the set; on those that are not compared, the rival was not scored."""
     num_unscored: int
-    """Rows of the set on which samples of the candidate are counted as the worst, see `decide`."""
+    """Rows of the set on which samples of the candidate count as the worst value, see `decide`."""
     rule: str = ""
     broken: str | None = None
-    """How the rule is broken, as part of a sentence; None where it holds."""
+    """How the rule is broken, as part of a sentence; None if it is kept."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`comparisons`: first what the candidate has to be better in, then the guards in their order."""
+    """`comparisons`: first the metric in which the candidate has to be better, then the guards in their order."""
 
     accepted: bool
     reason: str
@@ -67,13 +67,13 @@ class Verdict:
 
 
 def decide(config: RunConfig, candidate: Contestant, rival: Contestant, attempt: int = 1) -> Verdict:
-    """Accepted when the candidate is better by the rules of `config.promotion`, and no guard is broken.
+    """The verdict: accepted if the candidate is better by the rules of `config.promotion` and breaks no guard.
 
     attempt: how many comparisons with this rival there have been, this one included. Better: one-sided p-value of "not
     better in the mean" at most `level_of` this attempt, and a mean gain of at least `min_gain`. The levels of all
     attempts add up to 1 − confidence, so of candidates that are no better than a rival, the probability that any is
-    ever accepted is at most that; guards only refuse. A sample that a reward left unscored counts as the worst
-    where it scored the rival on the same prompt. Raises ValueError for a guard on a metric that the samples lack.
+    ever accepted is at most that; guards only refuse. A sample that a reward did not score counts as the worst value if
+    the reward scored the rival on the same prompt. Raises ValueError for a guard on a metric that the samples lack.
     """
     rules, level = config.promotion, level_of(attempt, config.promotion.confidence)
     metric = rules.metric or deciding_metric(candidate.samples, config.accuracy_reward)
@@ -109,7 +109,7 @@ def _found(gain: Comparison, rival: Contestant) -> str:
 
 
 def _change(found: Comparison) -> str:
-    """A gain with its interval, as part of a sentence; where nothing could be compared there is no interval."""
+    """A gain with its interval, as part of a sentence; without interval if nothing could be compared."""
     difference = vars(found.difference)
     if not found.difference.num_prompts:
         return figures.gain(found.metric, difference)
@@ -173,7 +173,7 @@ def _held_to_gain(rules: PromotionConfig, gain: Comparison, level: float) -> Com
 
 
 def _mostly_unscored(found: Comparison) -> str | None:
-    """Why the prompts that were scored of both do not stand for their set, as part of a sentence."""
+    """Why the prompts that were scored for both do not represent their set, as part of a sentence."""
     if found.difference.num_prompts >= LEAST_COMPARED * found.num_prompts:
         return None
     return (
@@ -185,7 +185,7 @@ def _mostly_unscored(found: Comparison) -> str | None:
 
 
 def _too_few(found: Comparison) -> str | None:
-    """Why these prompts decide nothing, as part of a sentence."""
+    """Why these prompts are too few for a decision, as part of a sentence."""
     if found.difference.num_prompts >= LEAST_PROMPTS or all(map(math.isfinite, found.bounds)):
         return None
     return (

@@ -1,5 +1,5 @@
-"""The champions of a registered model in their order, as a tag of the model keeps them. Entries: `version` (None: no
-champion), `how` it came to that, and when (`at`)."""
+"""The champions of a registered model in their order, kept in a tag of the model. An entry has the `version` (None: no
+champion), `how` it became champion, and when (`at`)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 Entry = dict[str, Any]
 
 ROLLED_BACK = "rolled back"
-# Width of the column of MLflow's database (SqlRegisteredModelTag); PostgreSQL refuses what is longer.
+# Width of the column of MLflow's database (SqlRegisteredModelTag); PostgreSQL refuses longer values.
 CHARACTERS = 5000
 
 
 def written(history: Sequence[Entry]) -> str:
-    """The tag's text."""
+    """The history as the tag's text."""
     return json.dumps(history, separators=(",", ":"))
 
 
 def bounded(history: Sequence[Entry]) -> list[Entry]:
-    """As much of a history as its tag holds. Entries that no rollback leads back to are dropped first, then the others,
-    both from the oldest on; the last, which is the champion, is never dropped."""
+    """As much of a history as its tag can hold. Entries to which no rollback returns are dropped first, then the
+    others, both from the oldest on; the last entry, the champion, is never dropped."""
     kept = list(history)
     while len(written(kept)) > CHARACTERS:
         needed = {id(entry) for entry in reigns(kept)}
@@ -30,7 +30,7 @@ def bounded(history: Sequence[Entry]) -> list[Entry]:
 
 
 def reigns(history: Sequence[Entry]) -> list[Entry]:
-    """The entries that rollbacks lead back through, the latest last: a rollback takes back what came after."""
+    """The entries to which rollbacks return, the latest last: a rollback removes all that came after its target."""
     found: list[Entry] = []
     for entry in history:
         version = entry["version"]

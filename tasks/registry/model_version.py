@@ -1,4 +1,4 @@
-"""The model version: a trained model's folder as an MLflow model, without a second copy of its weights on this disk."""
+"""Makes a model version: a trained model's folder as an MLflow model, without a second copy of its weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlflow.models import Model, infer_signature
 from mlflow.utils.file_utils import local_file_uri_to_path
 from packaging.version import Version
 
-from tasks.stages.run_directory import remove
+from tasks.stages.files import remove
 
 WEIGHTS = ".safetensors"
 PINNED = ("torch", "transformers", "tokenizers", "safetensors", "accelerate")
@@ -26,7 +26,7 @@ PINNED = ("torch", "transformers", "tokenizers", "safetensors", "accelerate")
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt as the model reads it, and what the model made of it."""
+    """A prompt as the model reads it, and the model's completion."""
 
     prompt: str
     completion: str
@@ -37,8 +37,8 @@ def log_version(
 ) -> str:
     """Make a version of registered model `name` from training/model, its adapter beside it; returns its number.
 
-    Where the artifact store is a folder of this file system, its weights are hard links to those of the training, and
-    read-only: one file under two names. `scratch`: a folder that is not there yet, in that of the training.
+    If the artifact store is a folder of this file system, the weights there are hard links to the training's, and
+    read-only: one file under two names. `scratch`: a folder that does not exist yet, beside the training's.
     """
     client = mlflow.MlflowClient()
     run = client.get_run(run_id)
@@ -68,8 +68,8 @@ def log_version(
 
 
 def _write(training: Path, folder: Path, card: Model, example: Example) -> None:
-    """training/model as MLflow's transformers flavour has it, in `folder`; the weights are links."""
-    bare = folder.with_name(folder.name + ".bare")  # MLflow copies what it is given, so it is not given the weights
+    """Write training/model to `folder` in the form of MLflow's transformers flavour; the weights are links."""
+    bare = folder.with_name(folder.name + ".bare")  # without the weights, which MLflow would copy
     remove(bare)
     remove(folder)
     shutil.copytree(training / "model", bare, ignore=shutil.ignore_patterns("*" + WEIGHTS))
@@ -97,13 +97,13 @@ def _write(training: Path, folder: Path, card: Model, example: Example) -> None:
 
 
 def _link(source: Path | str, target: Path | str) -> None:
-    """Weights under a second name where the file system can, else a copy; of other files always a copy."""
+    """Link a weights file if the file system can, otherwise copy it; copy any other file."""
     if str(source).endswith(WEIGHTS):
         try:
             os.link(source, target)
         except OSError:  # another file system, or one without links
             pass
         else:
-            Path(target).chmod(0o444)  # who wrote into one would change the other
+            Path(target).chmod(0o444)  # a write to one name would change both
             return
     shutil.copy2(source, target)

@@ -1,4 +1,4 @@
-"""Pictures by matplotlib in one style: PNG for Prefect and MLflow, SVG for pages, which give it their own colours."""
+"""Pictures by matplotlib in one style: PNG for Prefect and MLflow, SVG for pages, in the colours of the page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INK, BLUE, ORANGE, GREEN, PURPLE, GREY, RED = (
     *("#222222", "#3366aa", "#cc7722", "#2a8f6d", "#9a5fb0", "#7a7a7a", "#cc3333"),
 )
 LINE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY, RED)
-PAGE_COLOURS = {  # in a page: variables of its style sheet, so that they follow its dark mode
+PAGE_COLOURS = {  # in a page: variables of its style sheet, which follow its dark mode
     INK: "currentColor",
     BLUE: "var(--blue)",
     ORANGE: "var(--orange)",
@@ -28,7 +28,7 @@ PAGE_COLOURS = {  # in a page: variables of its style sheet, so that they follow
 }
 STYLE: dict[Any, Any] = {  # for matplotlib, whose keys are literals to a type checker
     "font.size": 9,
-    "text.parse_math": False,  # "$5 to $10" is what a category may be called
+    "text.parse_math": False,  # a category may be called "$5 to $10"
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "axes.spines.top": False,
@@ -45,13 +45,13 @@ STYLE: dict[Any, Any] = {  # for matplotlib, whose keys are literals to a type c
 }
 PANEL = (4.6, 2.35)  # inches: two beside each other on a desk, one on a phone
 SMOOTHED_FROM = 40  # points; fewer have markers
-WINDOW = 10  # points, of the running mean: the same for runs of any length, which can then be compared
-MOST_POINTS = 600  # of a line; more are averaged
+WINDOW = 10  # points of the running mean; the same for runs of any length, so that they can be compared
+MOST_POINTS = 600  # per line; more are averaged
 BINS = 40
 
 
 def svg(draw: Callable[[Any], None], size: tuple[float, float] = PANEL) -> str:
-    """What `draw(axes)` draws, as an SVG element for a page: transparent, of the width that the page gives it."""
+    """The drawing of `draw(axes)` as an SVG element for a page: transparent, as wide as the page makes it."""
     with _figure(size) as figure:
         draw(figure.subplots())
         text = io.StringIO()
@@ -69,7 +69,7 @@ def svg(draw: Callable[[Any], None], size: tuple[float, float] = PANEL) -> str:
 
 
 def png(size: tuple[float, float], draw: Callable[[Any], None]) -> bytes:
-    """What `draw(figure)` draws, on white."""
+    """The drawing of `draw(figure)` as a PNG, on white."""
     picture = io.BytesIO()
     with _figure(size) as figure:
         draw(figure)
@@ -87,14 +87,15 @@ def _figure(size: tuple[float, float]) -> Iterator[Any]:
 
 
 def series(rows: Sequence[Row], name: str, scale: float = 1.0) -> Points:
-    """(update, value) wherever a row has the metric."""
+    """(update, value) of each row that has the metric."""
     return [(row["step"], scale * row[name]) for row in rows if name in row]
 
 
 def plot(
     axes: Any, lines: Mapping[str, Points], colours: Sequence[str], smooth: bool = True, legend: bool = True
 ) -> None:
-    """Each line against the update: a short one with its points marked, a long one faint under its recent mean."""
+    """Plot each line against the update: a short line with its points marked, a long one faintly under its running
+    mean."""
     for (label, points), colour in zip(lines.items(), colours, strict=True):
         x, y = _thinned(points)
         if len(points) < SMOOTHED_FROM:
@@ -111,7 +112,7 @@ def plot(
 
 
 def finish(axes: Any, labels: int, xlabel: str = "update") -> None:
-    """Whole numbers below, and a legend above the picture where there is more than one thing to tell apart."""
+    """Put whole numbers on the x axis, and a legend above the picture if there is more than one line."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set(xlabel=xlabel)
@@ -122,12 +123,12 @@ def finish(axes: Any, labels: int, xlabel: str = "update") -> None:
 
 
 def legend_above(axes: Any, labels: int) -> None:
-    """Over the data nothing is covered."""
+    """Put the legend above the data, where it covers nothing."""
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=min(labels, 3), borderaxespad=0.2, handlelength=1.2)
 
 
 def recent_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of each value and the `window` - 1 before it; of fewer at the beginning."""
+    """Mean of each value and the `window` - 1 values before it; fewer at the beginning."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)
@@ -135,12 +136,12 @@ def recent_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def draw_curves(rows: Sequence[Row]) -> bytes:
-    """Reward, completion length, KL and entropy, seconds: each against the update."""
+    """Curves of reward, completion length, KL and entropy, and seconds against the update."""
     panels = {
         "reward": {"reward": "sampled", "eval_reward": "held out"},
         "completion length, tokens": {"completions/mean_length": "mean", "completions/max_length": "longest"},
         "KL and entropy, nats": {"kl": "KL to the reference", "entropy": "entropy"},
-        "seconds an update": {"step_time": "all", "time/generate": "sampling"},
+        "seconds per update": {"step_time": "all", "time/generate": "sampling"},
     }
 
     def draw(figure: Any) -> None:
@@ -154,7 +155,8 @@ def draw_curves(rows: Sequence[Row]) -> bytes:
 
 
 def draw_lengths(lengths: Mapping[str, Collection[float]], room: Mapping[str, int | None]) -> bytes:
-    """Histogram of the prompt lengths, one panel a dataset, with the most that a prompt may have where it is near."""
+    """Histogram of the prompt lengths, one panel per data set; a line marks the longest allowed length if it is
+    near."""
     rows = -(-len(lengths) // 2)
 
     def draw(figure: Any) -> None:
@@ -175,7 +177,7 @@ def draw_lengths(lengths: Mapping[str, Collection[float]], room: Mapping[str, in
 
 
 def histogram(axes: Any, values: Mapping[str, Collection[float]], colours: Sequence[str]) -> None:
-    """Of whole numbers, all in the same bins, beside each other."""
+    """Histogram of whole numbers, several series beside each other in the same bins."""
     from matplotlib.ticker import MaxNLocator
 
     first, last = min(map(min, values.values())), max(map(max, values.values()))
@@ -195,8 +197,8 @@ def forest(
     colours: Mapping[str, str],
     shares: bool,
 ) -> None:
-    """For each labelled row and policy a point and its interval, (mean, low, high); the first row at the top. `shares`:
-    whether they are read in per cent."""
+    """Draw a point and its interval, (mean, low, high), for each labelled row and policy; the first row at the top.
+    `shares`: whether the values are shares, shown in per cent."""
     from matplotlib.ticker import PercentFormatter
 
     policies = [policy for policy in colours if any(policy in found for _, found in rows)]
@@ -225,7 +227,7 @@ def forest(
 
 
 def stacked(axes: Any, x: Sequence[float], parts: Mapping[str, Collection[float]]) -> None:
-    """Areas on top of each other, the first at the bottom."""
+    """Draw areas on top of each other, the first at the bottom."""
     edges, heights = np.array(x), np.array([*parts.values()])  # (N,), (K, N)
     size = -(-len(edges) // MOST_POINTS)
     if size > 1:
@@ -237,7 +239,7 @@ def stacked(axes: Any, x: Sequence[float], parts: Mapping[str, Collection[float]
 
 
 def _thinned(points: Points) -> tuple[np.ndarray, np.ndarray]:
-    """The points, or means of as many neighbours as leave MOST_POINTS."""
+    """The points, or the means of neighbouring points if there are more than MOST_POINTS."""
     pairs = np.array(points, dtype=float)  # (N, 2)
     size = -(-len(pairs) // MOST_POINTS)
     starts = np.arange(0, len(pairs), size)

@@ -1,4 +1,4 @@
-"""Figures as a person reads them."""
+"""Numbers as text for people."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
 
 NONE = "–"
-LIKELY = 0.1  # probability of the contrary below which a difference that is not shown is called likely
+LIKELY = 0.1  # a difference that is not shown is called likely if the contrary is less probable than this
 
 
 def metric_of(config: RunConfig, evaluation: Mapping[str, Any]) -> str:
-    """What the run's policies are compared by, accuracy or reward. `evaluation`: the receipt of evaluate."""
+    """The metric by which the run's policies are compared: accuracy or reward. `evaluation`: the receipt of
+    evaluate."""
     return config.promotion.metric or str(evaluation["deciding_metric"])
 
 
@@ -37,7 +38,7 @@ def number(value: float) -> str:
 
 
 def amount(metric: str, value: float) -> str:
-    """A metric's value, with its unit where that is per cent."""
+    """A metric's value, in per cent if it is a share."""
     return percent(value) if is_share(metric) else number(value)
 
 
@@ -73,8 +74,8 @@ def size(metric: str, difference: float) -> str:
 
 
 def verdict(metric: str, found: Mapping[str, Any], other: str) -> str:
-    """What a paired difference (a `Difference` as in report.json) says, in a sentence."""
-    from grpo_core.evaluation.statistics import POWER  # and with it scipy, which `grpo status` has no time for
+    """The result of a paired difference (a `Difference` as in report.json), in a sentence."""
+    from grpo_core.evaluation.statistics import POWER  # imports scipy, too slow for `grpo status`
 
     n, by = found["num_prompts"], size(metric, abs(found["mean"]))
     measure = "" if is_share(metric) else f" in {evaluated_metric(metric).heading}"
@@ -95,14 +96,14 @@ def verdict(metric: str, found: Mapping[str, Any], other: str) -> str:
 
 
 def tone(found: Mapping[str, Any]) -> str:
-    """better, worse or open: what a paired difference says."""
+    """The result of a paired difference: better, worse or open."""
     if found["p_value"] <= 1 - found["confidence"]:
         return "better"
     return "worse" if found["high"] < 0 else "open"
 
 
 def probability(value: float) -> str:
-    """What is nearly certain is not called certain."""
+    """A probability as text; one that is nearly 1 or 0 is not rounded to it."""
     return "> 99.9%" if value > 0.999 else "< 0.1%" if value < 0.001 else percent(value)
 
 

@@ -1,4 +1,4 @@
-"""Text of a run's data, models and configuration inside the Markdown that Prefect's page renders."""
+"""Escapes text from data, models and configurations for the Markdown that Prefect's page renders."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def escape(text: str) -> str:
     """Markdown that shows `text` and nothing else: no tag, link, picture or table cell of its own.
 
     Line breaks become ⏎, and characters that change the direction of writing become their codes, such as \\u202e.
-    A backslash makes each ASCII punctuation character literal (CommonMark 0.31, section 2.4); addresses that renderers
-    turn into links by themselves need one such character too. White space at the ends is left out: no page shows it,
-    and it may begin a block of code or keep `**` around it from being marks (sections 4.4 and 6.2). What is nothing
-    else becomes references.
+    A backslash makes each ASCII punctuation character literal (CommonMark 0.31, section 2.4), also in addresses that
+    renderers would turn into links. White space at the ends is left out: no page shows it, and it could begin a block
+    of code or stop `**` around it from being marks (sections 4.4 and 6.2). Text of white space alone becomes character
+    references.
     """
     text = REORDERING.sub(lambda found: f"\\u{ord(found[0]):x}", LINE_BREAK.sub("⏎", text))
     shown = WHITE_ENDS.sub("", text)

@@ -1,4 +1,4 @@
-"""A page of text, charts and tables, in one file that needs nothing but itself; what comes from outside is escaped."""
+"""A self-contained HTML page of text, charts and tables. Text from outside (data, names) is escaped."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import jinja2
 
-Cell = str | tuple[str, str]  # text, or text and what stands small below it
+Cell = str | tuple[str, str]  # text, or text and a smaller line below it
 
 
 @dataclass(frozen=True)
 class Table:
-    """`words`: it holds more of them than figures."""
+    """`words`: whether the cells are words rather than figures."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -33,7 +33,7 @@ class Chart:
 class Section:
     """`legend`: label → colour, of all charts. `samples`: by evaluation set. `folded`: long texts, opened by a click.
 
-    What is empty is left out of the page, and a section with nothing in it altogether.
+    Empty parts are left out of the page, and so is a section without any.
     """
 
     title: str
@@ -61,7 +61,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure in large; `policy`: whose it is, "" of none."""
+    """One large figure; `policy`: the policy that it belongs to, or ""."""
 
     label: str
     figure: str

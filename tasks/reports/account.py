@@ -1,4 +1,4 @@
-"""What a training did, for the page of its run: curves, the plan against what happened, time, data, configuration."""
+"""Sections on a training for the page of its run: curves, plan and outcome, time, data, configuration."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tasks.rendering.drawing import ORANGE, Row, series
 from tasks.rendering.page import Cell, Chart, Section, Table
 from tasks.reports.record import Record
 from tasks.stages.lineage import DIGITS
+from tasks.stages.table import EVALUATE, STAGES, TRAIN
 
 PACKAGES = ("grpo-flows", "torch", "transformers", "accelerate", "peft", "vllm", "prefect", "mlflow")
 COUNTS = {
@@ -97,7 +98,7 @@ def plan_and_outcome(record: Record) -> Section:
 
 
 def _events(result: Mapping[str, Any]) -> Iterator[str]:
-    """What befell the training, in sentences."""
+    """Sentences on what happened to the training."""
     if step := result["stopped_early_at_step"]:
         yield f"Stopped early after update {step:,}: held-out figures had stopped getting better."
     if (best := result["best_step"]) is not None:
@@ -107,7 +108,7 @@ def _events(result: Mapping[str, Any]) -> Iterator[str]:
     if result["roll_backs"]:
         yield f"Rolled back {result['roll_backs']} times."
     if result["ran_out_of_memory"]:
-        yield f"Memory ran out; went on with {result['per_device_train_batch_size']:,} completions in a forward pass."
+        yield f"Memory ran out; went on with {result['per_device_train_batch_size']:,} completions per forward pass."
 
 
 def _first_findings(findings: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
@@ -125,10 +126,10 @@ def _finding(found: tuple[Mapping[str, Any], int]) -> str:
 
 
 def time_of_updates(rows: Sequence[Row], plan: Plan) -> dict[str, np.ndarray]:
-    """Seconds of each update by what took them. (N,) each
+    """Seconds of each update, by activity. (N,) each
 
-    A row repeats the seconds of its generation batch for each update that the batch feeds; they were spent in the
-    update that sampled it.
+    A row repeats the seconds of its generation batch for each update that uses the batch; they count for the update
+    that sampled it.
     """
     newest, sampled = -1, []
     for row in rows:
@@ -147,14 +148,17 @@ def time_spent(record: Record, seconds: float) -> Section:
     parts = time_of_updates(record.metrics, Plan(**record.plan["plan"]))
     steps = [row["step"] for row in record.metrics]
     in_updates = sum(values.sum() for values in parts.values())
-    stages = [("validate", record.data.get("seconds")), ("plan", record.plan.get("seconds"))]
-    rows = [(name, value) for name, value in stages if value is not None]
-    whole = record.result.get("seconds")
+    whole = record.seconds.get(TRAIN.name)
     attempts = record.result.get("resumed_at_step") or record.result.get("roll_backs")
-    rest = [("start, checkpoints, evaluations", whole - in_updates)] if whole and not attempts else []
-    rows += [(f"train: {name}", values.sum()) for name, values in parts.items()]
-    rows += [(f"train: {name}", max(value, 0.0)) for name, value in rest]
-    rows.append(("evaluate", seconds))
+    rest = {"start, checkpoints, evaluations": max(whole - in_updates, 0.0)} if whole and not attempts else {}
+    training = {f"train: {name}": value for name, value in [*((n, v.sum()) for n, v in parts.items()), *rest.items()]}
+    rows: list[tuple[str, float]] = []
+    for stage in STAGES[: STAGES.index(EVALUATE)]:
+        if stage is TRAIN:
+            rows += training.items()
+        elif stage.name in record.seconds:
+            rows.append((stage.name, record.seconds[stage.name]))
+    rows.append((EVALUATE.name, seconds))
     total = sum(value for _, value in rows)
     table = [[name, figures.duration(value), figures.percent(value / total)] for name, value in rows]
 
@@ -165,8 +169,8 @@ def time_spent(record: Record, seconds: float) -> Section:
     tokens = record.metrics[-1]["num_tokens"] / in_updates
     return Section(
         "Where the time went",
-        f"{figures.duration(total)} in all; {tokens:,.0f} tokens a second while training, prompts and completions.",
-        charts=[Chart("Seconds an update", drawing.svg(draw))],
+        f"{figures.duration(total)} in all; {tokens:,.0f} tokens per second while training, prompts and completions.",
+        charts=[Chart("Seconds per update", drawing.svg(draw))],
         tables=[Table(["stage", "time", "share"], table)],
     )
 
@@ -201,7 +205,7 @@ def data_section(record: Record) -> Section:
 
 
 def configuration(record: Record, keys: Mapping[str, str], commit: str) -> Section:
-    """`commit`: the code that it was trained with; "" if unknown."""
+    """`commit`: of the code that it was trained with; "" if unknown."""
     config = record.config
     lineage = [[stage, key[:DIGITS]] for stage, key in keys.items()]
     versions = [["python", platform.python_version()], *([name, found] for name, found in _versions())]

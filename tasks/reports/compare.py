@@ -1,4 +1,4 @@
-"""Runs side by side: the parameters in which they differ, their figures, and whether one is better than the first."""
+"""Runs side by side: how their parameters differ, their figures, and whether one is better than the first."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tasks.rendering.drawing import series
 from tasks.rendering.page import Cell, Chart, Section, Table, Verdict, render
 from tasks.reports.record import Record
 
-LAST = 0.1  # of the updates: what a training ended with
+LAST = 0.1  # share of the updates that count as the end of a training
 ENDS = ("reward", "completions/mean_length", "frac_reward_zero_std", "entropy", "kl", "grad_norm")
 CURVES = ("reward", "eval_reward", "eval_accuracy", *ENDS[1:-1], "step_time")
-# What outcomes follow from, beside the policy.
+# Keys that outcomes depend on, besides the policy.
 EVALUATED_BY = ("evaluation.", "rewards.", "data.eval", "seed", "rollout.max_completion_length")
-Records = Mapping[str, Record]  # by the name that the run is shown under; the first is what the others are held against
+Records = Mapping[str, Record]  # by the run's name as shown; the others are compared with the first
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Paired:
 
 
 def parameters_that_differ(records: Records) -> dict[str, list[str]]:
-    """Configuration keys whose values are not the same in all runs, but for the runs' names: the value in each."""
+    """Configuration keys, except the name, whose values differ between runs, with the value in each run."""
     values = [flatten(record.config.model_dump(mode="json", exclude_none=True)) for record in records.values()]
     keys = dict.fromkeys(key for of_run in values for key in of_run if key != "name")
     rows = {key: [str(of_run[key]) if key in of_run else figures.NONE for of_run in values] for key in keys}
@@ -45,7 +45,7 @@ def parameters_that_differ(records: Records) -> dict[str, list[str]]:
 
 
 def evaluation_sets(records: Records) -> list[str]:
-    """Of all runs, in the order in which they come."""
+    """Names of the evaluation sets of all runs, in the order of the runs."""
     return [*dict.fromkeys(name for record in records.values() for name in record.evaluation["sets"])]
 
 
@@ -74,7 +74,7 @@ def _outcomes(record: Record, name: str, metric: str) -> np.ndarray:
 
 
 def _what_differs(first: Record, other: Record) -> str:
-    """Why the outcomes of two evaluations are no pairs."""
+    """Why the outcomes of two evaluations cannot be paired."""
     differing = [
         f"{key} ({' / '.join(values)})"
         for key, values in parameters_that_differ({"first": first, "other": other}).items()
@@ -95,7 +95,7 @@ def _asked(record: Record) -> dict[str, list[Any]]:
 
 
 def end_of_training(record: Record) -> dict[str, str]:
-    """What a training came to: its counts, and the means of its last updates."""
+    """How a training ended: its counts, and the means of its last updates."""
     rows = record.metrics[-max(1, round(LAST * len(record.metrics))) :]
     found = {"updates": f"{len(record.metrics):,}"}
     if record.result:
@@ -110,7 +110,7 @@ def end_of_training(record: Record) -> dict[str, str]:
 
 
 def comparison(records: Records) -> list[Section]:
-    """All of it but the curves."""
+    """The comparison without the curves."""
     labels = [*records]
     differing = [[key, *values] for key, values in parameters_that_differ(records).items()]
     ends = {label: end_of_training(record) for label, record in records.items()}
@@ -158,7 +158,7 @@ def _certainty(metric: str, found: Mapping[str, Any]) -> tuple[Cell, Cell]:
 
 
 def _figures(sets: Sequence[Mapping[str, Any] | None], first: str) -> Iterator[list[Cell]]:
-    """A row a metric, a column a run; above them the base's, by the metric that comes `first`."""
+    """One row per metric, one column per run; above them the base model's value of the metric `first`."""
     for policy, metric in (("base", first), *(("trained", metric) for metric in EVALUATED)):
         found = [of_run["policies"][policy].get(metric) if of_run else None for of_run in sets]
         if any(found):
@@ -170,7 +170,7 @@ def _figures(sets: Sequence[Mapping[str, Any] | None], first: str) -> Iterator[l
 
 
 def comparison_page(records: Records) -> str:
-    """The comparison as a page that needs nothing but itself."""
+    """The comparison as a self-contained HTML page."""
     parameters, *evaluations, end = comparison(records)
     colours = dict(zip(records, drawing.LINE_COLOURS, strict=False))
     training = replace(
@@ -192,7 +192,7 @@ def comparison_page(records: Records) -> str:
 
 
 def _verdicts(records: Records) -> Iterator[Verdict]:
-    """On each other run against the first, on the held-out prompts."""
+    """A verdict on each other run against the first, on the held-out prompts."""
     first, metric = next(iter(records)), _metric(records)
     for label, paired in paired_with_first(records, HELD_OUT).items():
         if paired.obstacle:
@@ -208,7 +208,7 @@ def _verdicts(records: Records) -> Iterator[Verdict]:
 
 
 def _metric(records: Records) -> str:
-    """What the first run, which the others are held against, is to be better in."""
+    """The metric by which the first run compares policies."""
     return next(iter(records.values())).metric
 
 

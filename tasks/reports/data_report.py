@@ -1,4 +1,4 @@
-"""What validate found, as figures, a picture of the prompt lengths and a table: files, and artifacts in Prefect."""
+"""The data report of validate: figures, a picture of the prompt lengths and a table, as files and in Prefect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import polars as pl
 from tasks.data.contract import RULES, SHOWN
 from tasks.rendering.drawing import draw_lengths
 from tasks.rendering.markdown import escape, table
-from tasks.stages.run_directory import remove
+from tasks.stages.files import remove
 
 REPORT, FINDINGS, PICTURE = "report.json", "findings.csv", "lengths.png"
 FINDINGS_IN_TABLE = 100
@@ -28,7 +28,7 @@ def count_findings(findings: pl.DataFrame, checks: Mapping[str, str]) -> list[di
 
 
 def length_figures(lengths: Mapping[str, pl.Series], frames: Mapping[str, pl.DataFrame]) -> dict[str, dict[str, Any]]:
-    """Tokens of the prompts: mean, median, 95th percentile and maximum of those that were tokenized."""
+    """Tokens per prompt: mean, median, 95th percentile and maximum of the prompts that were tokenized."""
     return {
         name: {
             "tokenized": len(values),
@@ -49,7 +49,7 @@ def write_report(
     lengths: Mapping[str, pl.Series],
     room: Mapping[str, int | None],
 ) -> None:
-    """report.json, findings.csv (a row per broken rule) and lengths.png in a folder that is new or made anew."""
+    """Write report.json, findings.csv (one row per broken rule) and lengths.png into an empty folder."""
     remove(folder)
     folder.mkdir()
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
@@ -59,7 +59,7 @@ def write_report(
 
 
 def markdown(report: Mapping[str, Any], findings: pl.DataFrame, folder: Path) -> str:
-    """The report as Prefect shows it."""
+    """The report as Markdown, for Prefect."""
     parts = ["# Data report", *(f"**{escape(problem)}**" for problem in report["shape"])]
     datasets = [
         (name, f"{report['rows_read'][name]:,}", f"{report['num_prompts'][name]:,}", report["sources"][name])

@@ -1,4 +1,4 @@
-"""What a finished run left to read, from its directory or, for a run of another machine, from MLflow."""
+"""The record of a finished run, read from its directory or, for a run of another machine, from MLflow."""
 
 from __future__ import annotations
 
@@ -12,46 +12,47 @@ from typing import Any
 
 import polars as pl
 
-from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from tasks.rendering.drawing import Row
 from tasks.rendering.figures import metric_of
-from tasks.stages.run_directory import UnknownRunError, find_run
-from tasks.stages.stage import EVALUATE, PLAN, TRAIN, VALIDATE
+from tasks.stages.run_directory import CONFIG, UnknownRunError, find_run, read_config
+from tasks.stages.table import EVALUATE, PLAN, STAGES, TRAIN, VALIDATE
 
 SAMPLES = "samples.parquet"
 TRACKED = re.compile(r"[0-9a-f]{32}|.+@.+|.+/\d+")  # an MLflow run id, MODEL@ALIAS, MODEL/VERSION
 
 
 class NotEvaluatedError(GrpoError):
-    """A run without an evaluation; the message says what makes one."""
+    """A run without an evaluation; the message says how to make one."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """`data`, `plan`, `result`, `evaluation`: the receipts of validate, plan, train and evaluate. `metrics`: a row an
-    update. `findings`: what the health policy found. `samples`: samples.parquet of the evaluation."""
+    """`data`, `plan`, `result`, `evaluation`: the receipts of validate, plan, train and evaluate. `seconds`: of each
+    stage that has been done. `metrics`: one row per update. `findings`: of the health policy. `samples`: those of the
+    evaluation."""
 
     config: RunConfig
     data: dict[str, Any]
     plan: dict[str, Any]
     result: dict[str, Any]
     evaluation: dict[str, Any]
+    seconds: dict[str, float]
     metrics: list[Row]
     findings: list[dict[str, Any]]
     samples: pl.DataFrame
 
     @property
     def metric(self) -> str:
-        """What policies are compared by: accuracy or reward."""
+        """The metric by which policies are compared: accuracy or reward."""
         return metric_of(self.config, self.evaluation)
 
 
 def load_record(reference: str) -> Record:
-    """Of a run's name under the storage root; else of an MLflow run id, MODEL@ALIAS or MODEL/VERSION.
+    """The record of a run under the storage root, by its name; else by an MLflow run id, MODEL@ALIAS or MODEL/VERSION.
 
-    UnknownRunError where there is no such thing, NotEvaluatedError where it has not been evaluated.
+    Raises UnknownRunError if there is no such run, NotEvaluatedError if it has not been evaluated.
     """
     try:
         run = find_run(reference)
@@ -65,25 +66,31 @@ def load_record(reference: str) -> Record:
     return read_record(run)
 
 
-def read_record(run: Path, training: Path | None = None, evaluation: Path | None = None) -> Record:
-    """Of a run's directory; `training` and `evaluation` where those outputs are elsewhere. NotEvaluatedError."""
+def read_record(
+    run: Path, config: RunConfig | None = None, training: Path | None = None, evaluation: Path | None = None
+) -> Record:
+    """The record in a run's directory. `config`: the run's, if it is parsed already; `training`, `evaluation`: where
+    those outputs are, if elsewhere. Raises NotEvaluatedError if there is no evaluation."""
     training, evaluation = training or TRAIN.path(run), evaluation or EVALUATE.path(run)
     if not (evaluation / EVALUATE.receipt).is_file():
-        if missing := [stage.name for stage in (VALIDATE, PLAN, TRAIN) if not stage.read_receipt(run)]:
+        if missing := [stage.name for stage in STAGES[: STAGES.index(EVALUATE)] if not stage.read_receipt(run)]:
             what = f"{', '.join(missing)} of it {'has' if len(missing) == 1 else 'have'} not been done"
             raise NotEvaluatedError(
                 f"run {run.name!r} has no evaluation: {what}. `grpo status {run.name}` says more; to go on: "
-                f"grpo run {run / 'config.toml'}"
+                f"grpo run {run / CONFIG}"
             )
         raise NotEvaluatedError(
             f"run {run.name!r} has no evaluation ({evaluation}); make it: grpo stage evaluate --run {run.name}"
         )
+    receipts = {stage: _json(stage.receipt_path(run)) for stage in STAGES}
+    receipts |= {stage: _json(folder / stage.receipt) for stage, folder in [(TRAIN, training), (EVALUATE, evaluation)]}
     return Record(
-        config=load_config(run / "config.toml"),
-        data=_json(VALIDATE.receipt_path(run)),
-        plan=_json(PLAN.receipt_path(run)),
-        result=_json(training / TRAIN.receipt),
-        evaluation=_json(evaluation / EVALUATE.receipt),
+        config=config or read_config(run),
+        data=receipts[VALIDATE],
+        plan=receipts[PLAN],
+        result=receipts[TRAIN],
+        evaluation=receipts[EVALUATE],
+        seconds={stage.name: receipt["seconds"] for stage, receipt in receipts.items() if "seconds" in receipt},
         metrics=_lines(training / "metrics.jsonl"),
         findings=_lines(training / "health.jsonl"),
         samples=pl.read_parquet(evaluation / SAMPLES),
@@ -91,7 +98,7 @@ def read_record(run: Path, training: Path | None = None, evaluation: Path | None
 
 
 def _tracked(reference: str) -> tuple[str, str | None] | None:
-    """The MLflow run that is named, if there is such a run, and for a version the folder there that has its record."""
+    """The MLflow run of this name, and for a model version the folder there with its record; None if there is none."""
     import mlflow
 
     from tasks.registry.champion import RECORD
@@ -113,8 +120,8 @@ def _tracked(reference: str) -> tuple[str, str | None] | None:
 
 
 def _download(reference: str, run_id: str, record: str | None) -> Record:
-    """What register put into the MLflow run; there, the training's files lie at the top. `record`: the folder with the
-    configuration and evaluation of one of its versions; default: those of the latest."""
+    """The record that register logged to the MLflow run, where the training's files are at the top. `record`: the
+    folder with the configuration and evaluation of one of its versions; None: those of the latest."""
     import mlflow
 
     with tempfile.TemporaryDirectory() as folder:

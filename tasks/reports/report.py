@@ -1,4 +1,4 @@
-"""report.html: what a run did and whether it helped, on one page that needs nothing but itself."""
+"""report.html: what a run did and whether it helped, on one self-contained page."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import polars as pl
 
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.metrics import evaluated_metric
+from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
 from grpo_core.evaluation.outcomes import outcomes
 from grpo_core.evaluation.statistics import POWER
@@ -21,7 +22,7 @@ from tasks.rendering.drawing import BLUE, GREY, ORANGE
 from tasks.rendering.page import Chart, Section, Table, Tile, Verdict, render
 from tasks.reports import account
 from tasks.reports.record import Record, read_record
-from tasks.stages.run_directory import write_text
+from tasks.stages.files import write_text
 
 PAGE = "report.html"
 POLICY_COLOURS = {"base": GREY, "champion": ORANGE, "trained": BLUE}
@@ -31,6 +32,7 @@ LONGEST_TEXT = 3000  # characters of a prompt or completion
 
 def write_report(
     run: Path,
+    config: RunConfig,
     folder: Path,
     evaluation: Mapping[str, Any],
     seconds: float,
@@ -38,16 +40,16 @@ def write_report(
     mlflow_run: str,
     commit: str,
 ) -> None:
-    """Write report.html of a run into `folder`, which has the samples.parquet of this `evaluation`."""
-    record = read_record(run, evaluation=folder)
+    """Write report.html of a run into `folder`, which holds the samples.parquet of this `evaluation`."""
+    record = read_record(run, config, evaluation=folder)
     write_text(
         folder / PAGE, report_page(replace(record, evaluation=dict(evaluation)), seconds, keys, mlflow_run, commit)
     )
 
 
 def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_run: str, commit: str) -> str:
-    """The page. `seconds`: duration of the evaluation. `keys`: lineage keys by stage. `mlflow_run`: its address.
-    `commit`: the code that it was trained with; "" if unknown."""
+    """The page as HTML. `seconds`: duration of the evaluation. `keys`: lineage keys by stage. `mlflow_run`: its
+    address. `commit`: of the code that it was trained with; "" if unknown."""
     sections = [
         _evaluation(record),
         account.curves(record),
@@ -168,7 +170,7 @@ def _set_tables(evaluation: Mapping[str, Any], name: str, headlined: str) -> Ite
 
 
 def _forest(evaluation: Mapping[str, Any], metric: str) -> Iterator[Chart]:
-    """The metric of the policies on each set and category that has a scored prompt."""
+    """A chart of the policies' metric on each set and category that has a scored prompt."""
 
     def points(found: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
         figures_of = {policy: of_one[metric] for policy, of_one in found["policies"].items()}
@@ -216,7 +218,8 @@ def _before_and_after(record: Record) -> Section:
 
 
 def _kinds(record: Record, name: str) -> dict[str, dict[str, Any]]:
-    """The prompts by what became of them from base to trained: how many, and a few of each, spread over the set."""
+    """The prompts by what changed from base to trained: how many of each kind, and a few examples from all over the
+    set."""
     of_set, metric = record.samples.filter(pl.col("set") == name), record.metric
     before, after = (_outcomes(record, of_set, policy) for policy in ("base", "trained"))
     same = after == before
@@ -241,7 +244,7 @@ def _spread(rows: np.ndarray, count: int) -> np.ndarray:
 
 
 def _outcomes(record: Record, of_set: pl.DataFrame, policy: str) -> np.ndarray:
-    """What the policy did on each prompt of a set's samples, by the run's metric. (N,)"""
+    """The policy's outcome on each prompt of a set's samples, by the run's metric. (N,)"""
     keys = (record.metric, record.config.rewards, record.evaluation["accuracy_reward"])
     return outcomes(of_set, of_set["set"][0], policy, *keys)
 
@@ -274,7 +277,7 @@ def _sample(record: Record, of_prompt: pl.DataFrame) -> dict[str, Any]:
 
 
 def _mark(record: Record, sample: pl.DataFrame, policy: str) -> tuple[str, str]:
-    """What one completion got, and its tone: right, wrong, or "" where it is neither."""
+    """The mark of one completion, and its tone: right, wrong, or "" if neither."""
     [outcome] = _outcomes(record, sample, policy)
     if np.isnan(outcome):
         return "not scored", ""
@@ -292,7 +295,7 @@ def _of_all(record: Record, of_prompt: pl.DataFrame, policy: str) -> str:
 
 
 def _messages(prompt: Any) -> list[tuple[str, str]]:
-    """(role, text) of each message; of a plain prompt one without a role."""
+    """(role, text) of each message; a plain prompt is one message without a role."""
     return [(role, _cut(text)) for role, text in turns(prompt)]
 
 

@@ -1,4 +1,4 @@
-"""Between two attempts of a flow run: what a killed one left open, and a retry that came before the last had gone."""
+"""Between two attempts of a flow run: task runs that a killed attempt left open, and retries that Prefect loses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prefect.states import AwaitingRetry, Crashed
 
 
 def close_left_open() -> None:
-    """Mark the task runs as crashed that an earlier attempt of this flow run left running. Called as a flow begins."""
+    """Mark task runs that an earlier attempt of this flow run left running as crashed. Call this when a flow begins."""
     if (flow_run.run_count or 0) < 2:
         return
     running = TaskRunFilter(
@@ -25,10 +25,10 @@ def close_left_open() -> None:
 
 
 def keep_retry(flow: Any, flow_run: FlowRun, state: Any) -> None:
-    """Hook for `on_crashed`: schedule the retry again that the end of the failed attempt's process took away.
+    """Hook for `on_crashed`: schedule again a retry that was lost when the failed attempt's process ended.
 
-    Prefect shows a run as failed before its process has gone, and reports that process's exit status as a crash of the
-    run, whatever was asked of it in between.
+    Prefect shows a run as failed before its process has ended, and then reports the process's exit status as a crash,
+    even if a retry was asked for in between.
     """
     with get_client(sync_client=True) as client:
         states = sorted(client.read_flow_run_states(flow_run.id), key=lambda known: known.timestamp)

@@ -13,15 +13,19 @@ if TYPE_CHECKING:
     from mlflow.exceptions import MlflowException
 
 
+class TrackingError(GrpoError):
+    """MLflow that cannot be used: its address is wrong, it does not answer, or it refuses; the message says which."""
+
+
 def tracking_uri() -> str:
     """$MLFLOW_TRACKING_URI, or a SQLite file under the storage root.
 
-    Raises GrpoError if the URI contains a password, which links and receipts would show.
+    Raises TrackingError if the URI contains a password: links and receipts would show it.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{storage_root() / 'mlflow' / 'mlflow.db'}"
     if (parts := urlsplit(uri)).password is not None:
-        raise GrpoError(
-            f"MLFLOW_TRACKING_URI holds a password of {parts.hostname}, and the URI is shown in links: leave it "
+        raise TrackingError(
+            f"MLFLOW_TRACKING_URI contains a password for {parts.hostname}, and links show the URI: leave the password "
             "out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
     return uri
@@ -38,7 +42,7 @@ def describe(error: MlflowException) -> str:
 
 
 def first_cause(error: BaseException) -> str:
-    """What the operating system said, else the error itself: MLflow's client wraps it in what its libraries say."""
+    """The operating system's message if there is one, else the error's own: MLflow's client wraps it several times."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -48,7 +52,7 @@ def first_cause(error: BaseException) -> str:
 
 
 def advice(error: Exception) -> str:
-    """A sentence with the cause and what to do if MLflow or the storage failed; "" for any other error."""
+    """If MLflow or the storage failed: a sentence with the cause and what to do; "" for any other error."""
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, MlflowException):

@@ -1,4 +1,4 @@
-"""What a person sees of a training while it runs: its output in the log, its figures and curves in artifacts."""
+"""A training as Prefect shows it while it runs: its output in the log, its figures and curves in artifacts."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tasks.rendering.figures import duration
 from tasks.tracking.runs import run_page
 
 OUTPUT, CURVES = "output.log", "curves.png"
-LINES_PER_SECOND = 5.0  # into the log, on average; of warnings as many again
+LINES_PER_SECOND = 5.0  # into the log, on average; the same number again of warnings
 LINES_AT_ONCE = 50.0
-LINES_AGAIN = 10.0  # so many in a row, once there were too many: whole passages rather than single lines
-LAST_LINES = 20  # at the end, of those that were left out
+LINES_AGAIN = 10.0  # logged in a row after lines were left out: whole passages rather than single lines
+LAST_LINES = 20  # of the lines left out, logged at the end
 LONGEST_LINE = 2000  # characters
 ALARM = re.compile(r"\b(error|warning|traceback)\b|\w(Error|Warning)\b", re.IGNORECASE)
 SECONDS_BETWEEN_UPDATES = 2.0
@@ -40,9 +40,9 @@ ROWS = 20
 
 
 class Output:
-    """Every line goes to the file; into the log they go at a bounded rate, and it says how many it lacks.
+    """Writes every line to a file, and to the log at a limited rate; the log says how many lines it lacks.
 
-    Health findings and the last lines are never left out; errors and warnings have a rate of their own.
+    Health findings and the last lines are never left out; errors and warnings have their own rate.
     """
 
     def __init__(self, path: Path, log: Any, clock: Callable[[], float] = time.monotonic):
@@ -51,7 +51,7 @@ class Output:
         self.credit, self.counted = {True: LINES_AT_ONCE, False: LINES_AT_ONCE}, clock()  # by whether it is an alarm
         self.needed = {True: 1.0, False: 1.0}  # credit before the next line is logged
         self.left_out = 0
-        self.last: deque[str] = deque(maxlen=LAST_LINES)  # of those left out
+        self.last: deque[str] = deque(maxlen=LAST_LINES)  # of the lines left out
 
     def line(self, line: str) -> None:
         self.file.write(line + "\n")
@@ -73,7 +73,7 @@ class Output:
         self._log(line)
 
     def close(self) -> None:
-        """Log the last lines, those that were left out among them."""
+        """Log the last lines that were left out."""
         self._say_left_out(self.left_out - len(self.last))
         for line in self.last:
             self._log(line)
@@ -91,7 +91,7 @@ class Output:
 
 
 class Figures:
-    """metrics.jsonl as it grows: each line is read once, and again when the file was written anew."""
+    """Reads metrics.jsonl as it grows: each line once, and again if the file was rewritten."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -115,22 +115,22 @@ class Figures:
 
 
 class Live:
-    """One progress artifact and one table, kept up to date for the length of a training."""
+    """A progress artifact and a table of a training, kept up to date while it runs."""
 
     def __init__(self, metrics: Path, plan: Plan, log: Any):
         self.figures, self.plan, self.log = Figures(metrics), plan, log
-        self.rows: deque[Row] = deque(maxlen=ROWS + 1)  # the row before gives the tokens of the first
+        self.rows: deque[Row] = deque(maxlen=ROWS + 1)  # the tokens of a row need the row before it
         self.progress = _id(create_progress_artifact(0.0, key="training-progress", description="starting"))
         self.table: UUID | None = None
         self.shown = time.monotonic()
 
     def refresh(self) -> None:
-        """Show the newest figures, unless that was done a moment ago."""
+        """Show the newest figures, at most once in SECONDS_BETWEEN_UPDATES."""
         if time.monotonic() - self.shown > SECONDS_BETWEEN_UPDATES:
             self.show()
 
     def show(self) -> None:
-        """A server that does not answer is no reason to end a training."""
+        """Show the newest figures. A server that does not answer must not end a training."""
         try:
             for row in self.figures.read():
                 if self.rows and row["step"] <= self.rows[-1]["step"]:  # the training went back
@@ -162,12 +162,12 @@ def _id(made: object) -> UUID:
 
 
 def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
-    """The newest ROWS updates, newest first; the time left is what the plan still has at their mean pace."""
+    """The newest ROWS updates, newest first; the time left assumes their mean pace for the rest of the plan."""
     table: list[dict[str, Any]] = []
     for position, row in enumerate(rows):
         times = [earlier["step_time"] for earlier in rows[: position + 1]]
         before = rows[position - 1]["num_tokens"] if position else None
-        # Of the first row of all, all tokens are its own.
+        # The first update's tokens are all its own.
         tokens = row["num_tokens"] - (before or 0) if before is not None or row["step"] == 1 else None
         table.append(
             {
@@ -183,7 +183,7 @@ def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
 
 
 def show_curves(folder: Path) -> None:
-    """The training's curves as far as they go: a picture in `folder`, and an artifact of it with the way to the MLflow
+    """Draw the training's curves so far: a picture in `folder`, and an artifact with it and a link to the MLflow
     run."""
     metrics = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []

@@ -1,4 +1,4 @@
-"""MLflow: where it keeps its data, and the one run that a pipeline run's stages write to."""
+"""MLflow: the client, and the one MLflow run that all stages of a pipeline run write to."""
 
 from __future__ import annotations
 
@@ -32,37 +32,39 @@ from grpo_core.config.files import KEPT
 from grpo_core.config.run import RunConfig
 from grpo_core.fingerprint import content_hash
 from grpo_core.planning.forecast import Throughput, find_gpu, name_hardware
+from tasks.stages.errors import StageError
+from tasks.stages.files import read_json, write_text
 from tasks.stages.lineage import DIGITS, lineage_keys
-from tasks.stages.outages import describe, tracking_uri
-from tasks.stages.run_directory import kept_rewards, read_json, storage_root, write_text
-from tasks.stages.stage import PLAN, VALIDATE, StageError
+from tasks.stages.outages import TrackingError, describe, tracking_uri
+from tasks.stages.run_directory import kept_rewards, storage_root
+from tasks.stages.table import PLAN, VALIDATE
 
 RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start_time (ms) of its MLflow run
-PARAMS_AT_ONCE = 100  # as many as MLflow takes
+PARAMS_PER_REQUEST = 100  # MLflow's maximum
 REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # seconds; times
 EARLIER_RUNS = 5
 HARDWARE, LINEAGE = "hardware", "lineage"  # tags of a run
 SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the environment of what it starts
 
-# They log each try at a server that is down, a new database and a missing GPU: nothing that a person can act on.
+# They log every attempt to reach a server that is down, a new database and a missing GPU: nothing to act on.
 for library in ("urllib3.connectionpool", "mlflow.store.db.utils", "mlflow.system_metrics.system_metrics_monitor"):
     logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def connect() -> mlflow.MlflowClient:
-    """A client of the tracking store, which is made when it is not there."""
+    """A client of the tracking store, which is created if it does not exist. Raises TrackingError as `tracking_uri`."""
     (storage_root() / "mlflow").mkdir(parents=True, exist_ok=True)
     named = "MLFLOW_TRACKING_URI" in os.environ
     mlflow.set_tracking_uri(tracking_uri())
-    if not named:  # MLflow sets it, and another storage root would no longer have a store of its own
+    if not named:  # MLflow sets the variable; another storage root would no longer have its own store
         os.environ.pop("MLFLOW_TRACKING_URI", None)
     return mlflow.MlflowClient()
 
 
 @contextmanager
 def brief_requests() -> Iterator[None]:
-    """A server that does not answer is given up after seconds, by default MLflow goes on for a quarter of an hour. What
-    the environment sets stays."""
+    """Give up on a server that does not answer after seconds; by default MLflow tries for a quarter of an hour.
+    Variables that the environment sets are kept."""
     mine = {name: value for name, value in REQUEST_LIMITS.items() if name not in os.environ}
     os.environ.update(mine)
     try:
@@ -74,19 +76,19 @@ def brief_requests() -> Iterator[None]:
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """StageError, within seconds, when MLflow does not do what the body asks: better now than with a GPU waiting."""
+    """Raises TrackingError, within seconds, if MLflow does not do what the body asks."""
     try:
         with brief_requests():
             yield
     except MlflowException as error:
-        raise StageError(describe(error)) from error
+        raise TrackingError(describe(error)) from error
 
 
 def open_tracking_run(config: RunConfig, run: Path, folder: Path) -> dict[str, Any]:
-    """The MLflow run of the training in `folder`, as RUN_FILE has it; made when there is none, with parameters, data
-    and plan. A resumed training keeps the one it began with.
+    """The MLflow run of the training in `folder`, as RUN_FILE describes it. If there is none, it is made, with
+    parameters, data and plan; a resumed training keeps its run.
 
-    StageError when a new run cannot be made: without one a training does not begin.
+    Raises TrackingError if a new run cannot be made: a training does not begin without one.
     """
     file = folder / RUN_FILE
     if not read_json(file):
@@ -97,7 +99,7 @@ def open_tracking_run(config: RunConfig, run: Path, folder: Path) -> dict[str, A
 
 
 def read_tracking_run(training: Path) -> dict[str, Any]:
-    """run_id, experiment_id and start_time of a training's MLflow run. Raises StageError if they are not known."""
+    """run_id, experiment_id and start_time of a training's MLflow run. Raises StageError if RUN_FILE is gone."""
     if known := read_json(training / RUN_FILE):
         return known
     raise StageError(
@@ -135,10 +137,10 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
 
 
 def _describe(client: mlflow.MlflowClient, run_id: str, config: RunConfig, run: Path) -> None:
-    """Log what a training begins with: parameters, plan, data, the source of its own rewards."""
+    """Log what is known before a training: parameters, plan, data, the source of its own rewards."""
     params = [Param(key, value) for key, value in parameters(config).items()]
-    for first in range(0, len(params), PARAMS_AT_ONCE):
-        client.log_batch(run_id, params=params[first : first + PARAMS_AT_ONCE])
+    for first in range(0, len(params), PARAMS_PER_REQUEST):
+        client.log_batch(run_id, params=params[first : first + PARAMS_PER_REQUEST])
     now = int(time.time() * 1000)
     plan = PLAN.read_receipt(run)["plan"]
     client.log_batch(run_id, [Metric(f"plan/{name}", value, now, 0) for name, value in plan.items()])
@@ -162,12 +164,12 @@ def parameters(config: RunConfig) -> dict[str, str]:
 
 
 def lineage_text(config: RunConfig) -> str:
-    """The beginnings of all lineage keys in one line: `validate=26dc974260cd plan=…`."""
+    """All lineage keys, shortened, in one line: `validate=26dc974260cd plan=…`."""
     return " ".join(f"{stage}={key[:DIGITS]}" for stage, key in lineage_keys(config).items())
 
 
 def dataset_digests(run: Path) -> dict[str, str]:
-    """Beginning of the hash of the validated prompts of each dataset: train, eval and the further evaluation sets."""
+    """For each data set (train, eval, further evaluation sets), the shortened hash of its validated prompts."""
     folder, names = VALIDATE.path(run), VALIDATE.read_receipt(run)["num_prompts"]
     return {name: content_hash(str(folder / f"{name}.parquet"))[:DIGITS] for name in names}
 
@@ -190,7 +192,8 @@ def _dataset_inputs(config: RunConfig, run: Path) -> list[DatasetInput]:
 
 
 def _code_version() -> dict[str, str]:
-    """Tags: the commit of the repository that holds this code, and whether files differ from it. Empty without one."""
+    """Tags: the commit of the repository that holds this code, and whether files differ from it; empty if there is
+    none."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -198,7 +201,7 @@ def _code_version() -> dict[str, str]:
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # else it is another's, in which this is installed
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # fails if this code is installed in another repository
         return {MLFLOW_GIT_COMMIT: git("rev-parse", "HEAD"), MLFLOW_GIT_DIRTY: str(bool(git("status", "--porcelain")))}
     except (OSError, subprocess.CalledProcessError):
         return {}
@@ -221,7 +224,7 @@ def commit_text(commit: Mapping[str, str]) -> str:
 
 def earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
     """Median pace of the last finished runs of the same base model on `hardware` (part of its name; "" for any); None
-    if there are none. Raises StageError if MLflow does not answer."""
+    if there are none. Raises TrackingError if MLflow does not answer."""
     with answering():
         return _earlier_throughput(config, hardware)
 
@@ -264,15 +267,15 @@ def training_run_id(training: Path) -> str:
 
 
 def run_address(training: Path) -> str:
-    """Where a browser finds a training's run; of a SQLite file, once `grpo up` serves it."""
+    """Address of a training's run in a browser; if MLflow is a SQLite file, it works while `grpo up` serves it."""
     known = read_tracking_run(training)
     root = tracking_uri().rstrip("/") if _is_served() else os.environ.get(SERVED_AT, "http://127.0.0.1:5000")
-    # The page of a training; by default MLflow opens that of an LLM application, which does not lead to the models.
+    # By default MLflow opens a page for LLM applications, which has no link to the models.
     return f"{root}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}?workflowType=machine_learning"
 
 
 def run_page(training: Path) -> str:
-    """The same as Markdown."""
+    """The address as a Markdown link."""
     address = run_address(training)
     return f"[{address}]({address})" + ("" if _is_served() else " (while `grpo up` runs)")
 
@@ -282,7 +285,7 @@ def _is_served() -> bool:
 
 
 def _artifact_location() -> str | None:
-    """Beside the SQLite file; a tracking server decides for itself."""
+    """Where artifacts go: beside the SQLite file; None for a tracking server, which decides itself."""
     if tracking_uri().startswith("sqlite:"):
         return (storage_root() / "mlflow" / "artifacts").as_uri()
     return None

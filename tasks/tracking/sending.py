@@ -1,9 +1,9 @@
-"""A training's figures to MLflow while it runs, from a thread of their own: whatever the server does, training goes on.
+"""Sends a training's figures to MLflow while it runs, from a thread of its own: whatever the server does, training
+continues.
 
-metrics.jsonl is the source. What MLflow has of it is known by the timestamp of the newest row that it took, in
-SENT_FILE beside it; rows are sent in their order, so whoever comes next (a later attempt, or register) goes on after
-that one. A row that is sent twice, because the answer or the note of it was lost, is one row to MLflow: it knows a
-figure by name, step, timestamp and value.
+metrics.jsonl is the source. SENT_FILE beside it holds the timestamp of the newest row that MLflow took. Rows are sent
+in their order, so a later attempt, or register, continues after that row. A row that is sent twice, because the answer
+or the timestamp was lost, is one row to MLflow: it identifies a figure by name, step, timestamp and value.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from mlflow.entities import Metric
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from tasks.rendering.drawing import Row
+from tasks.stages.files import write_text
 from tasks.stages.outages import first_cause, tracking_uri
-from tasks.stages.run_directory import write_text
 from tasks.tracking.live import CURVES, Figures
 from tasks.tracking.runs import brief_requests, connect
 
 SENT_FILE = "mlflow_sent"
 ROWS_AT_ONCE = 25
-ROWS_BETWEEN_LINES = 1000  # of the log, a multiple of ROWS_AT_ONCE
-METRICS_AT_ONCE = 1000  # as many as MLflow takes
+ROWS_BETWEEN_LINES = 1000  # rows per line in the log, a multiple of ROWS_AT_ONCE
+METRICS_PER_REQUEST = 1000  # MLflow's maximum
 SECONDS_BETWEEN_SENDINGS = 2.0
 SECONDS_BETWEEN_MEASUREMENTS = 10.0
 MEASUREMENTS_KEPT = 1000  # while the server does not answer
-LAST_SECONDS = 30.0  # for what is left when a training has ended well
-CANCELLED_SECONDS = 3.0  # and when it has not: who cancels a training wants it gone
+LAST_SECONDS = 30.0  # to send what is left when a training has ended well
+CANCELLED_SECONDS = 3.0  # the same when it has not: a cancelled training should end soon
 
 
 @contextmanager
 def sending(folder: Path, tracked: Mapping[str, Any], log: Any) -> Iterator[None]:
-    """While the body runs, MLflow gets the rows of `folder`'s metrics.jsonl as they come, and what the machine does;
-    then what is left, the picture of the curves, and how it ended: FINISHED, FAILED or KILLED.
+    """While the body runs, send MLflow the rows of `folder`'s metrics.jsonl as they are written, and the load of the
+    machine; then the remaining rows, the picture of the curves, and how the training ended: FINISHED, FAILED or KILLED.
 
-    The end waits for that a bounded time, and the log says what MLflow lacks.
+    At the end this waits for a limited time; the log says what MLflow lacks then.
     """
     sender = _Sender(folder, tracked, log)
     status, seconds = "FINISHED", LAST_SECONDS
@@ -70,8 +70,8 @@ def sending(folder: Path, tracked: Mapping[str, Any], log: Any) -> Iterator[None
 
 
 def send_rest(client: MlflowClient, run_id: str, folder: Path, log: Any) -> None:
-    """Send the rows of `folder`'s metrics.jsonl that MLflow has not taken; `log` is told how far it is. Raises what the
-    client raises."""
+    """Send the rows of `folder`'s metrics.jsonl that MLflow has not taken, and log the progress. Errors of the client
+    are not caught."""
     rows = [*_unsent(folder, Figures(folder / "metrics.jsonl"))]
     for first in range(0, len(rows), ROWS_AT_ONCE):
         if first % ROWS_BETWEEN_LINES == 0:
@@ -80,7 +80,7 @@ def send_rest(client: MlflowClient, run_id: str, folder: Path, log: Any) -> None
 
 
 class _Sender:
-    """The thread. It holds what a server did not take, to try again: a batch of rows, and measurements."""
+    """The thread that sends. It keeps what the server did not take, to try again: a batch of rows, and measurements."""
 
     def __init__(self, folder: Path, tracked: Mapping[str, Any], log: Any):
         self.folder, self.tracked, self.log = folder, tracked, log
@@ -95,11 +95,11 @@ class _Sender:
     def run(self) -> None:
         client: MlflowClient | None = None
         run_id, answers = self.tracked["run_id"], True
-        # Its own thread would stop for good at the first call that fails. It makes a database in the current folder
-        # unless it is told where MLflow is.
+        # Not in the monitor's own thread, which stops for good at the first call that fails. Without the URI it would
+        # make a database in the current folder.
         monitor = SystemMetricsMonitor(run_id, tracking_uri=tracking_uri())
         with suppress(Exception):
-            _measure(monitor, 0)  # rates are of the time since the measurement before
+            _measure(monitor, 0)  # rates are since the previous measurement
         measured = time.monotonic()
         more = False
         while not (self.closed or self.given_up.is_set()):
@@ -108,7 +108,7 @@ class _Sender:
             ended = self.ended.is_set()
             if time.monotonic() - measured > SECONDS_BETWEEN_MEASUREMENTS:
                 measured = time.monotonic()
-                with suppress(Exception):  # a GPU that cannot be asked is no reason to send nothing
+                with suppress(Exception):  # a GPU that does not answer must not stop the sending
                     self.measurements.append(_measure(monitor, self.tracked["start_time"]))
             try:
                 if client is None:
@@ -133,10 +133,10 @@ class _Sender:
         self.figures.close()
 
     def _send_batch(self, client: MlflowClient, run_id: str) -> bool:
-        """Whether there was one: perhaps there is more."""
+        """Send the next batch of rows; returns whether there was one."""
         if not self.batch:
             self.batch = [*itertools.islice(self.rows, ROWS_AT_ONCE)]
-        if not self.batch:  # all that was there is sent; perhaps there is more by now
+        if not self.batch:  # all known rows are sent; perhaps new ones are written by now
             self.rows = _unsent(self.folder, self.figures)
             self.batch = [*itertools.islice(self.rows, ROWS_AT_ONCE)]
         if not self.batch:
@@ -147,18 +147,18 @@ class _Sender:
 
 
 def _unsent(folder: Path, figures: Figures) -> Iterator[Row]:
-    """The rows that MLflow has not taken, of those not read yet. One that was done again has a later timestamp."""
+    """The rows that are not read yet and that MLflow has not taken. A step that is repeated has a later timestamp."""
     sent = folder / SENT_FILE
     newest = 0.0
-    with suppress(FileNotFoundError, ValueError):  # empty after a power loss: MLflow drops what it has already
+    with suppress(FileNotFoundError, ValueError):  # empty after a power loss: MLflow ignores rows that it has already
         newest = float(sent.read_text())
     return (row for row in figures.read() if row["timestamp"] > newest)
 
 
 def _send(client: MlflowClient, run_id: str, folder: Path, rows: Sequence[Row]) -> None:
     metrics = [metric for row in rows for metric in _metrics(row)]
-    for first in range(0, len(metrics), METRICS_AT_ONCE):
-        client.log_batch(run_id, metrics[first : first + METRICS_AT_ONCE])
+    for first in range(0, len(metrics), METRICS_PER_REQUEST):
+        client.log_batch(run_id, metrics[first : first + METRICS_PER_REQUEST])
     write_text(folder / SENT_FILE, repr(rows[-1]["timestamp"]))
 
 
@@ -169,7 +169,7 @@ def _metrics(row: Row) -> list[Metric]:
 
 
 def _measure(monitor: SystemMetricsMonitor, start: int) -> list[Metric]:
-    """What the machine does, under MLflow's names; the step is seconds since the run's start, in ms since 1970."""
+    """The load of the machine, under MLflow's names. `start`: of the run, in ms since 1970; steps are seconds since."""
     monitor.collect_metrics()
     figures = monitor.aggregate_metrics()
     for each in monitor.monitors:

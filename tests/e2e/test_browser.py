@@ -22,6 +22,7 @@ from PIL import Image
 from playwright.sync_api import Locator, Page, ViewportSize, expect, sync_playwright
 
 from tasks.rendering.markdown import escape, table
+from tasks.stages.table import STAGES as TABLE
 from tests.conftest import EXAMPLE
 from tests.serving import RUN_SECONDS, Served, serving
 from tests.tasks.test_markdown import HOSTILE, read
@@ -29,7 +30,7 @@ from tests.tasks.test_markdown import HOSTILE, read
 pytestmark = pytest.mark.e2e
 
 INPUTS = Path("storage", "examples", "arithmetic")  # where the preset expects them, relative to where `grpo up` runs
-STAGES = ["validate", "plan", "train", "evaluate", "register"]
+STAGES = [stage.name for stage in TABLE]
 MILLISECONDS = 1000
 PATIENCE = 120 * MILLISECONDS  # for a page, on a busy machine
 SETTLE = 2500  # milliseconds, of a picture: the timeline is drawn on a canvas, which does not say when it is done

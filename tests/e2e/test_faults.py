@@ -19,12 +19,13 @@ import httpx2
 import psutil
 import pytest
 
+from tasks.stages import table
 from tests.e2e.holding import FUNCTION, write_inputs
 from tests.serving import RUN_SECONDS, Served, grpo_serve, prefect_server, serving
 
 pytestmark = pytest.mark.e2e
 
-STAGES = ["validate", "plan", "train", "evaluate", "register"]
+STAGES = [stage.name for stage in table.STAGES]
 UPDATES = 6
 LEFT_FREE = 1 << 18  # bytes: two more updates' figures, but no checkpoint
 SKIPPED = [("validate", "Skipped"), ("plan", "Skipped")]

@@ -13,10 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_core.config.files import load_config
+from grpo_core.config.run import RunConfig
+from tasks.stages import table
 from tests.conftest import make_model, write_sums
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
-STAGES = ["validate", "plan", "train", "evaluate", "register"]
+STAGES = [stage.name for stage in table.STAGES]
 
 pytestmark = pytest.mark.slow
 
@@ -192,11 +194,18 @@ def test_the_registered_version_answers_in_vllm_as_in_transformers(finished: Pat
     assert f"answer: {tokenizer.decode(answer, skip_special_tokens=True)}\n" in done.stdout
 
 
-def test_running_again_skips_every_stage_and_an_edit_reruns_what_depends_on_it(finished: Path, inputs: Path) -> None:
+def test_running_again_skips_every_stage_and_an_edit_reruns_what_depends_on_it(
+    finished: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[dict[str, Any]] = []
+    validate = RunConfig.model_validate
+    monkeypatch.setattr(RunConfig, "model_validate", lambda values: (parsed.append(values), validate(values))[1])
     trained_at = (finished / "training" / "result.json").stat().st_mtime_ns
     _run(inputs)
     assert _task_states("small") == [(stage, "Skipped") for stage in STAGES]
+    parsed.clear()
     _run(inputs, "evaluation.confidence=0.5")
+    assert len(parsed) == 1, "a process validates its configuration once"
     assert _task_states("small") == [
         *((stage, "Skipped") for stage in STAGES[:3]),
         ("evaluate", "Completed"),
@@ -210,7 +219,8 @@ def test_a_stage_rerun_alone_meets_the_champion_and_the_pipeline_reruns_just_wha
     finished: Path, inputs: Path
 ) -> None:
     from flows.stages import evaluate_run
-    from tasks.stages.stage import conditions
+    from tasks.stages.condition import conditions
+    from tasks.stages.run_directory import read_config
     from tasks.tracking.runs import connect
 
     _run(inputs)
@@ -236,7 +246,11 @@ def test_a_stage_rerun_alone_meets_the_champion_and_the_pipeline_reruns_just_wha
         "report.json",
         "samples.parquet",
     }
-    outdated = {name: found.reason for name, found in conditions(finished).items() if not found.is_up_to_date}
+    outdated = {
+        name: found.reason
+        for name, found in conditions(finished, read_config(finished)).items()
+        if not found.is_up_to_date
+    }
     assert outdated == {"register": "evaluate was made again"}
     _run(inputs)
     assert _task_states("small") == [*((stage, "Skipped") for stage in STAGES[:4]), ("register", "Completed")]
@@ -247,19 +261,20 @@ def test_the_real_prompts_and_plan_made_again_come_out_the_same_and_nothing_is_t
     finished: Path, inputs: Path
 ) -> None:
     from flows.stages import plan_run, validate_run
-    from tasks.stages.stage import conditions
+    from tasks.stages.condition import conditions
+    from tasks.stages.run_directory import read_config
 
     _run(inputs)
     validate_run("small", force=True)
     plan_run("small", force=True)
     assert _task_states("small-plan") == [("plan", "Completed")]
-    assert all(found.is_up_to_date for found in conditions(finished).values())
+    assert all(found.is_up_to_date for found in conditions(finished, read_config(finished)).values())
 
 
 def test_a_stage_alone_refuses_to_work_on_what_an_edit_made_stale(finished: Path, inputs: Path) -> None:
     from flows.stages import evaluate_run
+    from tasks.stages.errors import StageError
     from tasks.stages.run_directory import open_run
-    from tasks.stages.stage import StageError
 
     with open_run(_config(inputs, "train.max_steps=5")):
         pass

@@ -27,6 +27,7 @@ import psycopg2
 import pytest
 from mlflow import set_tracking_uri
 
+from tasks.stages import table
 from tests.conftest import make_model, write_sums
 from tests.serving import OFFERED, Served, free_ports, prefect_server
 
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 DEADLINE = 300.0  # of what starts
 STOP_SECONDS = 120
-STAGES = ["validate", "plan", "train", "evaluate", "register"]
+STAGES = [stage.name for stage in table.STAGES]
 WORD = "of-this-test"  # every password
 BUCKET_KEY = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": WORD, "AWS_DEFAULT_REGION": "us-east-1"}
 

@@ -13,10 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
+from tasks.stages import table
 from tests.conftest import make_model, write_sums
 from tests.serving import START_SECONDS, STOP_SECONDS, Served, starting
 
-STAGES = ["validate", "plan", "train", "evaluate", "register"]
+STAGES = [stage.name for stage in table.STAGES]
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from prefect import flow
 
 from grpo_core.config.files import parse_config
 from grpo_core.rewards import rehearsal
+from tasks.stages.errors import StageError
 from tasks.stages.run_directory import open_run
-from tasks.stages.stage import StageError
 from tasks.validate import validate
 from tests.conftest import config_values
 

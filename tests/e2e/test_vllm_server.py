@@ -18,7 +18,7 @@ import pytest
 
 from grpo_core.config.files import load_config
 from tasks.processes.vllm_servers import servers
-from tasks.stages.stage import Context
+from tasks.stages.run import Context
 from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.sampling import sampled
 from tests.grpo_core.test_vllm import PACKED, plain_logprobs

@@ -19,12 +19,13 @@ import pytest
 from prefect.flows import load_flow_from_entrypoint
 
 from flows.serving.local_server import STORAGE_HEADER, ask
+from tasks.stages import table
 from tests.conftest import config_values, write_sums
 from tests.serving import Served, prefect_server
 
 PROJECT = Path(__file__).parents[2]
 WORK_POOLS = PROJECT / "docs" / "how-to" / "work-pools"
-STAGES = {"validate": "cpu", "plan": "cpu", "train": "gpu", "evaluate": "gpu", "register": "cpu"}
+STAGES = {stage.name: "gpu" if stage.gpu else "cpu" for stage in table.STAGES}
 
 PROMOTION = """
 from flows.promotion import promote
@@ -38,7 +39,7 @@ SERVE_UNTIL_TOLD_WHILE_BUSY = """
 import os, signal, subprocess, uuid
 from prefect.runner._process_manager import ProcessHandle, ProcessManager
 from prefect.runner._scheduled_run_poller import ScheduledRunPoller
-from flows import deployments
+from flows.serving import deployments
 enter = ProcessManager.__aenter__
 async def with_a_process_that_has_ended(manager):
     await enter(manager)
@@ -273,7 +274,8 @@ def test_the_definitions_for_containers_are_accepted(deployed: Served, kind: str
 
 @pytest.mark.e2e
 def test_serving_again_keeps_schedules_and_slots_as_their_user_left_them(server: Served) -> None:
-    serve = "from flows import deployments as d, set_up as s; s.set_up(); [it.apply() for it in d.deployments()]"
+    serve = "from flows.serving import deployments as d, server_setup as s\n"
+    serve += "s.set_up(); [it.apply() for it in d.deployments()]"
 
     def serve_once() -> list[tuple[bool, str]]:
         subprocess.run([sys.executable, "-c", serve], cwd=PROJECT, env=server.environment, check=True, timeout=300)

@@ -13,7 +13,7 @@ import tomli_w
 from flows.parameters.early import refuse_early
 from grpo_core.config.files import parse_config
 from grpo_core.planning.plan import PlanError
-from tasks.stages.run_directory import locked
+from tasks.stages.locks import locked
 from tests.conftest import config_values, write_sums
 
 

@@ -62,7 +62,7 @@ def test_the_form_of_a_promotion_has_its_rules_and_nothing_else() -> None:
     assert list(_walk(form)) == rules
     guards = form["properties"]["promotion"]["properties"]["guards"]
     assert guards["type"] == "array"
-    assert guards["description"].endswith("What is given here replaces the whole list.")
+    assert guards["description"].endswith("A value here replaces the whole list.")
     assert guards["items"]["required"] == ["metric"]
 
 

@@ -61,7 +61,7 @@ def test_what_has_to_run_beside_a_run_is_said_before_it(tmp_path: Path, monkeypa
         ("mine", "math", "did you mean 'maths'?"),
         ("mine", "x", "recipes: "),
         ("../mine", "maths", "name = '../mine'"),
-        ("taken", "maths", "taken is there already"),
+        ("taken", "maths", "taken exists already"),
     ],
 )
 def test_what_cannot_be_made_is_refused_and_nothing_is_left(

@@ -37,7 +37,9 @@ def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("GRPO_STORAGE", str(folder))
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         patch.chdir(folder)  # artifacts of MLflow's default experiment are in the current folder
-        patch.setattr("flows.cli.main.configure", lambda: None)  # it sets the environment of all tests that come after
+        patch.setattr(
+            "flows.cli.promotion.configure", lambda: None
+        )  # it sets the environment of all tests that come after
         yield
     set_tracking_uri(None)
 

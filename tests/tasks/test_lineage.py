@@ -12,10 +12,11 @@ import pytest
 
 from grpo_core.config.files import parse_config
 from grpo_core.evaluation.run import outcomes_key
+from tasks.stages import table
 from tasks.stages.lineage import lineage_keys
 from tests.conftest import config_values, write_sums
 
-STAGES = ["validate", "plan", "train", "evaluate", "register"]
+STAGES = [stage.name for stage in table.STAGES]
 
 
 @pytest.fixture

@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from grpo_core.config.files import dump_config, load_config, parse_config
-from tasks.stages import run_directory as storage
-from tasks.stages.run_directory import RunInUseError, locked, model_lock
+from tasks.registry.model_lock import model_lock
+from tasks.stages import locks
+from tasks.stages.locks import RunInUseError, locked
+from tasks.stages.run_directory import open_run
 from tests.conftest import config_values
 
 Values = dict[str, Any]
@@ -38,7 +40,7 @@ def run(tmp_path: Path, values: Values, monkeypatch: pytest.MonkeyPatch) -> Path
 HOLD = """
 import sys
 from pathlib import Path
-from tasks.stages.run_directory import locked
+from tasks.stages.locks import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -49,7 +51,7 @@ HOLD_AND_SUPERVISE = """
 import sys
 from pathlib import Path
 from tasks.processes.run import run_process
-from tasks.stages.run_directory import locked
+from tasks.stages.locks import locked
 STUBBORN = '''
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -99,7 +101,7 @@ def test_a_second_process_is_refused_at_once_with_who_holds_the_run(run: Path, s
 def test_a_run_that_is_in_use_keeps_its_configuration(run: Path, values: Values, start: Any) -> None:
     holder = start(HOLD, str(run))
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(RunInUseError), storage.open_run(parse_config({**values, "seed": 1})):
+    with pytest.raises(RunInUseError), open_run(parse_config({**values, "seed": 1})):
         raise AssertionError("two writers")
     assert load_config(run / "config.toml").seed == 0
 
@@ -107,7 +109,7 @@ def test_a_run_that_is_in_use_keeps_its_configuration(run: Path, values: Values,
 def test_a_waiting_process_gets_the_run_when_it_is_free_and_is_told_which_one_has_it(
     run: Path, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "ENDING_SECONDS", 0.0)  # which is for what is about to end
+    monkeypatch.setattr(locks, "ENDING_SECONDS", 0.0)  # which is for what is about to end
     holder = start(HOLD, str(run))
     assert holder.stdout.readline() == "held\n"
     told: list[str] = []
@@ -134,12 +136,12 @@ def test_a_run_stays_locked_while_what_a_killed_holder_supervised_is_ending_and_
     child = psutil.Process(int(holder.stdout.readline()))
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    monkeypatch.setattr(storage, "ENDING_SECONDS", 0.3)
+    monkeypatch.setattr(locks, "ENDING_SECONDS", 0.3)
     with pytest.raises(RunInUseError, match=f"process {holder.pid}"), locked(run):
         raise AssertionError("two writers")
     assert child.is_running()
 
-    monkeypatch.setattr(storage, "ENDING_SECONDS", 60.0)
+    monkeypatch.setattr(locks, "ENDING_SECONDS", 60.0)
     told: list[str] = []
     with locked(run, say=lambda line: (told.append(line), may_end.touch())):
         assert not psutil.pid_exists(child.pid) or child.status() == psutil.STATUS_ZOMBIE

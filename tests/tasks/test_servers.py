@@ -17,7 +17,8 @@ import torch
 
 from grpo_core.config.files import load_config, parse_config
 from tasks.processes.vllm_servers import _devices, _Server, hold_port, servers
-from tasks.stages.stage import Context, StageError
+from tasks.stages.errors import StageError
+from tasks.stages.run import Context
 from tests.conftest import config_values, make_run, with_keys
 
 

@@ -22,23 +22,12 @@ from typer.testing import CliRunner
 
 from flows.cli.main import app
 from grpo_core.config.files import dump_config, parse_config
-from tasks.stages.run_directory import UnknownRunError, find_run, write_text
-from tasks.stages.stage import (
-    ERRORS,
-    EVALUATE,
-    MARKER,
-    PLAN,
-    REGISTER,
-    STAGES,
-    TRAIN,
-    VALIDATE,
-    Context,
-    Interrupted,
-    Stage,
-    StageError,
-    conditions,
-    run_stage,
-)
+from tasks.stages.condition import MARKER, conditions
+from tasks.stages.errors import Interrupted, StageError
+from tasks.stages.files import write_text
+from tasks.stages.run import ERRORS, Context, run_stage
+from tasks.stages.run_directory import UnknownRunError, find_run, read_config
+from tasks.stages.table import EVALUATE, PLAN, REGISTER, STAGES, TRAIN, VALIDATE, Stage
 from tests.conftest import config_values, write_sums
 from tests.grpo_core.disk import Disk
 
@@ -116,12 +105,12 @@ WORK: dict[str, Callable[[Context], Values]] = {
 
 @pytest.fixture(autouse=True)
 def _log_without_a_flow_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefect.get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr("tasks.stages.run.get_run_logger", lambda: logging.getLogger("test"))
 
 
 def _do(stage: Stage, run: Path, force: bool = False, work: Callable[[Context], Values] | None = None) -> bool:
     """Whether it was executed rather than skipped."""
-    state = run_stage(stage, run, work or WORK[stage.name], force)
+    state = run_stage(stage, run, read_config(run), work or WORK[stage.name], force)
     if state.is_cancelled():
         raise state.data
     return state.name != "Skipped"
@@ -133,7 +122,7 @@ def _pipeline(run: Path) -> list[str]:
 
 
 def _outdated(run: Path) -> dict[str, str]:
-    return {name: found.reason for name, found in conditions(run).items() if not found.is_up_to_date}
+    return {name: found.reason for name, found in conditions(run, read_config(run)).items() if not found.is_up_to_date}
 
 
 @pytest.mark.parametrize(
@@ -258,7 +247,7 @@ def test_what_is_missing_makes_stale_what_was_made_from_it(run: Path) -> None:
 def test_a_receipt_that_a_dying_machine_left_empty_is_one_that_is_missing(run: Path, content: str) -> None:
     for stage in STAGES:
         stage.receipt_path(run).write_text(content)
-    assert {found.state for found in conditions(run).values()} == {"missing"}
+    assert {found.state for found in conditions(run, read_config(run)).values()} == {"missing"}
     assert CliRunner().invoke(app, ["status", "test"]).exit_code == 1
     assert _pipeline(run) == [stage.name for stage in STAGES]
     assert _outdated(run) == {}
@@ -372,7 +361,7 @@ def test_an_interrupted_training_says_how_much_is_saved_and_status_does_until_it
 
 def test_prompts_that_are_gone_are_missing_and_the_stage_that_reads_them_says_which_to_run(run: Path) -> None:
     (VALIDATE.path(run) / "eval.parquet").unlink()
-    assert conditions(run)["validate"].reason == "eval.parquet is gone"
+    assert conditions(run, read_config(run))["validate"].reason == "eval.parquet is gone"
     done = CliRunner().invoke(app, ["stage", "evaluate", "--run", "test", "--force"])
     assert done.exit_code == 1
     assert done.output.count("grpo stage validate --run test    # missing: eval.parquet is gone") == 1

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tasks.processes.run import TimeLimitError, run_process
-from tasks.stages.stage import StageError
+from tasks.stages.errors import StageError
 
 # Starts a child in a session of its own (as torch's launcher and vLLM do), both deaf to SIGTERM; then says both pids.
 TREE = """
@@ -35,7 +35,7 @@ def _gone(pids: list[int]) -> bool:
 
 def _start_tree(patch: str = "") -> tuple[subprocess.Popen[str], list[int]]:
     """Under `tasks.processes.supervise`, in which `patch` is run first; and the ids of the tree's processes."""
-    code = f"from tasks import supervise\n{patch}\nsupervise.main()"
+    code = f"from tasks.processes import supervise\n{patch}\nsupervise.main()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, GRACE, sys.executable, "-c", TREE],
         stdin=subprocess.PIPE,

@@ -16,9 +16,9 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from grpo_core.planning.forecast import name_hardware
+from tasks.stages.errors import StageError
 from tasks.stages.lineage import lineage_keys
-from tasks.stages.outages import tracking_uri
-from tasks.stages.stage import StageError
+from tasks.stages.outages import TrackingError, tracking_uri
 from tasks.tracking import runs as tracking
 from tasks.tracking.runs import connect, earlier_throughput, open_tracking_run, read_tracking_run, run_address
 from tests.conftest import config_values, write_sums
@@ -26,7 +26,7 @@ from tests.conftest import config_values, write_sums
 
 def test_a_tracking_uri_with_a_password_is_refused_without_saying_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://grpo:hidden@mlflow.internal")
-    with pytest.raises(GrpoError, match=r"a password of mlflow\.internal.*set MLFLOW_TRACKING_USERNAME") as error:
+    with pytest.raises(GrpoError, match=r"a password for mlflow\.internal.*set MLFLOW_TRACKING_USERNAME") as error:
         tracking_uri()
     assert "hidden" not in str(error.value)
 
@@ -89,7 +89,7 @@ def test_a_training_is_tracked_with_the_source_of_its_own_rewards(run: Path) -> 
 def test_what_mlflow_refuses_is_not_called_a_server_that_does_not_answer_and_leaves_no_run_running(run: Path) -> None:
     (run / "plan.json").write_text(json.dumps({"plan": {"steps%": 4}}))
     config = _config(run, registry={"experiment": "refused"})
-    with pytest.raises(StageError, match=r"refuses what it is asked: .*plan/steps%"):
+    with pytest.raises(TrackingError, match=r"refuses what it is asked: .*plan/steps%"):
         open_tracking_run(config, run, run / "training")
     client = connect()
     [made] = client.search_runs([client.get_experiment_by_name("refused").experiment_id])

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_core.planning.plan import Plan, make_plan
 from grpo_core.planning.rules import PlanInputs
-from tasks.stages.stage import StageError
+from tasks.stages.errors import StageError
 from tasks.train import check_result
 
 

@@ -1,7 +1,7 @@
-"""How a flow that cannot go on says so: a foreseen error by its sentence, a signal by what is saved.
+"""What a flow that ends early says: the sentence of a GrpoError, or after a signal what is saved.
 
-Prefect logs an exception with its traceback in the task and again in the flow, and calls every signal a crash. A
-foreseen error's traceback is left to errors.log in the run's directory (`tasks.stages.stage`), and to Prefect's log at
+Prefect logs an exception with its traceback in the task and again in the flow, and calls every signal a crash. Here the
+traceback of a GrpoError goes only to errors.log in the run's directory (`tasks.stages.run`) and to Prefect's log at
 DEBUG.
 """
 
@@ -25,20 +25,20 @@ from prefect.states import Cancelled
 
 from grpo_core.errors import GrpoError
 from tasks.stages.attempts import close_left_open
-from tasks.stages.stage import Interrupted
+from tasks.stages.errors import Interrupted
 
 P = ParamSpec("P")
 R = TypeVar("R")
-REPEATED = tuple(f"Finished in state {name}(" for name in ("Failed", "Cancelled", "Running"))  # Running: cancelled
+REPEATED = tuple(f"Finished in state {name}(" for name in ("Failed", "Cancelled", "Running"))  # Running if cancelled
 LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
 
 
 def plain(work: Callable[P, R]) -> Callable[P, R]:
-    """A flow's function that ends in plain words.
+    """Decorator for a flow's function, so that it ends in plain words.
 
-    In a deployment's run the log has the sentence of a foreseen error once; elsewhere the caller gets the error, and
-    says it. A signal to a deployment's run is from Prefect's runner, and goes on; any other run is Cancelled by it, and
-    the caller gets Interrupted.
+    A GrpoError is raised to the caller, which prints it; in a deployment's run it is logged once. A signal cancels the
+    flow run, and the caller gets Interrupted; in a deployment's run the signal comes from Prefect's runner and is
+    raised again.
     """
 
     @functools.wraps(work)
@@ -46,7 +46,7 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
         for name in LOGGERS:
             logging.getLogger(name).addFilter(_quieten)  # once, however often it is added
         if threading.current_thread() is threading.main_thread():
-            # Again, before the handler of polars, which lets Ctrl-C get lost.
+            # Once more, before the handler of polars, which can lose a Ctrl-C.
             signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
         try:
             close_left_open()
@@ -65,22 +65,22 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
             raise interrupted.signal
         return cast(R, Cancelled(message=str(interrupted), data=interrupted))
 
-    told.__signature__ = inspect.signature(work, eval_str=True)  # type: ignore[attr-defined]  # named where it stands
+    told.__signature__ = inspect.signature(work, eval_str=True)  # type: ignore[attr-defined]
     return told
 
 
 def _leave() -> None:
-    """End the process of a cancelled run, once Prefect has sent its logs and states.
+    """End the process of a cancelled run at once. Called after Prefect has sent its logs and states.
 
-    Freeing all that was imported takes seconds, on a busy machine so many that Prefect's runner kills the process and
-    suspects that it was out of memory.
+    A normal exit frees everything that was imported. On a busy machine this takes so long that Prefect's runner kills
+    the process and reports that it was perhaps out of memory.
     """
     sys.stdout.flush()
     os._exit(0)
 
 
 def _quieten(record: logging.LogRecord) -> bool:
-    """Demote what repeats how a run ended, which is said elsewhere."""
+    """Log filter: demote to DEBUG the records that repeat how a run ended."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, GrpoError) or str(record.msg).startswith(REPEATED):
         record.levelno, record.levelname = logging.DEBUG, logging.getLevelName(logging.DEBUG)

@@ -1,0 +1,90 @@
+"""`grpo run`: the pipeline in this process, and a summary of what came of it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from flows.cli.options import ConfigFile, Overrides
+from flows.cli.server import prefect_server
+from flows.cli.terminal import refusals, refuse, say
+from flows.serving.environment import TAG, configure
+from flows.serving.running import find_up
+from grpo_core.config.files import load_config
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
+from tasks.stages.locks import locked
+from tasks.stages.run_directory import run_folder
+from tasks.stages.table import EVALUATE, REGISTER, TRAIN
+
+
+def run(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Run the pipeline here, stage after stage. Stages that are up to date are skipped.
+
+    Exit status 1: a stage failed, 2: refused before anything was started, 130: interrupted.
+    """
+    resolved = _load(config, overrides)
+    from flows.parameters.early import refuse_early
+
+    with refusals(resolved.name):
+        refuse_early(resolved)
+    configure()
+    with refusals(resolved.name):
+        if (folder := run_folder(resolved.name)).is_dir():
+            with locked(folder):
+                pass  # a run in use is refused before a server is started
+    start = time.monotonic()
+    with prefect_server() as url:
+        page = url.removesuffix("/api")
+        say(f"Run {resolved.name} starts. Prefect's UI, in a few seconds and as long as this runs: {page}")
+        from prefect import tags
+
+        from flows.parameters.form import changes_of
+        from flows.pipeline import pipeline_of
+
+    with refusals(resolved.name, started=True), tags(TAG):
+        folder = pipeline_of(resolved)(str(config), changes_of(config, overrides))
+    _summary(folder, resolved, time.monotonic() - start)
+
+
+def _load(path: Path, overrides: list[str] | None) -> RunConfig:
+    try:
+        return load_config(path, overrides)
+    except ConfigError as error:
+        unread = str(error).startswith(f"{path}: ")
+        refuse(str(error) if unread else f"{path}: not a valid configuration\n{error}")
+
+
+def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
+    """What happened and where to look."""
+    from tasks.evaluate import rows_of, verdicts
+    from tasks.rendering.figures import metric_of
+    from tasks.reports.report import PAGE
+
+    console = Console()
+    report, training, registration = (stage.read_receipt(folder) for stage in (EVALUATE, TRAIN, REGISTER))
+    counted = training["counted"]
+    up = find_up()
+    where = f"{up.prefect_url} (Prefect), {up.mlflow_url} (MLflow)" if up else "grpo up   (serves Prefect and MLflow)"
+    drawn = f"temperature {report['temperature']:g}" if report["temperature"] else "greedy"
+    for name, figures in report["sets"].items():
+        head, *rows = rows_of(figures)
+        table = Table(*head, title=f"{name}: {figures['num_prompts']:,} prompts, {drawn}")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(
+        "\n".join(f"{sentence}." for sentence in verdicts(report, metric_of(config, report))) + "\n"
+        f"{counted['updates']} of {training['planned']['updates']} planned updates, "
+        f"{counted['completions']:,} completions; pipeline took {seconds:.0f} s\n"
+        f"registered  {registration['model_name']} version {registration['version']}, "
+        f"alias {registration['alias']}\n"
+        f"run         {folder}\n"
+        f"report      {EVALUATE.path(folder) / PAGE}\n"
+        f"look at it  {where}",
+        soft_wrap=True,
+        highlight=False,
+    )

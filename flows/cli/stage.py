@@ -1,0 +1,47 @@
+"""`grpo stage`: one stage of an earlier run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flows.cli.server import prefect_server
+from flows.cli.status import show_status
+from flows.cli.terminal import refusals
+from flows.serving.environment import TAG, configure
+from tasks.stages.condition import refuse_outdated_inputs
+from tasks.stages.run_directory import find_run, read_config
+from tasks.stages.table import STAGES
+
+BY_NAME = {stage.name: stage for stage in STAGES}
+
+
+def _known(name: str) -> str:
+    if name not in BY_NAME:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(BY_NAME)}.")
+    return name
+
+
+def stage(
+    name: Annotated[str, typer.Argument(callback=_known, metavar="STAGE", help=f"one of {', '.join(BY_NAME)}")],
+    run: Annotated[str, typer.Option(help="name of an earlier run")],
+    force: Annotated[
+        bool, typer.Option("--force", help="even if it is up to date; train: from step 0, not from a checkpoint")
+    ] = False,
+) -> None:
+    """Run one stage of an earlier run with that run's own configuration; refused if its input is missing or outdated.
+
+    Exit status 1: the stage failed or was refused, 2: no such run, 130: interrupted.
+    """
+    folder = find_run(run)
+    refuse_outdated_inputs(BY_NAME[name], folder, read_config(folder), force)
+    configure()
+    with prefect_server():
+        from prefect import tags
+
+        from flows.stages import FLOWS
+
+    with refusals(run, started=True), tags(TAG):
+        FLOWS[name](run, force)
+    show_status(folder)

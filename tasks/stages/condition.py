@@ -1,0 +1,133 @@
+"""Which stages of a run are up to date, and why the others are not. Imports no Prefect: `grpo status` is quick."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from grpo_core.config.run import RunConfig
+from tasks.stages.errors import StageError
+from tasks.stages.files import read_json
+from tasks.stages.lineage import lineage_inputs, what_changed
+from tasks.stages.parts import key_of
+from tasks.stages.run_directory import CONFIG
+from tasks.stages.table import PLAN, STAGES, Receipt, Stage
+
+MARKER = "lineage.json"  # in an unfinished output: the lineage key and inputs that it is being made from
+CHANGES_NAMED = 3  # of those that make a stage stale
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Whether a stage's output is what the run's configuration and inputs give now, and why not."""
+
+    state: Literal["up to date", "stale", "missing"]
+    reason: str = ""
+
+    @property
+    def is_up_to_date(self) -> bool:
+        return self.state == "up to date"
+
+
+def conditions(run: Path, config: RunConfig) -> dict[str, Condition]:
+    """Each stage's condition; the pipeline would run those that are not up to date.
+
+    A stage is stale if its lineage key differs from that of configuration and inputs now, or if a stage that it was
+    made from has been made again since, or will be.
+    """
+    inputs = lineage_inputs(config)
+    receipts = {stage.name: stage.read_receipt(run) for stage in STAGES}
+    found: dict[str, Condition] = {}
+    for stage in STAGES:
+        saved = saved_progress(stage, run, key_of(inputs[stage.name]))
+        if receipt := receipts[stage.name]:
+            reason = _why_stale(stage, receipt, config, inputs, receipts) or _why_soon_stale(stage, found)
+            gone = [name for name in stage.files(receipt) if not (stage.path(run) / name).exists()]
+            if gone:
+                found[stage.name] = Condition("missing", f"{', '.join(gone)} is gone")
+            elif reason:
+                found[stage.name] = Condition("stale", f"{reason}; {saved}" if saved else reason)
+            else:
+                found[stage.name] = Condition("up to date")
+        else:
+            found[stage.name] = Condition("missing", saved or "not done yet")
+    return found
+
+
+def made_at(stage: Stage, run: Path) -> float:
+    """When the stage was done, in seconds since 1970; if its receipt does not say, when the receipt was written."""
+    return stage.read_receipt(run).get("made_at") or stage.receipt_path(run).stat().st_mtime
+
+
+def saved_progress(stage: Stage, run: Path, key: str) -> str:
+    """How much is saved of an unfinished training that the next attempt continues; "" if there is none."""
+    partial = stage.partial(run)
+    if not stage.resumable or read_json(partial / MARKER).get("lineage_key") != key:
+        return ""
+    names = (re.fullmatch(r"step-(\d+)", path.name) for path in partial.glob("checkpoints/*"))
+    newest = max((int(name[1]) for name in names if name), default=0)
+    planned = PLAN.read_receipt(run).get("plan", {}).get("max_steps")
+    return f"{newest} of {planned} updates saved" if newest and planned else ""
+
+
+def identity(receipt: Receipt, prompts: Collection[str]) -> Any:
+    """Identity of an output; if it has one for each data set, those of `prompts`."""
+    made = receipt.get("made")
+    return {name: made.get(name) for name in prompts} if isinstance(made, dict) else made
+
+
+def refuse_outdated_inputs(stage: Stage, run: Path, config: RunConfig, force: bool = False) -> None:
+    """Raises StageError, with the commands to run first, if the stage would work on output that is not up to date."""
+    now = conditions(run, config)
+    outdated = _outdated(stage, now)
+    if not outdated or (now[stage.name].is_up_to_date and not force):
+        return
+    lines = [
+        f"  grpo stage {read.name} --run {run.name}    # {now[read.name].state}: {now[read.name].reason}"
+        for read in STAGES
+        if read in outdated
+    ]
+    raise StageError(
+        f"{stage.name} of run {run.name!r} would work on outdated input; first run, in this order:\n"
+        + "\n".join(lines)
+        + f"\nor everything that is not up to date: grpo run {run / CONFIG}"
+    )
+
+
+def _outdated(stage: Stage, now: Mapping[str, Condition]) -> list[Stage]:
+    """The stages to run before this one."""
+    direct = [read for read in stage.reads if not now[read.name].is_up_to_date]
+    return [*direct, *(further for read in direct for further in _outdated(read, now))]
+
+
+def _why_stale(
+    stage: Stage,
+    receipt: Receipt,
+    config: RunConfig,
+    inputs: Mapping[str, Mapping[str, Any]],
+    receipts: Mapping[str, dict[str, Any]],
+) -> str:
+    """What has changed since `receipt`; "" if nothing that concerns the stage has. `inputs`: of each stage now.
+
+    An input that is up to date has to be the one that the stage was made from. One that is not will be made again
+    first.
+    """
+    if receipt.get("lineage_key") != key_of(inputs[stage.name]):
+        names = what_changed(receipt.get("inputs", {}), inputs[stage.name])
+        others = f" and {len(names) - CHANGES_NAMED} more" if len(names) > CHANGES_NAMED else ""
+        return f"changed: {', '.join(names[:CHANGES_NAMED])}{others}" if "inputs" in receipt else "inputs changed"
+    for name, then in receipt.get("made_from", {}).items():
+        now = receipts[name]
+        if now.get("lineage_key") == key_of(inputs[name]) and identity(now, stage.prompts(config)) != then:
+            return f"{name} was made again"
+    return ""
+
+
+def _why_soon_stale(stage: Stage, found: Mapping[str, Condition]) -> str:
+    """Names an input that will be made again and never comes out the same. Whether another input, made again, comes out
+    the same is known only then."""
+    outdated = (read.name for read in stage.reads if read.content is None and not found[read.name].is_up_to_date)
+    return next((f"{name} is {found[name].state}" for name in outdated), "")

@@ -1,0 +1,46 @@
+"""Files of a run's directory: written whole or not at all, and kept when they are replaced."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from grpo_core.system.files import publish
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the file whole or not at all, even if the process or the machine dies."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    publish(temporary, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file is missing or damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def set_aside(path: Path, key: str) -> None:
+    """Move an output to replaced/NAME-KEY; if that exists, to replaced/NAME-KEY-2 and so on."""
+    if not path.exists():
+        return
+    folder = path.parent / "replaced"
+    folder.mkdir(exist_ok=True)
+    kept = f"{path.name}-{key[:12]}"
+    names = itertools.chain([kept], (f"{kept}-{number}" for number in itertools.count(2)))
+    path.rename(next(folder / name for name in names if not (folder / name).exists()))
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

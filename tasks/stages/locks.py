@@ -1,0 +1,107 @@
+"""The lock of a run's directory: one process at a time writes into it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from grpo_core.errors import GrpoError
+
+# Longer than a supervised process gets to end, checkpoint included.
+ENDING_SECONDS = 60.0
+POLL_SECONDS = 0.1
+
+_locks: set[int] = set()
+
+
+class RunInUseError(GrpoError):
+    """A run that another process writes into; the message says which process, since when and what to do."""
+
+    exit_status = 1
+
+
+@contextmanager
+def locked(run: Path, say: Callable[[str], None] = print, wait: bool = False) -> Iterator[Path]:
+    """Lock the run directory for this process. If another process works in it: wait when `wait` is set, and announce
+    that through `say`; otherwise raise RunInUseError immediately.
+
+    The kernel frees the lock when the holder and the processes that it supervises (`held_locks`) have ended, however
+    they end. If the holder has died, or this is a retry of its flow run, those processes are about to end: they are
+    waited for, up to ENDING_SECONDS, even without `wait`.
+    """
+    descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _acquire(descriptor, run, say, wait)
+        _locks.add(descriptor)
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(_this_process()).encode(), 0)
+        yield run
+    finally:
+        _locks.discard(descriptor)
+        os.close(descriptor)  # unlocking it would take it from the supervised processes too
+
+
+def held_locks() -> tuple[int, ...]:
+    """File descriptors of the locks that this process holds. A supervisor that inherits them keeps the run locked until
+    the supervised process has ended, even if this process dies first."""
+    return tuple(_locks)
+
+
+def _acquire(descriptor: int, run: Path, say: Callable[[str], None], wait: bool) -> None:
+    deadline = time.monotonic() + ENDING_SECONDS
+    waiting = False
+    while not _lock(descriptor):
+        holder = _holder(descriptor)
+        name = "process {pid} on {host} since {since}".format(**holder) if holder else "another process"
+        if not wait and (not _is_ending(holder) or time.monotonic() > deadline):
+            raise RunInUseError(
+                f"run {run.name!r} is in use by {name} ({run}): two runs in one directory would overwrite each other. "
+                "Wait until it has ended, cancel it, or give this run another name (--set name=...)"
+            )
+        if not waiting:
+            patience = "until it is free" if wait else f"up to {ENDING_SECONDS:.0f} s until its processes have ended"
+            say(f"run {run.name!r} is in use by {name}: waiting {patience}")
+            waiting = True
+        time.sleep(POLL_SECONDS)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
+        "flow_run": os.environ.get("PREFECT__FLOW_RUN_ID"),  # set by Prefect's runner; the same in a retry
+    }
+
+
+def _holder(descriptor: int) -> dict[str, Any]:
+    """What the holder wrote into the lock file; empty in the instant before it has."""
+    try:
+        return json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return {}
+
+
+def _is_ending(holder: dict[str, Any]) -> bool:
+    """Whether the holder has died, or is an earlier attempt of this flow run: either way its processes are ending."""
+    this = _this_process()
+    retried = holder and holder["flow_run"] is not None and holder["flow_run"] == this["flow_run"]
+    return bool(retried or (holder and holder["host"] == this["host"] and not psutil.pid_exists(holder["pid"])))

@@ -1,0 +1,132 @@
+"""What a stage's output can depend on, in parts that people can name: configuration keys with their values, hashes of
+contents and of sources. The table of stages says which parts each stage depends on.
+
+Inputs are identified by their content: the same file under another name or in another folder is no reason to run a
+stage again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from typing import Any
+
+import grpo_core
+from grpo_core.config.base import flatten
+from grpo_core.config.run import RunConfig
+from grpo_core.fingerprint import content_hash, determining, reward_parts
+
+Named = dict[str, Any]  # what outputs depend on, by the name that a person knows it by
+
+
+class Parts:
+    """The parts of one configuration, each computed when it is first asked for."""
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+
+    def section(self, name: str) -> Named:
+        """The keys of a section of the configuration that results follow from."""
+        return flatten({name: self._determining[name]})
+
+    @cached_property
+    def prompts(self) -> Named:
+        """The validated prompts: data, base model (its tokenizer measures them), rewards (they read columns)."""
+        config = self.config
+        return {
+            "version of grpo_core": grpo_core.__version__,
+            **self.section("data"),
+            "data.train": content_hash(config.data.train),
+            "data.eval": content_hash(config.data.eval),
+            **self._base_model,
+            **self._rewards,
+            "rollout.max_completion_length": config.rollout.max_completion_length,
+        }
+
+    @cached_property
+    def reward_limits(self) -> Named:
+        """Keys of the rewards that only the rehearsal looks at."""
+        return {
+            f"rewards.{place}.{key}": value
+            for place, reward in enumerate(self.config.rewards)
+            for key, value in reward.model_dump(include={"timeout", "range", "isolated", "memory_gib"}).items()
+        }
+
+    @cached_property
+    def answers(self) -> Named:
+        return {"data.answer_column": self.config.data.answer_column}
+
+    @cached_property
+    def evaluated_length(self) -> Named:
+        return {"evaluation.max_completion_length": self.config.evaluation_length}
+
+    @cached_property
+    def evaluation_sets(self) -> Named:
+        sets = self.config.evaluation.sets
+        return {f"evaluation.sets {each.name}": [each.split, content_hash(each.data)] for each in sets}
+
+    @cached_property
+    def steps(self) -> Named:
+        """What the plan's numbers follow from."""
+        return self.prompts | self.section("rollout") | self.section("train")
+
+    @cached_property
+    def model(self) -> Named:
+        settings = self.section("model") | self._base_model
+        del settings["model.name_or_path"]  # its content counts
+        return settings
+
+    @cached_property
+    def memory(self) -> Named:
+        """Keys that only the forecast of memory looks at."""
+        return {
+            "algorithm.beta": self.config.algorithm.beta,
+            "train.gradient_checkpointing": self.config.train.gradient_checkpointing,
+        }
+
+    @cached_property
+    def policy(self) -> Named:
+        """The trained policy."""
+        held_out = flatten({"evaluation": self._determining["held_out"] or {}})
+        evaluations = {f"{name} (while training)": value for name, value in held_out.items()}
+        return self.steps | {"seed": self.config.seed} | self.model | self.section("algorithm") | evaluations
+
+    @cached_property
+    def evaluation(self) -> Named:
+        """How the policy is evaluated, and on what."""
+        keys = {
+            key: value for key, value in self.section("evaluation").items() if not key.startswith("evaluation.sets.")
+        }
+        return keys | self.evaluation_sets | self.answers
+
+    @cached_property
+    def registration(self) -> Named:
+        # A version is judged by the rules recorded with it.
+        rules = self.config.promotion.model_dump(mode="json", exclude={"automatic"})
+        return self.section("registry") | {"name": self.config.name} | flatten({"promotion": rules})
+
+    @cached_property
+    def _determining(self) -> dict[str, Any]:
+        return determining(self.config)
+
+    @cached_property
+    def _base_model(self) -> Named:
+        model = self.config.model
+        return {"content of the base model": content_hash(model.name_or_path), "model.revision": model.revision}
+
+    @cached_property
+    def _rewards(self) -> Named:
+        """Each reward's keys, its arguments one by one, and the hash of its source."""
+        found: Named = {}
+        for place, reward in enumerate(reward_parts(self.config)):
+            name, args = f"rewards.{place}", reward.pop("args")
+            found |= {f"source of {name} ({reward['function']})": reward.pop("source")}
+            found |= {f"{name}.{key}": value for key, value in reward.items()}
+            found |= {f"{name}.args.{key}": value for key, value in args.items()}
+        return found
+
+
+def key_of(*values: Any) -> str:
+    """Hash of values that JSON can hold."""
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()

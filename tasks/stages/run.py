@@ -1,0 +1,117 @@
+"""Running a stage: skipped if its output is up to date, otherwise done and published."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.exceptions import ExternalSignal
+from prefect.states import Cancelled, Completed
+
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import GrpoError
+from grpo_core.system.files import publish
+from tasks.stages.condition import MARKER, conditions, identity, refuse_outdated_inputs, saved_progress
+from tasks.stages.errors import Interrupted, StageError
+from tasks.stages.files import read_json, remove, set_aside, write_text
+from tasks.stages.lineage import DIGITS, lineage_inputs, lineage_keys
+from tasks.stages.outages import advice
+from tasks.stages.parts import key_of
+from tasks.stages.table import Stage
+
+ERRORS = "errors.log"  # in the run directory: the errors that ended its stages, with tracebacks
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a stage works with. `partial`: where it writes; renamed to its final name when the stage succeeds."""
+
+    config: RunConfig
+    run: Path
+    partial: Path
+
+
+def run_stage(
+    stage: Stage, run: Path, config: RunConfig, work: Callable[[Context], dict[str, Any]], force: bool = False
+) -> State[None]:
+    """Do `work` unless the output is up to date; with `force`, do it in any case.
+
+    `work` fills `Context.partial` and returns the receipt's content, to which the seconds that it took are added. A
+    resumable stage finds what an interrupted attempt at the same left there; any other starts with an empty folder. The
+    output that is replaced is kept.
+
+    Raises StageError if the input is outdated, if the work refuses by a GrpoError, or if storage or MLflow fails. For
+    every error that ends the stage, the traceback is written to the run's ERRORS. A signal gives the state Cancelled,
+    whose result raises Interrupted.
+    """
+    try:
+        return _run_stage(stage, run, config, work, force)
+    except (KeyboardInterrupt, ExternalSignal) as signal:
+        saved = saved_progress(stage, run, lineage_keys(config)[stage.name])
+        message = f"{stage.name} was interrupted" + (f", {saved}" if saved else "") + "; run the same again to go on"
+        return Cancelled(message=message, data=Interrupted(message, signal))
+    except Exception as error:
+        _note_down(stage, run, error)
+        if isinstance(error, GrpoError) and not isinstance(error, StageError):
+            raise StageError(str(error)) from error
+        if sentence := advice(error):
+            raise StageError(f"{stage.name}: {sentence}") from error
+        raise
+
+
+def _note_down(stage: Stage, run: Path, error: Exception) -> None:
+    """Append the traceback to the run's ERRORS. If the storage refuses that too, the error itself is what counts."""
+    with suppress(OSError), (run / ERRORS).open("a") as file:
+        file.write(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} {stage.name}\n")
+        file.write("".join(traceback.format_exception(error)) + "\n")
+
+
+def _run_stage(
+    stage: Stage, run: Path, config: RunConfig, work: Callable[[Context], dict[str, Any]], force: bool
+) -> State[None]:
+    log, inputs = get_run_logger(), lineage_inputs(config)[stage.name]
+    key, now = key_of(inputs), conditions(run, config)
+    final = stage.path(run)
+    if now[stage.name].is_up_to_date and not force:
+        log.info("%s: up to date (lineage %s), skipped", stage.name, key[:DIGITS])
+        return Completed(name="Skipped", message=f"{final.name} already has lineage key {key}")
+    refuse_outdated_inputs(stage, run, config, force)
+    log.info("%s: %s", stage.name, now[stage.name].reason or "up to date, made again as asked")
+    partial = stage.partial(run)
+    made_from = {read.name: identity(read.read_receipt(run), stage.prompts(config)) for read in stage.reads}
+    origin = {"lineage_key": key, "made_from": made_from}
+    _prepare(stage, partial, origin)
+    start = time.monotonic()
+    receipt = work(Context(config, run, partial))
+    seconds = round(time.monotonic() - start, 3)
+    made = stage.content(partial, receipt) if stage.content else uuid.uuid4().hex
+    facts = {"made": made, "made_at": time.time(), "seconds": seconds, **receipt}
+    text = json.dumps({**origin, **facts, "inputs": inputs}, indent=2) + "\n"
+    write_text(partial / stage.receipt if stage.receipt else partial, text)
+    set_aside(final, stage.read_receipt(run).get("lineage_key", "unknown"))
+    publish(partial, final)
+    return Completed(message=f"wrote {final.name} (lineage {key[:DIGITS]})")
+
+
+def _prepare(stage: Stage, partial: Path, origin: Mapping[str, Any]) -> None:
+    """Make the place where the stage writes: what an interrupted attempt at the same left, or an empty folder."""
+    if stage.resumable and partial.exists():
+        left = read_json(partial / MARKER)
+        if left == origin:
+            return
+        set_aside(partial, left.get("lineage_key", "unknown"))
+    remove(partial)
+    if stage.receipt:
+        partial.mkdir()
+    if stage.resumable:
+        write_text(partial / MARKER, json.dumps(origin))

@@ -1,0 +1,157 @@
+"""The table of stages, in the order in which they run. Everything else that handles stages reads it: the pipeline, the
+hand-over to GPU machines, the deployments, the command line, lineage and reports.
+
+To add a stage: its entry here, its task, and its documentation.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.run import RunConfig
+from grpo_core.fingerprint import content_hash
+from tasks.rendering import figures
+from tasks.stages.files import read_json
+from tasks.stages.parts import Named, Parts, key_of
+
+if TYPE_CHECKING:
+    from prefect import Task
+    from prefect.client.schemas.objects import State
+
+Receipt = Mapping[str, Any]
+GPU_DEPLOYMENT = "GRPO_GPU_DEPLOYMENT"  # if set to NAME, the pipeline hands STAGE over to the deployment STAGE/NAME
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step of the pipeline: reads the configuration and earlier outputs, writes its own output."""
+
+    name: str
+    """Name of the stage; `NAME_run` is its flow."""
+    task: str
+    """The Prefect task that does the work, as MODULE:FUNCTION; imported when it is needed."""
+    meaning: str
+    """What the stage does to a run, in one sentence."""
+    output: str
+    """Where the output is, under the run directory."""
+    depends_on: Callable[[Parts], Named]
+    """The parts of the configuration that determine the output, of all the stages before too."""
+    key_figure: Callable[[RunConfig, Receipt], str]
+    """The figure that `grpo status` shows, given the receipt."""
+    receipt: str = ""
+    """The JSON file in the output that carries the lineage key; "" if the output itself is that file."""
+    gpu: bool = False
+    """Whether it should run on a machine with a GPU, if there is such a deployment (GPU_DEPLOYMENT)."""
+    resumable: bool = False
+    """Whether an interrupted attempt leaves an unfinished output that the next attempt continues."""
+    reads: tuple[Stage, ...] = ()
+    """The stages whose output it works on."""
+    prompts: Callable[[RunConfig], Collection[str]] = lambda config: ()
+    """The validated data sets that it works on, if it reads those."""
+    content: Callable[[Path, Receipt], str | dict[str, str]] | None = None
+    """Identity of the output (a hash), or of each data set in it, given the output and its receipt. Outputs with the
+    same identity are interchangeable. None: every output counts as new."""
+    files: Callable[[Receipt], Collection[str]] = lambda receipt: ()
+    """Files of the output that other stages read, beside the receipt."""
+
+    def path(self, run: Path) -> Path:
+        return run / self.output
+
+    def partial(self, run: Path) -> Path:
+        """Where the output is made, until it is whole."""
+        return run / f"{self.output}.partial"
+
+    def receipt_path(self, run: Path) -> Path:
+        return self.path(run) / self.receipt
+
+    def read_receipt(self, run: Path) -> dict[str, Any]:
+        """The stage's figures; empty if it has not been done, or if the file is damaged."""
+        return read_json(self.receipt_path(run))
+
+    def load_task(self) -> Task[..., State[None]]:
+        module, _, function = self.task.partition(":")
+        return getattr(importlib.import_module(module), function)
+
+
+def _prompt_files(receipt: Receipt) -> list[str]:
+    return [f"{name}.parquet" for name in receipt["num_prompts"]]
+
+
+def _prompt_hashes(output: Path, receipt: Receipt) -> dict[str, str]:
+    return {name: content_hash(str(output / f"{name}.parquet")) for name in receipt["num_prompts"]}
+
+
+def _prompts_kept(config: RunConfig, receipt: Receipt) -> str:
+    return f"{receipt['num_prompts']['train']:,} + {receipt['num_prompts']['eval']:,} prompts"
+
+
+def _gain(config: RunConfig, receipt: Receipt) -> str:
+    metric = figures.metric_of(config, receipt)
+    found = receipt["sets"][HELD_OUT]["differences"]["base"][metric]
+    return f"{metric} {figures.gain(metric, found)} {figures.interval(metric, found)}"
+
+
+VALIDATE = Stage(
+    name="validate",
+    task="tasks.validate:validate",
+    meaning="Check the run's prompts and rewards against the data contract.",
+    output="dataset",
+    receipt="report.json",
+    depends_on=lambda parts: (
+        parts.prompts | parts.reward_limits | parts.answers | parts.evaluated_length | parts.evaluation_sets
+    ),
+    key_figure=_prompts_kept,
+    content=_prompt_hashes,
+    files=_prompt_files,
+)
+PLAN = Stage(
+    name="plan",
+    task="tasks.plan:plan",
+    meaning="Plan the run: steps, memory, time.",
+    output="plan.json",
+    depends_on=lambda parts: parts.steps | parts.model | parts.memory,
+    key_figure=lambda config, receipt: f"{receipt['plan']['max_steps']:,} updates planned",
+    reads=(VALIDATE,),
+    prompts=lambda config: ("train",),
+    content=lambda output, receipt: key_of(receipt["plan"]),  # no stage reads the forecasts
+)
+TRAIN = Stage(
+    name="train",
+    task="tasks.train:train",
+    meaning="Train the run's policy; an unfinished training continues from its last checkpoint.",
+    output="training",
+    receipt="result.json",
+    depends_on=lambda parts: parts.policy,
+    key_figure=lambda config, receipt: f"{receipt['counted']['updates']:,} updates",
+    gpu=True,
+    resumable=True,
+    reads=(VALIDATE, PLAN),
+    prompts=lambda config: ("train", "eval") if config.train.eval_steps else ("train",),
+)
+EVALUATE = Stage(
+    name="evaluate",
+    task="tasks.evaluate:evaluate",
+    meaning="Evaluate the run's base model and trained policy side by side.",
+    output="evaluation",
+    receipt="report.json",
+    depends_on=lambda parts: parts.policy | parts.evaluation,
+    key_figure=_gain,
+    gpu=True,
+    reads=(VALIDATE, TRAIN),
+    prompts=lambda config: config.evaluation_files.values(),
+)
+REGISTER = Stage(
+    name="register",
+    task="tasks.register:register",
+    meaning="Register the run's policy as a model version.",
+    output="registration.json",
+    depends_on=lambda parts: parts.policy | parts.evaluation | parts.registration,
+    key_figure=lambda config, receipt: f"{receipt['model_name']} version {receipt['version']}",
+    reads=(PLAN, TRAIN, EVALUATE),
+)
+STAGES = (VALIDATE, PLAN, TRAIN, EVALUATE, REGISTER)
