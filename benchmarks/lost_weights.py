@@ -64,7 +64,7 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
     keys: dict[str, Any] = {"mixed_precision": precision, "use_peft": "lora" in engine, "lora_r": 8}
     kind = engine.removesuffix("-lora").removesuffix("-shared").replace("copy", "transformers")
     values = config_values(model, folder, engine=kind, vllm_server_timeout=600.0, **keys)
-    values["rewards"] = [{"function": "tests.grpo_core.test_trainer:parity"}]
+    values["rewards"] = [{"function": "tests.grpo_core.training.test_loop:parity"}]
     run = make_run(folder / "run", values)
     with _engine_made_as(engine, run):
         session = load_session(run)

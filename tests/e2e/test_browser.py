@@ -25,7 +25,7 @@ from tasks.rendering.markdown import escape, table
 from tasks.stages.table import STAGES as TABLE
 from tests.conftest import EXAMPLE
 from tests.serving import RUN_SECONDS, Served, serving
-from tests.tasks.test_markdown import HOSTILE, read
+from tests.tasks.rendering.test_markdown import HOSTILE, read
 
 pytestmark = pytest.mark.e2e
 

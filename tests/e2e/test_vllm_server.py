@@ -20,8 +20,8 @@ from grpo_core.config.files import load_config
 from tasks.processes.vllm_servers import servers
 from tasks.stages.run import Context
 from tests.conftest import config_values, make_model, make_run
-from tests.grpo_core.sampling import sampled
-from tests.grpo_core.test_vllm import PACKED, plain_logprobs
+from tests.grpo_core.rollout.sampling import sampled
+from tests.grpo_core.rollout.test_vllm import PACKED, plain_logprobs
 from tests.serving import free_ports, policy_server, wait_for_one
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from tasks.evaluate import _log_metrics, _markdown, _shown, rows_of, verdicts
 from tasks.registry.champion import present_champion
 from tasks.tracking.runs import connect
 from tests.pages import Page
-from tests.tasks.test_markdown import HOSTILE, read, render
+from tests.tasks.rendering.test_markdown import HOSTILE, read, render
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,277 @@
+"""Configuration: every mistake is named with a way out, and what is written is what was read."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_core.config.files import describe_keys, dump_config, load_config, parse_config
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
+VALUES: dict[str, Any] = {
+    "name": "x",
+    "model": {"name_or_path": "m"},
+    "data": {"train": "a", "eval": "b"},
+    "rewards": [{"function": "exact_match"}],
+}
+
+
+NUMBERS = [
+    key.replace("rewards.", "rewards.0.")
+    for key, _, accepts, _ in describe_keys()
+    if accepts.startswith(("number", "integer")) and not key.startswith(("evaluation.sets", "promotion.guards"))
+]
+
+
+def _with(key: str, value: Any) -> dict[str, Any]:
+    """VALUES with one key set."""
+    values = copy.deepcopy(VALUES)
+    *sections, last = key.split(".")
+    part: Any = values
+    for section in sections:
+        part = part[int(section)] if isinstance(part, list) else part.setdefault(section, {})
+    part[last] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": {"trian": "a", "eval": "b"}}, "data.trian: unknown key; did you mean 'train'?"),
+        ({"data": {"eval": "b"}}, "data.train: missing"),
+        ({"train": {"learning_rte": 1}}, "train.learning_rte: unknown key; did you mean 'learning_rate'?"),
+        ({"rewards": [{"function": "f", "wieght": 2}]}, "rewards.0.wieght: unknown key; did you mean 'weight'?"),
+        ({"algorithm": {"epsilon": -1}}, "algorithm.epsilon = -1: Input should be greater than or equal to 0"),
+        (
+            {"rollout": {"num_generations": 1}},
+            "rollout.num_generations = 1: Input should be greater than or equal to 2",
+        ),
+        ({"algorithm": {"loss_type": "ppo"}}, "algorithm.loss_type = 'ppo': Input should be 'grpo', 'bnpo'"),
+        ({"algorithm": {"loss_type": "cispo"}}, "set it (ScaleRL: 5.0)"),
+        ({"algorithm": {"loss_type": "luspo"}}, "set importance_sampling_level='sequence'"),
+        ({"algorithm": {"loss_type": "vespo"}}, "use 'token_truncate' or 'token_mask'"),
+        (
+            {"algorithm": {"loss_type": "vespo", "importance_sampling_level": "sequence"}},
+            "makes its own sequence weight",
+        ),
+        ({"algorithm": {"loss_type": "sapo", "delta": 2}}, "remove delta"),
+        ({"algorithm": {"delta": 1.25, "epsilon_high": 0.28}}, "delta=1.25 must be above 1 + epsilon_high = 1.28"),
+        (
+            {"algorithm": {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"}},
+            "normalises in its own way",
+        ),
+        ({"algorithm": {"sync_ref_model": True}}, "no reference policy to move while beta=0"),
+        (
+            {"algorithm": {"vllm_importance_sampling_clip_min": 4}},
+            "vllm_importance_sampling_clip_min=4 is above vllm_importance_sampling_clip_max=3",
+        ),
+        ({"algorithm": {"entropy_coef_min": 2}}, "entropy_coef_min=2 is above entropy_coef_max=1"),
+        (
+            {"algorithm": {"sync_ref_model": True, "beta": 1}, "model": {"name_or_path": "m", "use_peft": True}},
+            "the base model under the adapter, which does not move",
+        ),
+        ({"train": {"early_stopping_patience": 2}}, "early_stopping_patience=2 needs evaluations during training"),
+        ({"train": {"load_best_model_at_end": True}}, "set eval_steps"),
+        ({"train": {"metric_for_best_model": "eval_loss"}}, "Input should be 'eval_reward' or 'eval_accuracy'"),
+        ({"health": {"kl_action": "roll back"}}, "Input should be 'warn', 'stop' or 'roll_back'"),
+        ({"train": {"steps_per_generation": 2, "generation_batch_size": 8}}, "are both given"),
+        ({"train": {"lr_scheduler_type": "constant", "warmup_steps": 5}}, "use 'constant_with_warmup'"),
+        ({"train": {"learning_rate": math.inf}}, "train.learning_rate = inf: Input should be a finite number"),
+        ({"rewards": [{"function": "length", "weight": math.nan}]}, "rewards.0.weight = nan"),
+        ({"rewards": []}, "rewards = []"),
+        (
+            {"rewards": [{"function": "length"}, {"function": "mine:length"}]},
+            "give those of the same function a `name`",
+        ),
+        ({"rewards": [{"function": "length", "name": "a/b"}]}, "rewards.0.name = 'a/b'"),
+        ({"rewards": [{"function": "length", "clip": [1, 0]}]}, "clip=[1.0, 0.0] is empty"),
+        ({"rewards": [{"function": "length", "range": [-1e155, 1e155]}]}, "is wider than 1e+12, which bounds nothing"),
+        ({"rewards": [{"function": "length", "normalize": True}]}, "set clip = [lowest, highest]"),
+        ({"rewards": [{"function": "length", "gate": "form"}]}, "rewards.0.gate='form' is not among the rewards"),
+        ({"rewards": [{"function": "length", "gate": "length"}]}, "gate='length' is the reward itself"),
+        ({"rewards": [{"function": "length", "gate_threshold": 2}]}, "gate_threshold=2 without a gate"),
+        ({"evaluation": {"accuracy_reward": "other"}}, "'other' is not among the rewards"),
+        ({"evaluation": {"num_samples": 4}}, "set a temperature, such as 0.7, or num_samples=1"),
+        ({"evaluation": {"answer_pattern": "("}}, "not a regular expression"),
+        ({"evaluation": {"answer_pattern": "answer: .+"}}, "put one in parentheses"),
+        ({"evaluation": {"sets": [{"name": "held-out", "data": "x"}]}}, "share a name"),
+        (
+            {"train": {"eval_steps": 5, "load_best_model_at_end": True}},
+            "train.load_best_model_at_end=true with promotion.set='held-out': the training chooses its model on",
+        ),
+        (
+            {
+                "train": {"eval_steps": 5, "load_best_model_at_end": True},
+                "data": {"train": "t.parquet", "eval": "e.parquet"},
+                "evaluation": {"sets": [{"name": "final", "data": "e.parquet"}]},
+                "promotion": {"set": "final"},
+            },
+            "with promotion.set='final': the training chooses its model on data.eval, which is that set",
+        ),
+        ({"promotion": {"set": "hard"}}, "promotion.set='hard' is not among the evaluation sets ['held-out']"),
+        ({"promotion": {"guards": [{"metric": "rewards/tone/mean", "min": 0}]}}, "guards.0.metric='rewards/tone/mean'"),
+        ({"promotion": {"guards": [{"metric": "kl"}]}}, "bounds nothing; give max_drop, max_rise, min or max"),
+        ({"rewards": [{"function": "length", "args": {"target": None}}]}, "args.target is null"),
+        *(
+            (
+                {"rollout": {"engine": engine, "temperature": 0.009}},
+                f"temperature=0.009 with engine='{engine}': vLLM samples at 0.01 if it is given less",
+            )
+            for engine in ("vllm", "vllm-server", "auto")
+        ),
+        (
+            {"rollout": {"max_staleness": 1}},
+            "are for engine='vllm-server', which can sample while the policy is trained",
+        ),
+        ({"rollout": {"engine": "vllm-server", "max_staleness": 2}}, "rollout.max_staleness = 2: Input should be less"),
+        (
+            {"rollout": {"engine": "vllm-server", "vllm_server_base_urls": ["10.0.0.5:8000"]}},
+            "'10.0.0.5:8000' is not an address such as http://127.0.0.1:8000",
+        ),
+        (
+            {"rollout": {"engine": "vllm-server", "vllm_server_base_urls": ["http://a", "http://a"]}},
+            "names a server twice",
+        ),
+        (
+            {"rollout": {"engine": "vllm-server", "vllm_weight_transfer": "ipc", "vllm_tensor_parallel_size": 2}},
+            "'ipc' is for one server on one GPU, the training's own; vllm_num_servers=1, vllm_tensor_parallel_size=2",
+        ),
+        (
+            {
+                "rollout": {"engine": "vllm-server", "max_staleness": 1},
+                "algorithm": {"vllm_importance_sampling_correction": False},
+            },
+            "algorithm.vllm_importance_sampling_correction has to be true",
+        ),
+        ({"name": "../up"}, "name = '../up'"),
+        ({"name": 5000 * "x"}, "xx…: String should have at most 200 characters"),
+        ({"train": {"max_steps": 10**18}}, "train.max_steps: 1000000000000000000 is beyond 2,147,483,647"),
+        (
+            {"rollout": {"max_completion_length": 10**18}},
+            "rollout.max_completion_length: 1000000000000000000 is beyond",
+        ),
+        ({"train": {"num_train_epochs": 1e300}}, "train.num_train_epochs = 1e+300: Input should be less"),
+        ({"health": {"min_entropy": 1e308}}, "health.min_entropy = 1e+308: Input should be less than or equal to 100"),
+        ({"registry": {"model_name": "Qwen/mine"}}, "registry.model_name = 'Qwen/mine': String should match"),
+        ({"registry": {"model_name": "a:b"}}, "registry.model_name = 'a:b'"),
+        ({"registry": {"model_name": " "}}, "leave it out to use the run's name"),
+        ({"registry": {"model_name": ".."}}, "'..' cannot be the name of a model"),
+        ({"registry": {"experiment": ""}}, "registry.experiment = ''"),
+        ({"registry": {"alias": "a b"}}, "registry.alias = 'a b'"),
+        ({"registry": {"alias": ""}}, "registry.alias = ''"),
+        ({"registry": {"alias": "Latest"}}, "'Latest' is reserved in MLflow"),
+        ({"registry": {"alias": "v12"}}, "'v12' is reserved in MLflow"),
+        ({"registry": {"alias": "champion"}}, "'champion' is set only by a promotion; register under another alias"),
+        ({"rewards": [{"function": "length", "name": ".."}]}, "rewards.0.name = '..'"),
+        (
+            {"rewards": [{"function": "length", "args": {"a$": 1}}]},
+            "args has the key 'a$'",
+        ),
+    ],
+)
+def test_a_mistake_is_named_with_its_key_and_a_way_out(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({**VALUES, **change})
+    assert message in str(error.value)
+
+
+@given(key=st.sampled_from(NUMBERS), value=st.booleans() | st.sampled_from(["1", "1e9", "true", "yes", ""]))
+def test_neither_text_nor_truth_values_are_taken_for_numbers(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(_with(key, value))
+    assert f"{key} = {value!r}: Input should be a valid" in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["rewards.0.clip", "rewards.0.range"])
+@pytest.mark.parametrize("bounds", [[True, 2], [0, "1"]])
+def test_bounds_are_numbers(key: str, bounds: list[Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}\.[01] = .*: Input should be a valid number"):
+        parse_config(_with(key, bounds))
+
+
+@pytest.mark.parametrize("value", ["true", "no", 1, 0])
+def test_truth_values_are_true_or_false(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model\.use_peft = .*: Input should be a valid boolean"):
+        parse_config(_with("model.use_peft", value))
+
+
+def test_the_transformers_engine_takes_a_temperature_that_vllm_would_raise() -> None:
+    config = parse_config({**VALUES, "rollout": {"engine": "transformers", "temperature": 0.009}})
+    assert config.rollout.temperature == 0.009
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({**VALUES, "algorithm": {"epsilon": -1, "beta": -1}, "sed": 3, "rewards": [{"weight": 1}]})
+    assert len(str(error.value).splitlines()) == 4
+
+
+FULL: dict[str, Any] = {
+    **VALUES,
+    "seed": 2**31 - 1,
+    "model": {"name_or_path": 'a "quoted" naïve\\path', "revision": "main"},
+    "rewards": [
+        {"function": "length", "weight": -0.1, "args": {"target": 3}},
+        {"function": "length", "name": "long", "clip": [0, 0.5], "normalize": True, "gate": "f", "gate_threshold": 0.2},
+        {"function": "mine.rewards:f", "args": {"nested": {"list": [1, 2.5, "x"]}, "pattern": "<a>\n.*"}},
+    ],
+    "train": {"learning_rate": 1e-300, "steps_per_generation": 4, "max_steps": 7},
+    "algorithm": {"epsilon_high": 0.28, "delta": 3.0},
+    "evaluation": {"accuracy_reward": "f"},
+}
+
+
+@pytest.mark.parametrize(
+    "config", [*map(load_config, CONFIGS), parse_config(VALUES), parse_config(FULL)], ids=lambda config: config.name
+)
+def test_a_written_configuration_reads_back_the_same(config: RunConfig) -> None:
+    assert parse_config(tomllib.loads(dump_config(config))) == config
+
+
+def test_overrides_take_toml_values_and_bare_words() -> None:
+    overrides = ["train.max_steps=7", "rollout.engine=vllm", "train.learning_rate=2e-5", "rewards.0.weight=0.5"]
+    config = load_config(CONFIGS[0], overrides)
+    assert (config.train.max_steps, config.rollout.engine) == (7, "vllm")
+    assert (config.train.learning_rate, config.rewards[0].weight) == (2e-5, 0.5)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.max_steps", "train.max_stps=1", "rewards.7.weight=1", "rewards.first.weight=1", "name.x=1", "train=3"],
+)
+def test_an_override_that_fits_nowhere_is_named(override: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(CONFIGS[0], [override])
+    assert override.partition("=")[0] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "no such file"), ("name = ", "not valid TOML"), ("name = 'x'", "model: missing")]
+)
+def test_an_unusable_file_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "c.toml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+
+
+def test_every_key_says_what_it_means_and_what_it_accepts() -> None:
+    described = list(describe_keys())
+    assert [key for key, _, accepts, meaning in described if not (accepts and meaning)] == []
+    assert {"seed", "train.learning_rate", "rewards.function"} <= {key for key, *_ in described}
+
+
+def test_a_configuration_cannot_be_changed_by_accident() -> None:
+    config: Any = RunConfig.model_validate(VALUES)
+    with pytest.raises(Exception, match="frozen"):
+        config.algorithm.beta = 1.0

@@ -1,0 +1,141 @@
+"""The gradient of an update, from the loop and from a plain padded float32 pass over all rows.
+
+`python -m tests.grpo_core.model.exactness RUNS...` under `accelerate launch` leaves the gradient of each run
+directory's first update beside its configuration.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from grpo_core.algorithm.losses import token_losses
+from grpo_core.data.order import training_order
+from grpo_core.rollout.collect import collect
+from grpo_core.rollout.types import Rollout
+from grpo_core.training import roll_out as rolling
+from grpo_core.training.batch import MicroBatch, concatenate, micro_batch
+from grpo_core.training.session import Session, load_session
+from grpo_core.training.state import TrainingState
+from grpo_core.training.update import update
+
+START = TrainingState(rows_per_pass=8)
+
+
+def rollout_with(session: Session, advantages: Tensor) -> Rollout:
+    """The first rollout as the loop makes it, but for these advantages."""
+
+    def collected(*arguments: object) -> object:
+        rollout, samples = collect(*arguments)  # type: ignore[arg-type]
+        return replace(rollout, advantages=advantages), samples
+
+    with mock.patch.object(rolling, "collect", collected):
+        return rolling.roll_out(session, 0, START)[0]
+
+
+def first_update(session: Session, rollout: Rollout) -> MicroBatch:
+    """This process's rows of the rollout's first update."""
+    plan, process = session.plan, session.accelerator.process_index
+    slices = [micro_step.slice for micro_step in plan.micro_steps(0)]
+    order = training_order(plan, session.config.seed, 0)[slices, process]
+    return concatenate([micro_batch(rollout, rows.tolist(), plan, session.config, len(slices)) for rows in order])
+
+
+def move(session: Session) -> None:
+    """The policy a step away from the one that sampled, so that ratios are not 1; the same step in every process."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in session.model.parameters():
+            parameter += 3e-3 * torch.randn_like(parameter)
+
+
+def updating_gradient(session: Session, batch: MicroBatch) -> list[Tensor]:
+    """The gradient that the optimizer steps with."""
+    return gradient_and_metrics(session, batch)[0]
+
+
+def gradient_and_metrics(
+    session: Session, batch: MicroBatch, progress: TrainingState = START
+) -> tuple[list[Tensor], dict[str, float]]:
+    """The gradient that the optimizer steps with, and the update's metrics; the weights stay as they are."""
+    found: list[Tensor] = []
+    session.optimizer.step = lambda: found.extend(_gradients(session))  # type: ignore[method-assign]
+    metrics = update(session, batch, progress)
+    assert found
+    return found, metrics
+
+
+def plain_logprobs(session: Session, batch: MicroBatch) -> Tensor:
+    """Log-probabilities of the completions' tokens: all rows at once, padded to the longest, all logits. (B, T)"""
+    return _plain_pass(session, batch)[0]
+
+
+def plain_entropy(session: Session, batch: MicroBatch) -> Tensor:
+    """Mean entropy of the tokens in the policy term."""
+    kept = batch.mask if batch.keep is None else batch.mask * batch.keep
+    return (_plain_pass(session, batch)[1] * kept).sum() / kept.sum()
+
+
+def _plain_pass(session: Session, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the completions' tokens and entropies there, 2 × (B, T)."""
+    sequences = batch.sequences
+    logits = session.model(input_ids=sequences.input_ids).logits / session.config.rollout.temperature
+    distribution = torch.distributions.Categorical(logits=logits[:, :-1])
+    logprobs = distribution.log_prob(sequences.input_ids[:, 1:])
+    columns = sequences.prompt_lengths[:, None] - 1 + torch.arange(batch.mask.shape[1])
+    columns = columns.clamp(max=logprobs.shape[1] - 1)
+    return logprobs.gather(1, columns), distribution.entropy().gather(1, columns)
+
+
+def plain_gradient(session: Session, batch: MicroBatch, entropy_coef: float = 0.0) -> list[Tensor]:
+    """Gradient of all rows' loss in one pass, with an entropy bonus of this weight."""
+    logprobs = plain_logprobs(session, batch)
+    losses = token_losses(
+        logprobs,
+        logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
+        batch.mask,
+        batch.advantages,
+        session.config.algorithm,
+        sampling_logprobs=batch.sampling_logprobs,
+        ref_logprobs=batch.ref_logprobs,
+        keep=batch.keep,
+    )
+    session.optimizer.zero_grad()
+    loss = (batch.weights * losses.loss).sum()
+    if entropy_coef:
+        loss = loss - entropy_coef * plain_entropy(session, batch)
+    loss.backward()
+    gradients = _gradients(session)
+    session.optimizer.zero_grad()
+    return gradients
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Relative, of the whole gradient."""
+    found_, expected_ = (torch.cat([g.flatten().double() for g in gradients]) for gradients in (found, expected))
+    return float((found_ - expected_).norm() / expected_.norm())
+
+
+def _gradients(session: Session) -> list[Tensor]:
+    parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+
+
+def main() -> None:
+    for run in map(Path, sys.argv[1:]):
+        session = load_session(run)
+        rollout = rollout_with(session, torch.load(run / "advantages.pt"))
+        move(session)
+        gradient = updating_gradient(session, first_update(session, rollout))
+        if session.accelerator.is_main_process:
+            torch.save(gradient, run / "gradient.pt")
+    session.accelerator.end_training()  # left to the interpreter's exit, the process group may abort there
+
+
+if __name__ == "__main__":
+    main()

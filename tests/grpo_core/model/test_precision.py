@@ -1,0 +1,102 @@
+"""bfloat16 passes: what is computed is near float32, what adds up is float32, and no weight is stale."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_core.model.sequences import Sequences, pack, prompts_of
+from grpo_core.training.batch import MicroBatch
+from grpo_core.training.loop import train
+from grpo_core.training.roll_out import roll_out
+from grpo_core.training.session import Session, load_session
+from grpo_core.training.state import TrainingState
+from grpo_core.training.update import update
+from tests.conftest import config_values, make_run
+from tests.grpo_core.model.exactness import distance, first_update, plain_gradient, rollout_with, updating_gradient
+
+NEAR = 0.03  # relative: bfloat16 has 8 bits
+
+
+@pytest.fixture(params=[{}, {"use_peft": True, "lora_r": 4}], ids=["whole", "lora"])
+def session(request: pytest.FixtureRequest, smooth_model_folder: Path, tmp_path: Path) -> Iterator[Session]:
+    values = config_values(smooth_model_folder, tmp_path, mixed_precision="bf16", max_grad_norm=1e9, **request.param)
+    yield load_session(make_run(tmp_path / "run", values))
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _batch(session: Session) -> MicroBatch:
+    torch.manual_seed(0)
+    return first_update(session, rollout_with(session, torch.randn(session.plan.generation_batch_size)))
+
+
+def test_the_gradient_is_near_that_of_float32_and_is_float32(session: Session) -> None:
+    batch = _batch(session)
+    found = updating_gradient(session, batch)
+    assert {gradient.dtype for gradient in found} == {torch.float32}
+    assert 0 < distance(found, plain_gradient(session, batch)) < NEAR
+
+
+def test_what_an_attempt_without_memory_left_behind_does_not_count(session: Session) -> None:
+    batch = _batch(session)
+    expected = updating_gradient(session, batch)
+    for parameter in session.policy.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    assert all(torch.equal(a, b) for a, b in zip(updating_gradient(session, batch), expected, strict=True))
+
+
+def test_the_copy_follows_the_masters(session: Session) -> None:
+    before = [parameter.clone() for parameter in session.policy.model.parameters()]
+    update(session, _batch(session), TrainingState(rows_per_pass=8))
+    roll_out(session, 1, TrainingState(rows_per_pass=8))
+    masters, copies = [*session.model.parameters()], [*session.policy.model.parameters()]
+    assert all(torch.equal(copy, own.bfloat16()) for copy, own in zip(copies, masters, strict=True))
+    assert any(not torch.equal(copy, old) for copy, old in zip(copies, before, strict=True))
+    assert {own.dtype for own in masters} == {torch.float32}
+    assert all(buffer.dtype != torch.bfloat16 for buffer in session.policy.model.buffers())
+
+
+def test_a_training_in_bfloat16_learns_and_hands_on_float32(smooth_model_folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    values = config_values(smooth_model_folder, tmp_path, mixed_precision="bf16", beta=0.1, num_iterations=2)
+    run = make_run(tmp_path / "run", values)
+    train(run, run / "training")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    steps = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 4
+    assert max(step["sampling/sync_drift"] for step in steps) < 0.02
+    weights = load_file(run / "training" / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+@st.composite
+def _sequences(draw: st.DrawFn) -> Sequences:
+    prompts = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=4))
+    rows = draw(st.lists(st.tuples(st.sampled_from(prompts), st.integers(1, 30)), min_size=1, max_size=20))
+    ids = torch.zeros(len(rows), max(len(prompt) + length for prompt, length in rows), dtype=torch.int64)
+    for row, (prompt, _) in enumerate(rows):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    lengths = [(len(prompt), completion, prompts.index(prompt)) for prompt, completion in rows]
+    return Sequences(ids, *(torch.tensor(column) for column in zip(*lengths, strict=True)))
+
+
+@given(_sequences(), st.integers(1, 120), st.booleans())
+def test_packing_has_each_row_once_within_its_bounds(sequences: Sequences, tokens: int, share_prompts: bool) -> None:
+    parts = [*pack(sequences, tokens, share_prompts=share_prompts)]
+    assert sorted(torch.cat(parts).tolist()) == [*range(len(sequences.lengths))]
+    for part in parts:
+        taken = sequences.take(part)
+        firsts, _ = prompts_of(taken)
+        size = int(taken.prompt_lengths[firsts].sum() + taken.completion_lengths.sum())
+        padded = len(part) * int(taken.completion_lengths.max())
+        held = size if share_prompts else len(part) * int(taken.lengths.max())
+        assert len(part) == 1 or (held <= tokens and padded <= 2 * tokens)

@@ -1,0 +1,270 @@
+"""The transformers engine: its log-probabilities are the model's, its samples depend on their seed alone."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
+
+from grpo_core.config.inputs import ModelConfig
+from grpo_core.model.loading import with_adapter
+from grpo_core.model.precision import in_bfloat16
+from grpo_core.rollout import group_cache
+from grpo_core.rollout import transformers_engine as engine_module
+from grpo_core.rollout.transformers_engine import TransformersEngine
+from grpo_core.rollout.types import Request, Sampling
+from tests.conftest import make_model
+from tests.grpo_core.rollout.sampling import sampled
+
+PROMPTS = ["1+1=", "12+34=", "7", "99+99+1="]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(model_folder)
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+
+
+def _requests(tokenizer: Any, n: int = 3, seed: int = 5) -> list[Request]:
+    return [Request(tokenizer(prompt)["input_ids"], n, seed + 100 * i) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def absolute(tokenizer: Any) -> Any:
+    """A model with learned positions, which notices padding that shifts them."""
+    torch.manual_seed(0)
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(initializer_range=0.3, **sizes, **ids)).eval()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        *(Sampling(8, 1.0), Sampling(8, 0.7), Sampling(8, 1.0, top_k=3)),
+        *(Sampling(8, 0.7, top_p=0.6), Sampling(8, 1.5, top_p=0.8, top_k=5)),
+    ],
+)
+@pytest.mark.parametrize("name", ["model", "absolute"])
+def test_log_probabilities_are_those_of_a_plain_forward_pass(
+    name: str, request: pytest.FixtureRequest, tokenizer: Any, sampling: Sampling
+) -> None:
+    """They are over the whole vocabulary, also for truncated samples."""
+    model = request.getfixturevalue(name)
+    requests = _requests(tokenizer)
+    completions = sampled(TransformersEngine(model, tokenizer).generate(requests, sampling))
+    prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
+    assert len(completions) == len(prompts)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / sampling.temperature).log_softmax(-1)[range(len(completion.ids)), completion.ids]
+        assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+ARCHITECTURES = {
+    "Qwen2": (True, {}),
+    "Qwen3": (True, {"head_dim": 16}),
+    "Llama": (True, {"num_attention_heads": 4}),
+    "Mistral": (False, {"sliding_window": 4}),
+    "Gemma2": (False, {"head_dim": 32, "sliding_window": 4, "attn_logit_softcapping": 2.0}),
+    "Gemma": (True, {"head_dim": 32}),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kind_of_attention_has_the_log_probabilities_of_a_plain_pass(
+    architecture: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of all sizes, whose members leave one by one; completions that outgrow the first buffers."""
+    monkeypatch.setattr(group_cache, "FIRST_CAPACITY", 2)
+    shared, changes = ARCHITECTURES[architecture]
+    folder = make_model(tmp_path, architecture=architecture, **changes)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    engine = TransformersEngine(model, tokenizer)
+    assert engine.shares_cache == shared
+    requests = [Request(tokenizer(prompt)["input_ids"], 1 + 7 * i, 100 * i) for i, prompt in enumerate(PROMPTS)]
+    completions = sampled(engine.generate(requests, Sampling(20, 1.0)))
+    prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
+    assert len({len(completion.ids) for completion in completions}) > 4
+    for prompt, completion in zip(prompts, completions, strict=True):
+        expected = _plain_scores(model, prompt + completion.ids)[len(prompt) - 1 :]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def _plain_scores(model: Any, ids: list[int]) -> list[float]:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
+
+
+SEQUENCES = [list(range(3, 13)) * 4, [5, 6], [7], list(range(12, 2, -1))]
+
+
+@pytest.mark.parametrize("name", ["model", "absolute"])
+def test_scores_are_those_of_a_plain_forward_pass(name: str, request: pytest.FixtureRequest, tokenizer: Any) -> None:
+    model = request.getfixturevalue(name)
+    for ids, scores in zip(SEQUENCES, TransformersEngine(model, tokenizer).compute_logprobs(SEQUENCES), strict=True):
+        assert scores == pytest.approx(_plain_scores(model, ids), abs=1e-5)
+
+
+def test_scores_follow_the_weights_that_were_synced(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    other = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, initializer_range=0.3)).eval()
+    engine = TransformersEngine(model, tokenizer)
+    assert engine.compute_logprobs(SEQUENCES[:1])[0] == pytest.approx(_plain_scores(model, SEQUENCES[0]), abs=1e-5)
+    engine.sync_weights(other)
+    assert engine.compute_logprobs(SEQUENCES[:1])[0] == pytest.approx(_plain_scores(other, SEQUENCES[0]), abs=1e-5)
+
+
+def test_scores_have_the_precision_of_the_samples(model: Any, tokenizer: Any) -> None:
+    ids = SEQUENCES[0]
+    half = in_bfloat16(copy.deepcopy(model))
+    expected = _plain_scores(half, ids)
+    assert expected != pytest.approx(_plain_scores(model, ids), abs=1e-3)
+    assert TransformersEngine(half, tokenizer).compute_logprobs([ids])[0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_no_requests_give_no_completions(model: Any, tokenizer: Any) -> None:
+    assert sampled(TransformersEngine(model, tokenizer).generate([], Sampling(8, 1.0))) == []
+
+
+def test_a_model_under_an_adapter_samples_from_what_it_is_with_the_adapter(model_folder: Path, tokenizer: Any) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    requests, sampling = _requests(tokenizer), Sampling(8, 1.0)
+    before = sampled(TransformersEngine(base, tokenizer).generate(requests, sampling))
+    adapted = with_adapter(base, ModelConfig(name_or_path=str(model_folder), use_peft=True, lora_r=4))
+    engine = TransformersEngine(adapted, tokenizer)
+    assert engine.shares_cache
+    # Not to the bit: torch multiplies by a frozen matrix in another order.
+    for fresh, plain in zip(sampled(engine.generate(requests, sampling)), before, strict=True):
+        assert fresh.ids == plain.ids
+        assert fresh.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.2)
+    engine.sync_weights(adapted)
+    completions = sampled(engine.generate(requests, sampling))
+    assert [c.ids for c in completions] != [c.ids for c in before]
+    assert any(not completion.truncated for completion in completions)
+    for request, completion in zip(requests, completions[::3], strict=True):
+        expected = _plain_scores(adapted, request.prompt_ids + completion.ids)[len(request.prompt_ids) - 1 :]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_completion_depends_on_its_seed_and_not_on_its_company(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sampling = TransformersEngine(model, tokenizer), Sampling(8, 1.0)
+    requests = _requests(tokenizer)
+    together = [c.ids for c in sampled(engine.generate(requests, sampling))]
+    alone = [c.ids for request in requests for c in sampled(engine.generate([request], sampling))]
+    assert alone == together
+    monkeypatch.setattr(engine_module, "MAX_ROWS", 4)
+    assert [c.ids for c in sampled(engine.generate(requests, sampling))] == together
+    singles = [Request(r.prompt_ids, 1, r.seed + i) for r in requests for i in range(r.num_completions)]
+    assert [c.ids for c in sampled(engine.generate(singles, sampling))] == together
+    assert [c.ids for c in sampled(engine.generate(_requests(tokenizer, seed=6), sampling))] != together
+
+
+def test_the_end_token_ends_a_completion_and_the_limit_truncates_one(model: Any, tokenizer: Any) -> None:
+    completions = sampled(TransformersEngine(model, tokenizer).generate(_requests(tokenizer, n=40), Sampling(6, 1.0)))
+    assert {completion.truncated for completion in completions} == {True, False}
+    for completion in completions:
+        assert len(completion.ids) == len(completion.logprobs) <= 6
+        assert tokenizer.eos_token_id not in completion.ids[:-1]
+        assert completion.truncated == (completion.ids[-1] != tokenizer.eos_token_id)
+        assert not completion.truncated or len(completion.ids) == 6
+
+
+@pytest.mark.parametrize("named", [5, [5, 6], None])
+def test_the_generation_configs_end_tokens_and_the_tokenizers_end_a_completion(
+    model_folder: Path, tokenizer: Any, named: int | list[int] | None
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    model.generation_config.eos_token_id = named
+    ends = {tokenizer.eos_token_id, *([] if named is None else [named] if isinstance(named, int) else named)}
+    completions = sampled(TransformersEngine(model, tokenizer).generate(_requests(tokenizer, n=100), Sampling(8, 1.0)))
+    assert {completion.ids[-1] for completion in completions if not completion.truncated} == ends
+    assert not any(ends & set(completion.ids[:-1]) for completion in completions)
+
+
+def test_each_completion_is_truncated_if_there_is_no_end_token(model: Any, model_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.eos_token = tokenizer.pad_token = None
+    model = copy.deepcopy(model)
+    model.generation_config.eos_token_id = None
+    engine = TransformersEngine(model, tokenizer)
+    completions = sampled(engine.generate(_requests(tokenizer), Sampling(4, 1.0)))
+    assert {(len(completion.ids), completion.truncated) for completion in completions} == {(4, True)}
+    assert engine.compute_logprobs([[3, 4, 5], [6, 7]])[1] == pytest.approx(_plain_scores(model, [6, 7]), abs=1e-5)
+
+
+def test_a_model_that_carries_a_state_is_refused(tokenizer: Any) -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": len(tokenizer)}
+    with pytest.raises(ValueError, match="MambaForCausalLM says something else of a padded prompt"):
+        TransformersEngine(MambaForCausalLM(MambaConfig(**shape)).eval(), tokenizer)
+
+
+def test_a_request_is_handed_out_with_the_step_that_finishes_it(model: Any, tokenizer: Any) -> None:
+    steps = list(TransformersEngine(model, tokenizer).generate(_requests(tokenizer, n=2), Sampling(60, 1.0)))
+    longest = {
+        step: max(len(completion.ids) for completion in completions)
+        for step, finished in enumerate(steps, start=1)
+        for _, completions in finished
+    }
+    assert len(longest) > 1
+    assert all(step == length for step, length in longest.items())
+
+
+def test_greedy_is_what_generate_does(model: Any, tokenizer: Any) -> None:
+    requests = _requests(tokenizer, n=1)
+    completions = sampled(TransformersEngine(model, tokenizer).generate(requests, Sampling(8)))
+    for request, completion in zip(requests, completions, strict=True):
+        prompt = torch.tensor([request.prompt_ids])
+        expected = model.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
+        assert completion.ids == expected.tolist()
+
+
+def test_first_tokens_are_drawn_with_the_models_probabilities(model: Any, tokenizer: Any) -> None:
+    prompt, n = tokenizer("1+1=")["input_ids"], 4000
+    drawn = sampled(TransformersEngine(model, tokenizer).generate([Request(prompt, n, seed=0)], Sampling(1, 1.0)))
+    counts = Counter(completion.ids[0] for completion in drawn)
+    with torch.no_grad():
+        probabilities = model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
+    deviations = [
+        abs(counts[token] / n - p) / (p * (1 - p) / n) ** 0.5 for token, p in enumerate(probabilities.tolist())
+    ]
+    assert max(deviations) < 4.5
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.6), (5, 0.5), (6, 0.9)])
+def test_truncated_sampling_draws_the_allowed_tokens_with_their_renormalised_probabilities(
+    model: Any, tokenizer: Any, top_k: int, top_p: float
+) -> None:
+    prompt, n = tokenizer("1+1=")["input_ids"], 2000
+    with torch.no_grad():
+        ordered = sorted(
+            enumerate(model(torch.tensor([prompt])).logits[0, -1].softmax(-1).tolist()), key=lambda x: -x[1]
+        )
+    kept = dict(ordered[: top_k or None])
+    total = sum(kept.values())
+    allowed: dict[int, float] = {}
+    for token, p in kept.items():
+        if sum(allowed.values()) / total >= top_p:
+            break
+        allowed[token] = p
+    sampling = Sampling(1, 1.0, top_p=top_p, top_k=top_k)
+    drawn = sampled(TransformersEngine(model, tokenizer).generate([Request(prompt, n, seed=0)], sampling))
+    counts = Counter(completion.ids[0] for completion in drawn)
+    assert set(counts) == set(allowed)
+    for token, p in allowed.items():
+        share = p / sum(allowed.values())
+        assert abs(counts[token] / n - share) < 4.5 * (share * (1 - share) / n) ** 0.5

@@ -1,0 +1,293 @@
+"""What a training does about its vLLM servers, without a server; test_vllm_server.py has real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx2
+import pytest
+import torch
+from accelerate import PartialState
+
+from grpo_core.config.files import parse_config
+from grpo_core.config.rollout import RolloutConfig
+from grpo_core.rollout.types import Request, Sampling
+from grpo_core.rollout.vllm import client as vllm_client
+from grpo_core.rollout.vllm import serve as vllm_serve
+from grpo_core.rollout.vllm import server as vllm_server
+from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Unavailable
+from grpo_core.rollout.vllm.server import VLLMServerEngine
+from tests.conftest import config_values
+from tests.grpo_core.training.launching import TWO_PROCESSES
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_both_sets_of_requirements_hold_the_release_that_weights_are_sent_by() -> None:
+    pinned = [(ROOT / "requirements" / name).read_text() for name in ("gpu.txt", "cpu.txt")]
+    found = [re.search(r"^vllm(?:-cpu)?==(\S+)$", text, re.MULTILINE) for text in pinned]
+    gpu, cpu = (match and match[1] for match in found)
+    assert gpu == cpu
+    assert gpu and gpu.startswith(f"{vllm_serve.VLLM}.")
+
+
+def test_another_vllm_is_refused_with_the_one_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert vllm_serve.wrong_vllm() == ""
+    monkeypatch.setattr(vllm_serve, "VLLM", "0.1")
+    assert re.search(r"needs vLLM 0\.1, installed is 0\.32", vllm_serve.wrong_vllm())
+
+
+class _Server:
+    """Stands for a server: slow to answer the second process, and it writes down what happens when."""
+
+    def __init__(self, *_: Any):
+        self.wanted = NO_WEIGHTS
+        self.at: dict[str, float] = {}
+
+    async def keep(self) -> None:
+        pass
+
+    async def restore(self) -> None:
+        self.at["restored"] = time.time()
+
+    async def ask(self, body: Any) -> dict[str, Any]:
+        await asyncio.sleep(2.0 * PartialState().process_index)
+        self.at["answered"] = time.time()
+        return {"choices": []}
+
+
+def _engine(folder: Path, model: Any) -> VLLMServerEngine:
+    values = config_values(folder, folder, engine="vllm-server", vllm_server_base_urls=["http://127.0.0.1:1"])
+    names = ("shared_memory", "transfer")
+    no_vllm = {f"grpo_core.rollout.vllm.{name}": mock.Mock() for name in names}  # which takes long to import
+    with mock.patch.object(vllm_server, "Server", _Server), mock.patch.dict(sys.modules, no_vllm):
+        return VLLMServerEngine(parse_config(values), model, 16)
+
+
+def begin_and_sync(folder: str) -> None:
+    """One of two processes; it writes FOLDER/PROCESS.json."""
+    PartialState(cpu=True)
+    engine = _engine(Path(folder), torch.nn.Linear(1, 1))
+    engine.begin([Request([3], 1, 0)], Sampling(4, 1.0))
+    engine.sync_weights(torch.nn.Linear(1, 1))
+    (Path(folder) / f"{PartialState().process_index}.json").write_text(json.dumps(engine.servers[0].at))
+
+
+def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def plain_weights(model: Any) -> dict[str, torch.Tensor]:
+        assert not [copy for copy in made if copy() is not None]
+        tensor = torch.zeros(1)
+        made.append(weakref.ref(tensor))
+        return {"weight": tensor}
+
+    monkeypatch.setattr(vllm_server, "plain_weights", plain_weights)
+    engine = _engine(tmp_path, torch.nn.Linear(1, 1))
+    engine.sync_weights(torch.nn.Linear(1, 1))
+    assert len(made) == 2
+    assert engine.servers[0].wanted.snapshot == {"weight": made[1]()}
+
+
+class _VLLMClient:
+    """What vLLM 0.32 has for the routes by which weights come: each asks `_post`."""
+
+    def __init__(self, base_url: str, timeout: float):
+        self.base_url, self.timeout = base_url, timeout
+
+    def start_weight_update(self) -> None:
+        self._post("start_weight_update")  # type: ignore[attr-defined]
+
+
+def _transfer() -> Any:
+    """The module without vLLM, which takes long to import."""
+    vllm = mock.Mock(WeightSource=object, HTTPVLLMWeightSyncClient=_VLLMClient)
+    with mock.patch.dict(sys.modules, {"vllm.distributed.weight_transfer": vllm}):
+        return importlib.import_module("grpo_core.rollout.vllm.transfer")
+
+
+@contextmanager
+def _answering(body: bytes) -> Iterator[str]:
+    """URL of a server that answers every question with `body`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def _server(url: str, **keys: Any) -> Server:
+    return Server(url, RolloutConfig(**keys), "token", "holder", lambda started: "", mock.Mock())
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing answers
+    for variable in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    transfer = _transfer()
+    connect = transfer.WeightTransferTrainerFactory.trainer_init = mock.Mock()
+    with _answering(b'{"weight_version": "base"}') as url:
+        server = _server(url)
+        assert asyncio.run(server.control("GET", "/weight_info")) == {"weight_version": "base"}
+        with mock.patch.dict(sys.modules, {"grpo_core.rollout.vllm.shared_memory": mock.Mock()}):
+            transfer._connect(server)
+        connect.call_args.kwargs["client"].start_weight_update()
+
+
+def test_an_answer_that_is_not_json_counts_as_a_server_that_is_away() -> None:
+    with _answering(b"<html>this network wants you to log in</html>") as url:
+        server = _server(url, vllm_server_timeout=0.01, vllm_request_timeout=0.01)
+        with pytest.raises(ServerError, match=rf"{url}: not available .*other than JSON.*wants you to log in"):
+            asyncio.run(server.restore())
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConnectionRefusedError("nobody there"), "ConnectionRefusedError: nobody there"),
+        (RuntimeError("NCCL error: unhandled system error"), "RuntimeError: NCCL error"),
+        (
+            httpx2.HTTPStatusError("500 Server Error", request=mock.Mock(), response=mock.Mock(text="no such layer")),
+            "HTTPStatusError: 500 Server Error: no such layer",
+        ),
+    ],
+)
+def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    transfer = _transfer()
+    server = mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": error}))
+    with pytest.raises(Unavailable, match=rf"{message}.*see the server's log") as raised:
+        transfer.send(server, {"weight": torch.zeros(1)})
+    assert raised.value.__cause__ is error
+    assert server.transfer is None
+    monkeypatch.setattr(transfer, "_connect", mock.Mock(side_effect=error))
+    with pytest.raises(Unavailable, match=message):
+        transfer.send(server, {"weight": torch.zeros(1)})
+
+
+STARTED = {
+    "weight_transfer": "shared_memory",
+    "dtype": "float32",
+    "logprobs_mode": "processed_logprobs",
+    "truncation_problem": "",
+    "max_model_len": 16,
+    "max_num_seqs": 128,
+    "chunked_prefill": False,
+    "pid_namespace_id": "there",
+}
+
+
+@pytest.mark.parametrize("group", [128, 129])
+def test_a_server_takes_a_whole_group_or_is_refused_or_started_for_it(tmp_path: Path, group: int) -> None:
+    config = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server", num_generations=group))
+    objection = vllm_server._objection(STARTED, config, 16, True, "there")
+    assert ("takes at most 128 completions of a prompt, needed are 129" in objection) == (group > 128)
+    assert bool(objection) == (group > 128)
+    command = vllm_serve.server_command(config)
+    assert ("--max-num-seqs" in command) == (group > 128)
+
+
+def test_a_server_that_cannot_see_the_trainers_memory_is_refused(tmp_path: Path) -> None:
+    config = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server"))
+    assert vllm_server._objection(STARTED, config, 16, True, "there") == ""
+    assert "which another machine or container does not see" in vllm_server._objection(
+        STARTED, config, 16, True, "here"
+    )
+
+
+@pytest.mark.parametrize("keys", [{"top_p": 0.9}, {"top_k": 5}])
+def test_a_server_whose_log_probabilities_are_not_those_that_training_compares_is_refused(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    whole = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server"))
+    truncated = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server", **keys))
+    unknown = {**STARTED, "truncation_problem": "its sampler is odd"}
+    for started, config, said in (
+        (
+            {**STARTED, "logprobs_mode": "raw_logprobs"},
+            whole,
+            "answers with raw_logprobs, needed are processed_logprobs",
+        ),
+        (STARTED, truncated, ""),
+        (unknown, whole, ""),
+        (unknown, truncated, "since its sampler is odd"),
+    ):
+        objection = vllm_server._objection(started, config, 16, True, "there")
+        assert said in objection
+        assert bool(objection) == bool(said)
+
+
+def test_a_lease_is_renewed_whatever_went_wrong_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_client, "LEASE_SECONDS", 0.01)
+    server = Server("http://127.0.0.1:1", RolloutConfig(), "token", "holder", lambda started: "", mock.Mock())
+    renewed = mock.AsyncMock(side_effect=[KeyError("results"), Unavailable("down"), asyncio.CancelledError()])
+    monkeypatch.setattr(server, "take_lease", renewed)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(server.keep())
+    assert renewed.await_count == 3
+
+
+def test_what_was_begun_before_a_roll_back_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _engine(tmp_path, torch.nn.Linear(1, 1))
+    asked, ended = threading.Event(), threading.Event()
+
+    async def ask(body: Any) -> None:
+        asked.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(engine.servers[0], "ask", ask)
+    engine.begin([Request([3], 1, 0)], Sampling(4, 1.0))
+    assert asked.wait(60)
+    engine.drop_begun()
+    assert engine.begun == {}
+    assert ended.wait(60)
+    engine.sync_weights(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.slow
+def test_no_process_gets_new_weights_to_a_server_that_still_answers_another_process(tmp_path: Path) -> None:
+    code = f"from tests.grpo_core.rollout.test_vllm_client import begin_and_sync; begin_and_sync({str(tmp_path)!r})"
+    (tmp_path / "child.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, *TWO_PROCESSES, str(tmp_path / "child.py")],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"{number}.json").read_text()) for number in (0, 1))
+    assert first["restored"] > second["answered"]

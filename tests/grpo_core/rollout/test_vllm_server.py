@@ -1,0 +1,97 @@
+"""A training over a vLLM server, for real, on the CPU. What a server can suffer: tests/e2e/test_vllm_server.py.
+
+The model is one whose layers vLLM packs and whose head is tied: the kind that goes stale when a reload goes wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.conftest import config_values, make_model, make_run
+from tests.grpo_core.rollout.test_vllm import PACKED
+from tests.serving import free_ports, policy_server
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.slow
+def test_a_server_samples_from_the_trainers_policy_after_every_update(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
+    (port,) = free_ports(1)
+    values = config_values(model, tmp_path, engine="vllm-server", max_steps=3, vllm_server_timeout=600.0)
+    values["rollout"] |= {"temperature": 0.8, "top_p": 0.9, "top_k": 500}
+    values["rewards"] = [{"function": "tests.grpo_core.training.test_loop:parity"}]
+    values["rollout"]["vllm_server_base_urls"] = [f"http://127.0.0.1:{port}"]
+    run = make_run(tmp_path / "run", values)
+    with policy_server(run / "config.toml", port, tmp_path / "server.log"):
+        command = [sys.executable, "-m", "grpo_core.train", str(run)]  # waits until the server is up
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # site-packages may have a package `tests` of its own
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        assert _statuses(f"http://127.0.0.1:{port}") == {"program": 200, "page": 403, "foreign name": 403}
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "server.log").read_text()
+    steps = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 3
+    assert all(step["sampling/sync_drift"] < 1e-5 for step in steps)
+    assert all(step["sampling/sampling_logp_difference/max"] < 1e-4 for step in steps)
+    assert all(step["sampling/importance_sampling_ratio/min"] > 0.999 for step in steps)
+    assert all(step["grad_norm"] > 0 for step in steps)
+
+
+def _statuses(url: str) -> dict[str, int]:
+    """What a server answers that is asked to run a method: by a program, by a web page, under a foreign name."""
+    headers = {"program": {}, "page": {"Origin": "http://localhost:1"}, "foreign name": {"Host": "evil.example"}}
+    body = {"method": "release_lease", "args": ["nobody"]}
+    return {
+        asker: httpx2.post(f"{url}/collective_rpc", json=body, headers=sent, timeout=60).status_code
+        for asker, sent in headers.items()
+    }
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 32}
+
+
+@pytest.mark.parametrize(("architecture", "changes"), [("Qwen2", {}), ("Qwen3Moe", EXPERTS)])
+def test_the_weights_sent_are_those_of_the_adapted_model_under_the_bases_names(
+    architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    import torch
+
+    from grpo_core.config.inputs import ModelConfig
+    from grpo_core.model.loading import load_model, plain_weights, with_adapter
+
+    model_folder = make_model(tmp_path, architecture, **changes)
+    config = ModelConfig(name_or_path=str(model_folder), use_peft=True, lora_r=3, lora_alpha=12)
+    base = load_model(model_folder)
+    adapted = with_adapter(load_model(model_folder), config)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
+    weights = plain_weights(adapted)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    assert not torch.allclose(base(ids).logits, adapted(ids).logits, atol=1e-2)
+    base.load_state_dict(weights)  # which wants every name
+    assert torch.allclose(base(ids).logits, adapted(ids).logits, atol=1e-5)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapted.state_dict().items())
+
+
+def test_a_tied_head_is_among_the_weights_sent_and_its_memory_is_copied_once(tmp_path: Path) -> None:
+    import torch
+
+    from grpo_core.model.loading import load_model, plain_weights
+
+    model = load_model(make_model(tmp_path / "model", tie_word_embeddings=True))
+    weights = plain_weights(model)
+    head, embedding = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
+    assert head.data_ptr() == embedding.data_ptr() != model.get_input_embeddings().weight.data_ptr()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.zero_()
+    assert head.abs().sum() > 0

@@ -1,0 +1,161 @@
+"""Random valid plans, stepped through by the real loop with a model of four numbers; what was done is counted.
+
+Counted where it happens: requests at the engine, micro-steps as they are put together, steps at the optimizer.
+`python -m tests.grpo_core.training.stepping SEED COUNT OUTPUT` under `accelerate launch` does so in several processes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate import Accelerator
+
+from grpo_core.config.files import parse_config
+from grpo_core.data.prompts import Prompts
+from grpo_core.model.policy import Policy
+from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.rewards.contract import resolve
+from grpo_core.rollout.types import Completion, Finished, Request, Sampling
+from grpo_core.training import loop as trainer
+from grpo_core.training.memory import OutOfMemoryRetry
+from grpo_core.training.probe import Probe
+from grpo_core.training.session import Session
+from tests.conftest import config_values
+
+
+class FourLogits(torch.nn.Module):
+    """The same four logits at every position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, 4))
+
+    def save_pretrained(self, folder: Path) -> None:
+        pass
+
+
+class CountingEngine:
+    """Answers each request with completions of one or two tokens, and keeps the requests."""
+
+    def __init__(self, model: FourLogits):
+        self.model = model
+        self.rollouts: list[list[Request]] = []
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
+        self.rollouts.append(list(requests))
+        logprob = self.model.logits.detach().log_softmax(0)[3].item()
+        for number, request in enumerate(requests):
+            lengths = [1 + (request.seed + i) % 2 for i in range(request.num_completions)]
+            yield [(number, [Completion([3] * length, [logprob] * length, truncated=False) for length in lengths])]
+
+    def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        logprobs = self.model.logits.detach().log_softmax(0).tolist()
+        return [[logprobs[token] for token in ids[1:]] for ids in sequences]
+
+    def sync_weights(self, model: torch.nn.Module) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Tokenizer:
+    eos_token_id = 3
+
+    def batch_decode(self, ids: Sequence[list[int]], skip_special_tokens: bool) -> list[str]:
+        return ["x" * len(row) for row in ids]
+
+    def save_pretrained(self, folder: Path) -> None:
+        pass
+
+
+def random_settings(seed: int, num_processes: int) -> dict[str, Any]:
+    """A valid plan's keys and its number of prompts; a group may straddle processes, an update rollouts."""
+    draw = random.Random(seed)
+    b, g = draw.randint(1, 6), draw.randint(2, 6)
+    s = g // math.gcd(b * num_processes, g) * draw.randint(1, 2)
+    batch = {"steps_per_generation": s}
+    if draw.random() < 0.3:
+        batch = {"generation_batch_size": b * num_processes * s}
+    elif draw.random() < 0.3:
+        batch = {"gradient_accumulation_steps": s}
+    keys = {
+        "num_generations": g,
+        "per_device_train_batch_size": b,
+        "num_processes": num_processes,
+        "gradient_accumulation_steps": draw.randint(1, 5),
+        "num_iterations": draw.randint(1, 3),
+        "num_train_epochs": draw.choice([0.3, 1.0, 1.7, 2.0]),
+        "max_steps": draw.choice([None, None, draw.randint(1, 12)]),
+        **batch,
+    }
+    return {"keys": keys, "num_prompts": b * num_processes * s // g + draw.randint(0, 8)}
+
+
+def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    """Train as set, into a folder of all processes; what this one's engine, model and optimizer were asked to do."""
+    config = parse_config(config_values(Path("model"), Path("data"), **{"max_steps": None, **settings["keys"]}))
+    plan = make_plan(plan_inputs(config, settings["num_prompts"]))
+    model = FourLogits()
+    engine, policy = CountingEngine(model), Policy(model, 1.0)
+    optimizer = torch.optim.SGD(model.parameters())
+    steps = mock.Mock(side_effect=optimizer.step)
+    optimizer.step = steps
+    rows = range(plan.num_prompts)
+    session = Session(
+        config=config,
+        plan=plan,
+        accelerator=accelerator,
+        tokenizer=Tokenizer(),
+        prompts=Prompts([{"prompt": "p", "answer": "0"} for _ in rows], [[row, 1] for row in rows]),
+        held_out=None,
+        rewards=[resolve(reward) for reward in config.rewards],
+        model=model,
+        policy=policy,
+        reference=None,
+        optimizer=optimizer,
+        learning_rate=lambda updates: 0.01,
+        engine=engine,
+        lookahead=None,
+        memory=OutOfMemoryRetry(plan.per_device_train_batch_size, policy),
+        probe=Probe([[0, 1]], config.train.mixed_precision),
+    )
+    with (
+        mock.patch.object(trainer, "load_session", return_value=session),
+        mock.patch.object(trainer, "fingerprint", return_value=""),
+        mock.patch.object(accelerator, "end_training"),
+        mock.patch.object(trainer, "_micro_batch", wraps=trainer._micro_batch) as micro_batch,
+    ):
+        result = trainer.train(folder, folder)
+    return {
+        "updates": steps.call_count,
+        "micro_steps": micro_batch.call_count,
+        "rollouts": [[[r.prompt_ids[0], r.num_completions] for r in requests] for requests in engine.rollouts],
+        "result": result["counted"],
+    }
+
+
+def main() -> None:
+    seed, count, output = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    accelerator = Accelerator(cpu=True)
+    done = [
+        step_through(random_settings(n, accelerator.num_processes), accelerator, output / f"run-{n}")
+        for n in range(seed, seed + count)
+    ]
+    (output / f"{accelerator.process_index}.json").write_text(json.dumps(done))
+
+
+if __name__ == "__main__":
+    main()

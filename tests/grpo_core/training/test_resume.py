@@ -1,0 +1,362 @@
+"""Killed at any point and started again, a training ends where the undisturbed one does, bit for bit on a CPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import pkgutil
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_core.config.files import dump_config, load_config
+from grpo_core.errors import NotFiniteError
+from grpo_core.planning.plan import load_plan
+from grpo_core.training import held_out, update
+from grpo_core.training import loop as trainer
+from grpo_core.training.checkpoint import CheckpointError
+from grpo_core.training.interrupt import Stopped
+from grpo_core.training.loop import train
+from tests.conftest import make_run, with_keys, write_sums
+from tests.grpo_core.training.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
+from tests.grpo_core.training.training import assert_same, figures_of, interrupted
+
+ROOT = Path(__file__).parents[3]
+
+# A rollout feeds 4 micro-steps of 2 slices, an update takes 3: every update begins elsewhere in a window. 13 prompts
+# make 6 rollouts of 2 and one dropped prompt an epoch, so that 10 updates end in the second.
+ALL_AT_ONCE = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 3,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "max_steps": 10,
+    "save_steps": 2,
+    "beta": 0.1,
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 3,
+    "dynamic_sample": True,
+    "top_entropy_quantile": 0.8,
+    "use_adaptive_entropy": True,
+    "entropy_coef": 0.01,
+    "entropy_target": 2.0,
+    "eval_steps": 3,
+    "load_best_model_at_end": True,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 3,
+}
+ADAPTER = {"use_peft": True, "lora_r": 4, "beta": 0.1, "num_iterations": 2, "max_steps": 6, "save_steps": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "kills"), [(ALL_AT_ONCE, 12), (ADAPTER, 4)], ids=["all at once", "adapter"])
+def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
+    values: dict[str, Any], tmp_path: Path, keys: dict[str, Any], kills: int
+) -> None:
+    config = tmp_path / "values.json"
+    config.write_text(json.dumps(with_keys(values, **keys)))
+    command = [sys.executable, "-m", "tests.grpo_core.training.killing", str(config), str(tmp_path), str(kills)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole, runs = tmp_path / "whole", sorted(tmp_path.glob("killed-at-*"))
+    assert len(runs) == kills
+    for run in runs:
+        assert_same(run, whole)
+    resumed = {json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] for run in runs}
+    assert len(resumed) > 2, "kills fell between different checkpoints"
+
+
+def test_a_step_whose_evaluation_was_interrupted_is_recorded_once_whatever_follows(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the evaluation after step 2, resumed, killed after step 3, resumed, rolled back at step 4."""
+    keys = {"not_finite_action": "roll_back", "max_steps": 5, "eval_steps": 2, "save_steps": 100}
+    run = make_run(tmp_path / "run", with_keys(values, **keys))
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr("grpo_core.training.held_out.sample_and_score", _signalled(held_out.sample_and_score, 1))
+        train(run, run / "training")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trainer, "update", _failing(trainer.update, 2, KeyboardInterrupt))
+        train(run, run / "training")
+    first = figures_of(run)
+    assert [row["step"] for row in first] == [1, 2, 3]
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "update", _failing(trainer.update, 2, NotFiniteError))
+        result = train(run, run / "training")
+    assert (result["resumed_at_step"], result["roll_backs"]) == (2, 1)
+    assert [row["step"] for row in figures_of(run)] == [1, 2, 3, 4, 5]
+    assert figures_of(run)[:2] == first[:2]
+
+
+def _failing(function: Any, call: int, error: type[BaseException]) -> Any:
+    """The function, whose call number `call` raises."""
+    calls = itertools.count(1)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            raise error
+        return function(*args, **kwargs)
+
+    return failing
+
+
+def test_what_was_stopped_early_and_killed_before_its_result_has_the_metrics_of_its_last_step(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"save_steps": 1, "eval_steps": 1, "early_stopping_patience": 1, "learning_rate": 1e-9}
+    run = make_run(tmp_path / "run", with_keys(values, **keys))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trainer, "save_model", _interrupt)
+        train(run, run / "training")
+    result = train(run, run / "training")
+    last = json.loads((run / "training" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert result["resumed_at_step"] == result["stopped_early_at_step"] == last.pop("step")
+    assert result["metrics"] == {name: value for name, value in last.items() if name != "timestamp"}
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def drawing(completions: list[str]) -> list[float | None]:
+    return [random.random() + np.random.rand() + float(torch.rand(())) for _ in completions]
+
+
+def test_a_reward_that_draws_random_numbers_draws_the_same_ones_again(values: dict[str, Any], tmp_path: Path) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.training.test_resume:drawing"}]
+    run, whole = interrupted(values, tmp_path)
+    train(run, run / "training")
+    assert_same(run, whole)
+
+
+PLACES = {  # where the signal comes, and at which call
+    "sampling": ("grpo_core.rollout.transformers_engine.draw", 10),
+    "scoring": ("grpo_core.rollout.collect.score_arriving", 9),
+    "backward pass": ("torch.Tensor.backward", 20),
+    "optimizer step": ("torch.optim.AdamW.step", 5),
+    "evaluation": ("grpo_core.training.held_out.sample_and_score", 2),
+    "log": ("grpo_core.training.log.TrainingLog.step", 7),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_training_told_to_stop_saves_its_last_complete_update_and_goes_on_from_there(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.training.test_resume:drawing"}]
+    whole, run = (make_run(tmp_path / name, with_keys(values, **ALL_AT_ONCE)) for name in ("whole", "run"))
+    train(whole, whole / "training")
+    target, call = PLACES[place]
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(target, _signalled(pkgutil.resolve_name(target), call))
+        train(run, run / "training")
+    complete = len(figures_of(run)) + (place == "evaluation")  # which is still to be made, and the metrics with it
+    checkpoints = sorted(folder.name for folder in (run / "training" / "checkpoints").iterdir())
+    assert complete
+    assert checkpoints[-1] == f"step-{complete:06d}"
+    result = train(run, run / "training")
+    assert result["resumed_at_step"] == complete
+    assert_same(run, whole)
+
+
+def _signalled(function: Any, call: int) -> Any:
+    """The function, SIGTERM coming in the middle of its call number `call`."""
+    calls = itertools.count(1)
+
+    @functools.wraps(function)
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        return function(*args, **kwargs)
+
+    return signalled
+
+
+def test_a_training_told_to_stop_before_its_first_update_has_nothing_to_save(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", values)
+    monkeypatch.setattr(update, "token_losses", _signalled(update.token_losses, 1))
+    with pytest.raises(Stopped):
+        train(run, run / "training")
+    assert not (run / "training" / "checkpoints").exists()
+
+
+def test_what_swallows_or_renames_a_stop_is_no_failure(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.training.test_resume:clumsy"}]
+    run = make_run(tmp_path / "run", values)
+    with pytest.raises(Stopped):
+        train(run, run / "training")
+    assert [f.name for f in (run / "training" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def clumsy(completions: list[str], calls: list[int] = []) -> list[float]:  # noqa: B006
+    calls.append(1)
+    try:
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt:
+        raise ValueError("interrupted") from None
+    return [float(len(completion)) for completion in completions]
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+    run, _ = interrupted(values, tmp_path)
+    config = load_config(run / "config.toml", ["train.learning_rate=0.5"])
+    (run / "config.toml").write_text(dump_config(config))
+    with pytest.raises(CheckpointError, match="another configuration"):
+        train(run, run / "training")
+
+
+@pytest.mark.parametrize("changed", ["train", "eval", "reward"])
+def test_a_checkpoint_of_other_data_or_rewards_is_refused(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    (tmp_path / "own_rewards.py").write_text(
+        "def f(completion_ids): return [float(len(ids)) for ids in completion_ids]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
+    values["rewards"] = [{"function": "own_rewards:f"}]
+    values["train"]["eval_steps"] = 3
+    run, _ = interrupted(values, tmp_path)
+    if changed == "reward":
+        with (tmp_path / "own_rewards.py").open("a") as file:
+            file.write("# another\n")
+    else:
+        write_sums(run / "dataset" / f"{changed}.parquet", 70, 94)
+    with pytest.raises(CheckpointError, match="with other data or other reward functions"):
+        train(run, run / "training")
+
+
+WATCHING = ["health.max_kl=3", "rewards.0.timeout=7", "rollout.max_sync_drift=0.5"]
+RESOURCES = ["rollout.gpu_memory_utilization=0.5", "rollout.cpu_kv_cache_gib=2", "train.gradient_checkpointing=true"]
+DISK = ["train.save_steps=1", "train.save_total_limit=1"]
+
+
+@pytest.mark.parametrize("keys", [WATCHING, RESOURCES, DISK], ids=["limits", "memory", "disk"])
+def test_a_key_that_results_do_not_follow_from_may_be_changed_and_the_training_goes_on(
+    values: dict[str, Any], tmp_path: Path, keys: list[str]
+) -> None:
+    run, whole = interrupted(values, tmp_path)
+    (run / "config.toml").write_text(dump_config(load_config(run / "config.toml", keys)))
+    train(run, run / "training")
+    assert_same(run, whole)
+
+
+@pytest.mark.e2e
+def test_a_training_with_vllm_killed_and_resumed_ends_with_the_same_weights(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    keys = {"engine": "vllm", "max_steps": 5, "save_steps": 2, "num_iterations": 2, "steps_per_generation": 4}
+    config = with_keys(values, **keys)
+    (tmp_path / "start.py").write_text(
+        "import sys; from pathlib import Path; from tests.grpo_core.training.killing import train\n"
+        "status = train(Path(sys.argv[1]), int(sys.argv[2])); sys.exit(status & 0x7F)\n"
+    )
+    whole, run = (make_run(tmp_path / name, config) for name in ("whole", "run"))
+
+    def start(folder: Path, kill_at: int) -> int:
+        command = [sys.executable, str(tmp_path / "start.py"), str(folder), str(kill_at)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, cwd=ROOT, env=environment, timeout=600).returncode
+
+    assert start(whole, 0) == 0
+    for step in figures_of(whole):
+        assert step["sampling/sampling_logp_difference/max"] < 1e-4
+        assert step["grad_norm"] > 0
+    assert start(run, int((whole / "passes").read_text()) - 2) == 9
+    assert len(figures_of(run)) >= 4
+    assert start(run, 0) == 0
+    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 4
+    assert_same(run, whole)
+
+
+def test_every_weight_and_count_of_a_run_is_in_its_checkpoint(values: dict[str, Any], tmp_path: Path) -> None:
+    """The state on disk, read without the project's own code, holds what the last step reported."""
+    run = make_run(tmp_path / "run", with_keys(values, max_steps=4, save_steps=3, beta=0.1, num_iterations=2))
+    train(run, run / "training")
+    state = torch.load(run / "training" / "checkpoints" / "step-000003" / "state.pt", weights_only=True)
+    plan = load_plan(run / "plan.json")
+    assert state["model"].keys() == load_file(run / "training" / "model" / "model.safetensors").keys()
+    assert state["state"]["updates"] == 3
+    assert state["state"]["rollout"]["index"] == plan.counts(3)["rollouts"] - 1
+    assert len(state["optimizer"]["state"]) == len(state["model"])
+
+
+@pytest.mark.slow
+def test_two_processes_killed_and_started_again_end_with_the_same_weights(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "patience.py").write_text(REWARD)
+    values["rewards"] = [{"function": "patience:patient"}]
+    keys = {"num_processes": 2, "per_device_train_batch_size": 4, "max_steps": 7, "save_steps": 2, "num_iterations": 2}
+    whole, run = (make_run(tmp_path / name, with_keys(values, **keys)) for name in ("whole", "run"))
+    with started(run, tmp_path, 3, *TWO_PROCESSES) as process:
+        assert process.stdout is not None
+        assert any("stuck" in line for line in process.stdout)
+        kill_tree(process.pid)
+    for folder in (run, whole):
+        with started(folder, tmp_path, 0, *TWO_PROCESSES) as process:
+            finish(process)
+    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 4
+    assert_same(run, whole)
+
+
+TELLING = """
+import os, pathlib, signal, time
+told, calls, telling = pathlib.Path(__file__).with_name("told"), [], False
+def tell(completion_ids):
+    global telling
+    calls.append(1)
+    if len(calls) == 4 and os.environ["RANK"] == "0" and not told.exists():
+        told.touch()
+        telling = True
+        os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(telling)
+    return [-float(len(ids)) for ids in completion_ids]
+"""
+
+
+@pytest.mark.e2e
+def test_two_processes_told_to_stop_agree_where_and_end_with_the_same_weights(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "telling.py").write_text(TELLING)
+    values["rewards"] = [{"function": "telling:tell"}]
+    keys = {"num_processes": 2, "per_device_train_batch_size": 4, "max_steps": 20, "save_steps": 100}
+    whole, run = (make_run(tmp_path / name, with_keys(values, **keys)) for name in ("whole", "run"))
+    with started(run, tmp_path, 0, *TWO_PROCESSES) as process:
+        output, _ = process.communicate()
+    assert process.returncode
+    assert "training: told to stop" in output
+    for folder in (run, whole):
+        with started(folder, tmp_path, 0, *TWO_PROCESSES) as process:
+            finish(process)
+    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] in range(3, 20)
+    assert_same(run, whole)
+
+
+def test_the_process_of_a_training_told_to_stop_ends_with_status_143(values: dict[str, Any], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", values)
+    code = (
+        "import os, signal, sys; from pathlib import Path; from tests.grpo_core.training.killing import train;"
+        "sys.exit(os.waitstatus_to_exitcode(train(Path(sys.argv[1]), 6, signal.SIGTERM)))"
+    )
+    command, environment = [sys.executable, "-c", code, str(run)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 143, done.stderr
+    assert "training: told to stop, the checkpoint of step" in done.stdout

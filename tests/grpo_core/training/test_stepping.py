@@ -1,0 +1,96 @@
+"""The plan comes true: hundreds of random runs do, step for step, what was planned for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from grpo_core.config.files import parse_config
+from grpo_core.planning.plan import make_plan, plan_inputs
+from tests.conftest import config_values
+from tests.grpo_core.training.stepping import random_settings, step_through
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_one_process_does_what_was_planned(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("builtins.print", lambda *_, **__: None)
+    for seed in range(140):
+        settings = random_settings(seed, 1)
+        _expect_as_planned(settings, [step_through(settings, accelerator, tmp_path / str(seed))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [pytest.param(2, marks=pytest.mark.e2e), 3])
+def test_several_processes_do_together_what_was_planned(tmp_path: Path, num_processes: int) -> None:
+    count = 40
+    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(num_processes)]
+    done = subprocess.run(
+        [
+            *(sys.executable, *launcher, "--main_process_port", "0"),
+            *("-m", "tests.grpo_core.training.stepping", "1000", str(count), str(tmp_path)),
+        ],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    processes = [json.loads((tmp_path / f"{n}.json").read_text()) for n in range(num_processes)]
+    for n in range(count):
+        _expect_as_planned(random_settings(1000 + n, num_processes), [process[n] for process in processes])
+
+
+def _expect_as_planned(settings: dict[str, Any], processes: list[dict[str, Any]]) -> None:
+    """What the processes did is what the plan says, and what these few lines do by themselves."""
+    keys, num_prompts = settings["keys"], settings["num_prompts"]
+    config = parse_config(config_values(Path("model"), Path("data"), **{"max_steps": None, **keys}))
+    plan = make_plan(plan_inputs(config, num_prompts))
+    updates, micro_steps, rollouts = _simulated(keys, num_prompts)
+    planned = dataclasses.asdict(plan)
+    assert (planned["max_steps"], planned["rollouts"]) == (updates, rollouts), settings
+    sampled = [list(itertools.chain(*(process["rollouts"][n] for process in processes))) for n in range(rollouts)]
+    for process in processes:
+        assert (process["updates"], process["micro_steps"]) == (updates, micro_steps), settings
+        assert len(process["rollouts"]) == rollouts
+        assert process["result"] == plan.counts(updates)
+    groups = [Counter() for _ in sampled]
+    for group, requests in zip(groups, sampled, strict=True):
+        for prompt, completions in requests:
+            group[prompt] += completions
+    assert all(set(group.values()) == {plan.num_generations} for group in groups)
+    assert sum(sum(group.values()) for group in groups) == plan.completions
+    for start in range(0, rollouts, plan.rollouts_per_epoch):
+        epoch = [prompt for group in groups[start : start + plan.rollouts_per_epoch] for prompt in group]
+        assert len(epoch) == len(set(epoch)) <= num_prompts - plan.dropped_prompts_per_epoch
+
+
+def _simulated(keys: dict[str, Any], num_prompts: int) -> tuple[int, int, int]:
+    """Updates, micro-steps and rollouts of a run, by walking through it."""
+    b, w, a = (keys[k] for k in ("per_device_train_batch_size", "num_processes", "gradient_accumulation_steps"))
+    batch = keys.get("generation_batch_size") or b * w * keys.get("steps_per_generation", a)
+    chunks, s = num_prompts // (batch // keys["num_generations"]), batch // (b * w)
+    epoch = [chunk for chunk in range(chunks) for _ in range(keys["num_iterations"] * s)]
+    updates = [epoch[start : start + a] for start in range(0, len(epoch), a)]
+    total = keys["max_steps"] or math.ceil(keys["num_train_epochs"] * len(updates))
+    walked = [(step // len(updates), chunk) for step in range(total) for chunk in updates[step % len(updates)]]
+    return total, len(walked), len(set(walked))

@@ -1,0 +1,145 @@
+"""The engine has the trainer's weights after each hand-over, or training stops with the step and the figure."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from torch import nn
+
+from benchmarks.lost_weights import measure
+from grpo_core.errors import TrainingError
+from grpo_core.rollout.transformers_engine import TransformersEngine
+from grpo_core.rollout.types import Engine
+from grpo_core.training import session
+from grpo_core.training.loop import train
+from grpo_core.training.state import TrainingState
+from grpo_core.training.weight_sync import sync_weights
+from tests import forked
+from tests.conftest import make_run, with_keys
+
+
+class CopyingEngine(TransformersEngine):
+    """An engine with weights of its own, as vLLM has; `skipped` numbers the hand-over that is lost."""
+
+    skipped = 0
+
+    def sync_weights(self, model: nn.Module) -> None:
+        self.syncs = getattr(self, "syncs", 0) + 1
+        if self.syncs != self.skipped:
+            self.model = copy.deepcopy(model)
+
+
+def _with_copying_engine(monkeypatch: pytest.MonkeyPatch, skipped: int) -> None:
+    def make(config: Any, path: Any, model: nn.Module, tokenizer: Any, max_length: int) -> Engine:
+        engine = CopyingEngine(copy.deepcopy(model), tokenizer)
+        engine.skipped = skipped
+        return engine
+
+    monkeypatch.setattr(session, "make_engine", make)
+
+
+@pytest.mark.parametrize("skipped", [2, 4])
+def test_a_skipped_sync_stops_the_training_with_step_and_figure(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skipped: int
+) -> None:
+    _with_copying_engine(monkeypatch, skipped)
+    run = make_run(tmp_path / "run", values)
+    with pytest.raises(TrainingError, match=rf"after step {skipped - 1}: .* away from the trainer's") as error:
+        train(run, run / "training")
+    found = re.search(r"are (\S+) away", str(error.value))
+    assert found is not None
+    assert float(found[1]) > 1e-3
+
+
+def test_a_skipped_sync_in_bfloat16_at_a_usual_learning_rate_stops_the_training_also_when_resumed(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"mixed_precision": "bf16", "learning_rate": 1e-6, "save_steps": 2}
+    run = make_run(tmp_path / "run", with_keys(values, **keys))
+    unchanged = "log-probabilities of the probe batch have not changed at all, while the trainer's have moved by"
+    _with_copying_engine(monkeypatch, 4)
+    with pytest.raises(TrainingError, match=f"after step 3: .*{unchanged}"):
+        train(run, run / "training")
+    _with_copying_engine(monkeypatch, 1)
+    with pytest.raises(TrainingError, match=f"after step 2: .*{unchanged}"):
+        train(run, run / "training")
+    _with_copying_engine(monkeypatch, 0)
+    assert train(run, run / "training")["resumed_at_step"] == 2
+
+
+@pytest.mark.parametrize("own_bound", [None, 0.1])
+def test_a_bound_of_ones_own_alone_decides_how_far_the_two_may_come_apart(
+    values: dict[str, Any], tmp_path: Path, own_bound: float | None
+) -> None:
+    keys = {"mixed_precision": "bf16", **({"max_sync_drift": own_bound} if own_bound else {})}
+    set_up_ = session.load_session(make_run(tmp_path / "run", with_keys(values, **keys)))
+    progress, score = TrainingState(rows_per_pass=8), set_up_.engine.compute_logprobs
+    sync_weights(set_up_, progress)
+    set_up_.engine.compute_logprobs = lambda sequences: [[value + 0.09 for value in row] for row in score(sequences)]  # type: ignore[method-assign]
+    if own_bound:
+        assert sync_weights(set_up_, progress) == pytest.approx(0.09, abs=0.01)
+    else:
+        with pytest.raises(TrainingError, match=r"have come apart \S+ times as far as rounding explains"):
+            sync_weights(set_up_, progress)
+
+
+def test_without_a_lost_sync_nothing_stops(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_copying_engine(monkeypatch, 0)
+    run = make_run(tmp_path / "run", values)
+    assert train(run, run / "training")["metrics"]["sampling/sync_drift"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "precision"),
+    [
+        ("vllm", "bf16"),
+        *(
+            pytest.param(engine, precision, marks=pytest.mark.e2e)
+            for engine in ("vllm", "vllm-lora", "vllm-server", "vllm-server-lora")
+            for precision in ("no", "bf16")
+            if (engine, precision) != ("vllm", "bf16")
+        ),
+    ],
+)
+def test_vllm_that_no_longer_gets_the_weights_stops_the_training_in_the_first_update(
+    tmp_path: Path, engine: str, precision: str
+) -> None:
+    """vLLM that gets them does not stop it. An adapter in bfloat16 changes by less: that takes longer at the two lowest
+    of the four learning rates, lower than adapters are trained with."""
+    late = 2 if "lora" in engine and precision == "bf16" else 0
+    rows = forked.call(measure, engine, precision, tmp_path, 3)
+    assert [row.stopped for row in rows] == [None] * 4
+    assert [row.stopped_lost for row in rows[late:]] == [1] * (4 - late)
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_prompts_and_completions_of_one_token_are_probed_too(
+    values: dict[str, Any], tmp_path: Path, engine: str
+) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.training.test_loop:parity"}]
+    run = make_run(tmp_path / "run", with_keys(values, engine=engine, max_completion_length=1, max_steps=2))
+    pq.write_table(pa.table({"prompt": [str(i % 10) for i in range(24)]}), run / "dataset" / "train.parquet")
+    steps = forked.train(run)
+    assert [step["sampling/sync_drift"] < 1e-4 for step in steps] == [True] * 2
+
+
+@pytest.mark.slow
+def test_vllm_follows_an_adapter_in_a_training_whose_completions_are_one_token_long(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    """The probe is then as long as the longest sequence that the engine takes."""
+    values["rewards"] = [{"function": "tests.grpo_core.training.test_loop:parity"}]
+    keys = {"engine": "vllm", "max_completion_length": 1, "use_peft": True, "max_steps": 3}
+    run = make_run(tmp_path / "run", with_keys(values, **keys))
+    steps = forked.train(run)
+    assert [step["sampling/sync_drift"] < 1e-4 for step in steps] == [True] * 3
+    assert all(step["grad_norm"] > 0 for step in steps)
