@@ -20,7 +20,7 @@ PACKAGES := grpo_core tasks flows examples benchmarks
 # Without cached bytecode each process, of the pipeline and of its tests, compiles all that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart ui test e2e pictures gamed reference bench check format lock
+.PHONY: help setup quickstart ui fast test e2e pictures gamed reference bench check format lock
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,9 @@ quickstart: setup ## build the example's inputs, run the pipeline, say what happ
 
 ui: setup ## Prefect and MLflow on 127.0.0.1, over the same data
 	@$(BIN)/grpo up
+
+fast: setup ## the tests that take a moment each, for the edit loop
+	$(BIN)/python -m pytest -q -n 2 -m 'not slow and not e2e'
 
 test: setup check ## everything that CI checks
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15

@@ -65,6 +65,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     assert broken == []
 
 
+@pytest.mark.slow
 @PAGES
 def test_every_command_of_a_page_is_one_that_the_command_line_takes(page: Path) -> None:
     for command in grpo_commands(page.read_text()):
@@ -167,6 +168,7 @@ def values(model_folder: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [

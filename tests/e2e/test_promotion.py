@@ -23,6 +23,7 @@ def _artifact(key: str) -> Any:
     return Artifact.get(key)
 
 
+@pytest.mark.slow
 def test_a_refusal_is_the_named_answer_of_a_completed_flow_run(storage: Path) -> None:
     from flows.promotion import promote, rollback
     from tasks.registry.champion import PromotionError
@@ -45,6 +46,7 @@ def test_a_refusal_is_the_named_answer_of_a_completed_flow_run(storage: Path) ->
         rollback("flows")
 
 
+@pytest.mark.slow
 def test_the_commands_exit_by_what_became_of_it(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect.settings import PREFECT_API_URL
 

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 from prefect import flow
 
-from grpo_core.config.files import parse_config
+from grpo_core.config.files import load_config, parse_config
 from grpo_core.rewards import rehearsal
 from tasks.stages.errors import StageError
 from tasks.stages.run_directory import open_run
@@ -34,7 +34,8 @@ def _run(model: Path, folder: Path, name: str, rows: dict[int, dict[str, Any]], 
 
 
 def _validate(run: Path) -> None:
-    flow(lambda: validate(run), name="validating")()
+    config = load_config(run / "config.toml")
+    flow(lambda: validate(run, config), name="validating")()
 
 
 def test_a_refusal_says_all_at_once_and_leaves_a_report(storage: Path, model_folder: Path, tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def asked() -> Iterator[tuple[str, list[str]]]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_the_small_judge_is_taught_what_the_configuration_asks_it(asked: tuple[str, list[str]], tmp_path: Path) -> None:
     base_url, questions = asked
     config = tomllib.loads((ROOT / "configs" / "writing.toml").read_text())

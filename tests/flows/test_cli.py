@@ -29,6 +29,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [["--help"], ["plan", "--num-prompts", "64", "--num-generations", "8"], ["status"], ["keys"], ["up", "--help"]],
@@ -47,6 +48,7 @@ def test_commands_that_only_answer_import_no_heavy_library(arguments: list[str],
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_starting_a_pipeline_imports_no_torch() -> None:
     code = "import sys, flows.pipeline; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

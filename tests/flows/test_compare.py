@@ -95,6 +95,7 @@ def test_evaluations_that_differ_are_not_paired_and_it_says_in_what() -> None:
     assert not paired["warm"].differences
 
 
+@pytest.mark.slow
 def test_the_terminal_has_it_in_80_columns_and_the_page_the_same_figures(storage: Path) -> None:
     file = storage / "comparison.html"
     done = _compare("first", "slower", "warm", "--html", str(file))
@@ -116,6 +117,7 @@ def test_the_terminal_has_it_in_80_columns_and_the_page_the_same_figures(storage
     assert "script" not in {tag for tag, _ in page.tags}
 
 
+@pytest.mark.slow
 def test_runs_are_judged_by_what_the_first_is_to_gain_in() -> None:
     records = _records("first", "slower")
     in_points = Page(comparison_page(records)).text
@@ -151,6 +153,7 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(runs: list[str], mes
     assert message in " ".join(done.output.split())
 
 
+@pytest.mark.slow
 def test_a_run_of_another_machine_is_read_from_mlflow(
     storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "override, storage, code, sentence",
     [

@@ -75,6 +75,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_configuration_s_plan_as_json(config: Path, tmp_path: Path) -> None:
     answer = _json(config, GRPO_STORAGE=str(tmp_path))
     assert (answer["valid"], answer["errors"], answer["fixes"], answer["rules"]) == (True, [], [], "grpo")
@@ -85,6 +86,7 @@ def test_a_configuration_s_plan_as_json(config: Path, tmp_path: Path) -> None:
     assert answer["forecasts"]["useful_groups"]["share"] == pytest.approx(1 - 2 * 0.5**4)
 
 
+@pytest.mark.slow
 def test_forecasts_are_for_this_machine_or_for_the_gpu_that_is_named(config: Path, tmp_path: Path) -> None:
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'NVIDIA L4'\n")
@@ -108,6 +110,7 @@ def test_a_completion_longer_than_the_model_s_positions_is_refused(config: Path)
     assert "takes 64 tokens, the prompt's among them" in answer["errors"][0]
 
 
+@pytest.mark.slow
 def test_data_that_is_elsewhere_is_planned_by_its_number_of_prompts(config: Path, tmp_path: Path) -> None:
     answer = _json(config, "--set", "data.train=gone.parquet", "--num-prompts", 40, GRPO_STORAGE=str(tmp_path))
     assert (answer["num_prompts"], set(answer["forecasts"])) == (40, {"time"})
@@ -118,6 +121,7 @@ def test_the_options_can_be_read_on_a_narrow_screen() -> None:
     assert "--gradient-accumulation-steps" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_history_that_cannot_be_asked_is_said(config: Path) -> None:
     [nobody] = free_ports(1)
     answer = _json(config, "--history", status=2, MLFLOW_TRACKING_URI=f"http://127.0.0.1:{nobody}")
@@ -135,6 +139,7 @@ def test_no_configuration_is_needed() -> None:
     assert answer["forecasts"] == {}
 
 
+@pytest.mark.slow
 def test_an_invalid_run_says_why_and_what_works() -> None:
     options = {**TRL_CASE, "--num-processes": 7, "--per-device-train-batch-size": 1, "--num-generations": 8}
     options["--gradient-accumulation-steps"] = 1
@@ -147,6 +152,7 @@ def test_an_invalid_run_says_why_and_what_works() -> None:
         assert _json(*_flat({**options, **changed}))["generation_batch_size"] == fix["generation_batch_size"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -168,6 +174,7 @@ def test_what_cannot_be_planned_is_one_json_object_too(arguments: list[Any], err
     assert error in "\n".join(answer["errors"])
 
 
+@pytest.mark.slow
 def test_a_recipe_is_planned_by_its_system_s_rules_over_its_data(tmp_path: Path) -> None:
     pl.DataFrame({"prompt": ["x"] * 8000}).write_parquet(tmp_path / "data.parquet")
     script = tmp_path / "args.sh"
@@ -181,6 +188,7 @@ def test_a_recipe_is_planned_by_its_system_s_rules_over_its_data(tmp_path: Path)
     assert _json("--recipe", "swift", script, "--num-train-epochs", 3)["max_steps"] == 3960
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rules", "status"), [("trl-1.16", 0), ("trl-0.17", 0), ("trl-0.16", 2)])
 def test_the_same_recipe_under_the_rules_of_another_version(tmp_path: Path, rules: str, status: int) -> None:
     recipe = tmp_path / "recipe.yaml"
@@ -189,6 +197,7 @@ def test_the_same_recipe_under_the_rules_of_another_version(tmp_path: Path, rule
     assert _json(*arguments, status=status)["rules"] == rules
 
 
+@pytest.mark.slow
 def test_a_megatron_recipe_is_planned_by_its_own_arithmetic(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(
@@ -210,6 +219,7 @@ def test_a_schedule_that_another_system_never_finishes_is_noted() -> None:
     assert any("plans 10 updates but ends after 9" in note for note in _json(*_flat(options))["notes"])
 
 
+@pytest.mark.slow
 def test_the_table_shows_what_the_json_says(config: Path, tmp_path: Path) -> None:
     done = _grpo(config, "--gpu", "H200", COLUMNS="200", GRPO_STORAGE=str(tmp_path))
     assert done.returncode == 0

@@ -73,6 +73,7 @@ def test_what_cannot_be_made_is_refused_and_nothing_is_left(
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
+@pytest.mark.slow
 def test_an_installed_package_has_the_recipes_with_it(tmp_path: Path) -> None:
     source = copy_of_the_source(tmp_path / "source")
     build = "from setuptools.build_meta import build_wheel; build_wheel('..')"

@@ -167,6 +167,7 @@ def test_when_a_server_ends_everything_does_and_it_says_which(served: Served) ->
     assert (served.storage / "up.json").read_text() == ""
 
 
+@pytest.mark.slow
 def test_a_stranger_on_the_port_is_named_and_nothing_starts(tmp_path: Path) -> None:
     with _stranger() as port:
         refused = _up(tmp_path, port, free_ports(1)[0])

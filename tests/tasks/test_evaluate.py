@@ -27,6 +27,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield connect()
 
 
+@pytest.mark.slow
 def test_the_champion_is_the_version_that_has_the_alias_whoever_set_it(
     client: mlflow.MlflowClient, tmp_path: Path
 ) -> None:

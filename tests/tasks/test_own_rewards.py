@@ -39,6 +39,7 @@ def _grpo(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([GRPO, *arguments], capture_output=True, text=True, cwd=folder, env=environment)
 
 
+@pytest.mark.slow
 def test_a_reward_beside_the_configuration_or_in_the_working_folder_is_found(tmp_path: Path) -> None:
     config = _project(tmp_path / "configs", "beside_mine", SHORTER)
     (tmp_path / "in_folder.py").write_text(SHORTER)
@@ -48,6 +49,7 @@ def test_a_reward_beside_the_configuration_or_in_the_working_folder_is_found(tmp
         assert done.returncode == 0 and "│ -4" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -69,6 +71,7 @@ def test_a_plan_refuses_a_reward_that_cannot_be_imported(tmp_path: Path, functio
     assert "there is no module" not in message or str(tmp_path) in error  # searched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [
@@ -92,6 +95,7 @@ def test_a_file_beside_the_configuration_hides_no_installed_module(tmp_path: Pat
         resolve(config.rewards[0])
 
 
+@pytest.mark.slow
 def test_a_file_of_the_working_folder_hides_no_module_from_the_processes_of_rewards(tmp_path: Path) -> None:
     config = _project(tmp_path, "alone", SHORTER)
     for module in ("json", "random"):

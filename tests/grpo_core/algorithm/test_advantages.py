@@ -191,6 +191,7 @@ def test_rloo_is_the_difference_from_the_mean_stretched_by_g_over_g_minus_1(rewa
     assert rloo.tolist() == pytest.approx((grpo * 4 / 3).tolist(), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

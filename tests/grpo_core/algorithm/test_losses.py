@@ -169,6 +169,7 @@ def _plain_loss(
     return loss, gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @given(data=st.data(), a=st.integers(1, 4), s=st.integers(1, 4), w=st.integers(1, 3), others=st.integers(1, 50))
 def test_loss_and_gradient_are_those_of_plain_loops(
@@ -192,6 +193,7 @@ def test_loss_and_gradient_are_those_of_plain_loops(
         assert row == pytest.approx(plain_row, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @given(data=st.data())
 def test_a_batch_split_in_any_way_has_the_loss_and_gradient_of_the_whole(loss_type: Any, data: st.DataObject) -> None:
@@ -206,6 +208,7 @@ def test_a_batch_split_in_any_way_has_the_loss_and_gradient_of_the_whole(loss_ty
     assert torch.allclose(sum(gradients), gradient, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", [loss_type for loss_type in LOSS_TYPES if loss_type != "bnpo"])
 @given(data=st.data(), processes=st.integers(1, 3), micro_steps=st.integers(1, 3), per_device=st.integers(1, 2))
 def test_processes_and_micro_steps_weigh_their_rows_so_that_the_update_stays_the_same(
@@ -340,6 +343,7 @@ def test_without_valid_tokens_no_token_is_kept() -> None:
     assert top_entropy_mask(torch.tensor(ENTROPY), torch.zeros(2, 4), 0.5).tolist() == [[0] * 4, [0] * 4]
 
 
+@pytest.mark.slow
 def test_the_quantile_has_no_limit_of_size() -> None:
     entropy = (torch.arange(17_000_000) % 100).float()[None]
     kept = top_entropy_mask(entropy, torch.ones_like(entropy), 0.25)

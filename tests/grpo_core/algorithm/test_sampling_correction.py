@@ -87,6 +87,7 @@ def _begun(
     return session, batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rollout", "algorithm", "cache"), _combinations(18))
 def test_truncated_sampling_leaves_an_on_policy_gradient_as_it_is(
     trained: Session, rollout: dict[str, Any], algorithm: dict[str, Any], cache: str

@@ -93,6 +93,7 @@ def test_every_shaped_module_is_checked() -> None:
     assert checked == set(SHAPED)
 
 
+@pytest.mark.slow
 def test_outside_of_tests_nothing_is_checked() -> None:
     code = (
         "import sys, torch\n"

@@ -169,6 +169,7 @@ def _evaluated(folder: Path, values: dict[str, Any], **evaluation: Any) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_each_prompt_of_each_set_is_answered_once_a_sample_by_each_policy_whatever_the_batch(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +202,7 @@ def test_each_prompt_of_each_set_is_answered_once_a_sample_by_each_policy_whatev
     assert again["key"] == report["key"]
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_transformers_own_and_the_key_tells_what_else_they_follow_from(
     values: dict[str, Any], tmp_path: Path
 ) -> None:

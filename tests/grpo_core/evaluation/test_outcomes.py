@@ -175,6 +175,7 @@ def _config(**evaluation: Any) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 def test_the_report_has_each_policy_s_figures_and_what_the_last_gains_on_each_other() -> None:
     samples = _samples()
     sets = compare_policies(samples, _config(), ["base", "trained"])
@@ -190,6 +191,7 @@ def test_the_report_has_each_policy_s_figures_and_what_the_last_gains_on_each_ot
     assert difference["kl"]["mean"] == policies["trained"]["kl"]["mean"]
 
 
+@pytest.mark.slow
 def test_a_metric_added_to_the_table_is_evaluated_may_be_guarded_and_has_a_heading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -203,6 +205,7 @@ def test_a_metric_added_to_the_table_is_evaluated_may_be_guarded_and_has_a_headi
     assert parse_config(values).promotion.guards[0].metric == "pauses"
 
 
+@pytest.mark.slow
 def test_a_penalty_that_is_always_0_is_no_share_of_right_answers() -> None:
     fined = pl.when(pl.col("row") % 2 == 0).then(-0.5).otherwise(0.0)
     samples = _samples().with_columns(fined.alias("base/rewards/style"), pl.lit(0.0).alias("trained/rewards/style"))
@@ -211,6 +214,7 @@ def test_a_penalty_that_is_always_0_is_no_share_of_right_answers() -> None:
     assert penalty["low"] < penalty["high"] == 0.0, "nothing is above 0"
 
 
+@pytest.mark.slow
 def test_a_category_s_figures_are_those_of_its_prompts() -> None:
     samples = _samples()
     categories = compare_policies(samples, _config(), ["base", "trained"])["hard"]["categories"]

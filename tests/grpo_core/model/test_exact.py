@@ -82,6 +82,7 @@ def way(request: pytest.FixtureRequest, session: Session, monkeypatch: pytest.Mo
 ALL_WAYS = pytest.mark.parametrize("way", WAYS, indirect=True)
 
 
+@pytest.mark.slow
 @ALL_WAYS
 @pytest.mark.parametrize("silent", ["none", "half"])
 @pytest.mark.parametrize("session", OPTIONS.values(), ids=OPTIONS, indirect=True)
@@ -150,6 +151,7 @@ def test_an_update_s_figures_are_those_of_all_its_tokens(session: Session, sign:
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_target": 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", ["none", "half", "all"])
 @pytest.mark.parametrize(
     "session",
@@ -181,6 +183,7 @@ OFF_POLICY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @ALL_WAYS
 @pytest.mark.parametrize("session", OFF_POLICY.values(), ids=OFF_POLICY, indirect=True)
 def test_old_log_probabilities_of_the_rows_that_need_them_leave_the_gradient_as_it_is(
@@ -193,6 +196,7 @@ def test_old_log_probabilities_of_the_rows_that_need_them_leave_the_gradient_as_
     assert distance(updating_gradient(session, batch), plain_gradient(session, every_row)) < BOUND
 
 
+@pytest.mark.slow
 @ALL_WAYS
 @pytest.mark.parametrize("rows", [1, 3, 8, 100])
 def test_the_token_budget_leaves_the_gradient_as_it_is(session: Session, rows: int, way: None) -> None:

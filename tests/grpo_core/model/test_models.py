@@ -117,6 +117,7 @@ def _gradient(model: Any) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
+@pytest.mark.slow
 @ALL_MODELS
 @pytest.mark.parametrize("gradient_checkpointing", [False, True], ids=["kept", "recomputed"])
 def test_log_probabilities_and_gradient_are_those_of_bare_rows(
@@ -136,6 +137,7 @@ def test_log_probabilities_and_gradient_are_those_of_bare_rows(
     assert distance(_gradient(policy.model), expected_gradient) < 1e-5
 
 
+@pytest.mark.slow
 @ALL_MODELS
 def test_the_transformers_engine_samples_with_the_probabilities_of_bare_rows(
     folder: Path, request: pytest.FixtureRequest

@@ -53,6 +53,7 @@ def test_what_an_attempt_without_memory_left_behind_does_not_count(session: Sess
     assert all(torch.equal(a, b) for a, b in zip(updating_gradient(session, batch), expected, strict=True))
 
 
+@pytest.mark.slow
 def test_the_copy_follows_the_masters(session: Session) -> None:
     before = [parameter.clone() for parameter in session.policy.model.parameters()]
     update(session, _batch(session), TrainingState(rows_per_pass=8))
@@ -64,6 +65,7 @@ def test_the_copy_follows_the_masters(session: Session) -> None:
     assert all(buffer.dtype != torch.bfloat16 for buffer in session.policy.model.buffers())
 
 
+@pytest.mark.slow
 def test_a_training_in_bfloat16_learns_and_hands_on_float32(smooth_model_folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

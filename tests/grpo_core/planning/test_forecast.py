@@ -81,6 +81,7 @@ def test_adapter_parameters_are_those_of_the_adapter(targets: list[str] | None) 
     assert adapter_parameters(model_shape(Qwen2Config(**SIZES).to_dict()), config) == adapter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompt", "completion", "sizes", "keys"),
     [

@@ -139,6 +139,7 @@ def valid_inputs(draw: st.DrawFn) -> PlanInputs:
     )
 
 
+@pytest.mark.slow
 @given(valid_inputs())
 def test_stepping_through_a_plan_does_exactly_what_it_says(inputs: PlanInputs) -> None:
     plan = make_plan(inputs)

@@ -48,6 +48,7 @@ def refused(draw: st.DrawFn) -> PlanInputs:
     return inputs
 
 
+@pytest.mark.slow
 @given(refused())
 def test_every_fix_is_valid_and_says_truly_what_it_changes(inputs: PlanInputs) -> None:
     found = fixes(inputs)
@@ -115,6 +116,7 @@ def test_a_value_that_is_not_positive_is_named(field: str, value: int, rules: Ru
 NUMBERS = st.integers(1, 20) | st.integers(1, 10**18) | st.sampled_from([10**18, 2**59, 10_007, 10**18 - 11])
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.builds(

@@ -88,6 +88,7 @@ def test_a_reward_models_score_is_its_output_at_the_last_token_of_the_conversati
     assert len(set(values)) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokenizers", "models"),
     [(None, None), ("<eos>", None), ("<eos>", "<eos>"), ("<pad>", "<eos>"), ("<eos>", "<pad>"), (None, "<eos>")],

@@ -142,6 +142,7 @@ def test_the_last_whole_block_is_the_program(text: str, code: str | None) -> Non
     assert last_block(text) == code
 
 
+@pytest.mark.slow
 @sandboxed
 def test_the_reward_is_the_share_of_tests_that_pass() -> None:
     tests = ["assert f(2) == 4", "assert f(3) == 9", "assert f(-1) == 1", "assert f(0) == 0"]
@@ -214,6 +215,7 @@ CHEATS = {
 }
 
 
+@pytest.mark.slow
 @sandboxed
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_a_program_that_fakes_a_pass_gets_nothing(cheat: str) -> None:

@@ -58,6 +58,7 @@ def _array(rows: list[list[float | None]]) -> np.ndarray:
     return np.array([[math.nan if value is None else value for value in row] for row in rows])
 
 
+@pytest.mark.slow
 @given(compositions())
 def test_no_sum_of_values_in_range_leaves_the_range_of_the_sum(
     drawn: tuple[list[RewardConfig], list[list[float | None]]],
@@ -94,6 +95,7 @@ def test_each_reward_counts_what_the_steps_say_and_a_row_is_the_weighted_sum(
     assert weighted_sum(_array(rows), rewards) == pytest.approx(sums, nan_ok=True)
 
 
+@pytest.mark.slow
 @given(compositions())
 def test_training_and_the_report_give_a_completion_the_same_reward(
     drawn: tuple[list[RewardConfig], list[list[float | None]]],

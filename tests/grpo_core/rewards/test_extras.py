@@ -58,6 +58,7 @@ def outcomes() -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILTIN)
 def test_a_reward_without_its_libraries_names_the_command_that_installs_them(
     outcomes: dict[str, str], name: str
@@ -69,6 +70,7 @@ def test_a_reward_without_its_libraries_names_the_command_that_installs_them(
     assert outcomes[name] == expected
 
 
+@pytest.mark.slow
 def test_each_extra_installs_what_its_rewards_import() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     installed_by = importlib.metadata.packages_distributions()

@@ -169,6 +169,7 @@ def _gone(pids: list[int]) -> bool:
     return not psutil.wait_procs(processes, timeout=15)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -194,6 +195,7 @@ def test_what_harms_its_process_is_named_and_runs_again(
     assert "harmful" not in sys.modules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "started"), [("blocks", 2), ("stops_its_guard", 3)])
 def test_a_function_that_ignores_its_time_limit_is_killed_with_all_that_it_started(
     declared: Callable[..., RewardConfig], capfd: pytest.CaptureFixture[str], name: str, started: int
@@ -207,6 +209,7 @@ def test_a_function_that_ignores_its_time_limit_is_killed_with_all_that_it_start
     assert score([reward], HARMLESS) == [[1.0]]
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_training_leaves_nothing_of_a_reward(
     declared: Callable[..., RewardConfig], tmp_path: Path
 ) -> None:
@@ -236,6 +239,7 @@ score([reward], Batch([{"prompt": ""}], ["b"], [[1]]))
         os.kill(fork, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_what_a_function_changes_in_its_process_stays_there(
     declared: Callable[..., RewardConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,6 +273,7 @@ def test_of_calls_under_way_together_the_one_that_ended_the_process_is_named(
         score_arriving([reward], ([place] for place in range(3)), batch_of)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_between_two_calls_is_started_again_and_said(
     declared: Callable[..., RewardConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +286,7 @@ def test_a_process_that_ends_between_two_calls_is_started_again_and_said(
     assert "reward 'an_object': its process was ended by SIGKILL between two calls" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["with_a_bonus", "an_object", "hands_on", "takes_any"])
 def test_objects_partials_and_coroutines_give_what_they_give_in_the_training(
     declared: Callable[..., RewardConfig], name: str
@@ -325,6 +331,7 @@ ANSWERS = st.one_of(
 )
 
 
+@pytest.mark.slow
 def test_an_isolated_function_gives_the_same_values_and_errors(declared: Callable[..., RewardConfig]) -> None:
     there, here = (resolve(declared("says", isolated=isolated, range=[-1e6, 1e6])) for isolated in (True, False))
 
@@ -342,6 +349,7 @@ def test_an_isolated_function_gives_the_same_values_and_errors(declared: Callabl
     same()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -361,6 +369,7 @@ def test_a_module_that_cannot_be_imported_is_named(
         resolve(RewardConfig(function="harmful:f", isolated=True, args={"bonus": 1.0}))
 
 
+@pytest.mark.slow
 def test_random_numbers_are_those_that_the_training_would_draw(declared: Callable[..., RewardConfig]) -> None:
     for names in (("draws", "draws"), ("draws_together",)):
         drawn = []
@@ -384,6 +393,7 @@ def test_the_state_of_each_generator_is_carried_whole() -> None:
     assert drawn() == before
 
 
+@pytest.mark.slow
 def test_a_training_whose_reward_ends_its_process_goes_on_from_its_checkpoint_as_if_nothing_had_happened(
     declared: Callable[..., RewardConfig], values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_a_grade_counts_only_as_the_last_line_and_the_only_one_of_its_kind(said:
     assert grade_of(said, range(1, 11)) == grade
 
 
+@pytest.mark.slow
 def test_grades_go_from_0_to_1_and_the_same_text_is_asked_for_once(graded: Any) -> None:
     with judging(by_length) as server:
         assert graded(server.url, "a", "a" * 10, "abcd", "a") == [0, 1, pytest.approx(1 / 3), 0]
@@ -140,6 +141,7 @@ def test_no_completion_ends_the_judge_s_turn(graded: Any, token: str) -> None:
     assert material(server.questions[0])[-1].startswith("fine now you")
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.text(), st.text())
 def test_a_question_shows_exactly_what_was_written(prompt: str, completion: str) -> None:
@@ -195,6 +197,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", BROKEN.values(), ids=BROKEN)
 def test_an_answer_without_a_grade_is_asked_for_again_and_scores_nothing(graded: Any, answer: Any) -> None:
     with judging(lambda *_: (200, answer)) as server:
@@ -304,6 +307,7 @@ def test_gradings_under_way_when_another_fails_are_kept(
     assert contents(tmp_path / "cache")["tokens"] == 300
 
 
+@pytest.mark.slow
 def test_a_judge_that_hangs_is_named_within_the_rewards_time_and_not_asked_again(
     graded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

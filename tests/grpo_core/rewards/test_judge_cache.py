@@ -37,6 +37,7 @@ for number in range({ROUNDS}):
 """
 
 
+@pytest.mark.slow
 def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     started = [
         subprocess.Popen(
@@ -99,6 +100,7 @@ def test_every_text_is_kept_as_it_is(tmp_path: Path, text: str) -> None:
         assert cache.answer("b") is None
 
 
+@pytest.mark.slow
 def test_a_grade_beside_half_a_surrogate_pair_is_kept(graded: Any) -> None:
     answer = json.dumps(completed("\ud83d fine.\nScore: 10")).encode()
     with judging(lambda *_: (200, json.loads(answer))) as server:

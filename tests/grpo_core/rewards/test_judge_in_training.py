@@ -27,6 +27,7 @@ def fancy(question: str, _: int) -> str:
     return f"Score: {1 + hashlib.blake2b('|'.join(material(question)).encode()).digest()[0] % 10}"
 
 
+@pytest.mark.slow
 def test_a_judge_that_goes_down_ends_the_training_with_a_checkpoint_and_it_goes_on_with_another_server(
     values: dict[str, Any], tmp_path: Path
 ) -> None:

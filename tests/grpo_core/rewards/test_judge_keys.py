@@ -29,6 +29,7 @@ LEAKS: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "said"), LEAKS.values(), ids=LEAKS)
 @pytest.mark.filterwarnings("ignore:the judge .* refuses")
 def test_a_key_that_the_server_gives_back_is_in_no_error_log_or_file(

@@ -103,6 +103,7 @@ def test_what_looks_wrong_is_a_warning(
 SOLUTION = "48/2 = <<48/2=24>>24 clips in May.\n48+24 = <<48+24=72>>72 clips altogether in April and May.\n#### 72"
 
 
+@pytest.mark.slow
 def test_answers_that_a_reward_takes_for_none_are_shown(rehearsed: Any) -> None:
     rows = [{"prompt": "How many clips?", "answer": SOLUTION}] * 3
     shown = "it gave only None; row 0 has answer = '48/2 = <<48/2=24>>24 clips"
@@ -139,6 +140,7 @@ def test_a_punishment_that_a_closed_gate_spares_is_a_warning(
     assert any("adds -1 at the least, and 0 where its gate" in warning for warning in warnings) == paying
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "message"),
     [

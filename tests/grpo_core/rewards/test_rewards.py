@@ -194,6 +194,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keyword", ["def", "async def"])
 @pytest.mark.parametrize("endless", ENDLESS.values(), ids=ENDLESS)
 def test_a_function_that_hangs_is_ended_and_named_with_the_completion_it_hangs_on(
@@ -231,6 +232,7 @@ CLINGING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", CLINGING.values(), ids=CLINGING)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of what is ended by force
 @pytest.mark.parametrize("alone", [True, False])
@@ -402,6 +404,7 @@ def test_sampling_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
         score_arriving([reward], failing(), _batch_of)
 
 
+@pytest.mark.slow
 def test_time_in_which_a_function_runs_is_not_a_coroutines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The function takes longer than the coroutine may, and has an event loop of its own."""
     body = "import asyncio\nasync def f(completions):\n    await asyncio.sleep(0.1)\n    return [1.0]\n"

@@ -152,6 +152,7 @@ def test_multiple_choice_grants_one_choice_to_a_completion_that_states_all() -> 
         assert sum(multiple_choice([completion] * 3, ["A", "B", "C"])) == 1  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("completion", "answer"),
     [
@@ -218,6 +219,7 @@ def test_math_answer_is_not_fooled(completion: str, answer: str) -> None:
 CASES = Path(__file__).with_name("math_cases.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_math_answer_judges_every_case_of_the_table_rightly_but_the_known_limits() -> None:
     lines = [line for line in CASES.splitlines() if " ;; " in line and not line.startswith("# ")]
     cases = [line.replace("⏎", "\n").split(" ;; ") for line in lines]
@@ -235,6 +237,7 @@ def test_math_answer_judges_every_case_of_the_table_rightly_but_the_known_limits
         assert (theirs == bool(right)) == (not why or why.startswith("limit: ")), (completion, answer, why)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("completion", "right"),
     [
@@ -264,6 +267,7 @@ def test_math_answer_does_not_apply_where_there_is_nothing_to_compare_with() -> 
     assert math_answer(["42"] * 3, [None, "", "  "]) == [None] * 3  # type: ignore[list-item]
 
 
+@pytest.mark.slow
 def test_an_endless_computation_is_a_wrong_answer_and_costs_the_others_nothing() -> None:
     before = signal.getsignal(signal.SIGALRM)
     completions = [r"\boxed{42}", "41", *[r"\boxed{9^{9^{9^9}}}"] * 100]  # said again and again it takes its time once
@@ -287,6 +291,7 @@ def test_degenerate_texts_are_wrong_and_never_reach_math_verify(monkeypatch: pyt
     assert math_answer(DEGENERATE, ["42"] * 64) == [0] * 64
 
 
+@pytest.mark.slow
 def test_slow_answers_of_a_batch_share_one_budget_and_the_quick_ones_are_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -320,6 +325,7 @@ def test_the_time_limit_of_a_reward_holds_for_math_answer_and_the_next_call_gets
     assert math_answer(["42", "41"], ["42", "42"]) == [1, 0]
 
 
+@pytest.mark.slow
 def test_the_process_that_compares_ends_with_the_one_that_asks() -> None:
     asks = "from grpo_core.rewards.builtin import maths; import os\n"
     asks += (

@@ -115,6 +115,7 @@ def test_no_way_to_repeat_oneself_is_free(piece: str) -> None:
     assert reward is not None and reward < -0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("completion", "kind", "f"),
     [  # Lin 2004, section 3.1: the reference is "police killed the gunman"

@@ -198,6 +198,7 @@ def test_the_network_namespace_is_empty_behind_the_filter(monkeypatch: pytest.Mo
     assert answer("tried(lambda: [name for _, name in __import__('socket').if_nameindex()])") == ["lo"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine not in MACHINES, reason="the numbers of this machine's calls are not known")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_system_call_is(name: str) -> None:
@@ -246,12 +247,14 @@ def test_a_program_has_no_privileges_and_gets_none() -> None:
     assert answer("tried(lambda: os.execv('/bin/sh', ['sh', '-c', 'id']))") == "No such file or directory"
 
 
+@pytest.mark.slow
 def test_an_endless_loop_costs_its_own_test_only() -> None:
     ignoring = f"{ATTACKS}\nimport signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
     assert ask(ignoring, [Call("1"), Call("spin()"), Call("2")], LIMITS, "bubblewrap") == [1, ..., 2]
     assert ask("import re\nre.match('(a+)+$', 'a' * 50 + 'b')", [Input("")], LIMITS, "bubblewrap") == [...]
 
 
+@pytest.mark.slow
 def test_sleeping_is_ended_too(marker: str) -> None:
     limits = Limits(wall_seconds=3.0)
     assert answer(f"mark({marker!r}) or __import__('time').sleep(1000)", limits=limits) is ...
@@ -273,6 +276,7 @@ def test_a_daemon_ends_with_the_sandbox(marker: str) -> None:
     assert answer(f"daemon({marker!r})") == "left"
 
 
+@pytest.mark.slow
 def test_without_a_sandbox_a_daemon_that_holds_the_answers_open_does_not_hold_up_the_reader(marker: str) -> None:
     program = f"{ATTACKS}\ndaemon({marker!r})"
     assert answer("1", program, Limits(wall_seconds=3.0), "none") == 1
@@ -312,6 +316,7 @@ def test_the_sandbox_ends_when_the_training_is_killed(marker: str) -> None:
         training.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [

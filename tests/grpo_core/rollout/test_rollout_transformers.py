@@ -47,6 +47,7 @@ def absolute(tokenizer: Any) -> Any:
     return GPT2LMHeadModel(GPT2Config(initializer_range=0.3, **sizes, **ids)).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -81,6 +82,7 @@ ARCHITECTURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kind_of_attention_has_the_log_probabilities_of_a_plain_pass(
     architecture: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

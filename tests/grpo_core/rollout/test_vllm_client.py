@@ -148,6 +148,7 @@ def _server(url: str, **keys: Any) -> Server:
     return Server(url, RolloutConfig(**keys), "token", "holder", lambda started: "", mock.Mock())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
 def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing answers
@@ -163,6 +164,7 @@ def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, nam
         connect.call_args.kwargs["client"].start_weight_update()
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_not_json_counts_as_a_server_that_is_away() -> None:
     with _answering(b"<html>this network wants you to log in</html>") as url:
         server = _server(url, vllm_server_timeout=0.01, vllm_request_timeout=0.01)

@@ -36,6 +36,7 @@ def test_a_checkpoint_that_does_not_fit_names_its_file_and_leaves_the_one_before
     assert progress.updates == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [None, 0, 1], ids=["the first", "a later one", "written again"])
 def test_a_save_killed_at_any_call_of_the_system_leaves_the_checkpoint_before_it_or_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int | None

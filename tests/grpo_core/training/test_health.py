@@ -143,6 +143,7 @@ def _break_once(monkeypatch: pytest.MonkeyPatch, at_updates: set[int]) -> None:
     monkeypatch.setattr(trainer, "update", broken)
 
 
+@pytest.mark.slow
 def test_after_a_nan_training_goes_back_to_the_last_checkpoint_and_on_with_half_the_learning_rate(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +179,7 @@ def _break_the_weights_after(monkeypatch: pytest.MonkeyPatch, updates: int) -> N
 CONSTANT = {"max_steps": 6, "save_steps": 2, "save_total_limit": 1, "lr_scheduler_type": "constant"}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_weights_that_the_next_step_finds_broken_is_not_gone_back_to(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +193,7 @@ def test_a_checkpoint_of_weights_that_the_next_step_finds_broken_is_not_gone_bac
     assert rates == [0.01] * 2 + [0.005] * 4, "checkpoint 4 holds the broken weights, checkpoint 2 does not"
 
 
+@pytest.mark.slow
 def test_what_broken_weights_stopped_goes_on_from_before_them_once_it_may_roll_back(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +213,7 @@ def test_what_broken_weights_stopped_goes_on_from_before_them_once_it_may_roll_b
     assert rates == [0.01] * 2 + [0.005] * 4
 
 
+@pytest.mark.slow
 def test_a_roll_back_that_finds_no_whole_healthy_checkpoint_leaves_the_others(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +231,7 @@ def test_a_roll_back_that_finds_no_whole_healthy_checkpoint_leaves_the_others(
     assert _train(run)["resumed_at_step"] == 4
 
 
+@pytest.mark.slow
 def test_a_lowered_limit_of_roll_backs_counts_those_already_made(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +261,7 @@ def test_weights_that_are_not_finite_are_never_saved(
     assert not [path for path in (run / "training").rglob("*") if path.suffix in (".pt", ".safetensors")]
 
 
+@pytest.mark.slow
 def test_a_roll_back_reaches_the_checkpoint_from_before_the_limit_was_first_broken(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -268,6 +274,7 @@ def test_a_roll_back_reaches_the_checkpoint_from_before_the_limit_was_first_brok
     assert names == ["step-000000", "step-000002"], "the only healthy one is from before the first update"
 
 
+@pytest.mark.slow
 def test_samples_after_a_roll_back_are_others(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ EVERYTHING = {
 WINDOWS = {"num_iterations": 2, "steps_per_generation": 4, "beta": 0.1, "max_steps": 7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, WINDOWS], ids=["on-policy", "inside a generation window, with KL"])
 def test_what_the_plan_says_is_what_happens(values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]) -> None:
     run = trained_run(tmp_path / "run", values, **keys)
@@ -48,6 +49,7 @@ def test_what_the_plan_says_is_what_happens(values: dict[str, Any], tmp_path: Pa
     assert len(list((run / "training" / "completions").iterdir())) == plan.rollouts
 
 
+@pytest.mark.slow
 def test_training_raises_the_reward(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "length", "args": {"target": 3}}]
     metrics = metrics_of(trained_run(tmp_path / "run", values, max_steps=25))
@@ -55,6 +57,7 @@ def test_training_raises_the_reward(values: dict[str, Any], tmp_path: Path) -> N
     assert sum(last) / 5 > sum(first) / 5 + 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, WINDOWS], ids=["on-policy", "off-policy"])
 def test_the_engines_log_probabilities_are_the_trainers(
     values: dict[str, Any], tmp_path: Path, keys: dict[str, Any]
@@ -68,6 +71,7 @@ def test_in_bf16_sampler_and_trainer_still_agree(values: dict[str, Any], tmp_pat
         assert step["sampling/sampling_logp_difference/mean"] < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
 def test_half_the_batch_with_twice_the_accumulation_is_the_same_update(
     values: dict[str, Any], tmp_path: Path, loss_type: str
@@ -78,6 +82,7 @@ def test_half_the_batch_with_twice_the_accumulation_is_the_same_update(
     assert are_close(whole, trained_run(tmp_path / "halves", values, **halves))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("endless")
 @pytest.mark.parametrize("masked", [True, False])
 def test_truncated_completions_move_the_model_unless_they_are_masked(
@@ -156,6 +161,7 @@ def _plain_training(run: Path) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [

@@ -38,6 +38,7 @@ CALM_ADAM = {"adam_epsilon": 1e-3}
 OFF_POLICY = {"steps_per_generation": 4, "num_iterations": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [
@@ -62,6 +63,7 @@ def test_half_the_batch_with_twice_the_accumulation_is_the_same_update(
     assert are_close(whole, trained_run(tmp_path / "halves", values, **halves))
 
 
+@pytest.mark.slow
 def test_bnpo_depends_on_the_cut_as_its_documentation_says(values: dict[str, Any], tmp_path: Path) -> None:
     values = with_keys(values, **CALM_ADAM, loss_type="bnpo")
     whole = trained_run(tmp_path / "whole", values)
@@ -86,6 +88,7 @@ def _refuse_more_tokens_than(limit: int, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Policy, "forward", small)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, {"beta": 0.1, **OFF_POLICY}, {"loss_type": "bnpo"}], ids=["dapo", "kl", "bnpo"])
 def test_when_memory_runs_out_training_goes_on_with_smaller_micro_steps(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
@@ -102,6 +105,7 @@ def test_when_memory_runs_out_training_goes_on_with_smaller_micro_steps(
     assert are_close(whole, small)
 
 
+@pytest.mark.slow
 def test_when_memory_runs_out_with_one_completion_layers_are_computed_again(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +155,7 @@ def test_a_single_completion_too_large_for_memory_is_said(
 # Model and reference.
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +185,7 @@ def test_between_passes_no_layer_is_in_training_mode(model_folder: Path) -> None
     assert not any(module.training for module in policy.model.modules())
 
 
+@pytest.mark.slow
 def test_an_adapter_trains_its_layers_only_and_the_model_handed_on_needs_no_adapter(
     values: dict[str, Any], tmp_path: Path, model_folder: Path
 ) -> None:
@@ -202,6 +208,7 @@ def _checkpoint_names(tmp_path: Path, values: dict[str, Any]) -> list[str]:
     return list(checkpoint_of(run, 2)["model"])
 
 
+@pytest.mark.slow
 def test_the_reference_moves_towards_the_policy_when_it_is_synced(
     values: dict[str, Any], tmp_path: Path, model_folder: Path
 ) -> None:
@@ -216,6 +223,7 @@ def test_the_reference_moves_towards_the_policy_when_it_is_synced(
         assert torch.equal(third["reference"][name], second["reference"][name])
 
 
+@pytest.mark.slow
 def test_adaptive_entropy_raises_its_weight_below_the_target_and_lowers_it_above(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -226,6 +234,7 @@ def test_adaptive_entropy_raises_its_weight_below_the_target_and_lowers_it_above
     assert [step["entropy_coef"] for step in high] == [0, 0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("endless")
 def test_an_update_without_a_trained_token_says_nothing_about_entropy_and_adapts_nothing(
     values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -241,6 +250,7 @@ def test_an_update_without_a_trained_token_says_nothing_about_entropy_and_adapts
     assert "no token trained" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_entropy_bonus_keeps_the_policy_more_varied(values: dict[str, Any], tmp_path: Path) -> None:
     plain = metrics_of(trained_run(tmp_path / "plain", values, max_steps=12))
     varied = metrics_of(trained_run(tmp_path / "varied", values, max_steps=12, entropy_coef=1.0))
@@ -266,6 +276,7 @@ def only_odd_prompts_counted(prompts: list[str], completion_ids: list[list[int]]
     return only_odd_prompts(prompts, completion_ids)
 
 
+@pytest.mark.slow
 def test_groups_without_signal_are_replaced_by_fresh_prompts(values: dict[str, Any], tmp_path: Path) -> None:
     LENGTHS.clear()
     values["rewards"] = [{"function": "tests.grpo_core.training.test_options:only_odd_prompts_counted"}]
@@ -292,6 +303,7 @@ def only_odd_prompts_apply(prompts: list[str], completion_ids: list[list[int]]) 
     return [value if int(p.split("+")[0]) % 2 else None for value, p in zip(values, prompts, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_first_draw_that_no_reward_scored_is_replaced_and_has_no_first_reward(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -303,6 +315,7 @@ def test_a_first_draw_that_no_reward_scored_is_replaced_and_has_no_first_reward(
     assert all(step["dynamic_sampling/resampled_groups"] > 0 for step in unscored)
 
 
+@pytest.mark.slow
 def test_replacements_end_at_their_bound(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "tests.grpo_core.training.test_health:constant"}]
     run = trained_run(tmp_path / "run", values, dynamic_sample=True, max_resample_times=2)
@@ -339,6 +352,7 @@ def test_a_process_without_a_share_of_the_prompts_scores_nothing(model_folder: P
     assert samples == []
 
 
+@pytest.mark.slow
 def test_prompts_are_seen_in_the_planned_order(values: dict[str, Any], tmp_path: Path) -> None:
     run = trained_run(tmp_path / "run", values, num_iterations=2, max_steps=20)
     plan = load_plan(run / "plan.json")

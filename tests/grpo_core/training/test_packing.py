@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ def _fits(rows: list[tuple[int, int]], tokens: int, share_prompts: bool) -> bool
     return size <= tokens and len(rows) * max(length for _, length in rows) <= 2 * tokens
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(ROWS, st.integers(1, 90), st.booleans())
 def test_parts_hold_every_row_once_and_as_many_as_the_budget_allows(

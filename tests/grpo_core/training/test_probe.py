@@ -113,6 +113,7 @@ def test_the_probe_is_fixed_short_and_has_a_score_for_a_prompt_of_one_token() ->
     assert all(len(ids) == 2 for ids in probe_sequences(prompts, 99, longest=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_training_notices_a_hand_over_that_does_nothing_in_the_first_update(tmp_path: Path, precision: str) -> None:
     """Whatever the learning rate; a hand-over as it should be is not blamed."""

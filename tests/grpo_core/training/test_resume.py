@@ -77,6 +77,7 @@ def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
     assert len(resumed) > 2, "kills fell between different checkpoints"
 
 
+@pytest.mark.slow
 def test_a_step_whose_evaluation_was_interrupted_is_recorded_once_whatever_follows(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +134,7 @@ def drawing(completions: list[str]) -> list[float | None]:
     return [random.random() + np.random.rand() + float(torch.rand(())) for _ in completions]
 
 
+@pytest.mark.slow
 def test_a_reward_that_draws_random_numbers_draws_the_same_ones_again(values: dict[str, Any], tmp_path: Path) -> None:
     values["rewards"] = [{"function": "tests.grpo_core.training.test_resume:drawing"}]
     run, whole = interrupted(values, tmp_path)
@@ -150,6 +152,7 @@ PLACES = {  # where the signal comes, and at which call
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_training_told_to_stop_saves_its_last_complete_update_and_goes_on_from_there(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
@@ -213,6 +216,7 @@ def clumsy(completions: list[str], calls: list[int] = []) -> list[float]:  # noq
     return [float(len(completion)) for completion in completions]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_configuration_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
     run, _ = interrupted(values, tmp_path)
     config = load_config(run / "config.toml", ["train.learning_rate=0.5"])
@@ -221,6 +225,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(values: dict[str, Any]
         train(run, run / "training")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["train", "eval", "reward"])
 def test_a_checkpoint_of_other_data_or_rewards_is_refused(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
@@ -247,6 +252,7 @@ RESOURCES = ["rollout.gpu_memory_utilization=0.5", "rollout.cpu_kv_cache_gib=2",
 DISK = ["train.save_steps=1", "train.save_total_limit=1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [WATCHING, RESOURCES, DISK], ids=["limits", "memory", "disk"])
 def test_a_key_that_results_do_not_follow_from_may_be_changed_and_the_training_goes_on(
     values: dict[str, Any], tmp_path: Path, keys: list[str]
@@ -350,6 +356,7 @@ def test_two_processes_told_to_stop_agree_where_and_end_with_the_same_weights(
     assert_same(run, whole)
 
 
+@pytest.mark.slow
 def test_the_process_of_a_training_told_to_stop_ends_with_status_143(values: dict[str, Any], tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", values)
     code = (

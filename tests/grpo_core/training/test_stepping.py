@@ -30,6 +30,7 @@ def accelerator() -> Iterator[Accelerator]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.slow
 def test_one_process_does_what_was_planned(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

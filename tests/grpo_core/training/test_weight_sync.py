@@ -57,6 +57,7 @@ def test_a_skipped_sync_stops_the_training_with_step_and_figure(
     assert float(found[1]) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_skipped_sync_in_bfloat16_at_a_usual_learning_rate_stops_the_training_also_when_resumed(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +122,7 @@ def test_vllm_that_no_longer_gets_the_weights_stops_the_training_in_the_first_up
     assert [row.stopped_lost for row in rows[late:]] == [1] * (4 - late)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
 def test_prompts_and_completions_of_one_token_are_probed_too(
     values: dict[str, Any], tmp_path: Path, engine: str

@@ -119,6 +119,7 @@ CHAT_FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dataset", "row", "column", "value", "rule"), TEXT_FAULTS)
 def test_a_single_fault_in_text_is_found_and_placed(
     model_folder: Path, tmp_path: Path, dataset: str, row: int, column: str, value: Any, rule: str
@@ -126,6 +127,7 @@ def test_a_single_fault_in_text_is_found_and_placed(
     _expect_one(model_folder, tmp_path, _frames(), (dataset, row, column, value, rule))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dataset", "row", "column", "value", "rule"), CHAT_FAULTS)
 def test_a_single_fault_in_conversations_is_found_and_placed(
     chat_model: Path, tmp_path: Path, dataset: str, row: int, column: str, value: Any, rule: str
@@ -398,6 +400,7 @@ def none(completions, fact=None, **columns): ...
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "accepted_by"),
     [

@@ -62,6 +62,7 @@ TOKENIZERS = {
 TEXT = st.text("abc é\n的\ufdfa\u0390\U0001f600", min_size=1, max_size=60) | st.text(min_size=1, max_size=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(texts=st.lists(TEXT, min_size=1, max_size=8), spare=st.integers(-2, 1))
 def test_a_text_fits_just_when_its_tokens_do(name: str, texts: list[str], spare: int) -> None:
@@ -75,6 +76,7 @@ def _expect_the_tokenizer_s_word(prompts: pl.Series, tokenizer: Any, spare: int)
     assert fit(prompts, tokenizer, room).to_list() == (lengths <= room).to_list()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(
     conversations=st.lists(
@@ -91,6 +93,7 @@ def test_a_conversation_fits_just_when_its_tokens_do(
     _expect_the_tokenizer_s_word(prompts, TOKENIZERS[name], spare)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(texts=st.lists(TEXT, min_size=1, max_size=8), room=st.integers(1, 20))
 def test_a_text_with_too_many_bytes_for_any_tokens_is_too_long(name: str, texts: list[str], room: int) -> None:

@@ -132,6 +132,7 @@ def test_a_small_file_that_decompresses_to_a_giant_is_refused(tmp_path: Path, mo
     assert load_source("data.train", str(path), "train").height == 1000
 
 
+@pytest.mark.slow
 def test_a_file_that_does_not_fit_into_memory_is_refused_in_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(bytes(2**28), 1))
@@ -225,6 +226,7 @@ def test_json_and_json_lines_of_the_same_rows_get_the_same_verdict(
                 assert load_source("data.train", str(path), "train")["answer"].to_list() == read
 
 
+@pytest.mark.slow
 @given(
     rows=st.lists(
         st.fixed_dictionaries({name: st.text(CHARACTERS, min_size=1, max_size=6) for name in ("prompt", "b")}),

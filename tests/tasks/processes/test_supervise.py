@@ -47,6 +47,7 @@ def _start_tree(patch: str = "") -> tuple[subprocess.Popen[str], list[int]]:
     return process, [int(pid) for pid in process.stdout.readline().split()]
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_supervisor_ends_descendants_that_ignore_it_and_left_the_session() -> None:
     process, pids = _start_tree()
     process.send_signal(signal.SIGTERM)
@@ -54,6 +55,7 @@ def test_sigterm_to_the_supervisor_ends_descendants_that_ignore_it_and_left_the_
     assert _gone(pids)
 
 
+@pytest.mark.slow
 def test_the_death_of_the_asking_process_ends_the_tree() -> None:
     process, pids = _start_tree()
     assert process.stdin is not None
@@ -76,6 +78,7 @@ os.killpg = late
 """
 
 
+@pytest.mark.slow
 def test_what_a_child_has_started_ends_too_if_the_child_dies_as_it_is_told_to() -> None:
     process, pids = _start_tree(DIES_JUST_THEN)
     process.send_signal(signal.SIGTERM)
@@ -83,6 +86,7 @@ def test_what_a_child_has_started_ends_too_if_the_child_dies_as_it_is_told_to() 
     assert _gone(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["supervisor", "guard"])
 def test_sigkill_of_the_supervisor_or_its_guard_leaves_nothing(killed: str) -> None:
     process, pids = _start_tree()
@@ -93,6 +97,7 @@ def test_sigkill_of_the_supervisor_or_its_guard_leaves_nothing(killed: str) -> N
     assert _gone([supervisor, *pids])
 
 
+@pytest.mark.slow
 def test_processes_that_survive_sigkill_are_named_and_left_behind() -> None:
     """As in uninterruptible sleep, which nothing here can bring about."""
     patch = (
@@ -110,6 +115,7 @@ def test_processes_that_survive_sigkill_are_named_and_left_behind() -> None:
     assert f"SIGKILL does not end them (a driver that hangs?): {pids[0]}, {pids[1]}" in process.stderr.read()
 
 
+@pytest.mark.slow
 def test_sigkill_of_a_process_inside_run_process_leaves_no_orphan(tmp_path: Path) -> None:
     script = tmp_path / "tree.py"
     script.write_text(TREE)
@@ -158,6 +164,7 @@ subprocess.Popen([sys.executable, "-c", code, sys.argv[1]]).wait()
 """
 
 
+@pytest.mark.slow
 def test_a_child_that_still_saves_is_awaited_when_its_launcher_died_at_once(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [
@@ -210,6 +217,7 @@ def test_a_killed_process_is_a_failure() -> None:
         run_process(["-c", "import os; os.kill(os.getpid(), 9)"], lambda line: None)
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_end_in_time_is_killed_and_reported_with_its_last_lines() -> None:
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); signal.pause()"
     lines: list[str] = []

@@ -76,6 +76,7 @@ def _champions(model: str, count: int) -> None:
         assert promote(model).decision == "promoted"
 
 
+@pytest.mark.slow
 def test_the_first_champion_has_beaten_the_base_and_the_next_one_the_first(model: str) -> None:
     _champions(model, 2)
     assert _champion(model) == "2"
@@ -103,6 +104,7 @@ def test_a_refusal_leaves_the_champion_and_says_why(model: str) -> None:
     assert (_champion(model), _history(model)) == ("1", [("1", "promoted")])
 
 
+@pytest.mark.slow
 def test_each_further_attempt_against_a_champion_is_held_to_a_lower_level(model: str) -> None:
     _champions(model, 1)
     for attempt, right in enumerate((9, 10, 14), start=1):  # of 40; the champion has the first 8 right
@@ -113,6 +115,7 @@ def test_each_further_attempt_against_a_champion_is_held_to_a_lower_level(model:
         assert _tags(model, version)["attempt"] == str(attempt)
 
 
+@pytest.mark.slow
 def test_the_count_against_a_champion_never_falls_whatever_becomes_of_its_rivals() -> None:
     model = "模" * 100 + "'\"\\"  # more bytes than a file's name may have, and what no filter of a search can quote
     client, by_reward = connect(), {"promotion": {"metric": "reward"}}
@@ -135,6 +138,7 @@ def test_the_count_against_a_champion_never_falls_whatever_becomes_of_its_rivals
     assert "(attempt 5 against champion version 1" in promote(model).reason
 
 
+@pytest.mark.slow
 def test_force_promotes_and_the_mark_says_what_the_gate_said(model: str) -> None:
     _champions(model, 1)
     register_version(model, _samples(base=0, trained=4))
@@ -221,6 +225,7 @@ def test_a_promotion_takes_the_name_of_a_run_for_the_version_that_it_registered(
     assert CliRunner().invoke(app, ["promote", "slower", "--version", "9"]).output == "slower has no version 9\n"
 
 
+@pytest.mark.slow
 def test_rollbacks_lead_back_through_the_champions(model: str) -> None:
     _champions(model, 3)
     assert rollback(model) == ("3", "2")
@@ -236,6 +241,7 @@ def test_rollbacks_lead_back_through_the_champions(model: str) -> None:
     assert [version for version, _ in _history(model)] == ["1", "2", "3", "2", "1", "3", "1"]
 
 
+@pytest.mark.slow
 def test_what_is_done_by_hand_in_mlflow_counts(model: str) -> None:
     _champions(model, 2)
     client = connect()
@@ -324,6 +330,7 @@ def _is_killed(action: Any, model: str, writes: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_promotion_and_a_rollback_that_are_killed_at_any_write_are_finished_by_the_next_one(model: str) -> None:
     _champions(model, 2)
     expected = {key: value for key, value in _tags(model, "2").items() if key != "at"}
@@ -354,6 +361,7 @@ def test_a_promotion_and_a_rollback_that_are_killed_at_any_write_are_finished_by
     assert writes > 10
 
 
+@pytest.mark.slow
 def test_a_rollback_of_a_promotion_that_was_killed_is_not_undone_by_the_pipeline(model: str) -> None:
     _champions(model, 2)
     rollback(model)
@@ -363,6 +371,7 @@ def test_a_rollback_of_a_promotion_that_was_killed_is_not_undone_by_the_pipeline
     assert is_decided(model, "2"), "a pipeline tries only what is not decided"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writes", [1, 2, 3])
 def test_a_promotion_that_follows_a_killed_rollback_knows_it_as_one(model: str, writes: int) -> None:
     _champions(model, 2)
@@ -374,6 +383,7 @@ def test_a_promotion_that_follows_a_killed_rollback_knows_it_as_one(model: str, 
     assert _history(model) == [("1", "promoted"), ("2", "promoted"), *rolled_back, ("3", "promoted")]
 
 
+@pytest.mark.slow
 def test_a_champion_that_another_machine_sets_meanwhile_is_left_alone(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,6 +404,7 @@ def test_a_champion_that_another_machine_sets_meanwhile_is_left_alone(
     assert promote(model).against == "1"
 
 
+@pytest.mark.slow
 def test_a_history_that_is_too_long_for_its_column_is_cut_by_the_next_promotion(model: str) -> None:
     """SQLite takes any length, PostgreSQL none above the column's; a database may be moved from one to the other."""
     _champions(model, 2)
@@ -414,6 +425,7 @@ def _promote_at_once(barrier: Barrier, versions: list[tuple[str, str]]) -> None:
         promote(model, version)
 
 
+@pytest.mark.slow
 def test_of_two_at_once_the_second_meets_the_first_as_champion() -> None:
     races = {f"race-{right[0]}-{right[1]}": right for right in [(16, 16), (16, 30)]}
     candidates: dict[str, list[str]] = {}

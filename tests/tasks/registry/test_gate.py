@@ -31,6 +31,7 @@ def _trials(config: RunConfig, gain: dict[str, float], trials: int = TRIALS, **s
     return [_decide(config, simulated_samples(seed, gains, **simulated)) for seed in range(trials)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metric", "confidence", "num_samples", "guards"),
     [("accuracy", 0.95, 1, GUARDS), ("accuracy", 0.9, 4, []), ("reward", 0.8, 1, [])],
@@ -44,6 +45,7 @@ def test_the_same_policy_twice_is_promoted_no_more_often_than_stated(
     assert promoted <= binom.ppf(0.99, TRIALS, 1 - confidence)
 
 
+@pytest.mark.slow
 def test_a_difference_that_is_said_to_be_detectable_is_found_with_the_stated_power() -> None:
     config = promotion_config(guards=GUARDS)
     stated = [verdict.comparisons[0].difference.minimum_detectable for verdict in _trials(config, {}, trials=50)]
@@ -51,6 +53,7 @@ def test_a_difference_that_is_said_to_be_detectable_is_found_with_the_stated_pow
     assert binom.ppf(0.01, TRIALS, POWER) <= found <= binom.ppf(0.99, TRIALS, POWER + 0.1)
 
 
+@pytest.mark.slow
 def test_a_guard_lets_through_few_that_lose_as_much_as_it_allows() -> None:
     loses = {"held-out": 0.4, "general": -0.1}
     config = promotion_config(guards=[{"set": "general", "metric": "accuracy", "max_drop": 0.1}])
@@ -84,6 +87,7 @@ def test_each_attempt_against_the_same_rival_has_less_to_spend_and_all_together_
     assert spent[-1] == pytest.approx(0.05, rel=1e-3) and (spent < 0.05).all()
 
 
+@pytest.mark.slow
 def test_many_candidates_that_are_no_better_promote_none_more_often_than_stated() -> None:
     """Thirty nights against one champion, each with other sampling luck; at a fixed level four in five series would
     promote one."""

@@ -68,6 +68,7 @@ def version(run: Path, answer: str) -> Iterator[Any]:
     mlflow.set_tracking_uri(None)
 
 
+@pytest.mark.slow
 def test_the_pipeline_that_mlflow_loads_answers_as_plain_transformers(version: Any, answer: str) -> None:
     pipeline = mlflow.transformers.load_model("models:/sums/1")
     [served] = pipeline(PROMPT, max_new_tokens=4, do_sample=False, return_full_text=False)

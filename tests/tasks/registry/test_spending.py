@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from mlflow.store.model_registry.dbmodels.models import SqlRegisteredModelTag
 
 from tasks.registry.spending import take_number
@@ -24,6 +25,7 @@ def test_three_hundred_comparisons_with_a_champion_keep_their_numbers() -> None:
     assert take_number(text, "1", ["7", {}], {"base"})[0] == 301
 
 
+@pytest.mark.slow
 def test_no_two_comparisons_with_a_champion_share_a_number_whatever_was_forgotten() -> None:
     rng = random.Random(0)
     champions = ["base", *map(str, range(1, 71))]  # as many as the history has room for

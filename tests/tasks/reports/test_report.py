@@ -69,6 +69,7 @@ def _figures(found: dict[str, Any]) -> list[str]:
     return [f"{found['mean']:.1%}", f"[{100 * found['low']:.1f}, {100 * found['high']:.1f}]"]
 
 
+@pytest.mark.slow
 def test_the_page_has_the_figures_of_every_set_category_and_policy(full: Record, full_page: Page) -> None:
     text = full_page.text
     parts = [*full.evaluation["sets"].values(), *full.evaluation["sets"]["held-out"]["categories"].values()]
@@ -82,6 +83,7 @@ def test_the_page_has_the_figures_of_every_set_category_and_policy(full: Record,
         assert name in text
 
 
+@pytest.mark.slow
 def test_the_verdict_is_on_the_champion_and_its_tone_is_the_test_s(
     full: Record, full_page: Page, bare_page: Page
 ) -> None:
@@ -104,6 +106,7 @@ def test_what_others_wrote_is_text_and_nothing_comes_from_elsewhere(full_html: s
     assert not re.search(r"@import|url\((?!#)", full_html)
 
 
+@pytest.mark.slow
 def test_what_a_category_is_called_is_drawn_as_it_stands(tmp_path: Path) -> None:
     names = (r"$\frac$", "costs $5 to $10", "_a", "50%", "^{2}", "a\nb", r"\alpha")
     samples = samples_of({"base": outcomes_of(0, 0.4), "trained": outcomes_of(1, 0.6)}, categories=names)
@@ -122,6 +125,7 @@ def test_a_part_without_data_is_left_out(bare: Record, full_page: Page, bare_pag
     assert not [title for title in titles if title in nothing.text]
 
 
+@pytest.mark.slow
 def test_the_page_names_code_and_data_and_a_time_only_where_it_was_forecast(bare: Record) -> None:
     data = {
         **bare.data,
@@ -146,6 +150,7 @@ def test_prompts_that_changed_are_counted_and_shown(full_page: Page) -> None:
     assert f"{int((after + before == 0).sum())} still wrong" in text
 
 
+@pytest.mark.slow
 def test_of_several_completions_the_page_shows_pass_at_k_and_how_many_are_right(tmp_path: Path) -> None:
     drawn = [
         samples_of({"base": np.zeros(60), "trained": np.full(60, right)}).with_columns(sample=sample)
@@ -158,6 +163,7 @@ def test_of_several_completions_the_page_shows_pass_at_k_and_how_many_are_right(
         assert shown in page.text
 
 
+@pytest.mark.slow
 def test_a_run_whose_rewards_are_grades_is_headlined_by_its_reward(tmp_path: Path) -> None:
     base, gain = outcomes_of(0, 0.5) - 4, 2.5 * outcomes_of(1, 0.6) - 0.5 * outcomes_of(2, 0.5)
     drawn = [
@@ -186,6 +192,7 @@ def test_a_run_whose_rewards_are_grades_is_headlined_by_its_reward(tmp_path: Pat
     assert "%</text>" not in forest
 
 
+@pytest.mark.slow
 def test_a_set_that_no_reward_scored_is_said_and_not_drawn(tmp_path: Path) -> None:
     nothing = np.full(60, np.nan)
     samples = samples_of({"base": nothing, "trained": nothing}).fill_nan(None)

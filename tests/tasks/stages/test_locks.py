@@ -128,6 +128,7 @@ def test_a_run_is_free_once_its_holder_was_killed(run: Path, start: Any) -> None
         pass
 
 
+@pytest.mark.slow
 def test_a_run_stays_locked_while_what_a_killed_holder_supervised_is_ending_and_is_waited_for(
     run: Path, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ def _outdated(run: Path) -> dict[str, str]:
     return {name: found.reason for name, found in conditions(run, read_config(run)).items() if not found.is_up_to_date}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "key", "value", "stale"),
     [
@@ -178,6 +179,7 @@ def test_a_receipt_without_inputs_is_stale_and_a_copied_run_keeps_its_times(run:
     assert _outdated(run)["train"] == "inputs changed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "stale"),
     [
@@ -243,6 +245,7 @@ def test_what_is_missing_makes_stale_what_was_made_from_it(run: Path) -> None:
     assert _pipeline(run) == ["train", "evaluate", "register"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", '{"lineage_key": "ab', "null"])
 def test_a_receipt_that_a_dying_machine_left_empty_is_one_that_is_missing(run: Path, content: str) -> None:
     for stage in STAGES:
@@ -419,6 +422,7 @@ def test_status_shows_each_stage_and_its_exit_status_says_whether_anything_is_to
     assert runner.invoke(app, ["status", "tset"]).exit_code == 2
 
 
+@pytest.mark.slow
 def test_status_imports_neither_torch_nor_prefect_nor_mlflow(run: Path) -> None:
     code = (
         "import sys; from flows.cli.main import app; app(['status', 'test'], standalone_mode=False);"

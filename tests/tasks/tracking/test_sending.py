@@ -85,6 +85,7 @@ def _new_run() -> dict[str, Any]:
     return {"run_id": info.run_id, "experiment_id": "0", "start_time": info.start_time}
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back_has_every_figure_once(
     database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_server_that_is_killed_and_comes_back_has_every_figure_once(
     mlflow.set_tracking_uri(None)
 
 
+@pytest.mark.slow
 def test_what_a_dead_server_did_not_take_waits_for_who_comes_next(
     database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,6 +138,7 @@ def test_what_a_dead_server_did_not_take_waits_for_who_comes_next(
     mlflow.set_tracking_uri(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("raised", "status"), [(ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")])
 def test_how_a_training_ended_is_in_mlflow_until_an_attempt_goes_on(
     run: dict[str, Any], tmp_path: Path, raised: type[BaseException], status: str, monkeypatch: pytest.MonkeyPatch

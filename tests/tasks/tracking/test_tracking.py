@@ -31,6 +31,7 @@ def test_a_tracking_uri_with_a_password_is_refused_without_saying_it(monkeypatch
     assert "hidden" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_each_storage_root_has_a_store_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for name in ("first", "second"):
@@ -63,6 +64,7 @@ def _config(run: Path, **changes: Any) -> RunConfig:
     return parse_config({**config_values(run / "model", run), **changes})
 
 
+@pytest.mark.slow
 def test_a_training_is_tracked_whatever_keys_its_rewards_arguments_have(run: Path) -> None:
     """MLflow refuses names of parameters with other characters than letters, digits and _ - . / : and space."""
     schema = {"$defs": {"p": {"type": "integer"}}, "properties": {"a+b €": {"$ref": "#/$defs/p"}, "k" * 300: {}}}
@@ -120,6 +122,7 @@ def test_a_run_in_mlflow_says_who_trained_with_which_code_on_what(run: Path) -> 
     assert run_address(run / "training").endswith("?workflowType=machine_learning")
 
 
+@pytest.mark.slow
 def test_the_pace_of_earlier_runs_is_that_of_the_same_hardware(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config(run, registry={"experiment": "paces"})
     client = connect()
