@@ -9,14 +9,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from grpo_core.errors import RewardError
 from grpo_core.evaluation.run import evaluate
 from grpo_core.system.libraries import quiet_libraries
-
-if TYPE_CHECKING:
-    pass
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Entry point of the training process: `accelerate launch -m grpo_core.train RUN_DIR`.
 
-Exit status 143: stopped by SIGTERM, after saving a checkpoint of the last complete update. Exit status 1: a reward
-failed, because its server is gone for instance; the checkpoint is saved all the same.
+Exit status 143: stopped by SIGTERM after saving a checkpoint. Exit status 1: a reward failed, for instance because its
+server is gone; the checkpoint is saved all the same.
 """
 
 from __future__ import annotations

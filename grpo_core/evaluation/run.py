@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import polars as pl
 
@@ -15,9 +15,6 @@ from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.samples import _answer_columns, prompt_columns, samples_table
 from grpo_core.fingerprint import reward_parts
-
-if TYPE_CHECKING:
-    pass
 
 
 def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str, Any]:
