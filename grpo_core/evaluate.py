@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from grpo_core.errors import RewardError
 from grpo_core.evaluation.run import evaluate
 from grpo_core.system.libraries import quiet_libraries
+from grpo_core.system.processes import run_and_leave
 
 if TYPE_CHECKING:
     pass
@@ -38,4 +39,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

@@ -35,6 +35,7 @@ from grpo_core.config.evaluation import RegistryConfig
 from grpo_core.config.files import describe_keys, load_config, read_overrides
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError, GrpoError
+from grpo_core.system.processes import importing, run_and_leave
 from tasks.stages.run_directory import find_run, locked, storage_root
 from tasks.stages.stage import EVALUATE, REGISTER, STAGES, TRAIN, Interrupted, refuse_outdated_inputs
 
@@ -81,10 +82,11 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     with _prefect() as url:
         page = url.removesuffix("/api")
         say(f"Run {resolved.name} starts; Prefect's UI, in some seconds and while this runs: {page}")
-        from prefect import tags
+        with importing():
+            from prefect import tags
 
-        from flows.parameters.form import changes_of
-        from flows.pipeline import pipeline
+            from flows.parameters.form import changes_of
+            from flows.pipeline import pipeline
 
     with _refusals(1, resolved.name), tags(TAG):
         folder = pipeline(str(config), changes_of(config, overrides))
@@ -104,9 +106,11 @@ def stage(
         refuse_outdated_inputs(next(it for it in STAGES if it.name == name), folder, force)
     configure()
     with _prefect():
-        from prefect import tags
+        say(f"Stage {name} of run {run} starts")
+        with importing():
+            from prefect import tags
 
-        from flows import stages
+            from flows import stages
 
     with _refusals(1, run), tags(TAG):
         getattr(stages, f"{name}_run")(run, force)
@@ -277,5 +281,9 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
     )
 
 
+def main() -> None:
+    run_and_leave(app)
+
+
 if __name__ == "__main__":
-    app()
+    main()

@@ -14,6 +14,7 @@ from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.samples import _answer_columns, prompt_columns, samples_table
 from grpo_core.fingerprint import reward_parts
+from grpo_core.system.processes import importing
 
 if TYPE_CHECKING:
     pass
@@ -25,20 +26,21 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     A champion with another architecture or tokenizer than the run's base model is left out: the engine cannot sample
     from it. The caller, which knows what the folder is, fills in "champion" of the report.
     """
-    import torch
+    with importing():
+        import torch
 
-    from grpo_core.data.prompts import load_prompts, load_tokenizer
-    from grpo_core.evaluation.comparison import compare_policies
-    from grpo_core.evaluation.outcomes import deciding_metric
-    from grpo_core.model.capabilities import check_padding
-    from grpo_core.model.divergence import mean_kl
-    from grpo_core.model.loading import load_model
-    from grpo_core.model.positions import check_context
-    from grpo_core.model.precision import in_bfloat16
-    from grpo_core.rewards.contract import resolve
-    from grpo_core.rollout.collect import sample_and_score
-    from grpo_core.rollout.factory import make_engine
-    from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
+        from grpo_core.data.prompts import load_prompts, load_tokenizer
+        from grpo_core.evaluation.comparison import compare_policies
+        from grpo_core.evaluation.outcomes import deciding_metric
+        from grpo_core.model.capabilities import check_padding
+        from grpo_core.model.divergence import mean_kl
+        from grpo_core.model.loading import load_model
+        from grpo_core.model.positions import check_context
+        from grpo_core.model.precision import in_bfloat16
+        from grpo_core.rewards.contract import resolve
+        from grpo_core.rollout.collect import sample_and_score
+        from grpo_core.rollout.factory import make_engine
+        from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
 
     config = load_config(run / "config.toml")
     device = "cuda" if torch.cuda.is_available() else "cpu"

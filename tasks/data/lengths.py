@@ -11,6 +11,7 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.data.prompts import encode_prompts, load_tokenizer, without_gaps
 from grpo_core.errors import GrpoError
 from grpo_core.model.positions import usable_positions
+from grpo_core.system.processes import importing
 
 SAMPLED = 10_000  # prompts whose lengths stand for all
 LONGEST = 100  # prompts, by bytes, that are always among them
@@ -33,7 +34,8 @@ class ModelError(GrpoError):
 
 def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
     """The tokenizer, and the most tokens that a sequence may have (None: no such limit)."""
-    from transformers import AutoConfig, logging
+    with importing():
+        from transformers import AutoConfig, AutoTokenizer, logging  # noqa: F401  (AutoTokenizer: for load_tokenizer)
 
     logging.set_verbosity_error()  # it warns of each text that is longer than the model's context
     try:
