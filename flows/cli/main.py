@@ -194,7 +194,8 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
 
 def _find_model(name: str) -> tuple[str, str | None]:
     """The registered model of this name; else the one that the run of this name has registered, and the version."""
-    from tasks.registry.champion import PromotionError, check
+    with importing():
+        from tasks.registry.champion import PromotionError, check
 
     try:
         check(name)
@@ -254,6 +255,8 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
     """What happened and where to look."""
     from tasks.evaluate import rows_of, verdicts
     from tasks.rendering.figures import metric_of
+    from tasks.reports.account import stage_times
+    from tasks.reports.record import read_record
     from tasks.reports.report import PAGE
 
     report, training, registration = (stage.read_receipt(folder) for stage in (EVALUATE, TRAIN, REGISTER))
@@ -266,6 +269,13 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
         table = Table(*head, title=f"{name}: {figures['num_prompts']:,} prompts, {drawn}")
         for row in rows:
             table.add_row(*row)
+        console.print(table)
+    timed = stage_times(read_record(folder), report["seconds"])
+    timed.append((REGISTER.name, registration["seconds"]))
+    if (rest := seconds - sum(value for _, value in timed)) >= 0:  # else a stage was skipped
+        table = Table("stage", "seconds", title="Where the time went")
+        for name, value in [("start of command and Prefect", rest), *timed]:
+            table.add_row(name, f"{value:.1f}")
         console.print(table)
     console.print(
         "\n".join(f"{sentence}." for sentence in verdicts(report, metric_of(config, report))) + "\n"

@@ -13,6 +13,7 @@ from flows.cli.terminal import refuse
 from flows.serving.environment import configure
 from flows.serving.local_server import find_api_to_serve
 from flows.serving.running import ServerError
+from grpo_core.system.processes import importing
 
 ENDING_SECONDS = 28  # that flow runs get when serving ends: a training takes 20 at most, and is to be gone in 30
 
@@ -37,7 +38,8 @@ def _set_up() -> None:
     configure()
     try:
         os.environ["PREFECT_API_URL"] = find_api_to_serve()
-        from flows.serving.server_setup import password_asked_for, set_up
+        with importing():
+            from flows.serving.server_setup import password_asked_for, set_up
 
         with password_asked_for():
             set_up()

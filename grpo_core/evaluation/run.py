@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     A champion with another architecture or tokenizer than the run's base model is left out: the engine cannot sample
     from it. The caller, which knows what the folder is, fills in "champion" of the report.
     """
+    begun = time.monotonic()
     with importing():
         import torch
 
@@ -75,6 +77,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
                 completed = [sample.completion.ids for sample in samples]
                 columns[name][f"{policy}/kl"] = mean_kl(model, base, asked, completed)
 
+    start_seconds = time.monotonic() - begun
     sample("base", base)
     if champion is not None:
         model = in_precision(load_model(champion).to(device))
@@ -108,6 +111,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
         "temperature": config.evaluation.temperature,
         "num_samples": n,
         "confidence": config.evaluation.confidence,
+        "start_seconds": round(start_seconds, 3),
         "sets": found,
     }
 

@@ -138,11 +138,12 @@ def time_of_updates(rows: Sequence[Row], plan: Plan) -> dict[str, np.ndarray]:
     return {"sampling": generate, "scoring": score, "update": np.maximum(all_of_it - generate - score, 0.0)}
 
 
-def time_spent(record: Record, seconds: float) -> Section:
-    if not record.metrics or not record.plan:
-        return Section("Where the time went")
+def stage_times(record: Record, evaluation: float) -> list[tuple[str, float]]:
+    """Seconds of each stage that precedes registration, of training and evaluation by what took them.
+
+    `evaluation`: duration of the evaluation.
+    """
     parts = time_of_updates(record.metrics, Plan(**record.plan["plan"]))
-    steps = [row["step"] for row in record.metrics]
     in_updates = sum(values.sum() for values in parts.values())
     stages = [("validate", record.data.get("seconds")), ("plan", record.plan.get("seconds"))]
     rows = [(name, value) for name, value in stages if value is not None]
@@ -151,7 +152,19 @@ def time_spent(record: Record, seconds: float) -> Section:
     rest = [("start, checkpoints, evaluations", whole - in_updates)] if whole and not attempts else []
     rows += [(f"train: {name}", values.sum()) for name, values in parts.items()]
     rows += [(f"train: {name}", max(value, 0.0)) for name, value in rest]
-    rows.append(("evaluate", seconds))
+    if (start := record.evaluation.get("start_seconds")) is None:
+        return [*rows, ("evaluate", evaluation)]
+    work = max(evaluation - start, 0.0)
+    return [*rows, ("evaluate: start", start), ("evaluate: sampling, scoring, comparison", work)]
+
+
+def time_spent(record: Record, seconds: float) -> Section:
+    if not record.metrics or not record.plan:
+        return Section("Where the time went")
+    rows = stage_times(record, seconds)
+    parts = time_of_updates(record.metrics, Plan(**record.plan["plan"]))
+    steps = [row["step"] for row in record.metrics]
+    in_updates = sum(values.sum() for values in parts.values())
     total = sum(value for _, value in rows)
     table = [[name, figures.duration(value), figures.percent(value / total)] for name, value in rows]
     chart = drawing.svg(lambda axes: (drawing.stacked(axes, steps, parts), axes.set(ylabel="seconds")))
