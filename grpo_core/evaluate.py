@@ -13,6 +13,7 @@ from pathlib import Path
 from grpo_core.errors import RewardError
 from grpo_core.evaluation.run import evaluate
 from grpo_core.system.libraries import quiet_libraries
+from grpo_core.system.processes import run_and_leave
 
 
 def main() -> None:
@@ -34,4 +35,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

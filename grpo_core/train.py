@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from grpo_core.system.libraries import quiet_libraries
+from grpo_core.system.processes import importing, run_and_leave
 
 
 def main() -> None:
@@ -25,9 +26,10 @@ def main() -> None:
     if (output / "result.json").exists():
         sys.exit(f"{output} holds a finished training (result.json); move it away to train again")
     quiet_libraries()
-    from grpo_core.errors import RewardError
-    from grpo_core.training.interrupt import EXIT_STATUS, Stopped
-    from grpo_core.training.loop import train
+    with importing():
+        from grpo_core.errors import RewardError
+        from grpo_core.training.interrupt import EXIT_STATUS, Stopped
+        from grpo_core.training.loop import train
 
     try:
         train(arguments.run, output)
@@ -39,4 +41,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

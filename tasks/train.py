@@ -1,5 +1,4 @@
-"""The stage train: `accelerate launch -m grpo_core.train` in a supervised process; its result is checked against the
-plan."""
+"""The stage train: `grpo_core.train` in supervised processes; its result is checked against the plan."""
 
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
 from grpo_core.config.run import RunConfig
+from grpo_core.config.training import TrainConfig
 from grpo_core.planning.plan import Plan, load_plan
 from tasks.processes.run import run_process
 from tasks.processes.vllm_servers import servers
@@ -50,9 +50,9 @@ def _work(context: Context) -> dict[str, Any]:
             _shown(folder, plan) as on_line,
         ):
             run_process(
-                [*_launcher(context), "-m", "grpo_core.train", str(context.run), "--output", str(folder)],
+                [*launcher(context.config.train), "-m", "grpo_core.train", str(context.run), "--output", str(folder)],
                 on_line,
-                env=_process_environment(context) | addresses,
+                env=process_environment(context.config.train) | addresses,
             )
     result = json.loads((folder / "result.json").read_text())
     check_result(result, folder / "metrics.jsonl", plan)
@@ -115,24 +115,32 @@ def check_result(result: dict[str, Any], metrics: Path, plan: Plan) -> None:
             )
 
 
-def _launcher(context: Context) -> list[str]:
+def launcher(train: TrainConfig) -> list[str]:
     """Arguments of `python` that start the configured number of processes. Every option is given: the launcher warns of
-    defaults."""
-    train = context.config.train
-    threads = max(1, (os.cpu_count() or 1) // train.num_processes)
+    defaults.
+
+    None for one process: the launcher would import torch before it starts the process, and do nothing else.
+    """
+    if train.num_processes == 1:
+        return []
     return [
-        *("-m", "accelerate.commands.launch"),
-        *("--num_processes", str(train.num_processes)),
-        *(["--multi_gpu", "--main_process_port", "0"] if train.num_processes > 1 else []),
-        *("--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", train.mixed_precision),
-        *("--num_cpu_threads_per_process", os.environ.get("OMP_NUM_THREADS", str(threads))),
+        *("-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0"),
+        *("--num_processes", str(train.num_processes), "--num_machines", "1"),
+        *("--dynamo_backend", "no", "--mixed_precision", train.mixed_precision),
+        *("--num_cpu_threads_per_process", _threads(train)),
     ]
 
 
-def _process_environment(context: Context) -> dict[str, str]:
-    """Variables for several processes without a GPU: Accelerate's launcher then starts them on the CPU (gloo)."""
-    if context.config.train.num_processes == 1:
-        return {}
+def process_environment(train: TrainConfig) -> dict[str, str]:
+    """Variables of the training's processes. One process: those that Accelerate's launcher would set. Several without a
+    GPU: those that let the launcher start them on the CPU (gloo)."""
+    if train.num_processes == 1:
+        return {"ACCELERATE_MIXED_PRECISION": train.mixed_precision, "OMP_NUM_THREADS": _threads(train)}
     import torch
 
     return {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
+
+
+def _threads(train: TrainConfig) -> str:
+    """CPU threads per process."""
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // train.num_processes)))

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo_core.system.libraries import quiet_libraries
+
 if TYPE_CHECKING:
     import torch
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
@@ -117,7 +119,7 @@ def measure(model: Qwen2ForCausalLM, inputs: torch.Tensor, labels: torch.Tensor)
 def train_base(train: list[Row], held: list[Row]) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer, dict[str, float]]:
     import torch
 
-    torch.set_num_threads(1)  # the same base whatever the number of cores, and none wasted on a model this small
+    torch.set_num_threads(2)  # the same base whatever the number of cores; a model this small has no use for more
     torch.manual_seed(SEED)
     started = time.perf_counter()
     tokenizer = make_tokenizer()
@@ -181,6 +183,7 @@ def main() -> None:
         return
     if made_by is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SystemExit(f"{out} holds something this script did not make; choose another --out")
+    quiet_libraries()
     print("loading torch, then teaching the base model (about half a minute)", flush=True)
     info = build(out, source)
     print(f"{out}: train.parquet ({TRAIN_ROWS} sums), eval.parquet ({EVAL_ROWS} sums)")

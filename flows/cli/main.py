@@ -22,6 +22,7 @@ from flows.cli.stage import stage
 from flows.cli.status import status
 from flows.cli.terminal import Commands
 from flows.cli.up import up
+from grpo_core.system.processes import run_and_leave
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -39,5 +40,9 @@ def grpo(version: Annotated[bool, typer.Option("--version", help="print the vers
         raise typer.Exit
 
 
+def main() -> None:
+    run_and_leave(app)
+
+
 if __name__ == "__main__":
-    app()
+    main()

@@ -16,6 +16,7 @@ from flows.serving.running import find_up
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
+from grpo_core.system.processes import importing
 from tasks.stages.locks import locked
 from tasks.stages.run_directory import run_folder
 from tasks.stages.table import EVALUATE, REGISTER, TRAIN
@@ -40,10 +41,11 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     with prefect_server() as url:
         page = url.removesuffix("/api")
         say(f"Run {resolved.name} starts. Prefect's UI, in a few seconds and as long as this runs: {page}")
-        from prefect import tags
+        with importing():
+            from prefect import tags
 
-        from flows.parameters.form import changes_of
-        from flows.pipeline import pipeline_of
+            from flows.parameters.form import changes_of
+            from flows.pipeline import pipeline_of
 
     with refusals(resolved.name, started=True), tags(TAG):
         folder = pipeline_of(resolved)(str(config), changes_of(config, overrides))
@@ -62,6 +64,8 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
     """What happened and where to look."""
     from tasks.evaluate import rows_of, verdicts
     from tasks.rendering.figures import metric_of
+    from tasks.reports.account import stage_times
+    from tasks.reports.record import read_record
     from tasks.reports.report import PAGE
 
     console = Console()
@@ -75,6 +79,13 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
         table = Table(*head, title=f"{name}: {figures['num_prompts']:,} prompts, {drawn}")
         for row in rows:
             table.add_row(*row)
+        console.print(table)
+    timed = stage_times(read_record(folder, config), report["seconds"])
+    timed.append((REGISTER.name, registration["seconds"]))
+    if (rest := seconds - sum(value for _, value in timed)) >= 0:  # else a stage was skipped
+        table = Table("stage", "seconds", title="Where the time went")
+        for name, value in [("start of command and Prefect", rest), *timed]:
+            table.add_row(name, f"{value:.1f}")
         console.print(table)
     console.print(
         "\n".join(f"{sentence}." for sentence in verdicts(report, metric_of(config, report))) + "\n"

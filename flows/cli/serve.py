@@ -11,6 +11,7 @@ import typer
 
 from flows.serving.environment import configure
 from flows.serving.local_server import find_api_to_serve
+from grpo_core.system.processes import importing
 
 ENDING_SECONDS = 28  # that flow runs get when serving ends: a training takes at most 20, and has to end within 30
 
@@ -34,7 +35,8 @@ def worker(
 def _set_up() -> None:
     configure()
     os.environ["PREFECT_API_URL"] = find_api_to_serve()
-    from flows.serving.server_setup import password_asked_for, set_up
+    with importing():
+        from flows.serving.server_setup import password_asked_for, set_up
 
     with password_asked_for():
         set_up()

@@ -8,8 +8,9 @@ import typer
 
 from flows.cli.server import prefect_server
 from flows.cli.status import show_status
-from flows.cli.terminal import refusals
+from flows.cli.terminal import refusals, say
 from flows.serving.environment import TAG, configure
+from grpo_core.system.processes import importing
 from tasks.stages.condition import refuse_outdated_inputs
 from tasks.stages.run_directory import find_run, read_config
 from tasks.stages.table import STAGES
@@ -38,9 +39,11 @@ def stage(
     refuse_outdated_inputs(BY_NAME[name], folder, read_config(folder), force)
     configure()
     with prefect_server():
-        from prefect import tags
+        say(f"Stage {name} of run {run} starts")
+        with importing():
+            from prefect import tags
 
-        from flows.stages import FLOWS
+            from flows.stages import FLOWS
 
     with refusals(run, started=True), tags(TAG):
         FLOWS[name](run, force)

@@ -23,6 +23,7 @@ from flows.serving.environment import configure
 from flows.serving.local_server import SERVER_ID, START_SECONDS, is_ours, server_command, server_log
 from flows.serving.ports import HOST, is_listening, refuse_taken
 from flows.serving.running import Up, announced, new_up
+from grpo_core.system.processes import importing
 from tasks.stages.run_directory import storage_root
 
 ENDING_SECONDS = 60  # that each server, which may be creating its database, and `grpo serve` get to end
@@ -51,8 +52,9 @@ def up(
 
 
 def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
-    from tasks.stages.outages import tracking_uri
-    from tasks.tracking.runs import SERVED_AT, connect
+    with importing():
+        from tasks.stages.outages import tracking_uri
+        from tasks.tracking.runs import SERVED_AT, connect
 
     if (uri := tracking_uri()).startswith("http"):
         refuse(f"MLFLOW_TRACKING_URI={uri} is a server that runs already: start only `grpo serve`")

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flows.serving.local_server import ID_HEADER, SERVER_ID, STORAGE_HEADER
 from grpo_core.system.origin_check import OwnPagesOnly
+from grpo_core.system.processes import importing, run_and_leave
 from tasks.stages.run_directory import storage_root
 
 SHUTDOWN_SECONDS = 5  # for requests in progress, such as the event streams of open pages
@@ -50,8 +51,9 @@ class Server(uvicorn.Server):
 
 
 def main() -> None:
-    from prefect.server.api.server import create_app
-    from prefect.settings import get_current_settings
+    with importing():
+        from prefect.server.api.server import create_app
+        from prefect.settings import get_current_settings
 
     settings = get_current_settings().server
     config = uvicorn.Config(
@@ -66,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

@@ -54,7 +54,7 @@ class HealthConfig(Section):
 
 class TrainConfig(Section):
     num_processes: int = Field(1, ge=1)
-    """Training processes (one per GPU) started by `accelerate launch`."""
+    """Training processes, one per GPU; several are started by `accelerate launch`."""
     mixed_precision: Literal["no", "bf16"] = "no"
     """`bf16` computes with a bfloat16 copy of the weights; weights, gradients and optimizer stay float32."""
     per_device_train_batch_size: int = Field(8, ge=1)

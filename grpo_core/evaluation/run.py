@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.samples import _answer_columns, prompt_columns, samples_table
 from grpo_core.fingerprint import reward_parts
+from grpo_core.system.processes import importing
 
 
 def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str, Any]:
@@ -23,20 +25,22 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     A champion with another architecture or tokenizer than the run's base model is left out: the engine cannot sample
     from it. The caller, which knows what the folder is, fills in "champion" of the report.
     """
-    import torch
+    begun = time.monotonic()
+    with importing():
+        import torch
 
-    from grpo_core.data.prompts import load_prompts, load_tokenizer
-    from grpo_core.evaluation.comparison import compare_policies
-    from grpo_core.evaluation.outcomes import deciding_metric
-    from grpo_core.model.capabilities import check_padding
-    from grpo_core.model.divergence import mean_kl
-    from grpo_core.model.loading import load_model
-    from grpo_core.model.positions import check_context
-    from grpo_core.model.precision import in_bfloat16
-    from grpo_core.rewards.contract import resolve
-    from grpo_core.rollout.collect import sample_and_score
-    from grpo_core.rollout.factory import make_engine
-    from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
+        from grpo_core.data.prompts import load_prompts, load_tokenizer
+        from grpo_core.evaluation.comparison import compare_policies
+        from grpo_core.evaluation.outcomes import deciding_metric
+        from grpo_core.model.capabilities import check_padding
+        from grpo_core.model.divergence import mean_kl
+        from grpo_core.model.loading import load_model
+        from grpo_core.model.positions import check_context
+        from grpo_core.model.precision import in_bfloat16
+        from grpo_core.rewards.contract import resolve
+        from grpo_core.rollout.collect import sample_and_score
+        from grpo_core.rollout.factory import make_engine
+        from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
 
     config = load_config(run / "config.toml")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,6 +75,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
                 completed = [sample.completion.ids for sample in samples]
                 columns[name][f"{policy}/kl"] = mean_kl(model, base, asked, completed)
 
+    start_seconds = time.monotonic() - begun
     sample("base", base)
     if champion is not None:
         model = in_precision(load_model(champion).to(device))
@@ -104,6 +109,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
         "temperature": config.evaluation.temperature,
         "num_samples": n,
         "confidence": config.evaluation.confidence,
+        "start_seconds": round(start_seconds, 3),
         "sets": found,
     }
 

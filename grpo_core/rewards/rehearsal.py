@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,20 +46,27 @@ def main() -> None:
     quiet_libraries()
     import pyarrow.parquet as pq
 
-    from grpo_core.data.prompts import load_tokenizer
-
     config = load_config(arguments.config)
     rows = next(pq.ParquetFile(arguments.data).iter_batches(batch_size=ROWS)).to_pylist()
     try:
-        report = rehearse(config, rows, load_tokenizer(config.model))
+        report = rehearse(config, rows, lambda: _load_tokenizer(config))
     except RewardError as error:
         sys.exit(str(error))
     arguments.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> dict[str, Any]:
-    """Values of each reward per kind of completion, its pace, the rewards that gave only 0 and 1, and warnings. Raises
-    RewardError that names all rewards that fail."""
+def _load_tokenizer(config: RunConfig) -> Any:
+    """The model's tokenizer. Imports torch, which takes seconds."""
+    from grpo_core.data.prompts import load_tokenizer
+
+    return load_tokenizer(config.model)
+
+
+def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], load_tokenizer: Callable[[], Any]) -> dict[str, Any]:
+    """Values of each reward per kind of completion, its pace, the rewards that gave only 0 and 1, and warnings.
+
+    The tokenizer is loaded if a reward reads `completion_ids`. Raises RewardError that names all rewards that fail.
+    """
     answered = [row for row in rows if isinstance(row.get(config.data.answer_column), (str, int, float))]
     groups = {
         "right": [(row, str(row[config.data.answer_column])) for row in answered],
@@ -69,9 +76,11 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], tokenizer: An
     kinds = [kind for kind, pairs in groups.items() for _ in pairs]
     batch, texts = zip(*(pair for pairs in groups.values() for pair in pairs), strict=True)
     completions = [completion_of(row["prompt"], text) for row, text in zip(batch, texts, strict=True)]
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    whole = Batch(batch, completions, ids)
     resolved = [resolve(reward) for reward in config.rewards]
+    ids: list[list[int]] = [[] for _ in texts]
+    if any(reward.accepts is None or "completion_ids" in reward.accepts for reward in resolved):
+        ids = load_tokenizer()([*texts], add_special_tokens=False)["input_ids"]
+    whole = Batch(batch, completions, ids)
     rewards: dict[str, Any] = {}
     zero_or_one: list[str] = []
     errors, warnings = _gates(config.rewards, {reward.name: reward.range for reward in resolved})

@@ -12,6 +12,7 @@ from grpo_core.data.chat import encode_prompts, is_conversation, turns, without_
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.errors import GrpoError
 from grpo_core.model.positions import usable_positions
+from grpo_core.system.processes import importing
 
 SAMPLED = 10_000  # prompts whose lengths represent all
 LONGEST = 100  # of these, the longest prompts by bytes
@@ -34,7 +35,8 @@ class ModelError(GrpoError):
 
 def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
     """The tokenizer, and the most tokens that a sequence may have (None: no such limit)."""
-    from transformers import AutoConfig, logging
+    with importing():
+        from transformers import AutoConfig, AutoTokenizer, logging  # noqa: F401  (AutoTokenizer: for load_tokenizer)
 
     logging.set_verbosity_error()  # it warns of each text that is longer than the model's context
     try:

@@ -142,23 +142,40 @@ def time_of_updates(rows: Sequence[Row], plan: Plan) -> dict[str, np.ndarray]:
     return {"sampling": generate, "scoring": score, "update": np.maximum(all_of_it - generate - score, 0.0)}
 
 
-def time_spent(record: Record, seconds: float) -> Section:
-    if not record.metrics or not record.plan:
-        return Section("Where the time went")
+def stage_times(record: Record, evaluation: float) -> list[tuple[str, float]]:
+    """Seconds of each stage that precedes registration, of training and evaluation by what took them.
+
+    `evaluation`: duration of the evaluation.
+    """
     parts = time_of_updates(record.metrics, Plan(**record.plan["plan"]))
-    steps = [row["step"] for row in record.metrics]
     in_updates = sum(values.sum() for values in parts.values())
     whole = record.seconds.get(TRAIN.name)
     attempts = record.result.get("resumed_at_step") or record.result.get("roll_backs")
-    rest = {"start, checkpoints, evaluations": max(whole - in_updates, 0.0)} if whole and not attempts else {}
-    training = {f"train: {name}": value for name, value in [*((n, v.sum()) for n, v in parts.items()), *rest.items()]}
+    rest = [("start, checkpoints, evaluations", max(whole - in_updates, 0.0))] if whole and not attempts else []
+    training = [(f"train: {name}", value) for name, value in [*((n, v.sum()) for n, v in parts.items()), *rest]]
     rows: list[tuple[str, float]] = []
     for stage in STAGES[: STAGES.index(EVALUATE)]:
         if stage is TRAIN:
-            rows += training.items()
+            rows += training
         elif stage.name in record.seconds:
             rows.append((stage.name, record.seconds[stage.name]))
-    rows.append((EVALUATE.name, seconds))
+    if (start := record.evaluation.get("start_seconds")) is None:
+        return [*rows, (EVALUATE.name, evaluation)]
+    work = max(evaluation - start, 0.0)
+    return [
+        *rows,
+        (f"{EVALUATE.name}: start", start),
+        (f"{EVALUATE.name}: sampling, scoring, comparison", work),
+    ]
+
+
+def time_spent(record: Record, seconds: float) -> Section:
+    if not record.metrics or not record.plan:
+        return Section("Where the time went")
+    rows = stage_times(record, seconds)
+    parts = time_of_updates(record.metrics, Plan(**record.plan["plan"]))
+    steps = [row["step"] for row in record.metrics]
+    in_updates = sum(values.sum() for values in parts.values())
     total = sum(value for _, value in rows)
     table = [[name, figures.duration(value), figures.percent(value / total)] for name, value in rows]
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 
 from prefect import get_run_logger
+from prefect.context import TagsContext
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import deployment
 from prefect.states import Cancelled
@@ -50,7 +51,10 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
             signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
         try:
             close_left_open()
-            return work(*args, **kwargs)
+            # Tasks would inherit the run's tags. Prefect asks its server for a concurrency slot for each tag of a task,
+            # and waits two seconds where SQLite is busy with the end of the task before.
+            with TagsContext(current_tags=set()):
+                return work(*args, **kwargs)
         except Interrupted as error:
             interrupted = error
         except GrpoError as error:

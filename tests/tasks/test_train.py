@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_core.config.training import TrainConfig
 from grpo_core.planning.plan import Plan, make_plan
 from grpo_core.planning.rules import PlanInputs
 from tasks.stages.errors import StageError
-from tasks.train import check_result
+from tasks.train import check_result, launcher, process_environment
 
 
 @pytest.fixture
@@ -67,3 +69,22 @@ def test_missing_or_repeated_steps_are_refused(plan: Plan, tmp_path: Path, steps
 def test_a_figure_that_is_not_finite_is_refused_by_name(plan: Plan, tmp_path: Path, name: str, value: float) -> None:
     with pytest.raises(StageError, match=f"step 1: {name} is"):
         check_result(_result(), _metrics(tmp_path / "m.jsonl", [1, 2, 3], **{name: value}), plan)
+
+
+def test_one_process_is_started_without_a_launcher_with_the_environment_that_it_would_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    train = TrainConfig(mixed_precision="bf16")
+    assert launcher(train) == []
+    threads = str(os.cpu_count())
+    assert process_environment(train) == {"ACCELERATE_MIXED_PRECISION": "bf16", "OMP_NUM_THREADS": threads}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert process_environment(train)["OMP_NUM_THREADS"] == "3"
+
+
+def test_several_processes_are_started_by_accelerate() -> None:
+    command = launcher(TrainConfig(num_processes=2, mixed_precision="bf16"))
+    assert "accelerate.commands.launch" in command
+    assert command[command.index("--num_processes") + 1] == "2"
+    assert command[command.index("--mixed_precision") + 1] == "bf16"

@@ -28,6 +28,8 @@ def tagged(completions, answer): return [float(c == f"<a>{a}</a>") for c, a in z
 def slow(completions):
     time.sleep(0.05)
     return [float(len(c)) for c in completions]
+def counted(completion_ids):
+    return [float(len(ids)) for ids in completion_ids]
 def talks(completions, prompts):
     return [float(len(c[-1]["content"] + p[-1]["content"])) for c, p in zip(completions, prompts)]
 """
@@ -41,7 +43,7 @@ def rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(*rewards: dict[str, Any], rows: list[dict[str, Any]] = ROWS, **keys: Any) -> dict[str, Any]:
         values = {**config_values(tmp_path, tmp_path, **keys), "rewards": list(rewards)}
-        return rehearse(parse_config(values), rows, make_tokenizer())
+        return rehearse(parse_config(values), rows, make_tokenizer)
 
     return run
 
@@ -61,6 +63,13 @@ def test_a_judge_whose_silence_would_pay_is_warned_of(rehearsed: Any, tmp_path: 
         for weight, warned in ((-1.0, True), (1.0, False)):
             warnings = rehearsed({"function": "judge", "weight": weight, "args": arguments})["warnings"]
             assert any("'judge' has weight -1: what gets no grade counts as 0" in it for it in warnings) is warned
+
+
+def test_a_reward_that_reads_token_ids_gets_them_and_others_cost_no_tokenizer(rehearsed: Any, tmp_path: Path) -> None:
+    given = rehearsed({"function": "rehearsed_rewards:counted"})["rewards"]["counted"]
+    assert (given["right"], given["empty"]) == (2.0, 0.0)
+    values = config_values(tmp_path, tmp_path) | {"rewards": [{"function": "numeric_match"}]}
+    rehearse(parse_config(values), ROWS, lambda: pytest.fail("the tokenizer was loaded"))
 
 
 def test_without_answers_only_the_others_are_scored(rehearsed: Any) -> None:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from grpo_core.planning.plan import make_plan
 from grpo_core.planning.rules import PlanInputs
 from tasks.rendering import drawing
-from tasks.reports.account import time_of_updates
+from tasks.reports.account import stage_times, time_of_updates
 from tasks.reports.record import Record, read_record
 from tasks.reports.report import report_page
 from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
@@ -209,6 +209,14 @@ def test_the_time_of_a_generation_batch_is_counted_once() -> None:
     parts = time_of_updates(rows, plan)
     assert parts["sampling"].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert np.allclose(sum(parts.values()), 2.0)
+
+
+def test_the_time_of_training_and_evaluation_is_split_into_start_and_work(full: Record) -> None:
+    record = replace(full, result={**full.result, "seconds": 1e6}, evaluation={**full.evaluation, "start_seconds": 4.0})
+    times = dict(stage_times(record, 10.0))
+    assert (times["evaluate: start"], times["evaluate: sampling, scoring, comparison"]) == (4.0, 6.0)
+    in_updates = sum(row["step_time"] for row in record.metrics)
+    assert times["train: start, checkpoints, evaluations"] == pytest.approx(1e6 - in_updates)
 
 
 @pytest.mark.parametrize("count", [1, 30, 5000])
