@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_core.system.libraries import quiet_libraries
+from grpo_core.system.processes import importing, run_and_leave
 
 if TYPE_CHECKING:
     import torch
@@ -149,9 +150,16 @@ def train_base(train: list[Row], held: list[Row]) -> tuple[Qwen2ForCausalLM, Qwe
 
 def build(out: Path, source: str) -> dict[str, float]:
     """Makes everything in a folder beside `out` and renames it, so that an interrupted build leaves `out` as it was."""
+<<<<<<< HEAD
     import pyarrow as pa
     import pyarrow.parquet as pq
     from transformers.utils.logging import disable_progress_bar
+=======
+    with importing():
+        import pandas as pd
+        from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer  # noqa: F401
+        from transformers.utils.logging import disable_progress_bar
+>>>>>>> speed
 
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
@@ -192,4 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

@@ -12,15 +12,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around imports: what they make lives as long as the process, and is neither searched for garbage meanwhile nor
-    later. A third of the time of importing torch and transformers goes into such searches."""
+    """Switch Python's collector off around imports: what they make lives as long as the process. A third of the time of
+    importing torch and transformers goes into searching it for garbage."""
     if not gc.isenabled():  # within another one
         yield
         return
     gc.disable()
     try:
         yield
-        gc.freeze()
     finally:
         gc.enable()
 

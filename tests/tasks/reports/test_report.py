@@ -212,7 +212,7 @@ def test_the_time_of_a_generation_batch_is_counted_once() -> None:
 
 
 def test_the_time_of_training_and_evaluation_is_split_into_start_and_work(full: Record) -> None:
-    record = replace(full, result={**full.result, "seconds": 1e6}, evaluation={**full.evaluation, "start_seconds": 4.0})
+    record = replace(full, seconds={**full.seconds, "train": 1e6}, evaluation={**full.evaluation, "start_seconds": 4.0})
     times = dict(stage_times(record, 10.0))
     assert (times["evaluate: start"], times["evaluate: sampling, scoring, comparison"]) == (4.0, 6.0)
     in_updates = sum(row["step_time"] for row in record.metrics)

@@ -47,4 +47,3 @@ def test_the_collector_rests_during_imports_only() -> None:
     with pytest.raises(ImportError), importing():
         raise ImportError
     assert gc.isenabled()
-    gc.unfreeze()
