@@ -150,16 +150,11 @@ def train_base(train: list[Row], held: list[Row]) -> tuple[Qwen2ForCausalLM, Qwe
 
 def build(out: Path, source: str) -> dict[str, float]:
     """Makes everything in a folder beside `out` and renames it, so that an interrupted build leaves `out` as it was."""
-<<<<<<< HEAD
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    from transformers.utils.logging import disable_progress_bar
-=======
     with importing():
-        import pandas as pd
+        import pyarrow as pa
+        import pyarrow.parquet as pq
         from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer  # noqa: F401
         from transformers.utils.logging import disable_progress_bar
->>>>>>> speed
 
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prefect import tags
 from prefect.context import TagsContext
+
 from tasks.stages.endings import plain
 
 
