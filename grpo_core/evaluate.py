@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from grpo_core.errors import RewardError
+from grpo_core.errors import GrpoError
 from grpo_core.evaluation.run import evaluate
 from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import run_and_leave
@@ -29,7 +29,7 @@ def main() -> None:
     quiet_libraries()
     try:
         report = evaluate(arguments.run, output, arguments.champion)
-    except RewardError as error:
+    except GrpoError as error:
         sys.exit(str(error))
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
 

@@ -1,7 +1,7 @@
-"""Entry point of the training process: `accelerate launch -m grpo_core.train RUN_DIR`.
+"""Entry point of the training process: `python -m grpo_core.train RUN_DIR`; several processes by `accelerate launch`.
 
-Exit status 143: stopped by SIGTERM after saving a checkpoint. Exit status 1: a reward failed, for instance because its
-server is gone; the checkpoint is saved all the same.
+Exit status 143: stopped by SIGTERM or SIGINT after saving a checkpoint. Exit status 1: it failed. If a reward failed,
+for instance because its server is gone, the checkpoint is saved all the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
         sys.exit(f"{output} holds a finished training (result.json); move it away to train again")
     quiet_libraries()
     with importing():
-        from grpo_core.errors import RewardError
+        from grpo_core.errors import GrpoError
         from grpo_core.training.interrupt import EXIT_STATUS, Stopped
         from grpo_core.training.loop import train
 
@@ -36,7 +36,7 @@ def main() -> None:
     except Stopped:
         # Everything is saved, and taking engines down would take time.
         os._exit(EXIT_STATUS)
-    except RewardError as error:
+    except GrpoError as error:
         sys.exit(str(error))
 
 

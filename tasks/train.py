@@ -119,7 +119,7 @@ def launcher(train: TrainConfig) -> list[str]:
     """Arguments of `python` that start the configured number of processes. Every option is given: the launcher warns of
     defaults.
 
-    None for one process: the launcher would import torch before it starts the process, and do nothing else.
+    Empty for one process: the launcher would import torch before it starts the process, and do nothing else.
     """
     if train.num_processes == 1:
         return []

@@ -93,8 +93,13 @@ def plan(
         if key in PlanInputs.__dataclass_fields__ and key != "rules" and value is not None
     }
     foreign = recipe is not None or rules not in (None, "grpo")
+    own = {"--set": overrides, "--gpu": gpu, "--history": history, "--prompt-tokens": prompt_tokens}
     answer: dict[str, Any] = {"valid": False, "errors": [], "fixes": []}
     try:
+        if unused := [option for option, value in own.items() if foreign and value]:
+            raise ConfigError(
+                f"{', '.join(unused)}: for this project's configurations only, not with --recipe or --rules"
+            )
         if foreign:
             answer |= _foreign_plan(file, _rules(recipe, rules), given, pass_rate or [])
         else:
@@ -225,6 +230,8 @@ def _configuration(file: Path | None, given: Mapping[str, Any], overrides: list[
     placed = [(s, key) for s, fields in sections.items() for key in given if key in fields]
     if file is not None:
         return load_config(file, [*(overrides or []), *(f"{s}.{key}={given[key]}" for s, key in placed)])
+    if overrides:
+        raise ConfigError("--set overrides keys of a configuration, and none is given: name its file")
     values = NO_FILE | {section: {key: given[key] for s, key in placed if s == section} for section in sections}
     return parse_config(values)
 

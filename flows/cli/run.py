@@ -19,7 +19,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.system.processes import importing
 from tasks.stages.locks import locked
 from tasks.stages.run_directory import run_folder
-from tasks.stages.table import EVALUATE, REGISTER, TRAIN
+from tasks.stages.table import EVALUATE, REGISTER, STAGES, TRAIN
 
 
 def run(config: ConfigFile, overrides: Overrides = None) -> None:
@@ -80,9 +80,10 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    timed = stage_times(read_record(folder, config), report["seconds"])
-    timed.append((REGISTER.name, registration["seconds"]))
-    if (rest := seconds - sum(value for _, value in timed)) >= 0:  # else a stage was skipped
+    record = read_record(folder, config)
+    if record.metrics and all(stage.read_receipt(folder)["made_at"] > time.time() - seconds for stage in STAGES):
+        timed = [*stage_times(record, report["seconds"]), (REGISTER.name, registration["seconds"])]
+        rest = seconds - sum(value for _, value in timed)
         table = Table("stage", "seconds", title="Where the time went")
         for name, value in [("start of command and Prefect", rest), *timed]:
             table.add_row(name, f"{value:.1f}")

@@ -24,7 +24,7 @@ def serve() -> None:
 
 def worker(
     pool: Annotated[str, typer.Argument(help="the work pool, as in prefect.yaml")],
-    limit: Annotated[int | None, typer.Option(help="concurrent flow runs; default: no limit")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="concurrent flow runs; default: no limit")] = None,
 ) -> None:
     """Run the flow runs of a work pool of type process here, until Ctrl-C."""
     _set_up()

@@ -12,6 +12,7 @@ from flows.cli.terminal import refusals, say
 from flows.serving.environment import TAG, configure
 from grpo_core.system.processes import importing
 from tasks.stages.condition import refuse_outdated_inputs
+from tasks.stages.locks import locked
 from tasks.stages.run_directory import find_run, read_config
 from tasks.stages.table import STAGES
 
@@ -28,7 +29,7 @@ def stage(
     name: Annotated[str, typer.Argument(callback=_known, metavar="STAGE", help=f"one of {', '.join(BY_NAME)}")],
     run: Annotated[str, typer.Option(help="name of an earlier run")],
     force: Annotated[
-        bool, typer.Option("--force", help="even if it is up to date; train: from step 0, not from a checkpoint")
+        bool, typer.Option("--force", help="even if it is up to date; an interrupted training goes on")
     ] = False,
 ) -> None:
     """Run one stage of an earlier run with that run's own configuration; refused if its input is missing or outdated.
@@ -37,6 +38,8 @@ def stage(
     """
     folder = find_run(run)
     refuse_outdated_inputs(BY_NAME[name], folder, read_config(folder), force)
+    with locked(folder):
+        pass  # a run in use is refused before a server is started
     configure()
     with prefect_server():
         say(f"Stage {name} of run {run} starts")

@@ -62,9 +62,9 @@ def _figure(folder: Path, done: Mapping[str, dict[str, Any]]) -> str:
         return ""
     try:
         config = read_config(folder)
-    except ConfigError:  # written by another version of this project
+        return EVALUATE.key_figure(config, done[EVALUATE.name])
+    except (ConfigError, KeyError):  # written by another version of this project
         return ""
-    return EVALUATE.key_figure(config, done[EVALUATE.name])
 
 
 def show_status(folder: Path) -> bool:

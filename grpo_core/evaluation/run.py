@@ -14,7 +14,7 @@ import polars as pl
 from grpo_core.config.files import load_config
 from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
-from grpo_core.evaluation.samples import _answer_columns, prompt_columns, samples_table
+from grpo_core.evaluation.samples import answer_columns, prompt_columns, samples_table
 from grpo_core.fingerprint import reward_parts
 from grpo_core.system.processes import importing
 
@@ -69,7 +69,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
             requests = [evaluation_request(config, row, ids, n) for row, ids in enumerate(prompts.ids)]
             rows = range(len(requests))
             samples, _ = sample_and_score(engine, requests, rows, sampling, prompts, tokenizer, rewards)
-            columns[name] |= _answer_columns(policy, samples, rewards)
+            columns[name] |= answer_columns(policy, samples, rewards)
             if model is not base:
                 asked = [prompts.ids[sample.row] for sample in samples]
                 completed = [sample.completion.ids for sample in samples]

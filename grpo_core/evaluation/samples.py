@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from grpo_core.rollout.collect import Sample
 
 
-def _answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, list[Any]]:
+def answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, list[Any]]:
     """The columns of samples.parquet that are a policy's own, but for its KL."""
     columns: dict[str, list[Any]] = {
         f"{policy}/completion": [sample.text for sample in samples],

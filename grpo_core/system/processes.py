@@ -25,7 +25,7 @@ def importing() -> Iterator[None]:
 
 
 def run_and_leave(main: Callable[[], object]) -> None:
-    """Call a program's main function and end the process with its exit status, after every exit handler.
+    """Call a program's main function, and end the process with its exit status after the exit handlers it registers.
 
     Python would then free each object that was imported, which takes seconds; the system takes all memory at once.
     """

@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from grpo_core.distributed import from_main, gathered, wait_for_all
+from grpo_core.errors import GrpoError
 from grpo_core.model.loading import load_trainable_state, trainable_state
 from grpo_core.model.policy import Policy
 from grpo_core.rollout.types import Rollout
@@ -33,8 +34,10 @@ MANIFEST = "manifest.json"
 HEALTHY = "healthy"  # an empty file: the step from this checkpoint on went well
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(GrpoError):
     """Checkpoints that cannot be continued from, or written; the message says why and what to do."""
+
+    exit_status = 1
 
 
 def require_shared(folder: Path, accelerator: Accelerator) -> None:

@@ -140,6 +140,7 @@ def _finish(session: Session, state: TrainingState, log: TrainingLog) -> dict[st
     if state.counts != expected:
         raise TrainingError(f"after {state.updates} updates the plan says {expected}, counted is {state.counts}")
     if session.config.train.load_best_model_at_end and state.best_step is not None:
+        wait_for_all()  # until the main process has written it
         load_best(session, state.best_step, log.output / "best")
     if session.accelerator.is_main_process:
         save_model(session.model, session.tokenizer, log.output / "model")

@@ -240,3 +240,17 @@ def test_planning_needs_neither_torch_nor_prefect_nor_mlflow(config: Path) -> No
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--set", "train.max_steps=3"], "--set overrides keys of a configuration, and none is given: name its file"),
+        (["--rules", "trl-0.17", "--gpu", "H200", "--history"], "--gpu, --history: for this project's configurations"),
+    ],
+)
+def test_an_option_that_changes_nothing_is_refused(options: list[str], sentence: str) -> None:
+    done = _grpo("--num-prompts", 64, "--num-generations", 8, *options)
+    assert done.returncode == 2
+    assert sentence in " ".join((done.stdout + done.stderr).split())

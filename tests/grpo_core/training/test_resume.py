@@ -367,3 +367,15 @@ def test_the_process_of_a_training_told_to_stop_ends_with_status_143(values: dic
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 143, done.stderr
     assert "training: told to stop, the checkpoint of step" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_training_that_cannot_start_ends_with_one_sentence(values: dict[str, Any], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", with_keys(values, num_processes=2))
+    command = [sys.executable, "-m", "grpo_core.train", str(run)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "the plan is for num_processes=2, but 1 were started" in done.stderr
