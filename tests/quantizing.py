@@ -23,6 +23,7 @@ from prefect.client.schemas.objects import State
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.comparison import compare_policies
 from grpo_core.planning.plan import make_plan, plan_inputs
+from tasks.reports.record import SAMPLES
 from tasks.stages import table
 from tasks.stages.table import REGISTER, STAGES, TRAIN, Stage
 from tests.made_up import outcomes_of, samples_of
@@ -75,7 +76,9 @@ def _train(context: Context) -> dict[str, Any]:
 def _evaluate(context: Context) -> dict[str, Any]:
     policies = ["base", "trained"]
     right = {"base": np.zeros(60), "trained": outcomes_of(1, 0.5)}
-    sets = compare_policies(samples_of(right), context.config, policies)
+    samples = samples_of(right)
+    samples.write_parquet(context.partial / SAMPLES)
+    sets = compare_policies(samples, context.config, policies)
     return {"policies": policies, "deciding_metric": "accuracy", "temperature": 0.0, "sets": sets}
 
 
