@@ -15,7 +15,7 @@ ROUNDING = 1e-12  # relative; rewards closer than this are equal, summed in anot
 
 @dataclass(frozen=True)
 class Advantages:
-    """Of B completions, the G of each of P prompts in a row."""
+    """Advantages of B completions: P groups of G, one after the other."""
 
     advantages: Float[Tensor, " B"]
     rewards: Float[Tensor, " B"]  # the weighted sums, NaN where unscorable

@@ -21,7 +21,7 @@ class Metric:
     name: str
     label: str
     unit: Unit = ""
-    more_is_better: bool = False  # False also where nobody knows, as of lengths and KL
+    more_is_better: bool = False  # False also if neither direction is better, as for lengths and KL
     column: str | None = None
 
     @property

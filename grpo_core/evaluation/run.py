@@ -20,7 +20,7 @@ from grpo_core.system.processes import importing
 
 
 def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str, Any]:
-    """Report of all policies; writes samples.parquet (a row a completion) under `output`.
+    """Report of all policies. Writes samples.parquet (one row per completion) under `output`.
 
     A champion with another architecture or tokenizer than the run's base model is left out: the engine cannot sample
     from it. The caller, which knows what the folder is, fills in "champion" of the report.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, list[Any]]:
-    """The columns of samples.parquet that are a policy's own, but for its KL."""
+    """Columns of samples.parquet for one policy, except its KL."""
     columns: dict[str, list[Any]] = {
         f"{policy}/completion": [sample.text for sample in samples],
         f"{policy}/completion_tokens": [len(sample.completion.ids) for sample in samples],

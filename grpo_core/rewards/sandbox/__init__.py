@@ -1,1 +1,1 @@
-"""Run a program that nobody has read."""
+"""Run an unreviewed program."""

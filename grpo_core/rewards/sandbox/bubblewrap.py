@@ -1,4 +1,4 @@
-"""Run a program that nobody has read: bubblewrap's namespaces, limits of the kernel, a filter of system calls.
+"""Run an unreviewed program: bubblewrap's namespaces, limits of the kernel, a filter of system calls.
 
 tests/grpo_core/rewards/test_sandbox.py attacks it; docs/explanation/security.md says what holds. The program and the
 questions to it go in, answers come out as data; whether they are right is decided elsewhere (`builtin.code_tests`).
