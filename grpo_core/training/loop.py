@@ -69,11 +69,13 @@ def _train_until_done(
                     state = evaluate(session, state, log.output / "best", checkpoints)
                 state, metrics, findings = check_health(session, state)
             except NotFiniteError as error:
+                metrics = error.metrics or state.unrecorded or {}
                 findings = [health.not_finite(session.config.health, step, error)]
+            if metrics:
+                log.step(step, metrics)  # also those that end the training
             if must_roll_back(session, log, findings, state):
                 state = roll_back(session, checkpoints, log, state)
                 continue
-            log.step(step, metrics)
             if health.is_healthy(session.config.health, state.streaks):
                 checkpoints.confirm(step - 1)  # this step's metrics are of the weights that it began with
             if step % keys.save_steps == 0 and step < session.plan.max_steps:
@@ -87,27 +89,37 @@ def _train_until_done(
 
 
 def advance(session: Session, state: TrainingState, log: TrainingLog) -> TrainingState:
-    """The next update of the plan, with the generation batches that it needs; its metrics are `unrecorded` then."""
+    """The next update of the plan, with the generation batches that it needs; its metrics are `unrecorded` then.
+
+    Raises NotFiniteError, with all metrics of the update, if `update` does.
+    """
     config, plan = session.config, session.plan
     start = time.perf_counter()
     parts: list[tuple[Rollout, int]] = []
-    with interruptible(session.accelerator):
-        for micro_step in plan.micro_steps(state.updates):
-            rollout = state.rollout
-            if rollout is None or rollout.index != micro_step.rollout:
-                rollout, samples = roll_out(session, micro_step.rollout, state)
-                log.completions(state.updates + 1, rollout, samples)
-                state = state.with_rollout(rollout, plan)
-                stop_if_asked()
-            parts.append((rollout, micro_step.slice))
-        batch = concatenate([_micro_batch(session, *part, len(parts)) for part in parts])
-        metrics = update(session, batch, state)
-    state = adapt_entropy(config.algorithm, state, metrics.pop("kept_entropy", None))
-    seconds = time.perf_counter() - start
-    state = state.with_update(seconds, session.memory.rows)
-    move_reference(session, state)
+    broken: NotFiniteError | None = None
+    try:
+        with interruptible(session.accelerator):
+            for micro_step in plan.micro_steps(state.updates):
+                rollout = state.rollout
+                if rollout is None or rollout.index != micro_step.rollout:
+                    rollout, samples = roll_out(session, micro_step.rollout, state)
+                    log.completions(state.updates + 1, rollout, samples)
+                    state = state.with_rollout(rollout, plan)
+                    stop_if_asked()
+                parts.append((rollout, micro_step.slice))
+            batch = concatenate([_micro_batch(session, *part, len(parts)) for part in parts])
+            metrics = update(session, batch, state)
+    except NotFiniteError as error:
+        if not error.metrics:  # found before the update
+            raise
+        broken, metrics = error, error.metrics
+    kept_entropy, seconds = metrics.pop("kept_entropy", None), time.perf_counter() - start
     metrics |= _mean_metrics([rollout for rollout, _ in parts])
-    metrics |= {"epoch": plan.epoch(state.updates), "num_tokens": state.num_tokens, "step_time": seconds}
+    metrics |= {"epoch": plan.epoch(state.updates + 1), "num_tokens": state.num_tokens, "step_time": seconds}
+    if broken is not None:
+        raise broken
+    state = adapt_entropy(config.algorithm, state, kept_entropy).with_update(seconds, session.memory.rows)
+    move_reference(session, state)
     return replace(state, unrecorded=metrics)
 
 

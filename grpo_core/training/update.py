@@ -25,8 +25,9 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     """Accumulate the gradient of this process's rows, average it over the processes, step; global metrics.
 
     Figures of tokens are means over those that are trained: without KL and entropy bonus, of completions with an
-    advantage. An adaptive entropy bonus measures the entropy of all completions, also while it rests. NotFiniteError
-    when loss or gradient is not a number, before the step is taken, or a weight after it.
+    advantage. An adaptive entropy bonus measures the entropy of all completions, also while it rests.
+
+    Raises NotFiniteError, with the metrics, if loss or gradient is not finite before the step, or a weight after it.
     """
     config, accelerator, optimizer = session.config, session.accelerator, session.optimizer
     entropy_coef = applied_entropy_coef(config.algorithm, state)
@@ -48,10 +49,10 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     average_gradients(parameters)
     grad_norm = clip_gradients(parameters, config.train.max_grad_norm)
-    metrics = tally.over_all_processes(session)
+    metrics = {**tally.over_all_processes(session), "grad_norm": grad_norm}
     if not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)):
         optimizer.zero_grad()
-        raise NotFiniteError(f"step {state.updates + 1}: loss {metrics['loss']}, gradient norm {grad_norm}")
+        raise NotFiniteError(f"step {state.updates + 1}: loss {metrics['loss']}, gradient norm {grad_norm}", metrics)
     commit()
     learning_rate = session.learning_rate(state.updates) * 0.5**state.roll_backs
     for group in optimizer.param_groups:
@@ -59,10 +60,10 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     optimizer.step()
     optimizer.zero_grad()
     if not torch.stack([parameter.isfinite().all() for parameter in parameters]).all():
-        raise NotFiniteError(f"step {state.updates + 1}: the weights after the update are not finite")
+        raise NotFiniteError(f"step {state.updates + 1}: the weights after the update are not finite", metrics)
     if config.algorithm.has_entropy_bonus:
         metrics["entropy_coef"] = entropy_coef
-    return {**metrics, "grad_norm": grad_norm, "learning_rate": learning_rate}
+    return {**metrics, "learning_rate": learning_rate}
 
 
 def applied_entropy_coef(config: AlgorithmConfig, state: TrainingState) -> float:
