@@ -1,47 +1,31 @@
-"""Rewards for the quality of a text: nearness to a reference, variety, readability."""
+"""Rewards for variety, by n-grams of words: within a completion, and between the completions of a prompt."""
 
 from __future__ import annotations
 
-import functools
 import json
-import re
 from collections import defaultdict
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from grpo_core.data.chat import text_of
+from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
 from grpo_core.rewards.builtin.words import ngrams, words
-from grpo_core.rewards.types import BuiltinReward, Rewards
-
-ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-SENTENCE = re.compile(r"[^.!?]+[.!?]*")
-READABLE_WORDS = 20  # fewer say nothing about a grade
-GRADES_OUTSIDE = 5  # where `readability` has fallen to 0
 
 
-def rouge(completions: Sequence[Any], reference: Sequence[str], kind: str = "rougeL") -> list[float | None]:
-    """ROUGE F-measure, from 0 to 1, of the completion against the text in the column `reference`.
+def repetition(completions: Sequence[Any], n: int = 4) -> list[float | None]:
+    """Minus the share of the completion's n-grams of words that occur earlier in it: 0 without repetition, towards -1.
 
-    Lin 2004 (aclanthology.org/W04-1013), computed by rouge-score; `kind`: rouge1, rouge2 (n-grams), rougeL (longest
-    common subsequence) or rougeLsum (the same by lines). Words of any script, not stemmed. None if the reference has no
-    words.
+    The n-gram repetition penalty (arXiv:2502.03373). It is counted twice, with and without punctuation marks and emoji
+    as words; the lower value counts. Case is ignored, and in scripts without spaces each character is a word.
     """
-    if kind not in ROUGE:
-        raise ValueError(f"kind={kind!r} is none of {', '.join(ROUGE)}")
-    scorer = _rouge_scorer(kind)
     return [
-        scorer.score(expected, text_of(completion))[kind].fmeasure if expected and words(expected) else None
-        for completion, expected in zip(completions, reference, strict=True)
+        min(_repeated(ngrams(words(text_of(completion), signs), n)) for signs in (False, True))
+        for completion in completions
     ]
 
 
-@functools.cache
-def _rouge_scorer(kind: str) -> Any:
-    from rouge_score.rouge_scorer import RougeScorer
-
-    # The library's own tokenizer knows a to z and digits only: a reference in Greek would have no words.
-    return RougeScorer([kind], tokenizer=SimpleNamespace(tokenize=words))
+def _repeated(grams: list[tuple[str, ...]]) -> float:
+    return len(set(grams)) / len(grams) - 1.0 if grams else 0.0
 
 
 def distinct_n(completions: Sequence[Any], n: int = 2, minimum: int = 20) -> list[float | None]:
@@ -75,40 +59,8 @@ def self_repetition(prompts: Sequence[Any], completions: Sequence[Any], n: int =
     return rewards
 
 
-def readability(completions: Sequence[Any], low: float, high: float) -> list[float | None]:
-    """1 if the text's US school grade is from `low` to `high`, falling linearly to 0 five grades outside.
-
-    The grade is the Automated Readability Index. It is made for English and, unlike Flesch's, needs no dictionary of
-    syllables. Sentences of one or two words are left out. A text of fewer than 20 words, too few for a grade, gets 0.
-    """
-    if low > high:
-        raise ValueError(f"low={low:g} is above high={high:g}: no grade lies between them")
-    rewards: list[float | None] = []
-    for completion in completions:
-        sentences = [sentence for sentence in SENTENCE.findall(text_of(completion)) if len(words(sentence)) > 2]
-        if sum(len(words(sentence)) for sentence in sentences) < READABLE_WORDS:
-            rewards.append(0.0)
-            continue
-        grade = automated_readability_index(sentences)
-        outside = max(low - grade, grade - high, 0.0)
-        rewards.append(max(0.0, 1.0 - outside / GRADES_OUTSIDE))
-    return rewards
-
-
-def automated_readability_index(sentences: Sequence[str]) -> float:
-    """US school grade = 4.71 · characters / words + 0.5 · words / sentences - 21.43, of sentences with their spaces.
-
-    Senter & Smith 1967, Automated Readability Index, AMRL-TR-66-220 (Wright-Patterson Air Force Base). Words are what
-    spaces separate, and punctuation marks are characters: the paper counts the strokes of a typewriter.
-    """
-    separated = "".join(sentences).split()
-    characters, count = sum(map(len, separated)), len(separated)
-    return 4.71 * characters / count + 0.5 * count / len(sentences) - 21.43
-
-
 REWARDS: Rewards = {
-    "rouge": BuiltinReward(rouge, (0.0, 1.0), looks_at_text_only=True, extra="rewards", modules=("rouge_score",)),
+    "repetition": BuiltinReward(repetition, (-1.0, 0.0), looks_at_text_only=True),
     "distinct_n": BuiltinReward(distinct_n, (0.0, 1.0), looks_at_text_only=True),
     "self_repetition": BuiltinReward(self_repetition, (-1.0, 0.0), looks_at_text_only=True),
-    "readability": BuiltinReward(readability, (0.0, 1.0), looks_at_text_only=True),
 }

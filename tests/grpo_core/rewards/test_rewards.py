@@ -16,7 +16,8 @@ from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
 from grpo_core.rewards import scoring
 from grpo_core.rewards.builtin.answers import exact_match, numeric_match
-from grpo_core.rewards.builtin.form import format_regex, length, soft_overlong_punishment
+from grpo_core.rewards.builtin.form import format_regex
+from grpo_core.rewards.builtin.length import length, soft_overlong_punishment
 from grpo_core.rewards.contract import resolve
 from grpo_core.rewards.scoring import Batch, score, score_arriving
 

@@ -11,16 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_core.rewards.builtin.answers import multiple_choice, normalized_match
-from grpo_core.rewards.builtin.form import char_length, language, length_band, repetition, tags
-from grpo_core.rewards.builtin.quality import (
-    SENTENCE,
-    automated_readability_index,
-    distinct_n,
-    readability,
-    rouge,
-    self_repetition,
-)
+from grpo_core.rewards.builtin.form import tags
+from grpo_core.rewards.builtin.language import language
+from grpo_core.rewards.builtin.length import char_length, length_band
+from grpo_core.rewards.builtin.readability import SENTENCE, automated_readability_index, readability
+from grpo_core.rewards.builtin.rouge import rouge
 from grpo_core.rewards.builtin.structured import json_schema
+from grpo_core.rewards.builtin.variety import distinct_n, repetition, self_repetition
 from grpo_core.rewards.registry import BUILTIN
 
 ARTICLE_1 = {  # of the Universal Declaration of Human Rights
