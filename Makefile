@@ -66,7 +66,7 @@ pictures: setup ## docs/images/*.png anew, from the browser test
 	GRPO_PICTURES=docs/images $(BIN)/python -m pytest -m e2e tests/e2e/test_browser.py
 
 reference: setup ## docs/reference/configuration.md anew, from the keys' descriptions
-	$(BIN)/python -m flows.cli.reference docs/reference/configuration.md
+	$(BIN)/python -m flows.cli.keys_page docs/reference/configuration.md
 
 gamed: setup ## docs/images/reward-models.png anew, from two runs of the dialogue recipe
 	$(BIN)/python -m examples.dialogue.make

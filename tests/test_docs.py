@@ -16,7 +16,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from flows.cli.init import RECIPES
-from flows.cli.reference import keys_as_markdown
+from flows.cli.keys_page import keys_as_markdown
 from grpo_core.config.files import describe_keys, load_config
 from grpo_core.planning.forecast import ModelShape, PromptLengths, peak_memory
 from grpo_core.planning.plan import make_plan, plan_inputs

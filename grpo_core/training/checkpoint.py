@@ -21,10 +21,14 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, gathered, wait_for_all
 from grpo_core.errors import GrpoError
+from grpo_core.fingerprint import determining
 from grpo_core.model.loading import load_trainable_state, trainable_state
 from grpo_core.model.policy import Policy
+from grpo_core.planning.plan import Plan
+from grpo_core.rewards.contract import source_of
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import publish
 from grpo_core.training.random_state import random_state, set_random_state
@@ -38,6 +42,20 @@ class CheckpointError(GrpoError):
     """Checkpoints that cannot be continued from, or written; the message says why and what to do."""
 
     exit_status = 1
+
+
+def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
+    """Hash of everything that a training depends on: plan, data, reward functions, configuration. A checkpoint is
+    continued only under the same one."""
+    sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
+    values = [determining(config)[section] for section in sections]
+    digest = hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode())
+    for reward in config.rewards:
+        digest.update(hashlib.blake2b(source_of(reward)).digest())
+    for name in ("train", "eval") if config.train.eval_steps else ("train",):
+        with (run / "dataset" / f"{name}.parquet").open("rb") as data:
+            digest.update(hashlib.file_digest(data, "blake2b").digest())
+    return digest.hexdigest()
 
 
 def require_shared(folder: Path, accelerator: Accelerator) -> None:

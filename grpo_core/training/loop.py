@@ -22,14 +22,14 @@ from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import sync_to_disk
 from grpo_core.training import health
 from grpo_core.training.batch import MicroBatch, concatenate, micro_batch
-from grpo_core.training.checkpoint import Checkpoints
+from grpo_core.training.checkpoint import Checkpoints, fingerprint
 from grpo_core.training.health import Finding
 from grpo_core.training.held_out import evaluate_policy, keep_best, load_best
 from grpo_core.training.interrupt import Stopped, interruptible, stop_if_asked, stop_signals
 from grpo_core.training.log import TrainingLog
 from grpo_core.training.recovery import must_roll_back, resume, roll_back
 from grpo_core.training.roll_out import roll_out
-from grpo_core.training.session import Session, fingerprint, load_session
+from grpo_core.training.session import Session, load_session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.update import adapt_entropy, move_reference, update
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +18,12 @@ from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
 from grpo_core.errors import TrainingError
-from grpo_core.fingerprint import determining
 from grpo_core.model.capabilities import check_padding
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
 from grpo_core.planning.plan import Plan, load_plan
-from grpo_core.rewards.contract import Reward, resolve, source_of
+from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.training.memory import OutOfMemoryRetry
@@ -113,20 +110,6 @@ def load_session(run: Path) -> Session:
             probe_sequences(prompts.ids, tokenizer.eos_token_id, max(lengths) - 1), config.train.mixed_precision
         ),
     )
-
-
-def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
-    """Hash of everything that a training depends on: plan, data, reward functions, configuration. A checkpoint is
-    continued only under the same one."""
-    sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
-    values = [determining(config)[section] for section in sections]
-    digest = hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode())
-    for reward in config.rewards:
-        digest.update(hashlib.blake2b(source_of(reward)).digest())
-    for name in ("train", "eval") if config.train.eval_steps else ("train",):
-        with (run / "dataset" / f"{name}.parquet").open("rb") as data:
-            digest.update(hashlib.file_digest(data, "blake2b").digest())
-    return digest.hexdigest()
 
 
 def _reference(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:

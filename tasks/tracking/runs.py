@@ -35,7 +35,7 @@ from grpo_core.planning.forecast import Throughput, find_gpu, name_hardware
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json, write_text
 from tasks.stages.lineage import DIGITS, lineage_keys
-from tasks.stages.outages import TrackingError, describe, tracking_uri
+from tasks.stages.mlflow_address import TrackingError, describe, tracking_uri
 from tasks.stages.run_directory import kept_rewards, storage_root
 from tasks.stages.table import PLAN, VALIDATE
 

@@ -18,7 +18,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.planning.forecast import name_hardware
 from tasks.stages.errors import StageError
 from tasks.stages.lineage import lineage_keys
-from tasks.stages.outages import TrackingError, tracking_uri
+from tasks.stages.mlflow_address import TrackingError, tracking_uri
 from tasks.tracking import runs as tracking
 from tasks.tracking.runs import connect, earlier_throughput, open_tracking_run, read_tracking_run, run_address
 from tests.conftest import config_values, write_sums
