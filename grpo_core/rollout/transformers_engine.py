@@ -165,7 +165,7 @@ class PlainCache:
 
 
 def _completions(rows: Tensor, *columns: Tensor) -> list[Completion]:
-    """Of some rows of tokens, log-probabilities, lengths and whether they ended."""
+    """The completions of `rows`. `columns`: token ids, log-probabilities, lengths, whether they ended."""
     return [
         Completion(ids[:n], logprobs[:n], truncated=not ended)
         for ids, logprobs, n, ended in zip(*(column[rows].tolist() for column in columns), strict=True)

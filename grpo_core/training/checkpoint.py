@@ -172,7 +172,8 @@ class Checkpoints:
             if manifest["fingerprint"] != self.fingerprint:
                 raise CheckpointError(
                     f"{folder} was written under another configuration or plan, with other data or other reward "
-                    f"functions; move {self.directory.parent} away to start anew, or restore what it was to continue it"
+                    f"functions; move {self.directory.parent} away to start from the beginning, or restore what it was "
+                    "to continue it"
                 )
             if not healthy or (folder / HEALTHY).exists():
                 for later in unhealthy:

@@ -62,7 +62,8 @@ def load_session(run: Path) -> Session:
     if accelerator.num_processes != plan.num_processes:
         raise TrainingError(
             f"the plan is for num_processes={plan.num_processes}, but {accelerator.num_processes} were started; "
-            f"use `accelerate launch --num_processes {plan.num_processes}`, or change train.num_processes and plan anew"
+            f"use `accelerate launch --num_processes {plan.num_processes}`, or change train.num_processes "
+            "and plan again"
         )
     rewards = [resolve(reward) for reward in config.rewards]
     tokenizer = load_tokenizer(config.model)
@@ -89,7 +90,7 @@ def load_session(run: Path) -> Session:
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     optimizer = _optimizer(model, config.train)
     if not policy.packs and accelerator.is_main_process:
-        print("prompts are computed anew for each completion, and padded: the model's layers need whole rows")
+        print("prompts are computed again for each completion, and padded: the model's layers need whole rows")
     return Session(
         config=config,
         plan=plan,

@@ -123,7 +123,7 @@ class Server:
             return
         if wanted.snapshot is None:
             raise Unavailable(f"it has weights {found!r}, wanted are {wanted.version!r}")
-        # What is still in flight is nobody's, and what was computed by the old weights is forgotten.
+        # Answers still in flight are discarded, and what was computed by the old weights is forgotten.
         await self.control("POST", "/pause", params={"mode": "abort"})
         await self.control("POST", "/update_weight_version", json={"new_version": NO_WEIGHTS.version})
         await self._receive(wanted.snapshot)
@@ -161,7 +161,7 @@ class Server:
                         await self.bring_up_to_date()
 
     async def release(self) -> None:
-        """Give the server to whoever comes next."""
+        """Free the server for the next training."""
         with suppress(Unavailable, ServerError):
             await self.control("POST", "/shutdown_weight_transfer_engine")
             await self.control("POST", "/collective_rpc", json={"method": "release_lease", "args": [self.token]})

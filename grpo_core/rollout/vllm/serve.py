@@ -54,7 +54,7 @@ def wrong_vllm() -> str:
 
 
 def server_command(config: RunConfig) -> list[str]:
-    """Arguments of `python` that start a server, but for address and port."""
+    """Arguments of `python` that start a server, except address and port."""
     import torch
 
     on_cpu = not torch.cuda.is_available()

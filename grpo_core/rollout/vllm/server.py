@@ -94,7 +94,7 @@ class VLLMServerEngine:
                 self.begun[key] = self._submit(request, sampling)
 
     def drop_begun(self) -> None:
-        """End what was begun and that nobody will ask for."""
+        """End requests that were begun and whose answers will not be asked for."""
         for future in self.begun.values():
             future.cancel()  # which closes the connection, and that ends the request
         self.begun.clear()

@@ -28,7 +28,7 @@ START = TrainingState(rows_per_pass=8)
 
 
 def rollout_with(session: Session, advantages: Tensor) -> Rollout:
-    """The first rollout as the loop makes it, but for these advantages."""
+    """The first rollout as the loop makes it, except these advantages."""
 
     def collected(*arguments: object) -> object:
         rollout, samples = collect(*arguments)  # type: ignore[arg-type]

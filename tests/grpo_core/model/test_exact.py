@@ -75,7 +75,7 @@ WAYS = {"padded rows": (False, False), "a line": (True, False), "a line on a GPU
 def way(request: pytest.FixtureRequest, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """How the test's passes go through the model."""
     session.policy.packs, session.policy.flex = WAYS[request.param]
-    # On a CPU flex attention is plain torch, with gradients too, but for a check that refuses them.
+    # On a CPU flex attention is plain torch, with gradients too, except that a check refuses them.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
 
 

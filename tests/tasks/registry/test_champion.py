@@ -50,7 +50,7 @@ def model(request: pytest.FixtureRequest) -> str:
 
 
 def _samples(**right: int) -> pl.DataFrame:
-    """Of NUM_PROMPTS prompts, how many of the first each policy gets right."""
+    """Each policy gets this many of the first of NUM_PROMPTS prompts right."""
     return fixed_samples({policy: [1] * n + [0] * (NUM_PROMPTS - n) for policy, n in right.items()})
 
 
