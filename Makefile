@@ -20,7 +20,9 @@ PACKAGES := grpo_core tasks flows examples benchmarks
 # Without cached bytecode each process, of the pipeline and of its tests, compiles all that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart ui fast test e2e pictures gamed reference bench check format lock
+CHECKS := lint formatted types layers dependencies
+
+.PHONY: help setup quickstart ui fast test e2e pictures gamed reference bench check $(CHECKS) format lock
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -77,10 +79,21 @@ bench: setup ## the training loop beside TRL's, on this machine
 	$(BIN)/python -m benchmarks.vs_trl
 
 check: setup ## lint, format, types, layers and declared dependencies
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target $(CHECKS)
+
+lint:
 	$(BIN)/ruff check .
+
+formatted:
 	$(BIN)/ruff format --check .
+
+types:
 	$(BIN)/mypy
+
+layers:
 	$(BIN)/lint-imports --no-logo
+
+dependencies:
 	$(BIN)/deptry --no-ansi $(PACKAGES)
 
 format: setup ## format the code

@@ -1,4 +1,4 @@
-"""`make setup` with the wrong Python, and `make quickstart` with the storage elsewhere: as a person meets them."""
+"""`make setup` with the wrong Python, `make check` that fails, and `make quickstart` with the storage elsewhere."""
 
 from __future__ import annotations
 
@@ -68,6 +68,18 @@ def test_the_right_python_is_found_and_takes_the_place_of_another_one_s_environm
     (folder / ".venv" / "kept").touch()
     assert _make(folder, "setup", PATH=f"{folder}/bin").returncode == 0
     assert (folder / ".venv" / "kept").exists(), "an environment of the right version is kept"
+
+
+@pytest.mark.parametrize("broken", [None, "ruff", "mypy", "lint-imports", "deptry"])
+def test_every_check_runs_and_any_that_fails_fails_all_of_them(folder: Path, broken: str | None) -> None:
+    for name in ("ruff", "mypy", "lint-imports", "deptry"):
+        body = f'echo "{name} $1" >> calls\nexit {int(name == broken)}\n'
+        _executable(folder / ".venv" / "bin" / name, f"#!/bin/bash\n{body}")
+    (folder / ".venv" / ".installed-cpu").touch()
+    done = _make(folder, "check", PATH=f"{folder}/bin")
+    assert done.returncode == (2 if broken else 0), done.stderr
+    names = [line.split()[0] for line in (folder / "calls").read_text().splitlines()]
+    assert sorted(names) == ["deptry", "lint-imports", "mypy", "ruff", "ruff"]
 
 
 def test_the_quickstart_s_inputs_are_where_its_configuration_reads_them_wherever_the_storage_is(tmp_path: Path) -> None:
