@@ -98,8 +98,8 @@ def make_packable(model: Any, *, flex: bool, max_length: float = math.inf) -> bo
         packed_batch = pack_batch(sequences, model.device, flex=flex)
         with torch.set_grad_enabled(flex):  # a kernel that cannot be compiled is to fail here
             packed = packed_states(decoder(model), packed_batch)
-        if packed.requires_grad:
-            packed.sum().backward()
+            if packed.requires_grad:
+                packed.sum().backward()
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another attention
         packed = torch.full_like(plain, torch.nan)
     if (plain - packed.detach()).norm() < TOLERANCE[plain.dtype] * plain.norm():
