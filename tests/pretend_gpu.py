@@ -135,7 +135,7 @@ class Gpu(TorchFunctionMode):
 
     def check(self, func: Any, args: Any, kwargs: Any) -> None:
         """Record what CUDA would do at this operation besides computing it. Raises RuntimeError where CUDA does."""
-        name = func.overloadpacket.__name__.rstrip("_") if func.overloadpacket.__name__ != "_" else ""
+        name = func.overloadpacket.__name__.rstrip("_")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name in WAITING:
             self._wait(name)

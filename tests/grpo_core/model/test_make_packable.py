@@ -49,7 +49,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_model_of_a_training_packs_as_on_a_gpu(
     smooth_model_folder: Path, make: Callable[[Path], Any], kind: Any
 ) -> None:
-    assert make_packable(make(smooth_model_folder), [kind]) == (kind, "")
+    found, why = make_packable(make(smooth_model_folder), [kind])
+    assert not why, why
+    assert found == kind
 
 
 def _fails(*_: Any, **__: Any) -> Any:

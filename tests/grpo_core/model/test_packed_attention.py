@@ -125,16 +125,14 @@ def test_flex_attention_is_compiled_once_for_all_lengths_in_training_scoring_and
     compilations: Counter[str],
 ) -> None:
     for grad, trainable in ((True, False), (True, True), (False, False)):
-        for prompts in (1, 2, 4, 5, 7, 9, 12):
+        for prompts in (1, 2, 5, 12):
             _pass(prompts, grad=grad, trainable=trainable)
-    assert compilations == {"mask": 1, "attention": 3}
+    assert compilations == {"mask": 1, "attention": 3}, "as many heads as blocks would make it one more"
 
 
 @pytest.mark.slow
-def test_flex_attention_past_dynamo_s_limit_is_an_error_and_not_all_scores(
-    compilations: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    _pass(2, grad=True, trainable=True)
-    with pytest.raises(FailOnRecompileLimitHit):
-        _pass(2, grad=False, trainable=False)
+def test_flex_attention_past_dynamo_s_limit_is_an_error_and_not_all_scores(compilations: Counter[str]) -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        _pass(2, grad=True, trainable=True)
+        with pytest.raises(FailOnRecompileLimitHit):
+            _pass(2, grad=False, trainable=False)
