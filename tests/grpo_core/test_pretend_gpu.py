@@ -97,7 +97,7 @@ def _trained(run: Path, values: dict[str, Any]) -> tuple[list[dict[str, float]],
     make_run(run, values)
     session = load_session(run)
     assert session.policy.packs
-    state = TrainingState(rows_per_pass=8)
+    state = TrainingState(tokens_per_pass=100)
     torch.manual_seed(0)
     rollout = rollout_with(session, torch.randn(session.plan.generation_batch_size))
     batch = first_update(session, rollout)
