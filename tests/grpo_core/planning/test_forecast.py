@@ -249,7 +249,8 @@ PACE = Pace(
 def test_a_measured_pace_times_the_work_of_the_plan_is_the_time(
     keys: dict[str, Any], given: dict[str, Any], updates: float
 ) -> None:
-    config = _config(**{"max_steps": 10, "max_completion_length": 100, "per_device_train_batch_size": 16, **keys})
+    sizes = {"max_steps": 10, "max_completion_length": 100, "per_device_train_batch_size": 16}
+    config = _config(**{**sizes, "gradient_accumulation_steps": 1, **keys})
     found = wall_time(config, _plan(config), PromptLengths(6.0, 9, "given"), PACE, None, None, **given)
     assert found["parts_hours"]["updates"] * 3600 == pytest.approx(updates)
 
