@@ -12,6 +12,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
+from grpo_core.config.training import BF16_CAPABILITY
 from grpo_core.planning.forecast import PromptLengths, find_gpu, forecast, forecast_rows, name_hardware
 from grpo_core.planning.plan import make_plan, plan_inputs
 from tasks.data.sources import list_pass_rates
@@ -48,8 +49,10 @@ def _work(context: Context) -> dict[str, Any]:
         gpu, hardware = f"GPU of train/{handed_to}", ""
     else:
         hardware = name_hardware(gpu := find_gpu())
+    for note in config.gpu_notes if gpu else []:
+        get_run_logger().warning(note)
     forecasts = forecast(
-        config,
+        config.with_precision(BF16_CAPABILITY if gpu else None),
         plan,
         PromptLengths(lengths["mean"], lengths["max"], "from the validated data"),
         earlier_throughput(config, hardware),

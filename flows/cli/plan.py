@@ -19,7 +19,7 @@ from flows.cli.terminal import print_refusal
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
-from grpo_core.config.training import TrainConfig
+from grpo_core.config.training import BF16_CAPABILITY, TrainConfig
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.planning.forecast import (
     PromptLengths,
@@ -154,12 +154,15 @@ def _own_plan(
 
         known = earlier_throughput(config, name_hardware(gpu))
     if config.model.name_or_path:
-        forecasts = forecast(config, figures, _prompt_lengths(config, prompt_tokens), known, pass_rates, gpu)
+        assumed = config.with_precision(BF16_CAPABILITY if gpu else None)
+        forecasts = forecast(assumed, figures, _prompt_lengths(config, prompt_tokens), known, pass_rates, gpu)
         if "error" in forecasts["time"] and not history:
             forecasts["time"]["error"] += "; --history looks for one in MLflow, --gpu H200 forecasts for that GPU"
     else:
         forecasts = _useful(pass_rates, figures.num_generations)
-    return {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
+    answer = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
+    answer["notes"] += config.gpu_notes if gpu else []
+    return answer
 
 
 def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pass_rates: list[float]) -> dict[str, Any]:

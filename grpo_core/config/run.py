@@ -12,7 +12,7 @@ from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionCon
 from grpo_core.config.inputs import DataConfig, ModelConfig, RewardConfig
 from grpo_core.config.metrics import EVALUATED, reward_means
 from grpo_core.config.rollout import RolloutConfig
-from grpo_core.config.training import HealthConfig, TrainConfig
+from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
 
 
 class RunConfig(Section):
@@ -90,6 +90,25 @@ class RunConfig(Section):
                 "data.eval, which is that set, so the model would look better there than it is; add other prompts as a "
                 f"set in [[evaluation.sets]] and name it in {', '.join(judging)}, or remove {', '.join(choosing)}"
             )
+
+    def with_precision(self, capability: tuple[int, int] | None) -> RunConfig:
+        """The configuration with the precision that `auto` means on a GPU of this compute capability, or, given None,
+        on a CPU. That is decided here alone."""
+        if self.train.mixed_precision != "auto":
+            return self
+        precision = "bf16" if capability is not None and capability >= BF16_CAPABILITY else "no"
+        return self.model_copy(update={"train": self.train.model_copy(update={"mixed_precision": precision})})
+
+    @property
+    def gpu_notes(self) -> list[str]:
+        """Sentences on what may surprise about this configuration on a GPU."""
+        if self.train.mixed_precision != "no" or self.rollout.engine_on(has_gpu=True) == "transformers":
+            return []
+        return [
+            "train.mixed_precision='no' with vLLM on a GPU: its fast attention kernels take no float32, and the one that "
+            "does multiplies in TF32, so sampling is slow and its log-probabilities are off by more than float32's "
+            "rounding; set train.mixed_precision to 'auto' or 'bf16'"
+        ]
 
     @property
     def accuracy_reward(self) -> str:

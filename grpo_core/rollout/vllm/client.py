@@ -24,7 +24,6 @@ RENEWALS = 4  # of a lease in its time
 CONTROL_SECONDS = 30.0  # for requests that need no work; a server that takes longer counts as down
 POLL_SECONDS = 0.5
 ATTEMPTS = 5  # at one answer, the server brought back in between
-IN_FLIGHT = 256  # requests at once: vLLM works on no more by itself, and each is a connection
 
 
 class ServerError(RuntimeError):
@@ -70,7 +69,8 @@ class Server:
         self.backend = ""  # of the weight transfer, as the server was started
         self.transfer: Any = None  # vLLM's trainer-side engine, for as long as the server is there that it speaks to
         self.restoring = asyncio.Lock()
-        self.in_flight = asyncio.Semaphore(IN_FLIGHT)
+        self.concurrent = 1  # requests: as many as the server works on; more would be connections that wait
+        self.in_flight = asyncio.Semaphore(self.concurrent)
         # A connection for each request: an idle one may be closed by the server just when it is used again.
         limits = httpx2.Limits(max_keepalive_connections=0)
         self.http = httpx2.AsyncClient(base_url=self.url, limits=limits, trust_env=False)  # through no proxy
@@ -149,6 +149,9 @@ class Server:
                 f"{self.url} {objection}; start it as `python -m grpo_core.rollout.vllm.serve CONFIG` does"
             )
         self.backend = given["server"]["weight_transfer"]
+        concurrent = given["server"]["max_num_seqs"] * given["server"]["data_parallel_size"]
+        if concurrent != self.concurrent:
+            self.concurrent, self.in_flight = concurrent, asyncio.Semaphore(concurrent)
 
     async def keep(self) -> None:
         """Renew the lease, for ever; and should the server have been started again, bring it up to date."""

@@ -29,10 +29,11 @@ class CopyingEngine(TransformersEngine):
 
     skipped = 0
 
-    def sync_weights(self, model: nn.Module) -> None:
+    def sync_weights(self, model: nn.Module) -> str:
         self.syncs = getattr(self, "syncs", 0) + 1
         if self.syncs != self.skipped:
             self.model = copy.deepcopy(model)
+        return "copied"
 
 
 def _with_copying_engine(monkeypatch: pytest.MonkeyPatch, skipped: int) -> None:
