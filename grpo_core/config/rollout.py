@@ -45,7 +45,8 @@ class RolloutConfig(Section):
     vllm_num_servers: int = Field(1, ge=1)
     """vllm-server: servers that a training starts, on the GPUs after its own or on the CPU."""
     vllm_tensor_parallel_size: int = Field(1, ge=1)
-    """vllm-server: GPUs that share one copy of the model, per server that a training starts."""
+    """GPUs that share one copy of the model in vLLM: per server that a training starts; or, with vLLM in the training
+    processes, that many of these sample together, and it has to divide train.num_processes."""
     vllm_data_parallel_size: int = Field(1, ge=1)
     """vllm-server: copies of the model per server that a training starts."""
     vllm_weight_transfer: Literal["auto", "nccl", "ipc", "shared_memory"] = "auto"

@@ -62,6 +62,13 @@ class RunConfig(Section):
                 "algorithm.sync_ref_model=true with model.use_peft=true: the reference policy is the base model under "
                 "the adapter, which does not move; remove one of the two"
             )
+        together = self.rollout.vllm_tensor_parallel_size
+        if self.rollout.engine in ("auto", "vllm") and self.train.num_processes % together:
+            raise ValueError(
+                f"rollout.vllm_tensor_parallel_size={together} with rollout.engine={self.rollout.engine!r}: that many "
+                f"training processes sample together, and train.num_processes={self.train.num_processes} is no "
+                "multiple of it; change one of the two, or set rollout.engine to 'vllm-server'"
+            )
         if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
             raise ValueError(
                 f"rollout.max_staleness={self.rollout.max_staleness} trains on samples of an earlier policy; "
@@ -105,9 +112,9 @@ class RunConfig(Section):
         if self.train.mixed_precision != "no" or self.rollout.engine_on(has_gpu=True) == "transformers":
             return []
         return [
-            "train.mixed_precision='no' with vLLM on a GPU: its fast attention kernels take no float32, and the one that "
-            "does multiplies in TF32, so sampling is slow and its log-probabilities are off by more than float32's "
-            "rounding; set train.mixed_precision to 'auto' or 'bf16'"
+            "train.mixed_precision='no' with vLLM on a GPU: its fast attention kernels take no float32, and the one "
+            "that does multiplies in TF32, so sampling is slow and its log-probabilities are off by more than "
+            "float32's rounding; set train.mixed_precision to 'auto' or 'bf16'"
         ]
 
     @property

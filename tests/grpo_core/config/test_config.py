@@ -291,6 +291,18 @@ def test_the_precision_follows_from_the_gpu_where_it_is_not_given(
 
 
 @pytest.mark.parametrize("engine", ["auto", "vllm", "vllm-server", "transformers"])
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_the_processes_that_sample_together_divide_those_that_train(engine: str, processes: int) -> None:
+    values = _with("rollout", {"engine": engine, "vllm_tensor_parallel_size": 2})
+    values["train"] = {"num_processes": processes}
+    if engine in ("auto", "vllm") and processes % 2:
+        with pytest.raises(ConfigError, match=f"train.num_processes={processes} is no multiple of it"):
+            parse_config(values)
+    else:
+        parse_config(values)
+
+
+@pytest.mark.parametrize("engine", ["auto", "vllm", "vllm-server", "transformers"])
 @pytest.mark.parametrize("precision", ["auto", "no", "bf16"])
 def test_float32_in_vllm_on_a_gpu_is_named_with_what_to_set(engine: str, precision: str) -> None:
     values = _with("rollout.engine", engine) | {"train": {"mixed_precision": precision}}
