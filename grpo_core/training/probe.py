@@ -22,7 +22,7 @@ TOKENS = 16  # of a prompt's end, and of what is said to it
 SHORTEST = 2  # tokens of a sequence: one of each
 # By mixed_precision: mean |difference| between engine and trainer that is always allowed, ...
 ALWAYS_ALLOWED = {"no": 1e-3, "bf16": 0.1}
-# ... and the largest while both have the base's weights: more is no rounding, but another model or temperature.
+# ... and the largest while both have the base's weights: more is no rounding, but another model.
 LARGEST_AT_FIRST = {"no": 0.03, "bf16": 0.3}
 # Times that difference: how large a later one may be. Rounding in 24 random layers changes the log-probability of a
 # sampled token 1.5 times as much as that of the likeliest, and that of an arbitrary one 2 to 4 times.

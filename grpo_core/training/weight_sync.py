@@ -19,14 +19,16 @@ def begin_probing(session: Session) -> None:
     Raises TrainingError on every process if one finds a difference that is no rounding.
     """
     probe, scores = session.probe, probe_logprobs(session)
+    if not scores.trainer.isfinite().all():
+        raise TrainingError("before the first update: the base model's log-probabilities are not finite")
     probe.compare(scores)
     (probe.first_drift,) = _largest(session, scores.drift)
     if probe.first_drift > probe.first_bound:
         raise TrainingError(
             "before the first update: the engine's log-probabilities of the probe batch are "
             f"{probe.first_drift:.3g} away from the trainer's, with the base's weights on both sides; at most "
-            f"{probe.first_bound:g} is allowed (rollout.max_sync_drift). The engine has another model, temperature or "
-            "precision; try rollout.engine = 'transformers' to see whether the engine is the cause"
+            f"{probe.first_bound:g} is allowed (rollout.max_sync_drift). The engine has another model or computes in "
+            "another precision; try rollout.engine = 'transformers' to see whether the engine is the cause"
         )
 
 

@@ -117,7 +117,14 @@ class VLLMEngine:
     def _awake(self) -> Iterator[None]:
         """Inside, the engine has its KV cache. When it is left, nothing of the engine runs: weights may be written."""
         if self.lends_cache:
-            self.llm.wake_up(tags=["kv_cache"])
+            try:
+                self.llm.wake_up(tags=["kv_cache"])
+            except RuntimeError as error:  # vLLM's allocator, with CUDA's message
+                raise TrainingError(
+                    f"vLLM cannot have the memory of its KV cache back: {error}. There is no room for it beside what "
+                    "the training holds between updates (weights, optimizer): lower rollout.gpu_memory_utilization, or "
+                    "train fewer weights (model.use_peft)"
+                ) from error
         try:
             yield
         finally:
@@ -178,13 +185,11 @@ class VLLMEngine:
         from vllm.sampling_params import RequestOutputKind
 
         engine = self.llm.llm_engine
-        parts = gathered_in_block(list(requests), self.block) if self.block > 1 else [requests]
-        place = PartialState().process_index % self.block
-        own = range(first := sum(map(len, parts[:place])), first + len(requests))
+        together, own = self._of_block(requests)
         numbers: dict[str, int] = {}  # of vLLM's requests that are not finished
         with self._awake():
             try:
-                for number, request in enumerate(itertools.chain(*parts)):
+                for number, request in enumerate(together):
                     parameters = SamplingParams(
                         n=request.num_completions,
                         seed=request.seed,  # vLLM gives completion i of a request the seed + i
@@ -204,11 +209,19 @@ class VLLMEngine:
                 while numbers:
                     outputs = [output for output in engine.step() if output.finished]
                     finished = [(numbers.pop(output.request_id), output) for output in outputs]
-                    yield [(number - first, _completions(output)) for number, output in finished if number in own]
+                    yield [(own.index(number), _completions(output)) for number, output in finished if number in own]
             finally:
                 if self.block == 1:
                     engine.abort_request([*numbers])
                 # Else the other processes of the block still want theirs, and make every step with this one.
+
+    def _of_block(self, requests: Sequence[Request]) -> tuple[Sequence[Request], range]:
+        """The requests of all processes that share this engine, and the places of this process's among them."""
+        if self.block == 1:
+            return requests, range(len(requests))
+        parts = gathered_in_block(list(requests), self.block)
+        first = sum(map(len, parts[: PartialState().process_index % self.block]))
+        return [*itertools.chain(*parts)], range(first, first + len(requests))
 
     def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         from vllm import SamplingParams

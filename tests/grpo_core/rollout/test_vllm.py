@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from grpo_core.errors import TrainingError
 from grpo_core.rollout.types import Request, Sampling
 from tests import forked
 from tests.conftest import config_values, make_model, make_run
@@ -170,6 +171,9 @@ def lend(engine: Any, model: Any, requests: list[Request], sampling: Sampling) -
         notes.append("score")
         engine.compute_logprobs(sequences())
         assert answers() == expected
+        full, said = RuntimeError("CUDA Error: out of memory"), r"out of memory.*lower rollout.gpu_memory_utilization"
+        with mock.patch.object(worker, "wake_up", side_effect=full), pytest.raises(TrainingError, match=said):
+            engine.compute_logprobs(sequences())
         engine.llm.wake_up(tags=["kv_cache"])
         engine.lends_cache = False
     return notes
@@ -179,8 +183,6 @@ def hold_cache(engine: Any, model: Any, requests: list[Request]) -> list[Any]:
     """What a hand-over of weights leaves of a request that was being worked on, and what it says when a block of the
     KV cache stays in use."""
     from vllm import SamplingParams
-
-    from grpo_core.errors import TrainingError
 
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     prompt = {"prompt_token_ids": requests[0].prompt_ids}
