@@ -39,7 +39,6 @@ class TrainerLease:
                 "truncation_problem": self._truncation_problem,
                 "max_model_len": self.model_config.max_model_len,
                 "max_num_seqs": config.scheduler_config.max_num_seqs,
-                "data_parallel_size": config.parallel_config.data_parallel_size,
                 "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
                 "on_cpu": self.device.type == "cpu",
                 "pid_namespace_id": pid_namespace_id(),

@@ -200,7 +200,7 @@ def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_ane
 
 
 def test_several_servers_are_sent_their_weights_concurrently() -> None:
-    transfer, both = _transfer(), threading.Barrier(2)
+    transfer, both = _transfer(), threading.Barrier(2, timeout=60)
     made: list[Any] = [mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": both.wait})) for _ in range(2)]
     other = threading.Thread(target=transfer.send, args=(made[0], {"weight": torch.zeros(1)}), daemon=True)
     other.start()
@@ -213,12 +213,14 @@ def test_several_servers_are_sent_their_weights_concurrently() -> None:
 @pytest.mark.parametrize(("copies", "concurrent"), [(1, 1024), (2, 2048)])
 def test_a_server_is_asked_as_much_as_it_works_on_concurrently(copies: int, concurrent: int) -> None:
     server = _server("http://127.0.0.1:1")
-    started = {**STARTED, "max_num_seqs": 1024, "data_parallel_size": copies}
+    started = {**STARTED, "max_num_seqs": 1024}
     open_requests: list[asyncio.Event] = []
 
     async def request(method: str, path: str, seconds: float, **options: Any) -> Any:
         if path == "/collective_rpc":
             return {"results": [{"granted": True, "server": started}]}
+        if path == "/get_world_size":
+            return {"world_size": 2 * copies if options["params"]["include_dp"] == "true" else 2}
         open_requests.append(asyncio.Event())
         await open_requests[-1].wait()
         return {"choices": []}
@@ -245,7 +247,6 @@ STARTED = {
     "truncation_problem": "",
     "max_model_len": 16,
     "max_num_seqs": 128,
-    "data_parallel_size": 1,
     "chunked_prefill": False,
     "pid_namespace_id": "there",
 }
