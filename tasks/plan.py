@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.forecast import forecast, forecast_rows
-from grpo_core.planning.hardware import Gpu, find_gpu, name_hardware
+from grpo_core.planning.hardware import Gpu, capability, find_gpu, name_hardware
 from grpo_core.planning.pace import Pace, Throughput
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
@@ -51,6 +51,9 @@ def _work(context: Context) -> dict[str, Any]:
     lengths = PromptLengths(data.mean_tokens, data.longest, "from the validated data")
     handed_to = os.environ.get(GPU_DEPLOYMENT)
     gpu = Gpu(f"GPU of train/{handed_to}") if handed_to else find_gpu()
+    for note in config.gpu_notes if gpu else []:
+        get_run_logger().warning(note)
+    config = config.with_precision(capability(gpu))
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
     if source is None and not handed_to:
         get_run_logger().info("no earlier run of this model is known: measuring its pace on this machine")

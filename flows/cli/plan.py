@@ -25,7 +25,7 @@ from grpo_core.planning.forecast import forecast, forecast_rows, useful_groups
 from grpo_core.planning.frameworks.launches import RecipeError
 from grpo_core.planning.frameworks.megatron import megatron_notes, megatron_plan
 from grpo_core.planning.frameworks.recipes import NEWEST, Recipe, System, megatron_inputs, read_recipe, recipe_inputs
-from grpo_core.planning.hardware import find_gpu, name_hardware, named_gpu
+from grpo_core.planning.hardware import capability, find_gpu, name_hardware, named_gpu
 from grpo_core.planning.pace import Pace, Throughput
 from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs
 from grpo_core.planning.rules import PlanInputs, Rules
@@ -153,11 +153,12 @@ def _own_plan(
         source = earlier_throughput(config, name_hardware(hardware))
     if config.model.name_or_path:
         data = read_validated(run_folder(config.name))
+        resolved = config.with_precision(capability(hardware))
         lengths = _prompt_lengths(config, data, prompt_tokens)
         if source is None and gpu is None:
-            source = measured_pace(config, figures, lengths, hardware, data and data.prompts)
+            source = measured_pace(resolved, figures, lengths, hardware, data and data.prompts)
         forecasts = forecast(
-            config,
+            resolved,
             figures,
             lengths,
             source,
@@ -170,7 +171,9 @@ def _own_plan(
             forecasts["time"]["error"] += "; --history looks for one in MLflow, --gpu H200 forecasts for that GPU"
     else:
         forecasts = _useful(pass_rates, figures.num_generations)
-    return {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
+    answer = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
+    answer["notes"] += config.gpu_notes if hardware else []
+    return answer
 
 
 def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pass_rates: list[float]) -> dict[str, Any]:

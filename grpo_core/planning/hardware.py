@@ -6,7 +6,11 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+from grpo_core.config.training import BF16_CAPABILITY
 
 NVIDIA_SMI_SECONDS = 10
 MIB_PER_GIB = 1024
@@ -31,6 +35,8 @@ MEMORY_MIB = {
     "L4": 23_034,
     "T4": 15_360,
 }
+Value = TypeVar("Value")
+BEFORE_BF16 = {"T4": (7, 5), "V100": (7, 0), "P100": (6, 0)}  # compute capability
 
 
 @dataclass(frozen=True)
@@ -69,14 +75,25 @@ def find_gpu() -> Gpu | None:
 
 def named_gpu(name: str) -> Gpu:
     """A GPU that is not here, with its memory if the name is a known one."""
-    known = (mib for part, mib in MEMORY_MIB.items() if re.search(rf"(?<![A-Z0-9]){part}(?![A-Z0-9])", name.upper()))
-    mib = next(known, None)
+    mib = _by_name(MEMORY_MIB, name)
     return Gpu(name, mib and mib / MIB_PER_GIB)
+
+
+def capability(gpu: Gpu | None) -> tuple[int, int] | None:
+    """Compute capability as far as the precision follows from it: by the name, at least that of bf16 if the name is not
+    an older GPU's. None for a CPU."""
+    return gpu and (_by_name(BEFORE_BF16, gpu.name) or BF16_CAPABILITY)
 
 
 def name_hardware(gpu: Gpu | None) -> str:
     """The hardware for which a pace of training is known: the GPU's name, or "CPU with 2 cores"."""
     return gpu.name if gpu else f"CPU with {os.cpu_count()} cores"
+
+
+def _by_name(table: Mapping[str, Value], name: str) -> Value | None:
+    """The value of the first entry that is a part of the name, and not of one of its words."""
+    found = (value for part, value in table.items() if re.search(rf"(?<![A-Z0-9]){part}(?![A-Z0-9])", name.upper()))
+    return next(found, None)
 
 
 def _read(line: str) -> Gpu:

@@ -132,6 +132,7 @@ class TrainingLog:
             "per_device_train_batch_size": rows,
             "gradient_accumulation_steps": plan.gradient_accumulation_steps * passes,
             "recomputed_layers": recomputed,
+            "weights_reached_engine": self.session.probe.handover,
             "ran_out_of_memory": rows < plan.per_device_train_batch_size
             or (recomputed > 0 and not self.session.config.train.gradient_checkpointing),
             "metrics": self.last,

@@ -106,6 +106,14 @@ def test_forecasts_are_for_this_machine_or_for_the_gpu_that_is_named(config: Pat
     assert there["memory"]["gpu_memory_gib"] == pytest.approx(140.4, abs=0.1)
 
 
+@pytest.mark.slow
+def test_float32_in_vllm_is_named_for_a_gpu_only(config: Path) -> None:
+    for gpu, named in (("H200", 1), ("", 0)):
+        keys = ["--set", "train.mixed_precision=no", "--set", "rollout.engine=vllm"]
+        notes = _json(config, "--gpu", gpu, *keys)["notes"]
+        assert sum("train.mixed_precision='no' with vLLM on a GPU" in note for note in notes) == named
+
+
 def test_a_completion_longer_than_the_model_s_positions_is_refused(config: Path) -> None:
     answer = _json(config, "--max-completion-length", 64, status=2)
     assert "rollout.max_completion_length = 64: the model" in answer["errors"][0]

@@ -150,29 +150,37 @@ def test_what_is_held_follows_from_the_configuration() -> None:
     assert parts()["kv_cache"] * shape.parameters == pytest.approx(cache)
 
 
-def test_vllm_takes_its_share_of_the_gpu_and_its_weights_are_the_ones_that_full_training_computes_with() -> None:
+def test_vllm_takes_its_share_of_the_gpu_and_lends_all_but_its_weights_to_the_training() -> None:
     shape, lengths = model_shape(Qwen2Config(**SIZES).to_dict()), PromptLengths(10, 10, "given")
 
     def found(gpu: Gpu, **keys: Any) -> dict[str, Any]:
-        config = _config(engine="vllm", gpu_memory_utilization=0.25, **keys)
+        config = _config(**{"engine": "vllm", "gpu_memory_utilization": 0.25, **keys})
         return peak_memory(config, _plan(config), shape, lengths, gpu)
 
     ten, weight = Gpu("GPU", 10.0), shape.parameters / GIB
     for keys, own in (
-        ({}, 4 + 8),  # gradients and AdamW's state; float32 weights are vLLM's
-        ({"mixed_precision": "bf16"}, 4 + 4 + 8),  # float32 masters too; the bf16 weights are vLLM's
+        ({"mixed_precision": "no"}, 8),  # AdamW's state; vLLM's float32 weights are the ones that are trained
+        ({"mixed_precision": "bf16"}, 4 + 8),  # float32 masters too; the bf16 weights are vLLM's
+        ({"mixed_precision": "bf16", "beta": 0.1}, 4 + 8 + 2),
     ):
-        parts = found(ten, **keys)["parts_gib"]
-        assert parts.pop("vllm") == 2.5
-        assert sum(parts.values()) - parts["activations"] - parts["logits"] == pytest.approx(own * weight)
-    lora = found(ten, mixed_precision="bf16", use_peft=True)["parts_gib"]
-    assert lora["vllm"] == 2.5
-    assert lora["bf16_copy"] > 2 * weight  # the base a second time, beside vLLM's own
-    unknown = found(Gpu("GPU of a pool"))
-    assert unknown["parts_gib"]["vllm"] == pytest.approx((4 * shape.parameters + 16 * 16 * 2 * 6 * 128 * 4) / GIB)
-    assert "whose memory is not known" in unknown["how"]
+        sampling = found(ten, **keys)  # a quarter of 10 GiB is more than this model's training takes
+        assert sampling["peak_memory_gib"] == pytest.approx(2.5 + own * weight)
+        training = found(ten, **keys, gpu_memory_utilization=3 * weight / 10)
+        working = sum(training["parts_gib"][name] for name in ("gradients", "activations", "logits"))
+        width = 4 if keys["mixed_precision"] == "no" else 2
+        assert training["parts_gib"]["gradients"] == pytest.approx(4 * weight)
+        assert training["peak_memory_gib"] == pytest.approx((own + width) * weight + working)
+    lora = found(ten, mixed_precision="bf16", use_peft=True)
+    assert lora["parts_gib"]["bf16_copy"] > 2 * weight  # the base a second time, beside vLLM's own
+    assert lora["parts_gib"]["engine_weights"] == pytest.approx(2 * weight)
+    two = found(ten, mixed_precision="bf16", num_processes=2, vllm_tensor_parallel_size=2)["parts_gib"]
+    assert two["engine_weights"] == pytest.approx(weight)  # half of them, which the trainer cannot compute with
+    assert two["bf16_copy"] == pytest.approx(2 * weight)
+    unknown = found(Gpu("GPU of a pool"), mixed_precision="no")
+    assert unknown["parts_gib"]["kv_cache"] == pytest.approx(16 * 16 * 2 * 6 * 128 * 4 / GIB)
+    assert "a memory that is not known" in unknown["how"]
     assert "warning" not in unknown
-    assert found(Gpu("GPU", 0.1))["warning"] == "more than the 102.4 MiB of one GPU"
+    assert found(Gpu("GPU", 0.05))["warning"] == "more than the 51.2 MiB of one GPU"
 
 
 # Qwen2.5-7B by its model card: 7.61B parameters, 28 layers, 4 key-value heads of 128. In bf16 15.2e9 bytes of weights
@@ -192,6 +200,8 @@ QWEN_7B = ModelShape(28, 3584, 3584, 512, 18944, 152_064, 7_615_616_512)
         ("T4", 0.9, {}, "at least 0.95"),  # 15.0: 14.19 / 15 = 0.946
         ("L4", 0.9, {"mixed_precision": "no"}, "mixed_precision = 'bf16'"),  # 28.4 of 22.5
         ("a GPU of unknown memory", 0.01, {}, ""),
+        ("NVIDIA A10G", 0.35, {"num_processes": 2, "vllm_tensor_parallel_size": 2}, ""),  # 7.87: half is 7.09
+        ("NVIDIA A10G", 0.3, {"num_processes": 2, "vllm_tensor_parallel_size": 2}, "at least 0.32"),  # 6.75
         ("L40S", 0.01, {"engine": "vllm-server"}, ""),  # elsewhere
     ],
 )
