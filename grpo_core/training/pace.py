@@ -27,6 +27,7 @@ from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import importing, run_and_leave
 
 WHOLE = 200_000_000  # parameters up to which a model is measured as it is
+FEWEST_LAYERS = 3  # of a model that is cut
 SAMPLING_SECONDS, TRAINING_SECONDS = 3.0, 3.0  # after these, what is left is extrapolated
 REPEATS = 3  # of a short measurement: its fastest counts, which another process has disturbed least
 WRITTEN = 2**24  # bytes
@@ -61,7 +62,7 @@ def measure(request: PaceRequest, started: float) -> Pace:
     parameters, layers = _parameters(shape), shape.get_text_config().num_hidden_layers
     tokenizer = load_tokenizer(keys)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if parameters <= WHOLE or layers < 3:
+    if parameters <= WHOLE or layers < FEWEST_LAYERS:
         model, real = _whole(keys, shape)
         prompts = _prompts(request, tokenizer) if real else []
         found, tokens, ready = _measure_model(request, model.to(device), tokenizer, prompts)
