@@ -273,7 +273,6 @@ def _wait(device: Any) -> None:
 
 def _byte_seconds(folder: Path) -> float:
     """Seconds per byte that is written to the disk there, flushed, and hashed as a checkpoint is."""
-    folder.mkdir(parents=True, exist_ok=True)
     content = os.urandom(WRITTEN)
     start = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder) as file:

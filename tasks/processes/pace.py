@@ -45,6 +45,7 @@ def measured_pace(
     file = folder / f"{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}.json"
     if known := read_json(file):
         return Pace(**known)
+    folder.mkdir(parents=True, exist_ok=True)
     printed: list[str] = []
     busy = os.getloadavg()[0] > (os.cpu_count() or 1)
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}

@@ -27,7 +27,7 @@ def request_(model_folder: Path, tmp_path: Path) -> PaceRequest:
     config = parse_config(config_values(model_folder, tmp_path))
     plan = make_plan(plan_inputs(config, 40))
     prompts = tmp_path / "train.parquet"
-    return pace_request(config, plan, PromptLengths(4.0, 6, "given"), prompts, tmp_path / "pace", 1, "")
+    return pace_request(config, plan, PromptLengths(4.0, 6, "given"), prompts, tmp_path, 1, "")
 
 
 @pytest.mark.slow
