@@ -43,6 +43,12 @@ def gathered(items: list[T]) -> list[T]:
     return gather_object(items)
 
 
+def gathered_in_block(items: list[T], processes: int) -> list[list[T]]:
+    """The items of each process of this process's block: the first `processes` processes are a block, and so on."""
+    first = PartialState().process_index // processes * processes
+    return gather_object([items])[first : first + processes]
+
+
 def any_process(flag: bool) -> bool:
     """Whether the flag is set on at least one process."""
     if PartialState().num_processes == 1:

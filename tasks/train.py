@@ -126,7 +126,7 @@ def launcher(train: TrainConfig) -> list[str]:
     return [
         *("-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0"),
         *("--num_processes", str(train.num_processes), "--num_machines", "1"),
-        *("--dynamo_backend", "no", "--mixed_precision", train.mixed_precision),
+        *("--dynamo_backend", "no", "--mixed_precision", "no"),
         *("--num_cpu_threads_per_process", _threads(train)),
     ]
 
@@ -135,7 +135,7 @@ def process_environment(train: TrainConfig) -> dict[str, str]:
     """Variables of the training's processes. One process: those that Accelerate's launcher would set. Several without a
     GPU: those that let the launcher start them on the CPU (gloo)."""
     if train.num_processes == 1:
-        return {"ACCELERATE_MIXED_PRECISION": train.mixed_precision, "OMP_NUM_THREADS": _threads(train)}
+        return {"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": _threads(train)}
     import torch
 
     return {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}

@@ -126,7 +126,14 @@ def made_up_run(
         "findings": [],
         "seconds": 4.0,
     }
-    forecasts = {"time": {"wall_time_hours": 0.01, "gpu_hours": 0.01, "how": "a guess"}}
+    forecasts = {
+        "time": {
+            "wall_time_hours": 0.02,
+            "parts_hours": {"updates": 0.01, "start": 0.01},
+            "gpu_hours": 0.02,
+            "how": "a guess",
+        }
+    }
     receipts = {
         "dataset/report.json": data,
         "plan.json": {"plan": asdict(plan), "forecasts": forecasts, "seconds": 1.0},

@@ -18,8 +18,10 @@ from accelerate.state import AcceleratorState
 from flows.cli.init import RECIPES
 from flows.cli.keys_page import keys_as_markdown
 from grpo_core.config.files import describe_keys, load_config
-from grpo_core.planning.forecast import ModelShape, PromptLengths, peak_memory
+from grpo_core.planning.hardware import named_gpu
+from grpo_core.planning.memory import check_engine_memory, peak_memory
 from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.planning.shapes import ModelShape, PromptLengths
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.training.loop import train
 from tests.command_line import fenced, grpo_commands, parse
@@ -152,8 +154,9 @@ def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recip
     config = load_config(ROOT / path, ["rollout.engine=vllm", *(it for it in overrides if "rollout.engine" not in it)])
     shape = SHAPES["1.5B" if "1.5B" in config.model.name_or_path else "0.5B"]
     plan = make_plan(plan_inputs(config, 5000))
-    needed = peak_memory(config, plan, shape, PromptLengths(256, 256, "assumed"), "GPU")
-    assert needed["peak_memory_gib"] < 60
+    lengths, gpu = PromptLengths(256, 256, "assumed"), named_gpu("A100-SXM4-80GB")
+    check_engine_memory(config, shape, lengths, gpu)
+    assert peak_memory(config, plan, shape, lengths, gpu)["peak_memory_gib"] < 75
 
 
 def _runs(page: Path) -> list[tuple[str, list[str]]]:

@@ -36,14 +36,14 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
         from grpo_core.model.divergence import mean_kl
         from grpo_core.model.loading import load_model
         from grpo_core.model.positions import check_context
-        from grpo_core.model.precision import in_bfloat16
+        from grpo_core.model.precision import in_bfloat16, on_device
         from grpo_core.rewards.contract import resolve
         from grpo_core.rollout.collect import sample_and_score
         from grpo_core.rollout.factory import make_engine
         from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
 
-    config = load_config(run / "config.toml")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = on_device(load_config(run / "config.toml"), device)
     tokenizer = load_tokenizer(config.model)
     files = {name: run / "dataset" / f"{file}.parquet" for name, file in config.evaluation_files.items()}
     sets = {name: load_prompts(path, tokenizer) for name, path in files.items()}

@@ -11,6 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grpo_core.config.run import RunConfig
+
+
+def on_device(config: RunConfig, device: torch.device | str) -> RunConfig:
+    """The configuration with the precision that `auto` means on this device."""
+    on_gpu = torch.device(device).type == "cuda"
+    return config.with_precision(torch.cuda.get_device_capability(device) if on_gpu else None)
+
 
 def in_bfloat16(model: Any) -> Any:
     """The model with bfloat16 parameters, in place; buffers as they are."""

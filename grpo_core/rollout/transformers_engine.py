@@ -37,9 +37,10 @@ class TransformersEngine:
         named = named if isinstance(named, list) else [named]
         self.end_ids = torch.tensor([end for end in {*named, tokenizer.eos_token_id} if end is not None])
 
-    def sync_weights(self, model: nn.Module) -> None:
+    def sync_weights(self, model: nn.Module) -> str:
         if model is not self.model:
             self._take(model)
+        return "shared"
 
     def close(self) -> None:
         pass

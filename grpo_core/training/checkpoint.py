@@ -172,8 +172,9 @@ class Checkpoints:
             if manifest["fingerprint"] != self.fingerprint:
                 raise CheckpointError(
                     f"{folder} was written under another configuration or plan, with other data or other reward "
-                    f"functions; move {self.directory.parent} away to start from the beginning, or restore what it was "
-                    "to continue it"
+                    "functions, or in another precision (train.mixed_precision = 'auto' is bf16 on a GPU, float32 on a "
+                    f"CPU); move {self.directory.parent} away to start from the beginning, or restore what it was to "
+                    "continue it"
                 )
             if not healthy or (folder / HEALTHY).exists():
                 for later in unhealthy:

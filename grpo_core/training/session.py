@@ -17,18 +17,19 @@ from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
-from grpo_core.distributed import any_process
+from grpo_core.distributed import any_process, from_main
 from grpo_core.errors import TrainingError
 from grpo_core.model.capabilities import check_padding
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
+from grpo_core.model.precision import on_device
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.training.memory import OutOfMemoryRetry
-from grpo_core.training.probe import SHORTEST, Probe, probe_sequences
+from grpo_core.training.probe import SHORTEST, Probe, probe_batch
 
 # In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
 BIASES_AND_NORMS = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -58,14 +59,18 @@ class Session:
 
 def load_session(run: Path) -> Session:
     """Load and prepare everything that the run directory's configuration names."""
-    config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
     accelerator = Accelerator()
+    config = on_device(load_config(run / "config.toml"), accelerator.device)
+    plan = load_plan(run / "plan.json")
     if accelerator.num_processes != plan.num_processes:
         raise TrainingError(
             f"the plan is for num_processes={plan.num_processes}, but {accelerator.num_processes} were started; "
             f"use `accelerate launch --num_processes {plan.num_processes}`, or change train.num_processes "
             "and plan again"
         )
+    if accelerator.device.type == "cuda" and accelerator.is_main_process:
+        for note in config.gpu_notes:
+            print(note, flush=True)
     rewards = [resolve(reward) for reward in config.rewards]
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(run / "dataset" / "train.parquet", tokenizer)
@@ -112,7 +117,9 @@ def load_session(run: Path) -> Session:
         lookahead=engine if config.rollout.max_staleness and isinstance(engine, Lookahead) else None,
         memory=OutOfMemoryRetry(plan.per_device_train_batch_size * longest, policy),
         probe=Probe(
-            probe_sequences(prompts.ids, tokenizer.eos_token_id, max(lengths) - 1), config.train.mixed_precision
+            *from_main(probe_batch(engine, prompts.ids, max(lengths) - 1)),
+            config.train.mixed_precision,
+            config.rollout.max_sync_drift,
         ),
     )
 

@@ -75,16 +75,16 @@ def test_one_process_is_started_without_a_launcher_with_the_environment_that_it_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    train = TrainConfig(mixed_precision="bf16")
+    train = TrainConfig()
     assert launcher(train) == []
     threads = str(os.cpu_count())
-    assert process_environment(train) == {"ACCELERATE_MIXED_PRECISION": "bf16", "OMP_NUM_THREADS": threads}
+    assert process_environment(train) == {"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": threads}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert process_environment(train)["OMP_NUM_THREADS"] == "3"
 
 
 def test_several_processes_are_started_by_accelerate() -> None:
-    command = launcher(TrainConfig(num_processes=2, mixed_precision="bf16"))
+    command = launcher(TrainConfig(num_processes=2))
     assert "accelerate.commands.launch" in command
     assert command[command.index("--num_processes") + 1] == "2"
-    assert command[command.index("--mixed_precision") + 1] == "bf16"
+    assert command[command.index("--mixed_precision") + 1] == "no"  # the policy has its own copy in bfloat16
