@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_core.config.memory_bounds import CHUNK_LOGITS, KEPT_LOGITS, MAX_ROWS
+from grpo_core.config.memory_bounds import MAX_ROWS, chunk_tokens
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan
 
@@ -186,7 +186,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     half = config.train.mixed_precision == "bf16"
     width = HALF if half else FLOAT
     rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
-    tokens, logits = rows * (prompt + completion), rows * completion * shape.vocabulary
+    tokens = rows * (prompt + completion)
     per_process = -(-plan.generation_batch_size // plan.num_processes)
     in_flight = {"vllm": per_process, "vllm-server": 0}.get(engine, min(per_process, MAX_ROWS))
     cache = in_flight * (prompt + completion) * 2 * shape.layers * shape.key_value * width
@@ -202,8 +202,8 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         "reference": width * weights * (config.algorithm.beta > 0 and not config.model.use_peft),
         "bf16_copy": HALF * (frozen + trained) * half,
         "activations": tokens * (kept_layers * per_layer + checkpoints),
-        # Log-softmax, probabilities and gradient of a chunk, and the probabilities that are kept.
-        "logits": FLOAT * (3 * min(logits, CHUNK_LOGITS) + (logits if logits <= KEPT_LOGITS else 0)),
+        # Of a chunk, and their gradient.
+        "logits": 2 * width * min(rows * completion, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary,
         "kv_cache": cache,
         # For a server, the weights that are sent to it: a copy that stays as it is while the policy moves.
         "engine_weights": {"vllm": HALF * weights, "vllm-server": width * weights}.get(engine, 0),
