@@ -43,7 +43,7 @@ def padded_rows(session: Any) -> Iterator[None]:
 
 @contextmanager
 def all_rows(session: Any) -> Iterator[None]:
-    with mock.patch("grpo_core.training.update.trained", lambda batch: batch):
+    with mock.patch("grpo_core.training.update.own_rows", lambda batch, *_, **__: batch):
         yield
 
 
@@ -70,6 +70,7 @@ def unfused_adamw(session: Any) -> Iterator[None]:
 
 @contextmanager
 def old_logprobs_pass(session: Any) -> Iterator[None]:
+    from grpo_core.model.sequences import pack
     from grpo_core.training import update as module
     from grpo_core.training.memory import CPU_TOKENS
 
@@ -77,8 +78,8 @@ def old_logprobs_pass(session: Any) -> Iterator[None]:
 
     def with_a_pass(session: Any, batch: Any, progress: Any) -> Any:
         with torch.no_grad():
-            for part in module.pack(batch.sequences, CPU_TOKENS, share_prompts=session.policy.packs):
-                session.policy(batch.sequences.take(part))
+            for part in pack(batch.sequences, CPU_TOKENS, share_prompts=session.policy.packs):
+                session.policy(session.policy.prepare(batch.sequences.take(part)))
         return update(session, batch, progress)
 
     with mock.patch("grpo_core.training.update.update", with_a_pass):
@@ -117,9 +118,8 @@ def main() -> None:
 
 
 def measure(workload: Workload, precision: str, variants: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-    from grpo_core.training import loop as trainer
     from grpo_core.training import update as module
-    from grpo_core.training.batch import concatenate
+    from grpo_core.training.batch import update_batch
     from grpo_core.training.roll_out import roll_out
     from grpo_core.training.session import load_session
     from grpo_core.training.state import TrainingState
@@ -130,9 +130,9 @@ def measure(workload: Workload, precision: str, variants: dict[str, Any], rounds
         with replayed(workload, folder):
             run_directory(workload, folder, run, {"precision": precision})
             session = load_session(run)
-            progress = TrainingState(rows_per_pass=session.memory.rows)
+            progress = TrainingState(tokens_per_pass=session.memory.tokens)
             rollout, _ = roll_out(session, 0, progress)
-        batch = concatenate([trainer._micro_batch(session, rollout, 0, 1)])
+        batch = update_batch([(rollout, 0)], session.plan, session.config)
         seconds: dict[str, list[float]] = {name: [] for name in variants}
         for turn in range(rounds + 1):
             for name in variants if turn % 2 == 0 else reversed(variants):

@@ -53,7 +53,7 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
     import torch
 
     from grpo_core.errors import TrainingError
-    from grpo_core.training import loop as trainer
+    from grpo_core.training.batch import update_batch
     from grpo_core.training.roll_out import roll_out
     from grpo_core.training.session import _optimizer, load_session
     from grpo_core.training.state import TrainingState
@@ -68,11 +68,11 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
     run = make_run(folder / "run", values)
     with _engine_made_as(engine, run):
         session = load_session(run)
-        progress = TrainingState(rows_per_pass=8)
+        progress = TrainingState(tokens_per_pass=100)
         rollout, _ = roll_out(session, 0, progress)
         generator = torch.Generator().manual_seed(0)
         rollout = replace(rollout, advantages=torch.randn(len(rollout.advantages), generator=generator))
-        batch = trainer._micro_batch(session, rollout, 0, 1)
+        batch = update_batch([(rollout, 0)], session.plan, session.config)
         trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
         start = [parameter.detach().clone() for parameter in trained]
 

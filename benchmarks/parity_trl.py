@@ -171,7 +171,7 @@ def train_here(run: Path, share_prompts: bool) -> tuple[Trained, Kept]:
             yield [(number, disturbed(number, completions)) for number, completions in step]
 
     records: Any = SimpleNamespace(completions=lambda step, rollout, samples: rollouts.append(rollout))
-    state = TrainingState(rows_per_pass=session.memory.rows, entropy_coef=session.config.algorithm.entropy_coef)
+    state = TrainingState(tokens_per_pass=session.memory.tokens, entropy_coef=session.config.algorithm.entropy_coef)
     with recorded(session.model, trained), mock.patch.object(session.engine, "generate", noisy):
         while state.updates < plan.max_steps:
             state = advance(session, state, records)

@@ -86,6 +86,6 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
         parameter.grad = gradient
 
 
-def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> float:
-    """Scale all gradients so that their common norm is at most `max_norm`; returns the norm before."""
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
+def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+    """Scale all gradients so that their common norm is at most `max_norm`; returns the norm before, on the device."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm)

@@ -10,6 +10,7 @@ from torch import nn
 
 from grpo_core.model.packed_attention import pack_batch, packed_states, use_attention
 from grpo_core.model.sequences import Sequences
+from grpo_core.model.transfer import to_device
 
 PROBED = 100  # tokens that ways to compute a sequence are compared over: several blocks of flex attention
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # relative, between two ways to compute the same
@@ -95,11 +96,11 @@ def make_packable(model: Any, *, flex: bool, max_length: float = math.inf) -> bo
     try:
         use_attention(config)
         sequences = Sequences(ids, torch.full((4,), prompt), torch.full((4,), completion), torch.arange(4) // 2)
-        packed_batch = pack_batch(sequences, model.device, flex=flex)
+        packed_batch = to_device(pack_batch(sequences, flex=flex), model.device)
         with torch.set_grad_enabled(flex):  # a kernel that cannot be compiled is to fail here
             packed = packed_states(decoder(model), packed_batch)
-        if packed.requires_grad:
-            packed.sum().backward()
+            if packed.requires_grad:
+                packed.sum().backward()
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another attention
         packed = torch.full_like(plain, torch.nan)
     if (plain - packed.detach()).norm() < TOLERANCE[plain.dtype] * plain.norm():

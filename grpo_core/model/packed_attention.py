@@ -31,7 +31,7 @@ class PackedBatch:
     input_ids: Tensor  # (1, N)
     positions: Tensor  # (1, N) in their own sequence
     predicts: Tensor  # (completion tokens,) position among the N whose hidden state predicts each, row by row
-    attention: _Padded | BlockMask
+    attention: _Padded | _Members
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,16 @@ class _Padded:
         return self.mask.shape[2]
 
 
-def pack_batch(sequences: Sequences, device: torch.device, *, flex: bool) -> PackedBatch:
-    """The sequences packed, on `device`. A completion's last token is not an input: nothing comes after it."""
+@dataclass(frozen=True)
+class _Members:
+    """To whom each token belongs, for flex attention; padding belongs to no prompt."""
+
+    prompt: Tensor  # (N,) number of its prompt
+    completion: Tensor  # (N,) number of its completion, -1 in a prompt
+
+
+def pack_batch(sequences: Sequences, *, flex: bool) -> PackedBatch:
+    """The sequences packed, on the CPU. A completion's last token is not an input: nothing comes after it."""
     firsts, owners = prompts_of(sequences)
     of_row = torch.tensor(owners)
     prompts, completions = sequences.prompt_lengths[firsts], (sequences.completion_lengths - 1).clamp(min=0)
@@ -72,18 +80,21 @@ def pack_batch(sequences: Sequences, device: torch.device, *, flex: bool) -> Pac
 
     if flex:
         padding = -len(ids) % FLEX_BLOCK
-        group = nn.functional.pad(torch.cat([prompt, of_row[row]]), (0, padding), value=-1).to(device)
-        member = nn.functional.pad(torch.cat([torch.full_like(prompt, -1), row]), (0, padding), value=-2).to(device)
+        group = nn.functional.pad(torch.cat([prompt, of_row[row]]), (0, padding), value=-1)
+        member = nn.functional.pad(torch.cat([torch.full_like(prompt, -1), row]), (0, padding), value=-2)
         ids, positions = nn.functional.pad(ids, (0, padding)), nn.functional.pad(positions, (0, padding))
-        attention: _Padded | BlockMask = _block_mask(group, member)
+        attention: _Padded | _Members = _Members(group, member)
     else:
-        attention = _padded(prompts, completions, of_row, (prompt, prompt_position), (row, offset), device)
-    return PackedBatch(ids[None].to(device), positions[None].to(device), predicts.to(device), attention)
+        attention = _padded(prompts, completions, of_row, (prompt, prompt_position), (row, offset))
+    return PackedBatch(ids[None], positions[None], predicts, attention)
 
 
 def packed_states(decoder: Any, batch: PackedBatch) -> Tensor:
-    """Hidden states that predict the completion tokens, row by row, by a decoder after `use_attention`. (tokens, h)"""
-    attention = batch.attention
+    """Hidden states that predict the completion tokens, row by row, by a decoder after `use_attention`, on whose device
+    the batch is. (tokens, h)"""
+    attention: Any = batch.attention
+    if isinstance(attention, _Members):
+        attention = _block_mask(attention.prompt, attention.completion)
     mask = attention if isinstance(attention, BlockMask) else attention.mask  # which transformers takes as it is
     output = decoder(
         input_ids=batch.input_ids, position_ids=batch.positions, attention_mask=mask, use_cache=False, packed=attention
@@ -201,17 +212,16 @@ def _padded(
     prompt_of: Tensor,
     in_prompts: tuple[Tensor, Tensor],
     in_completions: tuple[Tensor, Tensor],
-    device: torch.device,
 ) -> _Padded:
     p, t = int(prompts.max()), int(completions.max())
     (prompt, prompt_position), (row, offset) = in_prompts, in_completions
     of_prompt = (torch.arange(p) < prompts[prompt_of][:, None])[:, None].expand(-1, t, -1)
     own = torch.ones(t, t, dtype=torch.bool).tril().expand(len(prompt_of), -1, -1)
     return _Padded(
-        prompt_slots=(prompt * p + prompt_position).to(device),
-        completion_slots=(row * t + offset).to(device),
-        prompt_of=prompt_of.to(device),
-        mask=torch.cat([of_prompt, own], dim=2)[:, None].to(device),
+        prompt_slots=prompt * p + prompt_position,
+        completion_slots=row * t + offset,
+        prompt_of=prompt_of,
+        mask=torch.cat([of_prompt, own], dim=2)[:, None],
         num_prompts=len(prompts),
         longest_prompt=p,
     )

@@ -6,18 +6,20 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float32, Int
+from jaxtyping import Float32, Int, Int64
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.model.capabilities import decoder, make_packable, plain_output_layer
 from grpo_core.model.logprobs import chosen_logprobs
-from grpo_core.model.packed_attention import pack_batch, packed_states
+from grpo_core.model.packed_attention import PackedBatch, pack_batch, packed_states
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
+from grpo_core.model.transfer import to_device
 
 
 def _of_logits(
@@ -25,6 +27,24 @@ def _of_logits(
 ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
     log_p = logits.log_softmax(-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Tokens of rows that are not packed: right-padded, which causal attention needs no mask for."""
+
+    input_ids: Int64[Tensor, "B L"]
+    predicts: Int64[Tensor, " N"]  # place among the B · L whose output predicts each completion token, row by row
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """What a forward pass reads for B sequences, whose N completion tokens lie in B rows of at most T."""
+
+    tokens: PackedBatch | PaddedRows
+    targets: Int64[Tensor, " N"]  # the completion tokens, row by row
+    places: Int64[Tensor, " N"]  # of each among the B · T
+    shape: tuple[int, int]  # (B, T)
 
 
 class Policy(nn.Module):
@@ -63,37 +83,51 @@ class Policy(nn.Module):
                 )
             self.recompute(len(self.recomputable))
 
+    def prepare(self, sequences: Sequences) -> PassInputs:
+        """Inputs of a forward pass over the sequences. The CPU makes them and does not wait until the device has them.
+
+        All indices are made on the CPU, where the lengths are: asking a device for a size would wait for all its work.
+        """
+        lengths = sequences.completion_lengths
+        width = int(lengths.max())
+        rows, offsets = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True)
+        columns = sequences.prompt_lengths[rows] + offsets
+        if self.packs:
+            tokens: PackedBatch | PaddedRows = pack_batch(sequences, flex=self.flex)
+        else:
+            tokens = PaddedRows(sequences.input_ids, rows * sequences.input_ids.shape[1] + columns - 1)
+        inputs = PassInputs(
+            tokens,
+            targets=sequences.input_ids[rows, columns],
+            places=rows * width + offsets,
+            shape=(len(lengths), width),
+        )
+        return to_device(inputs, next(self.model.parameters()).device)
+
     def forward(
-        self, sequences: Sequences, *, entropy_gradient: bool = False
+        self, inputs: PassInputs, *, entropy_gradient: bool = False
     ) -> tuple[Float32[Tensor, "B T"], Float32[Tensor, "B T"]]:
         """Log-probability of each completion token, at the sampling temperature, and the entropy there.
 
         float32 whatever the model's dtype; 0 past a completion's end. The entropy has a gradient only when asked to.
         """
-        # Indices are made on the CPU, where the lengths are: asking a device for a size would wait for all of its work.
-        device, lengths = next(self.model.parameters()).device, sequences.completion_lengths
-        rows, offsets = (torch.arange(int(lengths.max())) < lengths[:, None]).nonzero(as_tuple=True)
-        positions = sequences.prompt_lengths[rows] - 1 + offsets  # each predicts the token after it
-        targets = sequences.input_ids[rows, positions + 1].to(device)
-        predicts = (rows * sequences.input_ids.shape[1] + positions).to(device)
+        tokens, targets = inputs.tokens, inputs.targets
         with self._checkpointing():
             if self.output_layer is None:
-                logits = self.model(input_ids=sequences.input_ids.to(device), use_cache=False).logits.flatten(0, 1)
-                logprobs, entropy = _of_logits(logits[predicts].float() / self.temperature, targets)
+                logits = self.model(input_ids=tokens.input_ids, use_cache=False).logits.flatten(0, 1)
+                logprobs, entropy = _of_logits(logits[tokens.predicts].float() / self.temperature, targets)
             else:
-                if self.packs:
-                    packed_batch = pack_batch(sequences, device, flex=self.flex)
-                    hidden = packed_states(decoder(self.model), packed_batch)  # (N, h)
+                if isinstance(tokens, PackedBatch):
+                    hidden = packed_states(decoder(self.model), tokens)  # (N, h)
                 else:
-                    ids = sequences.input_ids.to(device)
-                    states = decoder(self.model)(input_ids=ids, use_cache=False).last_hidden_state
-                    hidden = states.flatten(0, 1).index_select(0, predicts)
+                    states = decoder(self.model)(input_ids=tokens.input_ids, use_cache=False).last_hidden_state
+                    hidden = states.flatten(0, 1).index_select(0, tokens.predicts)
                 logprobs, entropy = chosen_logprobs(hidden, self.output_layer.weight, targets, self.temperature)
         if not entropy_gradient:
             entropy = entropy.detach()
-        inside = rows.to(device), offsets.to(device)
-        empty = torch.zeros(len(lengths), int(lengths.max()), device=device)
-        return empty.index_put(inside, logprobs), empty.index_put(inside, entropy)
+        empty = torch.zeros(math.prod(inputs.shape), device=targets.device)
+        filled = [empty.index_copy(0, inputs.places, values).view(inputs.shape) for values in (logprobs, entropy)]
+        return filled[0], filled[1]
 
     def refresh(self) -> None:
         """Bring the copy that computes up to date with the masters."""

@@ -37,6 +37,14 @@ class Sequences:
         chosen = Sequences(*(values[rows] for values in vars(self).values()))
         return replace(chosen, input_ids=chosen.input_ids[:, : int(chosen.lengths.max())])
 
+    def tokens_of(self, rows: Tensor, *, share_prompts: bool) -> int:
+        """Tokens of a pass over some rows: each prompt once with `share_prompts`, else padding too."""
+        lengths = self.lengths[rows]
+        if not share_prompts:
+            return len(rows) * int(lengths.max())
+        prompts = dict(zip(self.prompt_of[rows].tolist(), self.prompt_lengths[rows].tolist(), strict=True))
+        return sum(prompts.values()) + int(self.completion_lengths[rows].sum())
+
 
 def pack(sequences: Sequences, tokens: int, *, share_prompts: bool) -> Iterator[Tensor]:
     """The rows in parts of at most `tokens` tokens, or of one row: those with the same prompt, then those of like

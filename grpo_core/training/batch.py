@@ -1,7 +1,7 @@
-"""Rollouts → what one update trains on one process: plain tensors, right-padded, weights included.
+"""Rollouts → what one update trains: plain tensors, right-padded, weights included.
 
-The weights carry an update's whole normalisation, so its rows may go through the model in any order and any cut: those
-without a gradient are left out, the others sorted by length and packed, so that little of a pass is padding.
+The weights carry an update's whole normalisation, so its rows may be divided among processes and passes in any way:
+those without a gradient are left out, each process takes about as many tokens, and its passes hold rows of like length.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -18,14 +17,18 @@ from torch import Tensor, nn
 from grpo_core.algorithm.losses import token_weights
 from grpo_core.config.algorithm import LossType
 from grpo_core.config.run import RunConfig
+from grpo_core.data.order import training_order
 from grpo_core.model.sequences import Sequences, pad
+from grpo_core.model.transfer import move
 from grpo_core.planning.plan import Plan
 from grpo_core.rollout.types import GenerationBatch, Rollout
+from grpo_core.training.balance import divide
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Input of forward and backward passes. The rows of every tensor are the same completions."""
+    """Completions that are trained: those of an update, of a process, or of a pass. The rows of every tensor are the
+    same completions."""
 
     sequences: Sequences
     mask: Float[Tensor, "B T"]
@@ -38,53 +41,67 @@ class MicroBatch:
     entropy_weights: Float[Tensor, "B T"]  # of the entropy bonus: its mean over the tokens that are kept
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Moved to a device, except the sequences, whose lengths are read on the CPU."""
-        tensors: dict[str, Any] = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **tensors)
+        """Moved to a device, except the sequences, whose lengths are read on the CPU. Nothing waits for it."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved = zip(tensors, move([*tensors.values()], device), strict=True)
+        return replace(self, **dict(moved))  # type: ignore[arg-type]
 
 
 def join(batch: GenerationBatch, rows: Sequence[int]) -> Sequences:
     """Prompts and completions of the given rows joined, on the CPU."""
-    lengths = batch.completion_lengths[rows].tolist()
-    sequences = [
-        batch.prompt_ids[row] + batch.completion_ids[row, :length].tolist()
-        for row, length in zip(rows, lengths, strict=True)
-    ]
-    prompt_lengths = torch.tensor([len(batch.prompt_ids[row]) for row in rows])
-    return Sequences(pad(sequences, torch.int64), prompt_lengths, torch.tensor(lengths), batch.prompt_of[rows])
+    prompts = [batch.prompt_ids[row] for row in rows]
+    prompt_lengths, lengths = torch.tensor([len(prompt) for prompt in prompts]), batch.completion_lengths[rows]
+    width = int(lengths.max())
+    ids = nn.functional.pad(pad(prompts, torch.int64), (0, width))
+    row, offset = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True)
+    ids[row, prompt_lengths[row] + offset] = batch.completion_ids[rows][row, offset]
+    return Sequences(ids[:, : int((prompt_lengths + lengths).max())], prompt_lengths, lengths, batch.prompt_of[rows])
 
 
-def micro_batch(rollout: Rollout, rows: Sequence[int], plan: Plan, config: RunConfig, micro_steps: int) -> MicroBatch:
-    """The given rows of a rollout, weighted as one of the `micro_steps` of an update, on the CPU."""
+def update_batch(parts: Sequence[tuple[Rollout, int]], plan: Plan, config: RunConfig) -> MicroBatch:
+    """The rows of an update, over all processes, on the CPU. `parts`: its micro-steps, each a slice of a rollout."""
+    return concatenate([_micro_step(rollout, part, plan, config, len(parts)) for rollout, part in parts])
+
+
+def _micro_step(rollout: Rollout, part: int, plan: Plan, config: RunConfig, micro_steps: int) -> MicroBatch:
+    """The rows of one slice of a rollout, weighted as the plan has them: b of each process in one of `micro_steps`."""
+    order = training_order(plan, config.seed, rollout.index)[part]  # (W, b)
+    rows = order.flatten().tolist()
     sequences = join(rollout, rows)
-
-    def take(values: Tensor) -> Tensor:
-        return values[rows, : int(sequences.completion_lengths.max())]
+    width = int(sequences.completion_lengths.max())
 
     def weights(loss_type: LossType, trained: Tensor) -> Tensor:
-        return token_weights(
-            loss_type,
-            take(trained),
-            micro_steps=micro_steps,
-            rollout_tokens=max(int(trained.sum()), 1),
-            steps_per_generation=plan.steps_per_generation,
-            num_processes=plan.num_processes,
-            max_completion_length=config.rollout.max_completion_length,
-        )
+        rollout_tokens = max(int(trained.sum()), 1)
+        of_processes = [
+            token_weights(
+                loss_type,
+                trained[mine, :width],
+                micro_steps=micro_steps,
+                rollout_tokens=rollout_tokens,
+                steps_per_generation=plan.steps_per_generation,
+                num_processes=plan.num_processes,
+                max_completion_length=config.rollout.max_completion_length,
+            )
+            for mine in order
+        ]
+        return torch.cat(of_processes)
+
+    def taken(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[rows, :width]
 
     mask = rollout.completion_mask
     kept = mask if rollout.keep is None else mask * rollout.keep
     return MicroBatch(
         sequences=sequences,
-        mask=take(mask),
+        mask=mask[rows, :width],
         weights=weights(config.algorithm.loss_type, mask),
         # A mean over tokens whatever the loss type, so that entropy_coef means the same for all.
         entropy_weights=weights("dapo", kept),
         advantages=rollout.advantages[rows],
-        sampling_logprobs=take(rollout.sampling_logprobs),
-        old_logprobs=None if rollout.old_logprobs is None else take(rollout.old_logprobs),
-        ref_logprobs=None if rollout.ref_logprobs is None else take(rollout.ref_logprobs),
-        keep=None if rollout.keep is None else take(rollout.keep),
+        sampling_logprobs=rollout.sampling_logprobs[rows, :width],
+        old_logprobs=taken(rollout.old_logprobs),
+        ref_logprobs=taken(rollout.ref_logprobs),
+        keep=taken(rollout.keep),
     )
 
 
@@ -110,16 +127,35 @@ def with_gradient(advantages: Tensor, mask: Tensor) -> Tensor:
     return (advantages != 0) & (mask.sum(1) > 0)
 
 
-def trained(batch: MicroBatch) -> MicroBatch:
-    """The rows whose policy term has a gradient; one without if there are none, so that every process has figures.
+def own_rows(
+    batch: MicroBatch, process: int, processes: int, *, without_advantage: bool, share_prompts: bool
+) -> MicroBatch:
+    """The rows of an update that one process computes, at least one, so that every process has figures.
 
-    The weights stay, and with them the normalisation.
+    Rows without a gradient are left out; with `without_advantage`, those without an advantage have one (KL, entropy
+    bonus). The weights stay, and with them the normalisation.
     """
-    rows = with_gradient(batch.advantages, batch.mask).nonzero().flatten()
-    if len(rows):
-        return take(batch, rows)
-    # A row that no gradient needs has no old log-probabilities of its own: the current ones stand in for them.
-    return replace(take(batch, batch.sequences.lengths.argmin()[None]), old_logprobs=None)
+    needed = batch.mask.sum(1) > 0 if without_advantage else with_gradient(batch.advantages, batch.mask)
+    if not needed.any():
+        needed[batch.sequences.lengths.argmin()] = True
+        # A row that no gradient needs has no old log-probabilities of its own: the current ones stand in for them.
+        batch = replace(batch, old_logprobs=None)
+    mine = balanced(batch.sequences, needed.nonzero().flatten(), processes, share_prompts=share_prompts)[process]
+    if len(mine):
+        return take(batch, mine)
+    idle = take(batch, torch.where(needed, batch.sequences.lengths, torch.iinfo(torch.int64).max).argmin()[None])
+    nothing = torch.zeros_like(idle.mask)
+    return replace(idle, mask=nothing, weights=nothing, entropy_weights=nothing)
+
+
+def balanced(sequences: Sequences, rows: Tensor, processes: int, *, share_prompts: bool) -> list[Tensor]:
+    """Each process's part of the rows, with about as many tokens; a prompt counts once with `share_prompts`."""
+    prompts, completions = sequences.prompt_lengths[rows], sequences.completion_lengths[rows]
+    if share_prompts:
+        parts = divide(sequences.prompt_of[rows].tolist(), prompts.tolist(), completions.tolist(), processes)
+    else:
+        parts = divide(range(len(rows)), prompts.tolist(), completions.tolist(), processes)
+    return [rows[part] for part in parts]
 
 
 def take(batch: MicroBatch, rows: Tensor) -> MicroBatch:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import time
 import warnings
@@ -116,8 +115,7 @@ class TrainingLog:
 
     def finish(self, state: TrainingState) -> dict[str, Any]:
         """Write result.json, last of all: its presence says that the training is complete."""
-        plan, rows, recomputed = self.plan, state.rows_per_pass, self.session.policy.recomputed
-        passes = math.ceil(plan.per_device_train_batch_size / rows)
+        plan, recomputed = self.plan, self.session.policy.recomputed
         result = {
             "counted": state.counts,
             "planned": plan.counts(plan.max_steps),
@@ -129,10 +127,9 @@ class TrainingLog:
             "train_seconds": round(state.train_seconds, 3),
             "resumed_at_step": self.resumed_at or None,
             "roll_backs": state.roll_backs,
-            "per_device_train_batch_size": rows,
-            "gradient_accumulation_steps": plan.gradient_accumulation_steps * passes,
+            "tokens_per_pass": state.tokens_per_pass,
             "recomputed_layers": recomputed,
-            "ran_out_of_memory": rows < plan.per_device_train_batch_size
+            "ran_out_of_memory": self.session.memory.ran_out
             or (recomputed > 0 and not self.session.config.train.gradient_checkpointing),
             "metrics": self.last,
             "steps_without_metrics": self.lost,

@@ -14,14 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_core.data.order import training_order
 from grpo_core.distributed import wait_for_all
 from grpo_core.errors import NotFiniteError, RewardError, TrainingError
 from grpo_core.model.loading import save_model
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import sync_to_disk
 from grpo_core.training import health
-from grpo_core.training.batch import MicroBatch, concatenate, micro_batch
+from grpo_core.training.batch import update_batch
 from grpo_core.training.checkpoint import Checkpoints
 from grpo_core.training.health import Finding
 from grpo_core.training.held_out import evaluate_policy, keep_best, load_best
@@ -100,11 +99,10 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
                 state = state.with_rollout(rollout, plan)
                 stop_if_asked()
             parts.append((rollout, micro_step.slice))
-        batch = concatenate([_micro_batch(session, *part, len(parts)) for part in parts])
-        metrics = update(session, batch, state)
+        metrics = update(session, update_batch(parts, plan, config), state)
     state = adapt_entropy(config.algorithm, state, metrics.pop("kept_entropy", None))
     seconds = time.perf_counter() - start
-    state = state.with_update(seconds, session.memory.rows)
+    state = state.with_update(seconds, session.memory.tokens)
     move_reference(session, state)
     metrics |= _mean_metrics([rollout for rollout, _ in parts])
     metrics |= {"epoch": plan.epoch(state.updates), "num_tokens": state.num_tokens, "step_time": seconds}
@@ -152,13 +150,6 @@ def _finish(session: Session, state: TrainingState, log: TrainingLog) -> dict[st
     session.engine.close()
     session.accelerator.end_training()
     return result
-
-
-def _micro_batch(session: Session, rollout: Rollout, part: int, micro_steps: int) -> MicroBatch:
-    """This process's rows of one slice of a rollout, weighted as one of `micro_steps` in the update."""
-    config, plan = session.config, session.plan
-    rows = training_order(plan, config.seed, rollout.index)[part, session.accelerator.process_index].tolist()
-    return micro_batch(rollout, rows, plan, config, micro_steps)
 
 
 def _mean_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -1,15 +1,17 @@
-"""Completions per forward pass, found by running out of memory."""
+"""Tokens per forward pass, found by running out of memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from grpo_core.errors import TrainingError
 from grpo_core.model.policy import Policy
+from grpo_core.model.sequences import Sequences, pack
 
 CPU_TOKENS = 2048  # per pass on a CPU; with more, what a layer computes leaves the cache before the next layer reads it
 
@@ -18,35 +20,48 @@ Result = TypeVar("Result")
 
 @dataclass
 class OutOfMemoryRetry:
-    """Completions per forward pass: halved when memory runs out; at one completion, activations are recomputed."""
+    """Tokens per forward pass: halved when memory runs out; at one completion, activations are recomputed."""
 
-    rows: int
+    planned: int  # b sequences of the greatest length
     policy: Policy
+    tokens: int = field(init=False)  # that fit, as far as is known
 
-    def run(self, work: Callable[[int], Result]) -> Result:
-        """`work(rows)`, tried again as long as memory runs out: with half the rows; with one row, recomputing the
-        activations of half of the layers, then of all. `work` starts from the beginning each time."""
+    def __post_init__(self) -> None:
+        self.tokens = self.planned
+
+    @property
+    def ran_out(self) -> bool:
+        return self.tokens < self.planned
+
+    def run(self, sequences: Sequences, work: Callable[[list[Tensor]], Result], *, share_prompts: bool) -> Result:
+        """`work(parts)` over the sequences' rows, packed into one part per pass.
+
+        Tried again as long as memory runs out, from the beginning each time: with half the tokens per pass, until none
+        has more than the longest sequence; then recomputing the activations of half of the layers, then of all. Raises
+        TrainingError if that does not help either.
+        """
+        on_cpu = next(self.policy.parameters()).device.type == "cpu"
+        longest = int(sequences.lengths.max())
         while True:
+            tokens = min(self.tokens, CPU_TOKENS) if on_cpu else self.tokens
+            parts = [*pack(sequences, tokens, share_prompts=share_prompts)]
             try:
-                return work(self.rows)
+                return work(parts)
             except torch.OutOfMemoryError as error:
+                largest = max(sequences.tokens_of(part, share_prompts=share_prompts) for part in parts)
                 keeps = torch.is_grad_enabled() and self.policy.recomputed < len(self.policy.recomputable)
-                if self.rows == 1 and not keeps:
+                if largest <= longest and not keeps:
                     raise TrainingError(
-                        "memory runs out with a single completion in a forward pass; shorten max_completion_length, "
-                        f"set model.use_peft, or take a smaller model ({error})"
+                        f"memory runs out with a single completion ({longest} tokens with its prompt) in a forward "
+                        "pass; shorten max_completion_length, set model.use_peft, or take a smaller model "
+                        f"({error})"
                     ) from error
             # After the exception is gone: it holds the activations of the attempt that failed.
-            if self.rows > 1:
-                self.rows = (self.rows + 1) // 2
+            if largest > longest:
+                self.tokens = max(largest // 2, longest)
             else:
                 layers = len(self.policy.recomputable)
                 self.policy.recompute(min(self.policy.recomputed + (layers + 1) // 2, layers))
             torch.cuda.empty_cache()
             recomputed = f", {self.policy.recomputed} layers computed again" if self.policy.recomputed else ""
-            print(f"out of memory: going on with {self.rows} completions in a forward pass{recomputed}", flush=True)
-
-
-def tokens_per_pass(budget: int, device: torch.device) -> int:
-    """Token budget of one forward pass on this device."""
-    return min(budget, CPU_TOKENS) if device.type == "cpu" else budget
+            print(f"out of memory: going on with {self.tokens} tokens in a forward pass{recomputed}", flush=True)

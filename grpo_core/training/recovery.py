@@ -22,11 +22,11 @@ def resume(session: Session, checkpoints: Checkpoints) -> TrainingState:
     session.probe.compare(probe_logprobs(session))  # while both have the base's weights: a checkpoint changes them
     state = checkpoints.restore()
     if state is None:
-        state = TrainingState(rows_per_pass=session.memory.rows, entropy_coef=config.algorithm.entropy_coef)
+        state = TrainingState(tokens_per_pass=session.memory.tokens, entropy_coef=config.algorithm.entropy_coef)
         if health.may_roll_back(config.health):
             # Nothing older exists to go back to, whatever the first step finds.
             checkpoints.save(state, config.train.save_total_limit, healthy=True)
-    session.memory.rows = state.rows_per_pass
+    session.memory.tokens = state.tokens_per_pass
     return state
 
 

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from grpo_core.algorithm.losses import top_entropy_mask
-from grpo_core.distributed import share, total
+from grpo_core.distributed import total
 from grpo_core.model.loading import without_adapter
 from grpo_core.model.policy import Policy
-from grpo_core.model.sequences import pack
+from grpo_core.model.transfer import move
 from grpo_core.rollout.collect import Sample, begin, collect
 from grpo_core.rollout.types import GenerationBatch, Rollout
-from grpo_core.training.batch import join, with_gradient
-from grpo_core.training.memory import tokens_per_pass
+from grpo_core.training.batch import balanced, join, with_gradient
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.weight_sync import sync_weights
@@ -69,18 +68,21 @@ def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, n
     Each process computes its share, and all get the whole.
     """
     device = session.accelerator.device
-    rows = needed.nonzero().flatten()
-    mine = rows[share(len(rows))]
+    sequences = join(batch, [*range(len(batch.prompt_ids))])
+    parts = balanced(
+        sequences, needed.nonzero().flatten(), session.accelerator.num_processes, share_prompts=policy.packs
+    )
+    mine = parts[session.accelerator.process_index]
     found = torch.zeros(2, *batch.completion_ids.shape, device=device)
 
-    def work(rows_per_pass: int) -> None:
-        sequences = join(batch, mine.tolist())
-        tokens = tokens_per_pass(rows_per_pass * int(sequences.lengths.max()), device)
-        for part in pack(sequences, tokens, share_prompts=policy.packs):
-            values = torch.stack(policy(sequences.take(part)))
-            found[:, mine[part], : values.shape[2]] = values
+    def work(parts: list[Tensor]) -> None:
+        # All inputs first: then no pass waits for the CPU, and the CPU waits for none.
+        passes = [(policy.prepare(own.take(part)), *move([mine[part]], device)) for part in parts]
+        for inputs, rows in passes:
+            found[:, rows, : inputs.shape[1]] = torch.stack(policy(inputs))
 
     if len(mine):
-        session.memory.run(work)
+        own = sequences.take(mine)
+        session.memory.run(own, work, share_prompts=policy.packs)
     logprobs, entropy = total(found).cpu()  # each row is 0 on all processes except one
     return logprobs, entropy

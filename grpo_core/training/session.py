@@ -19,6 +19,7 @@ from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
+from grpo_core.distributed import any_process
 from grpo_core.errors import TrainingError
 from grpo_core.fingerprint import determining
 from grpo_core.model.capabilities import check_padding
@@ -73,7 +74,8 @@ def load_session(run: Path) -> Session:
     held_out = load_prompts(run / "dataset" / "eval.parquet", tokenizer) if config.train.eval_steps else None
     set_seed(config.seed)
     # vLLM scores nothing as long as its longest sequence: it wants room for one more token.
-    lengths = [SHORTEST + 1, prompts.max_length + config.rollout.max_completion_length]
+    longest = prompts.max_length + config.rollout.max_completion_length  # of the sequences that are trained
+    lengths = [SHORTEST + 1, longest]
     if held_out is not None:
         lengths.append(held_out.max_length + config.evaluation_length)
     max_length = max(lengths)
@@ -88,6 +90,7 @@ def load_session(run: Path) -> Session:
         bf16=config.train.mixed_precision == "bf16",
         gradient_checkpointing=config.train.gradient_checkpointing,
     )
+    policy.packs = not any_process(not policy.packs)  # they divide rows by what a pass costs, and must agree
     engine = make_engine(config, config.model.name_or_path, policy.model, tokenizer, max_length)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     optimizer = _optimizer(model, config.train)
@@ -108,7 +111,7 @@ def load_session(run: Path) -> Session:
         learning_rate=_learning_rate(optimizer, config.train, plan),
         engine=engine,
         lookahead=engine if config.rollout.max_staleness and isinstance(engine, Lookahead) else None,
-        memory=OutOfMemoryRetry(plan.per_device_train_batch_size, policy),
+        memory=OutOfMemoryRetry(plan.per_device_train_batch_size * longest, policy),
         probe=Probe(
             probe_sequences(prompts.ids, tokenizer.eos_token_id, max(lengths) - 1), config.train.mixed_precision
         ),

@@ -13,7 +13,7 @@ from grpo_core.rollout.types import Rollout
 class TrainingState:
     """State after `updates` optimizer updates, counted over all starts of the run."""
 
-    rows_per_pass: int  # completions that one forward pass holds; per_device_train_batch_size until memory runs out
+    tokens_per_pass: int  # that one forward pass holds at most; fewer once memory has run out
     updates: int = 0
     rollout: Rollout | None = None  # the generation batch in use
     unrecorded: dict[str, float] | None = None  # metrics of the last update until its evaluation is complete
@@ -62,10 +62,10 @@ class TrainingState:
             num_tokens=self.num_tokens + prompt_tokens + int(rollout.completion_lengths.sum()),
         )
 
-    def with_update(self, seconds: float, rows_per_pass: int) -> TrainingState:
+    def with_update(self, seconds: float, tokens_per_pass: int) -> TrainingState:
         """The state after an optimizer update."""
         total = self.train_seconds + seconds
-        return replace(self, updates=self.updates + 1, train_seconds=total, rows_per_pass=rows_per_pass)
+        return replace(self, updates=self.updates + 1, train_seconds=total, tokens_per_pass=tokens_per_pass)
 
     def with_evaluation(
         self, metrics: dict[str, float], value: float, threshold: float, patience: int | None

@@ -1,4 +1,4 @@
-"""One optimizer update: forward and backward over its micro-batches, one gradient over all processes, one step."""
+"""One optimizer update: forward and backward over this process's rows, one gradient over all processes, one step."""
 
 from __future__ import annotations
 
@@ -13,45 +13,47 @@ from grpo_core.algorithm.losses import token_losses
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.distributed import average_gradients, clip_gradients, largest, total
 from grpo_core.errors import NotFiniteError
-from grpo_core.model.sequences import pack
-from grpo_core.training.batch import MicroBatch, take, trained
+from grpo_core.model.policy import PassInputs
+from grpo_core.training.batch import MicroBatch, own_rows, take
 from grpo_core.training.interrupt import commit
-from grpo_core.training.memory import tokens_per_pass
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
 
 
 def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[str, float]:
-    """Accumulate the gradient of this process's rows, average it over the processes, step; global metrics.
+    """Accumulate the gradient of this process's rows of the batch, average it over the processes, step; global metrics.
 
     Figures of tokens are means over those that are trained: without KL and entropy bonus, of completions with an
     advantage. An adaptive entropy bonus measures the entropy of all completions, also while it rests. NotFiniteError
-    when loss or gradient is not a number, before the step is taken, or a weight after it.
+    when loss or gradient is not a number, before the step is taken, or a weight after it: only for these two answers
+    does the CPU wait for the device.
     """
     config, accelerator, optimizer = session.config, session.accelerator, session.optimizer
     entropy_coef = applied_entropy_coef(config.algorithm, state)
     session.policy.refresh()
+    batch = own_rows(
+        batch,
+        accelerator.process_index,
+        accelerator.num_processes,
+        without_advantage=batch.ref_logprobs is not None or config.algorithm.has_entropy_bonus,
+        share_prompts=session.policy.packs,
+    )
 
-    longest = int(batch.sequences.lengths.max())
-    if batch.ref_logprobs is None and not config.algorithm.has_entropy_bonus:
-        batch = trained(batch)
-
-    def accumulate(rows: int) -> _Tally:
+    def accumulate(parts: list[Tensor]) -> _Tally:
         session.policy.zero_grad()  # of both copies: memory may have run out between the two
         tally = _Tally(accelerator.device)
-        tokens = tokens_per_pass(rows * longest, accelerator.device)
-        for part in pack(batch.sequences, tokens, share_prompts=session.policy.packs):
-            _forward_backward(session, take(batch, part).to(accelerator.device), entropy_coef, tally)
+        passes = [_prepared(session, take(batch, part)) for part in parts]  # all ahead: none waits for the CPU
+        for one in passes:
+            _forward_backward(session, *one, entropy_coef, tally)
         return tally
 
-    tally = session.memory.run(accumulate)
+    tally = session.memory.run(batch.sequences, accumulate, share_prompts=session.policy.packs)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     average_gradients(parameters)
-    grad_norm = clip_gradients(parameters, config.train.max_grad_norm)
-    metrics = tally.over_all_processes(session)
-    if not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)):
+    metrics = tally.read(session, grad_norm=clip_gradients(parameters, config.train.max_grad_norm))
+    if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
         optimizer.zero_grad()
-        raise NotFiniteError(f"step {state.updates + 1}: loss {metrics['loss']}, gradient norm {grad_norm}")
+        raise NotFiniteError(f"step {state.updates + 1}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}")
     commit()
     learning_rate = session.learning_rate(state.updates) * 0.5**state.roll_backs
     for group in optimizer.param_groups:
@@ -62,7 +64,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         raise NotFiniteError(f"step {state.updates + 1}: the weights after the update are not finite")
     if config.algorithm.has_entropy_bonus:
         metrics["entropy_coef"] = entropy_coef
-    return {**metrics, "grad_norm": grad_norm, "learning_rate": learning_rate}
+    return {**metrics, "learning_rate": learning_rate}
 
 
 def applied_entropy_coef(config: AlgorithmConfig, state: TrainingState) -> float:
@@ -95,7 +97,7 @@ def move_reference(session: Session, state: TrainingState) -> None:
 
 
 class _Tally:
-    """Sums and extremes over the micro-batches, left on the device until the update is done."""
+    """Sums and extremes over the passes, left on the device until the update is done."""
 
     def __init__(self, device: torch.device):
         self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=device))
@@ -108,26 +110,39 @@ class _Tally:
         found = torch.where(mask > 0, values, -torch.inf).max()
         self.maxima[name] = torch.maximum(self.maxima[name], found)
 
-    def over_all_processes(self, session: Session) -> dict[str, float]:
-        """Means over tokens, where there are any, extremes, and the loss; the same on every process."""
-        totals = dict(zip(self.sums, total(torch.stack([*self.sums.values()])).tolist(), strict=True))
-        rows = torch.tensor(float(session.memory.rows), device=session.accelerator.device)
-        extremes = largest(torch.stack([*self.maxima.values(), -rows])).tolist()
-        session.memory.rows = int(-extremes.pop())  # what fits everywhere
+    def read(self, session: Session, grad_norm: Tensor) -> dict[str, float]:
+        """Means over tokens, where there are any, extremes, loss and norm, over all processes; the same on each.
+
+        The processes also agree on the tokens per pass: what fits everywhere.
+        """
+        fitting = torch.full((), -session.memory.tokens, dtype=torch.float64, device=grad_norm.device)
+        sums = total(torch.stack([*self.sums.values()]))
+        extremes = largest(torch.stack([value.double() for value in (*self.maxima.values(), fitting)]))
+        *found, norm = torch.cat([sums.double(), extremes, grad_norm.double()[None]]).tolist()  # waits for the device
+        session.memory.tokens = int(-found.pop())
+        totals = dict(zip(self.sums, found, strict=False))
         tokens, kept, kept_entropy = (totals.pop(name) for name in ("tokens", "kept_tokens", "kept_entropy"))
         loss = totals.pop("loss") / session.accelerator.num_processes
-        highest = {name: value for name, value in zip(self.maxima, extremes, strict=True) if math.isfinite(value)}
+        extreme = zip(self.maxima, found[len(self.sums) :], strict=True)
+        highest = {name: value for name, value in extreme if math.isfinite(value)}
         lowest = {name: -highest.pop(name) for name in [*highest] if name.endswith("min")}
         means = {name: value / tokens for name, value in totals.items()} if tokens else {}
         if kept:
             means["kept_entropy"] = kept_entropy / kept
-        return {"loss": loss, **means, **highest, **lowest}
+        return {"loss": loss, **means, **highest, **lowest, "grad_norm": norm}
 
 
-def _forward_backward(session: Session, batch: MicroBatch, entropy_coef: float, tally: _Tally) -> None:
-    """Add one part's gradient to what is accumulated, and its figures to the tally."""
+def _prepared(session: Session, batch: MicroBatch) -> tuple[PassInputs, MicroBatch]:
+    """What a pass reads, on the device."""
+    return session.policy.prepare(batch.sequences), batch.to(session.accelerator.device)
+
+
+def _forward_backward(
+    session: Session, inputs: PassInputs, batch: MicroBatch, entropy_coef: float, tally: _Tally
+) -> None:
+    """Add one pass's gradient to what is accumulated, and its figures to the tally."""
     algorithm, mask = session.config.algorithm, batch.mask
-    logprobs, entropy = session.policy(batch.sequences, entropy_gradient=entropy_coef > 0)
+    logprobs, entropy = session.policy(inputs, entropy_gradient=entropy_coef > 0)
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     losses = token_losses(
         logprobs,

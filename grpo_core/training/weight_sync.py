@@ -63,5 +63,6 @@ def _trainer_logprobs(session: Session, sequences: list[list[int]]) -> torch.Ten
     ids, firsts = pad(sequences, torch.int64), torch.ones(len(sequences), dtype=torch.int64)
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     batch = Sequences(ids, firsts, lengths - 1, prompt_of=ids[:, 0])
-    logprobs, _ = session.policy.at(1.0)(batch)
+    policy = session.policy.at(1.0)
+    logprobs, _ = policy(policy.prepare(batch))
     return logprobs.cpu()

@@ -108,7 +108,7 @@ def _events(result: Mapping[str, Any]) -> Iterator[str]:
     if result["roll_backs"]:
         yield f"Rolled back {result['roll_backs']} times."
     if result["ran_out_of_memory"]:
-        yield f"Memory ran out; went on with {result['per_device_train_batch_size']:,} completions per forward pass."
+        yield f"Memory ran out; went on with {result['tokens_per_pass']:,} tokens per forward pass."
 
 
 def _first_findings(findings: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:

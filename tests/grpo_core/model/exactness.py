@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from grpo_core.algorithm.losses import token_losses
-from grpo_core.data.order import training_order
 from grpo_core.rollout.collect import collect
 from grpo_core.rollout.types import Rollout
 from grpo_core.training import roll_out as rolling
-from grpo_core.training.batch import MicroBatch, concatenate, micro_batch
+from grpo_core.training.batch import MicroBatch, update_batch
 from grpo_core.training.session import Session, load_session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.update import update
 
-START = TrainingState(rows_per_pass=8)
+START = TrainingState(tokens_per_pass=100)
 
 
 def rollout_with(session: Session, advantages: Tensor) -> Rollout:
@@ -39,11 +38,9 @@ def rollout_with(session: Session, advantages: Tensor) -> Rollout:
 
 
 def first_update(session: Session, rollout: Rollout) -> MicroBatch:
-    """This process's rows of the rollout's first update."""
-    plan, process = session.plan, session.accelerator.process_index
-    slices = [micro_step.slice for micro_step in plan.micro_steps(0)]
-    order = training_order(plan, session.config.seed, 0)[slices, process]
-    return concatenate([micro_batch(rollout, rows.tolist(), plan, session.config, len(slices)) for rows in order])
+    """The rows of the rollout's first update, over all processes."""
+    parts = [(rollout, micro_step.slice) for micro_step in session.plan.micro_steps(0)]
+    return update_batch(parts, session.plan, session.config)
 
 
 def move(session: Session) -> None:

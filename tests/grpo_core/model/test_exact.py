@@ -99,8 +99,8 @@ def test_an_update_s_gradient_is_the_plain_one(session: Session, silent: str, wa
     indirect=True,
 )
 def test_an_entropy_bonus_adds_its_weight_times_the_gradient_of_the_mean_entropy(session: Session, silent: str) -> None:
-    session.memory.rows = 3
     batch = _batch(session, silent)
+    session.memory.tokens = 3 * int(batch.sequences.lengths.max())
     assert distance(updating_gradient(session, batch), plain_gradient(session, batch, entropy_coef=0.3)) < BOUND
 
 
@@ -110,8 +110,8 @@ def test_an_entropy_bonus_adds_its_weight_times_the_gradient_of_the_mean_entropy
 )
 def test_an_update_s_figures_are_those_of_all_its_tokens(session: Session, sign: int) -> None:
     """Every advantage has the sign, and every ratio is on the side that the clip bounds there."""
-    session.memory.rows = 3
     batch = _batch(session, "none")
+    session.memory.tokens = 3 * int(batch.sequences.lengths.max())
     move(session)
     with torch.no_grad():
         logprobs = plain_logprobs(session, batch)
@@ -165,7 +165,7 @@ def test_an_adaptive_bonus_measures_the_entropy_of_all_completions_at_work_and_a
     batch = _batch(session, silent)
     entropy = plain_entropy(session, batch).item()
     for last_entropy, coef in ((math.inf, 0.0), (0.5, 0.2)):
-        progress = TrainingState(rows_per_pass=8, entropy_coef=0.2, last_entropy=last_entropy)
+        progress = TrainingState(tokens_per_pass=100, entropy_coef=0.2, last_entropy=last_entropy)
         gradient, metrics = gradient_and_metrics(session, batch, progress)
         assert metrics["entropy_coef"] == coef
         assert metrics["kept_entropy"] == pytest.approx(entropy, rel=1e-5)
@@ -189,8 +189,8 @@ OFF_POLICY: dict[str, dict[str, Any]] = {
 def test_old_log_probabilities_of_the_rows_that_need_them_leave_the_gradient_as_it_is(
     session: Session, way: None
 ) -> None:
-    session.memory.rows = 3
     batch = _batch(session, "half")
+    session.memory.tokens = 3 * int(batch.sequences.lengths.max())
     every_row = replace(batch, old_logprobs=plain_logprobs(session, batch).detach())
     move(session)
     assert distance(updating_gradient(session, batch), plain_gradient(session, every_row)) < BOUND
@@ -198,11 +198,11 @@ def test_old_log_probabilities_of_the_rows_that_need_them_leave_the_gradient_as_
 
 @pytest.mark.slow
 @ALL_WAYS
-@pytest.mark.parametrize("rows", [1, 3, 8, 100])
-def test_the_token_budget_leaves_the_gradient_as_it_is(session: Session, rows: int, way: None) -> None:
+@pytest.mark.parametrize("tokens", [1, 30, 90, 1000])
+def test_the_token_budget_leaves_the_gradient_as_it_is(session: Session, tokens: int, way: None) -> None:
     batch = _batch(session, "half")
     expected = plain_gradient(session, batch)
-    session.memory.rows = rows
+    session.memory.tokens = tokens
     assert distance(updating_gradient(session, batch), expected) < BOUND
 
 
@@ -222,7 +222,7 @@ def test_a_line_has_each_token_once(session: Session, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         policy, "packed_states", lambda d, line: tokens.append(len(line.positions[0])) or states(d, line)
     )
-    session.memory.rows = 100
+    session.memory.tokens = 1000
     assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
     rows = zip(batch.sequences.input_ids.tolist(), batch.sequences.prompt_lengths, strict=True)
     prompts = {tuple(ids[:length]) for ids, length in rows}
@@ -249,7 +249,7 @@ def test_an_update_without_any_advantage_steps_with_a_gradient_of_zeros(session:
 def test_rows_without_a_gradient_are_not_computed(session: Session) -> None:
     batch, seen = _batch(session, "half"), []
     forward = session.policy.forward
-    session.policy.forward = lambda s, **keys: seen.append(len(s.input_ids)) or forward(s, **keys)  # type: ignore[method-assign]
+    session.policy.forward = lambda i, **keys: seen.append(i.shape[0]) or forward(i, **keys)  # type: ignore[method-assign]
     updating_gradient(session, batch)
     assert sum(seen) == int((batch.advantages != 0).sum()) < len(batch.advantages)
 
@@ -258,7 +258,7 @@ def test_rows_without_a_gradient_are_not_computed(session: Session) -> None:
 def test_every_row_is_computed_where_each_has_a_gradient(session: Session) -> None:
     batch, seen = _batch(session, "all"), []
     forward = session.policy.forward
-    session.policy.forward = lambda s, **keys: seen.append(len(s.input_ids)) or forward(s, **keys)  # type: ignore[method-assign]
+    session.policy.forward = lambda i, **keys: seen.append(i.shape[0]) or forward(i, **keys)  # type: ignore[method-assign]
     gradients = updating_gradient(session, batch)
     assert sum(seen) == len(batch.advantages)
     assert any((gradient != 0).any() for gradient in gradients) == (session.config.algorithm.entropy_coef > 0)
@@ -280,7 +280,7 @@ def test_old_log_probabilities_that_nothing_reads_are_not_computed(session: Sess
     session = replace(session, plan=replace(session.plan, num_iterations=2))
     seen: list[int] = []
     forward = session.policy.forward
-    session.policy.forward = lambda s, **keys: seen.append(len(s.input_ids)) or forward(s, **keys)  # type: ignore[method-assign]
+    session.policy.forward = lambda i, **keys: seen.append(i.shape[0]) or forward(i, **keys)  # type: ignore[method-assign]
     advantages = torch.tensor([0.0, 1.0, -1.0, 0.0]).repeat(session.plan.generation_batch_size // 4)
     rollout_with(session, advantages)
     assert sum(seen) - len(session.probe.sequences) == (len(advantages) if every else len(advantages) // 2)
@@ -288,7 +288,7 @@ def test_old_log_probabilities_that_nothing_reads_are_not_computed(session: Sess
 
 def test_an_off_policy_update_without_any_advantage_has_figures(session: Session) -> None:
     session = replace(session, plan=replace(session.plan, num_iterations=2))
-    metrics = update(session, _batch(session, "all"), TrainingState(rows_per_pass=8))
+    metrics = update(session, _batch(session, "all"), TrainingState(tokens_per_pass=100))
     assert metrics["entropy"] > 0
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
     assert metrics["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-4)
@@ -322,7 +322,8 @@ def test_a_model_that_short_cuts_would_change_takes_none(config: Any, plain_outp
     policy = Policy(model, 1.0)
     assert (policy.output_layer is not None, policy.packs) == (plain_output, packs)
     ids = torch.randint(1, 20, (3, 12))
-    logprobs, entropy = policy(Sequences(ids, torch.full((3,), 5), torch.full((3,), 7), torch.arange(3)))
+    sequences = Sequences(ids, torch.full((3,), 5), torch.full((3,), 7), torch.arange(3))
+    logprobs, entropy = policy(policy.prepare(sequences))
     expected = model(input_ids=ids).logits[:, 4:-1].log_softmax(-1)
     assert torch.allclose(logprobs, expected.gather(2, ids[:, 5:, None]).squeeze(2), atol=1e-5)
     assert torch.allclose(entropy, -(expected.exp() * expected).sum(-1), atol=1e-5)

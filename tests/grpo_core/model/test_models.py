@@ -129,7 +129,7 @@ def test_log_probabilities_and_gradient_are_those_of_bare_rows(
     )
     assert (policy.output_layer is None, policy.packs) == (makes_logits, packs)
     sequences = _sequences()
-    logprobs, entropy = policy(sequences, entropy_gradient=True)
+    logprobs, entropy = policy(policy.prepare(sequences), entropy_gradient=True)
     _figure(logprobs, entropy).backward()
     expected_logprobs, expected_entropy, expected_gradient = _bare_rows(folder, sequences, TEMPERATURE)
     assert torch.allclose(logprobs, expected_logprobs, atol=1e-5)

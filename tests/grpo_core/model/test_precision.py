@@ -56,8 +56,8 @@ def test_what_an_attempt_without_memory_left_behind_does_not_count(session: Sess
 @pytest.mark.slow
 def test_the_copy_follows_the_masters(session: Session) -> None:
     before = [parameter.clone() for parameter in session.policy.model.parameters()]
-    update(session, _batch(session), TrainingState(rows_per_pass=8))
-    roll_out(session, 1, TrainingState(rows_per_pass=8))
+    update(session, _batch(session), TrainingState(tokens_per_pass=100))
+    roll_out(session, 1, TrainingState(tokens_per_pass=100))
     masters, copies = [*session.model.parameters()], [*session.policy.model.parameters()]
     assert all(torch.equal(copy, own.bfloat16()) for copy, own in zip(copies, masters, strict=True))
     assert any(not torch.equal(copy, old) for copy, old in zip(copies, before, strict=True))

@@ -125,9 +125,8 @@ def _measured_peak(shape: Any, prompt: int, completion: int, config: RunConfig) 
         for again in (False, True):
             if again:
                 tracker.reset_mod_stats()
-            logprobs, _ = policy(
-                Sequences(ids, *(torch.full((len(ids),), n) for n in (prompt, completion)), torch.arange(len(ids)))
-            )
+            lengths = (torch.full((len(ids),), n) for n in (prompt, completion))
+            logprobs, _ = policy(policy.prepare(Sequences(ids, *lengths, torch.arange(len(ids)))))
             logprobs.mean().backward()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 

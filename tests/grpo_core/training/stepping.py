@@ -129,19 +129,19 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
         learning_rate=lambda updates: 0.01,
         engine=engine,
         lookahead=None,
-        memory=OutOfMemoryRetry(plan.per_device_train_batch_size, policy),
+        memory=OutOfMemoryRetry(4 * plan.per_device_train_batch_size, policy),
         probe=Probe([[0, 1]], config.train.mixed_precision),
     )
     with (
         mock.patch.object(trainer, "load_session", return_value=session),
         mock.patch.object(trainer, "fingerprint", return_value=""),
         mock.patch.object(accelerator, "end_training"),
-        mock.patch.object(trainer, "_micro_batch", wraps=trainer._micro_batch) as micro_batch,
+        mock.patch.object(trainer, "update_batch", wraps=trainer.update_batch) as batches,
     ):
         result = trainer.train(folder, folder)
     return {
         "updates": steps.call_count,
-        "micro_steps": micro_batch.call_count,
+        "micro_steps": sum(len(call.args[0]) for call in batches.call_args_list),
         "rollouts": [[[r.prompt_ids[0], r.num_completions] for r in requests] for requests in engine.rollouts],
         "result": result["counted"],
     }

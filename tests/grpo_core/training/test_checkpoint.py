@@ -23,12 +23,12 @@ def _checkpoints(folder: Path, size: int = 4) -> Checkpoints:
 
 def test_a_checkpoint_that_does_not_fit_names_its_file_and_leaves_the_one_before_it(tmp_path: Path) -> None:
     checkpoints = _checkpoints(tmp_path, 256)
-    checkpoints.save(TrainingState(rows_per_pass=1, updates=2), keep=1)
+    checkpoints.save(TrainingState(tokens_per_pass=1, updates=2), keep=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(OSError, match=r"File too large: .*step-000004\.tmp/state\.pt"):
-            checkpoints.save(TrainingState(rows_per_pass=1, updates=4), keep=1)
+            checkpoints.save(TrainingState(tokens_per_pass=1, updates=4), keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     progress = checkpoints.restore()
@@ -44,11 +44,11 @@ def test_a_save_killed_at_any_call_of_the_system_leaves_the_checkpoint_before_it
     for call in range(100):
         checkpoints = _checkpoints(tmp_path / str(call))
         if before is not None:
-            checkpoints.save(TrainingState(rows_per_pass=1, updates=before), keep=1)
+            checkpoints.save(TrainingState(tokens_per_pass=1, updates=before), keep=1)
         with monkeypatch.context() as patch:
             killed = _kill_at(patch, call)
             try:
-                checkpoints.save(TrainingState(rows_per_pass=1, updates=1), keep=1)
+                checkpoints.save(TrainingState(tokens_per_pass=1, updates=1), keep=1)
             except KeyboardInterrupt:
                 assert killed
         progress = _checkpoints(tmp_path / str(call)).restore()

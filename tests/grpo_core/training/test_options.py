@@ -20,8 +20,8 @@ from grpo_core.data.prompts import Prompts
 from grpo_core.distributed import share_of
 from grpo_core.errors import TrainingError
 from grpo_core.model.loading import load_model
-from grpo_core.model.policy import Policy
-from grpo_core.model.sequences import Sequences, prompts_of
+from grpo_core.model.policy import PassInputs, Policy
+from grpo_core.model.sequences import Sequences
 from grpo_core.planning.plan import load_plan
 from grpo_core.rewards.contract import resolve
 from grpo_core.rollout.collect import _requests, sample_and_score
@@ -76,14 +76,13 @@ def _refuse_more_tokens_than(limit: int, monkeypatch: pytest.MonkeyPatch) -> Non
     interrupted when a part of its gradient is there already."""
     forward, calls = Policy.forward, 0
 
-    def small(self: Policy, sequences: Any, **options: Any) -> Any:
+    def small(self: Policy, inputs: PassInputs, **options: Any) -> Any:
         nonlocal calls
         calls += self.temperature != 1  # the probe's is 1
-        firsts, _ = prompts_of(sequences)
-        tokens = int(sequences.prompt_lengths[firsts].sum() + sequences.completion_lengths.sum())
+        tokens = inputs.tokens.input_ids.shape[1] + inputs.shape[0]  # of a completion, the last is no input
         if self.temperature != 1 and tokens > limit and calls % 2 == 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(self, sequences, **options)
+        return forward(self, inputs, **options)
 
     monkeypatch.setattr(Policy, "forward", small)
 
@@ -97,11 +96,11 @@ def test_when_memory_runs_out_training_goes_on_with_smaller_micro_steps(
     whole = trained_run(tmp_path / "whole", values)
     _refuse_more_tokens_than(30, monkeypatch)  # two completions have 24 at most
     small = trained_run(tmp_path / "small", values)
-    result = result_of(small)
-    assert (result["per_device_train_batch_size"], result["gradient_accumulation_steps"]) == (2, 8)
+    result, result_of_whole = result_of(small), result_of(whole)
+    assert 12 <= result["tokens_per_pass"] <= 30 < result_of_whole["tokens_per_pass"]
     assert result["ran_out_of_memory"]
-    assert not result_of(whole)["ran_out_of_memory"]
-    assert result["counted"] == result_of(whole)["counted"]
+    assert not result_of_whole["ran_out_of_memory"]
+    assert result["counted"] == result_of_whole["counted"]
     assert are_close(whole, small)
 
 
@@ -114,12 +113,12 @@ def test_when_memory_runs_out_with_one_completion_layers_are_computed_again(
     policies: set[Policy] = set()
     forward = Policy.forward
 
-    def small(self: Policy, sequences: Any, **options: Any) -> Any:
+    def small(self: Policy, inputs: PassInputs, **options: Any) -> Any:
         if self.temperature != 1:
             policies.add(self)
             if self.recomputed < 2:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(self, sequences, **options)
+        return forward(self, inputs, **options)
 
     monkeypatch.setattr(Policy, "forward", small)
     computed_again = trained_run(tmp_path / "small", values)
@@ -138,7 +137,7 @@ def test_some_layers_computed_again_or_all_leave_the_gradient_as_it_is(model_fol
         for layer in policy.recomputable:
             layer.mlp.register_forward_pre_hook(lambda *_: calls.append(0))
         calls.clear()
-        policy(sequences)[0].sum().backward()
+        policy(policy.prepare(sequences))[0].sum().backward()
         assert len(calls) == 2 + layers
         gradients.append([parameter.grad for parameter in policy.parameters()])
     assert all(torch.equal(kept, again) for kept, again in zip(*gradients, strict=True))
@@ -180,7 +179,8 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
 def test_between_passes_no_layer_is_in_training_mode(model_folder: Path) -> None:
     """Else sampling with the same model would lose its key-value cache."""
     policy = Policy(load_model(model_folder), 1.0, gradient_checkpointing=True)
-    logprobs, _ = policy(Sequences(torch.tensor([[1, 2, 3]]), torch.tensor([1]), torch.tensor([2]), torch.tensor([0])))
+    sequences = Sequences(torch.tensor([[1, 2, 3]]), torch.tensor([1]), torch.tensor([2]), torch.tensor([0]))
+    logprobs, _ = policy(policy.prepare(sequences))
     assert logprobs.requires_grad
     assert not any(module.training for module in policy.model.modules())
 

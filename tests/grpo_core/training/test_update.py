@@ -79,7 +79,7 @@ def test_patience_ends_when_that_of_transformers_ends_and_the_best_step_is_the_f
     callback = EarlyStoppingCallback(patience, threshold)
     arguments = SimpleNamespace(metric_for_best_model="eval_reward", greater_is_better=True)
     state, control = TrainerState(), TrainerControl()
-    progress = TrainingState(rows_per_pass=1)
+    progress = TrainingState(tokens_per_pass=1)
     figures = [value / 4 for value in values]
     for step, value in enumerate(figures, 1):
         callback.on_evaluate(arguments, state, control, {"eval_reward": value})
@@ -91,7 +91,7 @@ def test_patience_ends_when_that_of_transformers_ends_and_the_best_step_is_the_f
         if progress.stopped_early:
             return
     assert (
-        not TrainingState(rows_per_pass=1, evaluations_without_gain=99)
+        not TrainingState(tokens_per_pass=1, evaluations_without_gain=99)
         .with_evaluation({}, -1.0, 0.0, None)
         .stopped_early
     )
@@ -101,7 +101,7 @@ def test_an_adaptive_bonus_is_raised_at_or_below_its_target_and_lowered_above_wi
     keys = {"entropy_coef_min": 0.0625, "entropy_coef_max": 0.5, "entropy_coef_delta": 0.125, "entropy_target": 1.0}
     config, progress = (
         AlgorithmConfig(use_adaptive_entropy=True, **keys),
-        TrainingState(rows_per_pass=1, entropy_coef=0.25),
+        TrainingState(tokens_per_pass=1, entropy_coef=0.25),
     )
     assert update.applied_entropy_coef(config, progress) == 0, "no entropy is known yet"
     for entropy, coef in [(0.5, 0.375), (1.0, 0.5), (0.9, 0.5), (1.1, 0.375), (3, 0.25), (3, 0.125), (3, 0.0625)]:

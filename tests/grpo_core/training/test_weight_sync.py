@@ -80,7 +80,7 @@ def test_a_bound_of_ones_own_alone_decides_how_far_the_two_may_come_apart(
 ) -> None:
     keys = {"mixed_precision": "bf16", **({"max_sync_drift": own_bound} if own_bound else {})}
     set_up_ = session.load_session(make_run(tmp_path / "run", with_keys(values, **keys)))
-    progress, score = TrainingState(rows_per_pass=8), set_up_.engine.compute_logprobs
+    progress, score = TrainingState(tokens_per_pass=100), set_up_.engine.compute_logprobs
     sync_weights(set_up_, progress)
     set_up_.engine.compute_logprobs = lambda sequences: [[value + 0.09 for value in row] for row in score(sequences)]  # type: ignore[method-assign]
     if own_bound:

@@ -1,0 +1,51 @@
+"""Tensors made on the CPU, brought to a device in few copies that nothing waits for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def move(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors on the device: those of one dtype in one copy out of pinned memory, for which the CPU does not wait.
+
+    They are parts of one buffer per dtype. On the CPU they stay what they are.
+    """
+    if device.type == "cpu":
+        return [*tensors]
+    moved: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        buffer = torch.cat([tensors[place].flatten() for place in places]).pin_memory()
+        parts = buffer.to(device, non_blocking=True).split([tensors[place].numel() for place in places])
+        moved |= {place: part.view(tensors[place].shape) for place, part in zip(places, parts, strict=True)}
+    return [moved[place] for place in range(len(tensors))]
+
+
+def to_device(value: T, device: torch.device) -> T:
+    """A dataclass with its tensors on the device, and those of the dataclasses in it."""
+    return _with(value, iter(move([*_tensors(value)], device)))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for found in vars(value).values():
+        if isinstance(found, Tensor):
+            yield found
+        elif dataclasses.is_dataclass(found):
+            yield from _tensors(found)
+
+
+def _with(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The dataclass with other tensors, in the order of `_tensors`."""
+    changes = {
+        name: next(tensors) if isinstance(found, Tensor) else _with(found, tensors)
+        for name, found in vars(value).items()
+        if isinstance(found, Tensor) or dataclasses.is_dataclass(found)
+    }
+    return dataclasses.replace(value, **changes)
