@@ -135,7 +135,7 @@ class Gpu(TorchFunctionMode):
 
     def check(self, func: Any, args: Any, kwargs: Any) -> None:
         """Record what CUDA would do at this operation besides computing it. Raises RuntimeError where CUDA does."""
-        name = func.overloadpacket.__name__.rstrip("_") if func.overloadpacket.__name__ != "_" else ""
+        name = func.overloadpacket.__name__.rstrip("_")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name in WAITING:
             self._wait(name)
@@ -236,6 +236,40 @@ def plain_flex(scale: float, compiled: bool) -> Any:
     return attention
 
 
+def plain_varlen(
+    query: Tensor,  # (N, H, d)
+    key: Tensor,  # (M, K, d)
+    value: Tensor,  # (M, K, d)
+    query_starts: Tensor,
+    key_starts: Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """torch's varlen_attn without flash attention's kernel: all scores. The last query of a sequence sees its last key,
+    as in torch.nn.attention.bias, which calls the same kernel for what it names LOWER_RIGHT."""
+    assert window_size == (-1, 0)
+    assert {query_starts.dtype, key_starts.dtype} == {torch.int32}
+    if is_on_gpu(query):
+        if query.dtype == torch.float32:
+            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    else:
+        assert (longest_query, longest_key) == (int(query_starts.diff().max()), int(key_starts.diff().max()))
+        assert (len(query), len(key)) == (int(query_starts[-1]), int(key_starts[-1]))
+    sequence, from_end = [], []
+    for starts, count in ((query_starts, len(query)), (key_starts, len(key))):
+        places = torch.arange(count, device=query.device)
+        sequence.append(torch.bucketize(places, starts[1:], right=True))
+        from_end.append(starts[1:][sequence[-1]] - places)
+    mask = (sequence[0][:, None] == sequence[1]) & (from_end[0][:, None] <= from_end[1])
+    rows = (x.transpose(0, 1)[None] for x in (query, key, value))
+    mixed = nn.functional.scaled_dot_product_attention(*rows, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    return mixed[0].transpose(0, 1)
+
+
 def plain_block_mask(compiled: bool) -> Any:
     """A block mask by many operations, whose waits a compiled one does not have."""
 
@@ -258,7 +292,8 @@ def pretend_gpu() -> Iterator[Gpu]:
         patches.enter_context(mock.patch.object(PartialState, "default_device", CUDA))
         patches.enter_context(mock.patch.object(nn.Module, "to", _move_module))
         patches.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", _group_by_device))
-        # What cannot exist here: Triton's kernels, a captured CUDA graph.
+        # What cannot exist here: flash attention's kernel, Triton's, a captured CUDA graph.
+        patches.enter_context(mock.patch.object(packed_attention, "varlen_attn", plain_varlen))
         patches.enter_context(mock.patch.object(packed_attention, "_flex", plain_flex))
         patches.enter_context(mock.patch.object(packed_attention, "_create_block_mask", plain_block_mask))
         step = lambda cache, token: cache._forward(token[:, None], cache.positions[:, None])  # noqa: E731

@@ -234,7 +234,7 @@ def top_entropy_mask(entropy: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], 
 
 def token_weights(
     loss_type: LossType,
-    mask: Float[Tensor, "B T"],  # the rows of one process's micro-step
+    mask: Float[Tensor, "B T"],  # the rows that the plan has for one process in one micro-step
     *,
     micro_steps: int,
     rollout_tokens: int,

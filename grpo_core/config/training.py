@@ -58,7 +58,8 @@ class TrainConfig(Section):
     mixed_precision: Literal["no", "bf16"] = "no"
     """`bf16` computes with a bfloat16 copy of the weights; weights, gradients and optimizer stay float32."""
     per_device_train_batch_size: int = Field(8, ge=1)
-    """Completions per process and micro-step; on running out of memory, they are computed in smaller parts."""
+    """Completions per process and micro-step, in the mean: processes get about as many tokens. A forward pass has the
+    tokens of that many sequences of the greatest length at most, and fewer once memory has run out."""
     gradient_accumulation_steps: int = Field(1, ge=1)
     """Micro-steps per optimizer update."""
     steps_per_generation: int | None = Field(None, ge=1)

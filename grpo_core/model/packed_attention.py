@@ -1,26 +1,30 @@
 """Sequences packed into one row of tokens without padding: each prompt once, then all completions, which attend to it.
 
-Every part of a decoder that works token by token, which is all except attention, computes each token once. On a GPU,
-attention is flex attention with a block mask; on a CPU it is computed on padded blocks, where padding costs little.
+Every part of a decoder that works token by token, which is all except attention, computes each token once. Attention is
+of one of three kinds: "varlen", torch's flash kernel for sequences of different lengths, in bfloat16 on a GPU; "flex",
+flex attention with a block mask, a compiled kernel for any dtype on a GPU; "padded", blocks as a CPU has them, where
+padding costs little.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo_core.model.sequences import Sequences, prompts_of
 
+Kind = Literal["padded", "varlen", "flex"]
 NAME = "grpo_packed"  # of the attention function, among transformers'
-FLEX_BLOCK = 128  # tokens; for flex attention a packed batch is padded to a multiple of it, as block masks are
+FLEX_BLOCK = 128  # tokens; for flex attention a packed batch is padded to two or more: for one, it is compiled again
 SHORT = {torch.bfloat16: 512}  # keys up to which plain products are faster than torch's fused attention on a CPU
 
 
@@ -31,7 +35,7 @@ class PackedBatch:
     input_ids: Tensor  # (1, N)
     positions: Tensor  # (1, N) in their own sequence
     predicts: Tensor  # (completion tokens,) position among the N whose hidden state predicts each, row by row
-    attention: _Padded | _Members
+    attention: _Padded | _Varlen | _Members
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,18 @@ class _Padded:
 
 
 @dataclass(frozen=True)
+class _Varlen:
+    """S sequences: each prompt, then each completion, whose queries are its own tokens and whose keys are those of its
+    prompt and its own. The queries are the packed batch as it lies."""
+
+    keys: Tensor  # (M,) token among the N of each key, sequence by sequence
+    query_starts: Tensor  # (S + 1,) int32, place among the N where each sequence's queries start; the last is N
+    key_starts: Tensor  # (S + 1,) int32, the same for its keys among the M
+    longest_query: int
+    longest_key: int
+
+
+@dataclass(frozen=True)
 class _Members:
     """To whom each token belongs, for flex attention; padding belongs to no prompt."""
 
@@ -62,8 +78,9 @@ class _Members:
     completion: Tensor  # (N,) number of its completion, -1 in a prompt
 
 
-def pack_batch(sequences: Sequences, *, flex: bool) -> PackedBatch:
-    """The sequences packed, on the CPU. A completion's last token is not an input: nothing comes after it."""
+def pack_batch(sequences: Sequences, kind: Kind) -> PackedBatch:
+    """The sequences packed for one kind of attention, on the CPU. A completion's last token is no input: nothing comes
+    after it."""
     firsts, owners = prompts_of(sequences)
     of_row = torch.tensor(owners)
     prompts, completions = sequences.prompt_lengths[firsts], (sequences.completion_lengths - 1).clamp(min=0)
@@ -78,12 +95,14 @@ def pack_batch(sequences: Sequences, *, flex: bool) -> PackedBatch:
     target_row, target = _ragged(sequences.completion_lengths)
     predicts = torch.where(target == 0, ends[of_row[target_row]], starts[target_row] + target - 1)
 
-    if flex:
-        padding = -len(ids) % FLEX_BLOCK
+    if kind == "flex":
+        padding = max(-len(ids) % FLEX_BLOCK, 2 * FLEX_BLOCK - len(ids))
         group = nn.functional.pad(torch.cat([prompt, of_row[row]]), (0, padding), value=-1)
         member = nn.functional.pad(torch.cat([torch.full_like(prompt, -1), row]), (0, padding), value=-2)
         ids, positions = nn.functional.pad(ids, (0, padding)), nn.functional.pad(positions, (0, padding))
-        attention: _Padded | _Members = _Members(group, member)
+        attention: _Padded | _Varlen | _Members = _Members(group, member)
+    elif kind == "varlen":
+        attention = _varlen(prompts, completions, of_row)
     else:
         attention = _padded(prompts, completions, of_row, (prompt, prompt_position), (row, offset))
     return PackedBatch(ids[None], positions[None], predicts, attention)
@@ -95,7 +114,8 @@ def packed_states(decoder: Any, batch: PackedBatch) -> Tensor:
     attention: Any = batch.attention
     if isinstance(attention, _Members):
         attention = _block_mask(attention.prompt, attention.completion)
-    mask = attention if isinstance(attention, BlockMask) else attention.mask  # which transformers takes as it is
+    # transformers takes a mask of four dimensions as it is, and makes one of N · N without.
+    mask = attention if isinstance(attention, BlockMask) else batch.input_ids[None, None]
     output = decoder(
         input_ids=batch.input_ids, position_ids=batch.positions, attention_mask=mask, use_cache=False, packed=attention
     )
@@ -116,7 +136,7 @@ def attend(
     value: Tensor,  # (1, K, N, d)
     attention_mask: Any,
     *,
-    packed: _Padded | BlockMask | None = None,
+    packed: _Padded | _Varlen | BlockMask | None = None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -134,11 +154,30 @@ def attend(
     if isinstance(packed, BlockMask):
         output = _flex(scale, query.is_cuda)(query, key, value, block_mask=packed)
         return output.transpose(1, 2).contiguous(), None
+    if isinstance(packed, _Varlen):
+        return _attend_varlen(query[0], key[0], value[0], packed, scale)[None], None
     return _attend_padded(query[0], key[0], value[0], packed, scale)[None], None
 
 
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: _Varlen, scale: float) -> Tensor:
+    """(H, N, d), (K, N, d), (K, N, d) → (N, H, d)"""
+    keys, values = (_Repeat.apply(x.transpose(0, 1), sequences.keys) for x in (key, value))
+    return varlen_attn(
+        query.transpose(0, 1),
+        keys,
+        values,
+        sequences.query_starts,
+        sequences.key_starts,
+        sequences.longest_query,
+        sequences.longest_key,
+        scale=scale,
+        window_size=(-1, 0),  # causal: a sequence's last query sees all of its keys
+        enable_gqa=True,
+    )
 
 
 def _attend_padded(query: Tensor, key: Tensor, value: Tensor, blocks: _Padded, scale: float) -> Tensor:
@@ -195,6 +234,22 @@ class _Gather(torch.autograd.Function):
         return gradient.new_zeros(ctx.size, *gradient.shape[1:]).index_copy_(0, places, gradient), None
 
 
+class _Repeat(torch.autograd.Function):
+    """Rows at places of which some come again and again; the gradients of each add up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.size = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        added = gradient.new_zeros(ctx.size, *gradient.shape[1:], dtype=torch.float32)
+        return added.index_add_(0, places, gradient.float()).to(gradient.dtype), None
+
+
 def _spread(x: Tensor, slots: Tensor, rows: int, width: int) -> Tensor:
     """(tokens, H, d) → (rows, H, width, d), zeros where there is no token"""
     padded = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, slots, x)
@@ -227,6 +282,25 @@ def _padded(
     )
 
 
+def _varlen(prompts: Tensor, completions: Tensor, prompt_of: Tensor) -> _Varlen:
+    """`prompts`: (U,) and `completions`: (R,) lengths as inputs."""
+    starts = (lengths := torch.cat([prompts, completions])).cumsum(0) - lengths
+    shared = prompts[prompt_of]
+    key_lengths = torch.cat([prompts, torch.where(completions > 0, shared + completions, 0)])
+    row, place = _ragged(key_lengths[len(prompts) :])
+    # A completion's keys: its prompt's tokens, then its own.
+    start = torch.where(place < shared[row], starts[prompt_of][row], starts[len(prompts) :][row] - shared[row])
+    has_queries = lengths > 0
+    return _Varlen(
+        keys=torch.cat([torch.arange(int(prompts.sum())), start + place]),
+        query_starts=nn.functional.pad(lengths[has_queries].cumsum(0), (1, 0)).int(),
+        key_starts=nn.functional.pad(key_lengths[has_queries].cumsum(0), (1, 0)).int(),
+        longest_query=int(lengths.max()),
+        longest_key=int(key_lengths.max()),
+    )
+
+
+@torch.no_grad()
 def _block_mask(group: Tensor, member: Tensor) -> BlockMask:
     """A token attends to its prompt's tokens and to its own completion's, of those before it and itself."""
 
@@ -238,15 +312,20 @@ def _block_mask(group: Tensor, member: Tensor) -> BlockMask:
 
 @cache
 def _flex(scale: float, compiled: bool) -> Any:
-    """Flex attention; the scale has to be a constant of the kernel."""
+    """Flex attention; the scale has to be a constant of the kernel.
+
+    Compiled once for all lengths, for each of: training, scoring, a frozen model. `fullgraph` raises where dynamo would
+    go on without compiling, with all N · N scores in memory: at what it cannot compile, and at its limit of
+    compilations.
+    """
     attention = partial(flex_attention, scale=scale, enable_gqa=True)
-    return torch.compile(attention) if compiled else attention
+    return torch.compile(attention, dynamic=True, fullgraph=True) if compiled else attention
 
 
 @cache
 def _create_block_mask(compiled: bool) -> Any:
     """Compiled, it does not make the whole mask on its way to that of the blocks."""
-    return torch.compile(create_block_mask) if compiled else create_block_mask
+    return torch.compile(create_block_mask, dynamic=True, fullgraph=True) if compiled else create_block_mask
 
 
 def _ragged(lengths: Tensor) -> tuple[Tensor, Tensor]:

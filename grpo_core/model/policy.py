@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.model.capabilities import decoder, make_packable, plain_output_layer
 from grpo_core.model.logprobs import chosen_logprobs
-from grpo_core.model.packed_attention import PackedBatch, pack_batch, packed_states
+from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
 from grpo_core.model.transfer import to_device
@@ -68,10 +68,14 @@ class Policy(nn.Module):
         self.model = model = working_copy(master) if bf16 else master
         self.temperature = temperature
         self.output_layer = plain_output_layer(model)
-        self.flex = next(model.parameters()).is_cuda
-        # In float32, where routing of experts does not differ by rounding; kernels are tried in the dtype they are for.
-        with nullcontext() if self.flex else in_float32(model):
-            self.packs = self.output_layer is not None and make_packable(model, flex=self.flex, max_length=max_length)
+        on_gpu = next(model.parameters()).is_cuda
+        kinds: list[Kind] = ["varlen", "flex"] if on_gpu else ["padded"]
+        found, self.why_padded = None, "its logits are not those of a linear layer alone"
+        if self.output_layer is not None:
+            # In float32, where routing of experts does not differ by rounding; kernels are tried in their own dtype.
+            with nullcontext() if on_gpu else in_float32(model):
+                found, self.why_padded = make_packable(model, kinds, max_length=max_length)
+        self.packs, self.attention = found is not None, found or kinds[0]
         self.zero_grad()
         self.recomputable = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         self.recomputed = 0
@@ -93,7 +97,7 @@ class Policy(nn.Module):
         rows, offsets = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True)
         columns = sequences.prompt_lengths[rows] + offsets
         if self.packs:
-            tokens: PackedBatch | PaddedRows = pack_batch(sequences, flex=self.flex)
+            tokens: PackedBatch | PaddedRows = pack_batch(sequences, self.attention)
         else:
             tokens = PaddedRows(sequences.input_ids, rows * sequences.input_ids.shape[1] + columns - 1)
         inputs = PassInputs(

@@ -37,7 +37,7 @@ class PlanError(GrpoError):
 
 @dataclass(frozen=True)
 class MicroStep:
-    """One forward/backward of every process: part `slice` (of S) of generation batch `rollout` (counted from 0)."""
+    """b completions per process of an update: part `slice` (of S) of generation batch `rollout` (counted from 0)."""
 
     rollout: int
     slice: int

@@ -170,7 +170,8 @@ class GroupCache:
                 self._forward(self.token, self.place)
             torch.cuda.current_stream().wait_stream(side)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            # Rewards that load a model in a thread allocate meanwhile: in the "global" mode that ends the capture.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.logits = self._forward(self.token, self.place)
         self.token.copy_(token[:, None])
         self.place.copy_(self.positions[:, None])

@@ -95,7 +95,8 @@ def load_session(run: Path) -> Session:
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     optimizer = _optimizer(model, config.train)
     if not policy.packs and accelerator.is_main_process:
-        print("prompts are computed anew for each completion, and padded: the model's layers need whole rows")
+        why = policy.why_padded or "another process cannot pack them"
+        print(f"prompts are computed again for each completion, and rows are padded: {why}")
     return Session(
         config=config,
         plan=plan,

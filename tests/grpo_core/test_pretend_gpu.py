@@ -12,10 +12,9 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from grpo_core.training.session import load_session
-from grpo_core.training.state import TrainingState
 from grpo_core.training.update import update
 from tests.conftest import config_values, make_run
-from tests.grpo_core.model.exactness import first_update, rollout_with
+from tests.grpo_core.model.exactness import START, first_update, rollout_with
 from tests.pretend_gpu import Gpu, pretend_gpu
 
 MISMATCHES: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -92,16 +91,16 @@ def test_work_that_stays_on_the_device_is_no_wait(operation: Callable[..., Any])
         assert not gpu.mismatches
 
 
-def _trained(run: Path, values: dict[str, Any]) -> tuple[list[dict[str, float]], list[Tensor]]:
+def _trained(run: Path, values: dict[str, Any], kind: str) -> tuple[list[dict[str, float]], list[Tensor]]:
     """Metrics of two updates from one rollout, and the weights after them."""
     make_run(run, values)
     session = load_session(run)
     assert session.policy.packs
-    state = TrainingState(rows_per_pass=8)
+    assert session.policy.attention == kind
     torch.manual_seed(0)
     rollout = rollout_with(session, torch.randn(session.plan.generation_batch_size))
     batch = first_update(session, rollout)
-    metrics = [update(session, batch, state) for _ in range(2)]
+    metrics = [update(session, batch, START) for _ in range(2)]
     weights = [parameter.detach().cpu().clone() for parameter in session.model.parameters()]
     AcceleratorState._reset_state(reset_partial_state=True)
     return metrics, weights
@@ -117,9 +116,9 @@ def test_a_training_keeps_to_its_device_and_computes_what_a_cpu_does(
     keys: dict[str, Any] = {"mixed_precision": mixed_precision, "beta": 0.1, "num_iterations": 2}
     keys |= {"use_peft": True, "lora_r": 4} if use_peft else {}
     values = config_values(smooth_model_folder, tmp_path, **keys)
-    expected, expected_weights = _trained(tmp_path / "cpu", values)
+    expected, expected_weights = _trained(tmp_path / "cpu", values, "padded")
     with pretend_gpu() as gpu:
-        metrics, weights = _trained(tmp_path / "gpu", values)
+        metrics, weights = _trained(tmp_path / "gpu", values, "flex" if mixed_precision == "no" else "varlen")
     assert not gpu.mismatches
     tolerance = 1e-4 if mixed_precision == "no" else 0.05
     for found, wanted in zip(metrics, expected, strict=True):

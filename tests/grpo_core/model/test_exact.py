@@ -35,6 +35,7 @@ from tests.grpo_core.model.exactness import (
     rollout_with,
     updating_gradient,
 )
+from tests.pretend_gpu import plain_varlen
 
 BOUND = 1e-6  # relative
 
@@ -68,15 +69,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-WAYS = {"padded rows": (False, False), "a line": (True, False), "a line on a GPU": (True, True)}
+WAYS: dict[str, tuple[bool, Any]] = {
+    "padded rows": (False, "padded"),
+    "packed": (True, "padded"),
+    "packed for varlen attention": (True, "varlen"),
+    "packed for flex attention": (True, "flex"),
+}
 
 
 @pytest.fixture
 def way(request: pytest.FixtureRequest, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """How the test's passes go through the model."""
-    session.policy.packs, session.policy.flex = WAYS[request.param]
+    session.policy.packs, session.policy.attention = WAYS[request.param]
     # On a CPU flex attention is plain torch, with gradients too, but for a check that refuses them.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(packing, "varlen_attn", plain_varlen)  # flash attention's kernel is for GPUs only
 
 
 ALL_WAYS = pytest.mark.parametrize("way", WAYS, indirect=True)

@@ -89,7 +89,7 @@ def _refuse_more_tokens_than(limit: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, {"beta": 0.1, **OFF_POLICY}, {"loss_type": "bnpo"}], ids=["dapo", "kl", "bnpo"])
-def test_when_memory_runs_out_training_goes_on_with_smaller_micro_steps(
+def test_when_memory_runs_out_training_goes_on_with_smaller_passes(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
     values = with_keys(values, **CALM_ADAM, **keys, temperature=0.9)
