@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from grpo_core.config.memory_bounds import CHUNK_LOGITS, KEPT_LOGITS, MAX_ROWS
+from grpo_core.config.memory_bounds import MAX_ROWS, chunk_tokens
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu
@@ -32,7 +32,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     half = config.train.mixed_precision == "bf16"
     width = _width(config)
     rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
-    tokens, logits = rows * (prompt + completion), rows * completion * shape.vocabulary
+    tokens = rows * (prompt + completion)
     per_process = -(-plan.generation_batch_size // plan.num_processes)
     in_flight = {"vllm": per_process, "vllm-server": 0}.get(engine, min(per_process, MAX_ROWS))
     cache: float = in_flight * (prompt + completion) * _kv_bytes(config, shape)
@@ -66,8 +66,8 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     training = {
         "gradients": FLOAT * trained,
         "activations": tokens * (kept_layers * per_layer + checkpoints),
-        # Log-softmax, probabilities and gradient of a chunk, and the probabilities that are kept.
-        "logits": FLOAT * (3 * min(logits, CHUNK_LOGITS) + (logits if logits <= KEPT_LOGITS else 0)),
+        # Of a chunk, and their gradient.
+        "logits": 2 * width * min(rows * completion, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary,
     }
     total = sum(held.values()) + max(sum(training.values()), cache)
     found = {
