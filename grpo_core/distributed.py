@@ -13,15 +13,12 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
-from accelerate import Accelerator, DistributedType, PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, gather, reduce
 from torch import Tensor
 from torch import distributed as dist
 
-from grpo_core.errors import TrainingError
-
 LARGE = 2**20  # elements of a gradient that is sent by itself; smaller ones are sent together
-DATA_PARALLEL = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
 T = TypeVar("T")
 
@@ -29,17 +26,9 @@ _control: dist.ProcessGroup | None = None  # of control messages; None: the grou
 
 
 def start_processes(limit: timedelta) -> Accelerator:
-    """Join the processes that the launcher has started. `limit`: after which a wait for another process is an error.
-
-    Raises TrainingError if Accelerate is configured to shard the model.
-    """
+    """Join the processes that the launcher has started. `limit`: after which a wait for another process is an error."""
     global _control
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
-    if accelerator.distributed_type not in DATA_PARALLEL:
-        raise TrainingError(
-            f"Accelerate is configured for {accelerator.distributed_type.value}, and here each process holds the whole "
-            "model: start the processes with `accelerate launch --multi_gpu`"
-        )
     if accelerator.num_processes > 1 and dist.get_backend() != "gloo":
         _control = dist.new_group(backend="gloo", timeout=limit)
     return accelerator

@@ -80,7 +80,9 @@ def test_the_gpu_set_is_installed_as_it_is_locked_whatever_this_machine_has(fold
         done = _make(folder, "setup", f"HARDWARE={hardware}", PATH=f"{folder}/bin")
         assert done.returncode == 0, done.stderr
         [installed[hardware]] = [
-            line for line in (folder / "calls").read_text().splitlines() if line.endswith(f"requirements/{hardware}.txt")
+            line
+            for line in (folder / "calls").read_text().splitlines()
+            if line.endswith(f"requirements/{hardware}.txt")
         ]
     assert "--torch-backend cpu" in installed["cpu"]
     assert "--torch-backend" not in installed["gpu"], "PyPI's PyTorch has the CUDA whose libraries are in the lock"

@@ -92,8 +92,8 @@ def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, config: ModelConfig) -> None:
-    """Write a model that transformers and vLLM load as it is. An adapter is written to a folder `adapter` beside it, and
-    merged into the float32 base, which is loaded for that: the training may hold a bfloat16 one."""
+    """Write a model that transformers and vLLM load as it is. An adapter is written to a folder `adapter` beside it,
+    and merged into the float32 base, which is loaded for that: the training may hold a bfloat16 one."""
     if config.use_peft:
         from peft import PeftModel
 

@@ -192,7 +192,9 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
     configuration's, which is the same."""
     own = optimizer.state_dict()["state"]
     if own.keys() != saved["state"].keys():
-        raise ValueError(f"the saved optimizer has the state of {len(saved['state'])} parameters, this one of {len(own)}")
+        raise ValueError(
+            f"the saved optimizer has the state of {len(saved['state'])} parameters, this one of {len(own)}"
+        )
     for parameter, values in own.items():
         for name, value in values.items():
             value.copy_(saved["state"][parameter][name])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.utils import set_seed
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
@@ -40,6 +40,7 @@ from grpo_core.training.probe import SHORTEST, Probe, probe_sequences
 # In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
 BIASES_AND_NORMS = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
+DATA_PARALLEL = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 UNLIMITED_WORK = timedelta(hours=1)  # for what no key limits: loading, compiling, sampling, writing a checkpoint
 LONGEST_WAIT = timedelta(days=365)
 
@@ -71,6 +72,11 @@ def load_session(run: Path) -> Session:
     memory does not hold it together with gradients and optimizer state."""
     config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
     accelerator = start_processes(longest_wait(config))
+    if accelerator.distributed_type not in DATA_PARALLEL:
+        raise TrainingError(
+            f"Accelerate is configured for {accelerator.distributed_type.value}, and here each process holds the whole "
+            "model: start the processes with `accelerate launch --multi_gpu`"
+        )
     if accelerator.num_processes != plan.num_processes:
         raise TrainingError(
             f"the plan is for num_processes={plan.num_processes}, but {accelerator.num_processes} were started; "

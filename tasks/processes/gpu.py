@@ -30,8 +30,8 @@ def check_gpu_machine() -> None:
     oldest = OLDEST_DRIVER.get(cuda)
     if oldest and int(driver.partition(".")[0]) < oldest:
         raise MachineError(
-            f"the NVIDIA driver is {driver}, and the installed PyTorch, built for CUDA {cuda}, needs {oldest} or newer: "
-            "with this one it would train on the CPU. Update the driver"
+            f"the NVIDIA driver is {driver}, and the installed PyTorch, built for CUDA {cuda}, needs {oldest} or "
+            "newer: with this one it would train on the CPU. Update the driver"
         )
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         raise MachineError(
@@ -41,8 +41,8 @@ def check_gpu_machine() -> None:
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").exists():
         raise MachineError(
-            f"Python's headers are not in {headers}, and Triton compiles GPU kernels with them while it trains: install "
-            "them (Debian: apt install python3-dev)"
+            f"Python's headers are not in {headers}, and Triton compiles GPU kernels with them while it trains: "
+            "install them (Debian: apt install python3-dev)"
         )
 
 

@@ -1,4 +1,4 @@
-"""What two processes (gloo) say to each other: over which group, how long they wait, and the mean of their gradients."""
+"""What two processes (gloo) say to each other: over which group, how long they wait, the mean of their gradients."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate import DistributedType, PartialState
+from accelerate import PartialState
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
 from grpo_core import distributed
-from grpo_core.errors import TrainingError
 from tests.grpo_core.training.several import WORLD, in_two_processes
 
 LIMIT = timedelta(seconds=60)
@@ -92,19 +91,12 @@ def test_the_limit_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatch)
 
     def accelerator(**options: Any) -> Any:
         made.append(options)
-        return SimpleNamespace(distributed_type=DistributedType.NO, num_processes=1)
+        return SimpleNamespace(num_processes=1)
 
     monkeypatch.setattr(distributed, "Accelerator", accelerator)
     distributed.start_processes(timedelta(hours=7))
     [handler] = made[0]["kwargs_handlers"]
     assert handler.to_kwargs()["timeout"] == timedelta(hours=7)
-
-
-@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
-def test_an_accelerate_that_would_shard_is_refused(kind: DistributedType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "Accelerator", lambda **_: SimpleNamespace(distributed_type=kind))
-    with pytest.raises(TrainingError, match=rf"configured for {kind.value}, .* `accelerate launch --multi_gpu`"):
-        distributed.start_processes(LIMIT)
 
 
 def _drawn(seed: int) -> tuple[list[Tensor], list[list[Tensor | None]]]:

@@ -140,9 +140,7 @@ Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps({name: os.environ[na
 
 
 @pytest.mark.slow
-def test_the_user_s_accelerate_configuration_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_user_s_accelerate_configuration_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "default_config.yaml").write_text(HOSTILE)
     (tmp_path / "show.py").write_text(SHOWN)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import DistributedType
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +57,15 @@ def test_the_processes_of_a_training_wait_that_long(
     with pytest.raises(Asked) as asked:
         load_session(run)
     assert asked.value.args == (longest_wait(parse_config(values)),)
+
+
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
+def test_an_accelerate_that_would_shard_is_refused(
+    kind: DistributedType, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "start_processes", lambda _: SimpleNamespace(distributed_type=kind))
+    with pytest.raises(TrainingError, match=rf"configured for {kind.value}, .* `accelerate launch --multi_gpu`"):
+        load_session(make_run(tmp_path / "run", values))
 
 
 @given(seed=st.integers(0, 99), decay=st.sampled_from([0.0, 0.1]))

@@ -63,7 +63,7 @@ def test_a_c_compiler_and_python_s_headers_are_asked_for(machine: Path, monkeypa
     (machine / "gcc").rename(machine / "clang")
     check_gpu_machine()
     (machine / "clang").unlink()
-    with pytest.raises(MachineError, match="no C compiler is found, .*Triton.* install gcc"):
+    with pytest.raises(MachineError, match=r"no C compiler is found, .*Triton.* install gcc"):
         check_gpu_machine()
     monkeypatch.setenv("CC", "icx")
     check_gpu_machine()
