@@ -199,7 +199,8 @@ def _optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW
     betas = (config.adam_beta1, config.adam_beta2)
     groups = [group for group in groups if group["params"]]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_epsilon, fused=True)
-    # Its memory runs out now or never, not after the first rollout: one step that changes nothing, with the gradients.
+    # Its memory, and the gradients', runs out now or never, not after the first rollout: one step at the rate 0, which
+    # changes nothing. Each update sets its own rate.
     for parameter in trained.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
