@@ -11,9 +11,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(HARDWARE)
 UV := $(or $(shell command -v uv),$(BIN)/uv)
 
-# pip's wheel folder, if there is one, holds the right PyTorch build; else uv picks it.
+# CPU: pip's wheel folder, if there is one, holds PyTorch's CPU build; else uv takes it from PyTorch's index. GPU: PyPI's
+# PyTorch is the CUDA 13 build that requirements/gpu.txt names the libraries of, whatever driver this machine has.
 export UV_FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS))
-TORCH := $(if $(UV_FIND_LINKS),,--torch-backend $(if $(filter gpu,$(HARDWARE)),auto,cpu))
+TORCH := $(if $(or $(UV_FIND_LINKS),$(filter gpu,$(HARDWARE))),,--torch-backend cpu)
 
 PACKAGES := grpo_core tasks flows examples benchmarks
 

@@ -82,6 +82,26 @@ def test_every_check_runs_and_any_that_fails_fails_all_of_them(folder: Path, bro
     assert sorted(names) == ["deptry", "lint-imports", "mypy", "ruff", "ruff"]
 
 
+def test_the_gpu_set_is_installed_as_it_is_locked_whatever_this_machine_has(folder: Path) -> None:
+    _executable(folder / "bin" / "uv", '#!/bin/bash\necho "$*" >> calls\n')
+    _executable(folder / "bin" / "python3.11", PYTHON.format(version="3.11"))
+    (folder / "requirements" / "gpu.txt").touch()
+    installed = {}
+    for hardware in ("cpu", "gpu"):
+        (folder / "calls").unlink(missing_ok=True)
+        done = _make(folder, "setup", f"HARDWARE={hardware}", PATH=f"{folder}/bin")
+        assert done.returncode == 0, done.stderr
+        [installed[hardware]] = [
+            line
+            for line in (folder / "calls").read_text().splitlines()
+            if line.endswith(f"requirements/{hardware}.txt")
+        ]
+    assert "--torch-backend cpu" in installed["cpu"]
+    assert "--torch-backend" not in installed["gpu"], "PyPI's PyTorch has the CUDA whose libraries are in the lock"
+    locked = (ROOT / "requirements" / "gpu.txt").read_text()
+    assert "cuda-toolkit==13." in locked
+
+
 def test_the_quickstart_s_inputs_are_where_its_configuration_reads_them_wherever_the_storage_is(tmp_path: Path) -> None:
     done = _make(ROOT, "--dry-run", "quickstart", **{**os.environ, "GRPO_STORAGE": str(tmp_path)})
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, gathered, wait_for_all
@@ -133,15 +133,16 @@ class Checkpoints:
         folder = from_main(self._newest(healthy) if self.accelerator.is_main_process else None)
         if folder is None:
             return None
-        content = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
+        # Mapped: the processes of a machine read the same pages, and none holds the whole.
+        content = torch.load(folder / "state.pt", weights_only=True, map_location="cpu", mmap=True)
         load_trainable_state(self.model, content["model"])
-        self.optimizer.load_state_dict(content["optimizer"])
+        _load_optimizer(self.optimizer, content["optimizer"])
         if self.reference is not None:
             self.reference.master.load_state_dict(content["reference"])
             self.reference.refresh()
         set_random_state(torch.load(folder / f"random-{self.accelerator.process_index}.pt", weights_only=True))
         fields = content["state"]
-        fields["rollout"] = None if fields["rollout"] is None else Rollout(**fields["rollout"])
+        fields["rollout"] = None if fields["rollout"] is None else Rollout(**_unmapped(fields["rollout"]))
         fields["seen_in_epoch"] = frozenset(fields["seen_in_epoch"])
         wait_for_all()
         return TrainingState(**fields)
@@ -203,6 +204,25 @@ class Checkpoints:
 
     def _readable(self) -> list[Path]:
         return [folder for folder in self._all() if _manifest(folder)]
+
+
+@torch.no_grad()
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Copy the saved state into the optimizer's own; `load_state_dict` would hold both on the device. Settings are the
+    configuration's, which is the same."""
+    own = optimizer.state_dict()["state"]
+    if own.keys() != saved["state"].keys():
+        raise ValueError(
+            f"the saved optimizer has the state of {len(saved['state'])} parameters, this one of {len(own)}"
+        )
+    for parameter, values in own.items():
+        for name, value in values.items():
+            value.copy_(saved["state"][parameter][name])
+
+
+def _unmapped(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with tensors in memory, not in a file that will be deleted."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def _finish(session: Session, state: TrainingState, log: TrainingLog) -> dict[st
         wait_for_all()  # until the main process has written it
         load_best(session, state.best_step, log.output / "best")
     if session.accelerator.is_main_process:
-        save_model(session.model, session.tokenizer, log.output / "model")
+        save_model(session.model, session.tokenizer, log.output / "model", session.config.model)
         sync_to_disk(log.output)  # before result.json says that everything is there
     result = log.finish(state)
     # While this thread waits, gloo's can let go of the last tensors, for which it needs the GIL; destroying the process

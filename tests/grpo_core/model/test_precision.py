@@ -78,7 +78,8 @@ def test_the_copy_follows_the_masters(session: Session) -> None:
     masters, copies = [*session.model.parameters()], [*session.policy.model.parameters()]
     assert all(torch.equal(copy, own.bfloat16()) for copy, own in zip(copies, masters, strict=True))
     assert any(not torch.equal(copy, old) for copy, old in zip(copies, before, strict=True))
-    assert {own.dtype for own in masters} == {torch.float32}
+    assert {own.dtype for own in masters if own.requires_grad} == {torch.float32}
+    assert all(copy is own for copy, own in zip(copies, masters, strict=True) if not own.requires_grad)
     assert all(buffer.dtype != torch.bfloat16 for buffer in session.policy.model.buffers())
 
 
