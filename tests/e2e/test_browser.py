@@ -34,12 +34,13 @@ INPUTS = Path("storage", "examples", "arithmetic")  # where the preset expects t
 STAGES = [stage.name for stage in TABLE]
 MILLISECONDS = 1000
 PATIENCE = 120 * MILLISECONDS  # for a page, on a busy machine
-SETTLE = 2500  # milliseconds, of a picture: the timeline is drawn on a canvas, which does not say when it is done
+SETTLE = 2500  # milliseconds before a picture is taken
+TIMELINE = 15 * MILLISECONDS  # the same for a timeline: it is drawn on a canvas, which does not say when it is done
 TALL: ViewportSize = {"width": 1280, "height": 1600}  # Prefect's UI loads what comes into view
 SHOWN: ViewportSize = {"width": 1280, "height": 800}
 PHONE: ViewportSize = {"width": 390, "height": 844}
 FINAL = re.compile(r"^\s*(Completed|Failed|Crashed|Cancelled)\s*$")
-Picture = Callable[[str], None]
+Picture = Callable[..., None]
 
 # What a page of another server tries, though it knows every id: JSON, which asks permission first, requests that ask
 # none, a form, websockets. Answers what it could read or open.
@@ -119,10 +120,10 @@ def picture(page: Page, tmp_path: Path) -> Picture:
     folder = EXAMPLE.parents[2] / asked if asked else tmp_path
     words, record = words_of_pictures(tmp_path / "made-up"), folder / RECORDED.name
 
-    def take(name: str) -> None:
+    def take(name: str, settle: int = SETTLE) -> None:
         page.set_viewport_size(SHOWN)
         if asked:
-            page.wait_for_timeout(SETTLE)
+            page.wait_for_timeout(settle)
         recorded = json.loads(record.read_text()) if record.exists() else {}
         if name in words:
             shown = page.locator("body").inner_text()
@@ -308,7 +309,7 @@ def test_a_run_cancelled_in_the_browser_goes_on_where_it_was_when_it_is_retried_
     tasks = served.tasks(_id(run), 7)
     assert [state for task, state in tasks if task in ("validate", "plan")][-2:] == ["Skipped", "Skipped"]
     _open_afresh(page, run)
-    picture("retried")
+    picture("retried", TIMELINE)
 
 
 def test_the_report_is_as_wide_as_the_screen_and_a_phone(served: Served, page: Page, picture: Picture) -> None:
@@ -368,7 +369,7 @@ def test_a_run_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
     _wait_until(page, "Completed")
     assert served.tasks(_id(run), 5) == [(stage, "Completed") for stage in STAGES]
     _open_afresh(page, run)
-    picture("pipeline")
+    picture("pipeline", TIMELINE)
     for key, shown in {
         "data-report": "Reward rehearsal",
         "plan": "effective_batch_size",
