@@ -122,13 +122,13 @@ def picture(page: Page, tmp_path: Path) -> Picture:
 
     def take(name: str, settle: int = SETTLE) -> None:
         page.set_viewport_size(SHOWN)
-        if asked:
-            page.wait_for_timeout(settle)
         recorded = json.loads(record.read_text()) if record.exists() else {}
         if name in words:
-            shown = page.locator("body").inner_text()
-            assert name == "curves" or [word for word in words[name].split() if word not in shown] == []
             recorded[name] = words[name]
+            shown = [] if name == "curves" else words[name].split()  # those of the curves are in an image
+            page.wait_for_function("words => words.every(word => document.body.innerText.includes(word))", arg=shown)
+        if asked:
+            page.wait_for_timeout(settle)
         if name == "report":
             recorded[VERDICT] = page.locator(".verdict p").inner_text()
         record.write_text(json.dumps(recorded, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
