@@ -48,6 +48,7 @@ SMALL = (  # a model that every check but memory and speed trains: 40 million pa
 )  # fmt: skip
 REAL = Workload(**QWEN["0.5B"], prompts=16, prompt_lengths=(60, 220), completion=512, steps=4)
 LARGE = REAL if ON_GPU else replace(SMALL, mode="replay")
+PROMPTS = {"train": "workload", "eval": "held-out"}  # folders
 MOST_WAITS = 4  # of the host for the device in an update
 EXACT = 1e-4  # relative distance of float32 gradients that are the same but for rounding
 ROUNDING = 2.0  # times the distance that plain bfloat16 rows have from float32
@@ -136,7 +137,8 @@ def head(scratch: Path, report: Report) -> None:
 
 def engines(scratch: Path, report: Report) -> None:
     """The whole pipeline by `grpo run`, with every engine; with the adapter alone handed over, too."""
-    write(SMALL, scratch / "workload")
+    write(SMALL, scratch / PROMPTS["train"])
+    write(replace(SMALL, seed=1), scratch / PROMPTS["eval"])
     kinds = [("transformers", False), ("vllm", False), ("vllm", True), ("vllm-server", False)]
     for engine, lora in kinds:
         name = f"{engine}{', LoRA' if lora else ''}, {PRECISION}"
@@ -224,7 +226,7 @@ def processes(scratch: Path, report: Report) -> None:
         return
     write(SMALL, scratch / "workload")
     first = {count: _launched(scratch, count)[0] for count in (1, 2)}
-    for metric in ("loss", "grad_norm"):
+    for metric in ("grad_norm", "entropy"):
         one, two = first[1][metric], first[2][metric]
         away = abs(two - one) / max(abs(one), 1e-6)
         bound = 1e-4 if PRECISION == "no" else 2e-2
@@ -318,11 +320,10 @@ def _model(scratch: Path, kind: str) -> Any:
 
 def _configuration(scratch: Path, engine: str, lora: bool) -> str:
     """A run of the workload with the real pipeline; named after its engine."""
-    prompts = str(scratch / "workload" / "prompts.parquet")
     values: dict[str, Any] = {
         "name": f"{engine}-{lora}",
         "model": {"name_or_path": str(scratch / "workload" / "model"), "use_peft": lora},
-        "data": {"train": prompts, "eval": prompts, "overlap": "warn"},
+        "data": {part: str(scratch / name / "prompts.parquet") for part, name in PROMPTS.items()},
         "rewards": [{"function": "benchmarks.workload:spread"}],
         "rollout": {"engine": engine, "num_generations": SMALL.group, "max_completion_length": SMALL.completion},
         "train": {
@@ -358,7 +359,8 @@ def _launched(scratch: Path, count: int) -> list[dict[str, float]]:
     run_directory(SMALL, scratch / "workload", run, {"precision": PRECISION, "processes": count})
     several = ["--multi_gpu"] if count > 1 else []
     launch = ["-m", "accelerate.commands.launch", *several, "--num_processes", str(count), "--main_process_port", "0"]
-    subprocess.run([sys.executable, *launch, "-m", "grpo_core.train", str(run)], check=True)
+    command = [sys.executable, *launch, "-m", "grpo_core.train", str(run)]
+    subprocess.run(command, env=os.environ | ({} if ON_GPU else {"ACCELERATE_USE_CPU": "true"}), check=True)
     return [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
 
 
