@@ -34,7 +34,8 @@ from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.policy import Policy
 from grpo_core.model.sequences import Sequences, pad
-from grpo_core.planning.forecast import find_gpu, peak_memory
+from grpo_core.planning.hardware import find_gpu
+from grpo_core.planning.memory import peak_memory
 from grpo_core.planning.plan import load_plan
 
 ON_GPU = torch.cuda.is_available()
@@ -87,7 +88,7 @@ def attention(scratch: Path, report: Report) -> None:
         for kind in ("all weights", "LoRA", "frozen"):
             policy = Policy(_model(scratch, kind), 0.9, bf16=precision == "bf16")
             expected = plain(_model(scratch, kind), sequences, 0.9)
-            logprobs, _ = policy(sequences)
+            logprobs, _ = policy(policy.prepare(sequences))
             found = [[logprobs.detach()], _gradient(policy.master, logprobs)]
             report(Row(f"{precision}, {kind}: packed", str(policy.packs), "True", policy.packs))
             half = plain(_model(scratch, kind).bfloat16(), sequences, 0.9) if precision == "bf16" else expected
@@ -193,7 +194,7 @@ def memory(scratch: Path, report: Report) -> None:
         report(Row("peak memory, as share of the forecast", MISSING, "0.6 to 1.1"))
         return
     from grpo_core.config.files import load_config
-    from grpo_core.planning.forecast import PromptLengths, load_shape
+    from grpo_core.planning.shapes import PromptLengths, load_shape
     from grpo_core.training.loop import train
 
     write(LARGE, scratch / "workload")

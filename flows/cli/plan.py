@@ -135,14 +135,14 @@ def _own_plan(
     for reward in config.rewards:
         check(reward)
     _check_positions(config)
-    source = ("data.train", config.data.train, config.data.train_split)
+    training_data = ("data.train", config.data.train, config.data.train_split)
     num_prompts = given.get("num_prompts")
     if num_prompts is None:
         if file is None:
             raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
         with _sources() as sources:
-            num_prompts = sources.count_prompts(*source)
-            pass_rates = pass_rates or sources.list_pass_rates(*source)
+            num_prompts = sources.count_prompts(*training_data)
+            pass_rates = pass_rates or sources.list_pass_rates(*training_data)
     inputs = plan_inputs(config, num_prompts)
     figures = make_plan(inputs)
     hardware = find_gpu() if gpu is None else named_gpu(gpu)
@@ -156,7 +156,7 @@ def _own_plan(
         resolved = config.with_precision(capability(hardware))
         lengths = _prompt_lengths(config, data, prompt_tokens)
         if source is None and gpu is None:
-            source = measured_pace(resolved, figures, lengths, hardware, data and data.prompts)
+            source = measured_pace(resolved, figures, lengths, hardware, data.prompts if data else None)
         forecasts = forecast(
             resolved,
             figures,
@@ -164,8 +164,8 @@ def _own_plan(
             source,
             pass_rates,
             hardware,
-            held_out_prompts=data and data.held_out_prompts,
-            reward_seconds=data and data.reward_seconds,
+            held_out_prompts=data.held_out_prompts if data else None,
+            reward_seconds=data.reward_seconds if data else None,
         )
         if "error" in forecasts["time"] and not history:
             forecasts["time"]["error"] += "; --history looks for one in MLflow, --gpu H200 forecasts for that GPU"

@@ -215,7 +215,7 @@ def _train(policy: Any, prompts: list[list[int]], lengths: list[int], group: int
     import torch
 
     from grpo_core.model.sequences import Sequences, pack, pad
-    from grpo_core.training.memory import tokens_per_pass
+    from grpo_core.training.memory import CPU_TOKENS
 
     owners = [row // group % len(prompts) for row in range(rows)]
     completions = list(islice(cycle(lengths), rows))
@@ -227,13 +227,15 @@ def _train(policy: Any, prompts: list[list[int]], lengths: list[int], group: int
         torch.tensor(owners),
     )
     device = next(policy.model.parameters()).device
-    tokens = tokens_per_pass(rows * int(sequences.lengths.max()), device)
+    tokens = rows * int(sequences.lengths.max())
+    if device.type == "cpu":
+        tokens = min(tokens, CPU_TOKENS)
     parts = list(pack(sequences, tokens, share_prompts=policy.packs))
 
     def passes() -> float:
         start, done = time.perf_counter(), 0
         for part in parts:
-            logprobs, _ = policy(sequences.take(part))
+            logprobs, _ = policy(policy.prepare(sequences.take(part)))
             logprobs.sum().backward()
             _wait(device)
             done += len(part)

@@ -77,7 +77,7 @@ def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, n
 
     def work(parts: list[Tensor]) -> None:
         # All inputs first: then no pass waits for the CPU, and the CPU waits for none.
-        passes = [(policy.prepare(own.take(part)), *move([mine[part]], device)) for part in parts]
+        passes = [(policy.prepare(own.take(part)), move([mine[part]], device)[0]) for part in parts]
         for inputs, rows in passes:
             found[:, rows, : inputs.shape[1]] = torch.stack(policy(inputs))
 

@@ -98,7 +98,8 @@ def plan_and_outcome(record: Record) -> Section:
             guess, ratio = (figures.NONE, "no forecast"), ""
         rows.append([title, guess, figures.duration(seconds), ratio])
     silent = [row["frac_reward_zero_std"] for row in record.metrics if "frac_reward_zero_std" in row]
-    if silent and "share" in (useful := forecasts.get("useful_groups", {})):
+    useful: dict[str, Any] = forecasts.get("useful_groups", {})
+    if silent and "share" in useful:
         happened = figures.percent(1 - sum(silent) / len(silent))
         rows.append(["groups with a signal", (figures.percent(useful["share"]), "forecast"), happened, ""])
     return Section(
