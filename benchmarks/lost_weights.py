@@ -106,7 +106,7 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
             begin()
             stopped, movement, drift = train(learning_rate)
             begin()
-            with mock.patch.object(session.engine, "sync_weights", lambda model: None):
+            with mock.patch.object(session.engine, "sync_weights", lambda model: "lost"):
                 stopped_lost, _, _ = train(learning_rate)
             rows.append(Row(engine, precision, learning_rate, movement, drift, stopped, stopped_lost))
         session.engine.close()
@@ -123,8 +123,9 @@ def _engine_made_as(engine: Name, run: Path) -> Iterator[None]:
     if engine == "copy":
 
         class Copying(TransformersEngine):
-            def sync_weights(self, model: Any) -> None:
+            def sync_weights(self, model: Any) -> str:
                 self.model = copy.deepcopy(model)
+                return "copied"
 
         def make(config: Any, path: Any, model: Any, tokenizer: Any, max_length: int) -> Copying:
             return Copying(copy.deepcopy(model), tokenizer)

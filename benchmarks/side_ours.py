@@ -2,7 +2,7 @@
 
     python -m benchmarks.side_ours FOLDER SETTINGS RESULT
 
-SETTINGS is JSON: `precision` ("no" or "bf16"); `engine` and `seed` if they are not "transformers" and 0.
+SETTINGS is JSON: `precision` ("no" or "bf16"); `engine`, `seed` and `processes` if they are not "transformers", 0 and 1.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[st
             "algorithm": {"vllm_importance_sampling_correction": not replay},
             "train": {
                 "mixed_precision": settings["precision"],
-                "per_device_train_batch_size": workload.completions,
+                "num_processes": settings.get("processes", 1),
+                "per_device_train_batch_size": workload.completions // settings.get("processes", 1),
                 "max_steps": workload.steps,
                 "learning_rate": 1e-4,
                 "lr_scheduler_type": "constant",

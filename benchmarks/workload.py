@@ -85,7 +85,7 @@ def right(completions: list[str], answer: list[str], **_: Any) -> list[float | N
 
 
 def spread(completion_ids: list[list[int]], silent: list[bool], **_: Any) -> list[float]:
-    """A reward that differs within a group, but for the prompts that are to give no signal."""
+    """A reward that differs within a group, except for the prompts that are to give no signal."""
     return [0.0 if quiet else sum(ids) % 11 / 10 for ids, quiet in zip(completion_ids, silent, strict=True)]
 
 

@@ -118,7 +118,7 @@ def _promote(config: RunConfig, run: Path) -> None:
     promote(model, version, force=False, changes={})
 
 
-def _hand_over(stage: Stage, run: Path, config: RunConfig, deployment: str) -> None:
+def _hand_over(stage: Stage, run: Path, config: RunConfig, gpu_deployment: str) -> None:
     """Have a stage done by its deployment, which may be on another work pool, unless it is up to date. A signal that
     stops this flow cancels that one. Raises StageError if it does not complete."""
     log = get_run_logger()
@@ -126,9 +126,9 @@ def _hand_over(stage: Stage, run: Path, config: RunConfig, deployment: str) -> N
         log.info("%s: up to date, skipped", stage.name)
         return
     name = f"{run.name}-{stage.name}"
-    child = run_deployment(deployment, parameters={"run": run.name}, flow_run_name=name, timeout=0)
+    child = run_deployment(gpu_deployment, parameters={"run": run.name}, flow_run_name=name, timeout=0)
     assert isinstance(child, FlowRun)  # a coroutine only where an event loop runs
-    log.info("%s: handed over to %s, flow run %s", stage.name, deployment, child.id)
+    log.info("%s: handed over to %s, flow run %s", stage.name, gpu_deployment, child.id)
     with get_client(sync_client=True) as client:
         try:
             child = _wait_for(client, child, log)
@@ -136,7 +136,7 @@ def _hand_over(stage: Stage, run: Path, config: RunConfig, deployment: str) -> N
             client.set_flow_run_state(child.id, Cancelling())
             raise
     if not (child.state and child.state.is_completed()):
-        raise StageError(f"{stage.name}: flow run {child.id} of {deployment} is {child.state}")
+        raise StageError(f"{stage.name}: flow run {child.id} of {gpu_deployment} is {child.state}")
 
 
 def _wait_for(client: SyncPrefectClient, run: FlowRun, log: Logger | LoggerAdapter[Any]) -> FlowRun:

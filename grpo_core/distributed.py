@@ -1,21 +1,37 @@
 """What the processes of a training say to each other. No other module calls a collective.
 
 Every function is called by all processes, in the same order. With one process each of them is local.
+
+Tensors go over the backend of the device that holds them: NCCL on GPUs. Control messages (objects, flags, barriers) go
+over gloo: a process that waits for one keeps no GPU busy, and NCCL's watchdog does not see the wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather, gather_object, reduce
+from accelerate import Accelerator, PartialState
+from accelerate.utils import InitProcessGroupKwargs, gather, reduce
 from torch import Tensor
+from torch import distributed as dist
 
-BUCKET = 2**26  # gradient elements per message: few calls, little memory
+LARGE = 2**20  # elements of a gradient that is sent by itself; smaller ones are sent together
 
 T = TypeVar("T")
+
+_control: dist.ProcessGroup | None = None  # of control messages; None: the group that holds all processes
+
+
+def start_processes(limit: timedelta) -> Accelerator:
+    """Join the processes that the launcher has started. `limit`: after which a wait for another process is an error."""
+    global _control
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
+    if accelerator.num_processes > 1 and dist.get_backend() != "gloo":
+        _control = dist.new_group(backend="gloo", timeout=limit)
+    return accelerator
 
 
 def share(count: int) -> range:
@@ -30,24 +46,39 @@ def share_of(count: int, place: int, processes: int) -> range:
 
 def wait_for_all() -> None:
     """Return when every process has come here."""
-    PartialState().wait_for_everyone()
+    if PartialState().num_processes > 1:
+        dist.barrier(group=_control)
 
 
 def from_main(value: T) -> T:
     """The main process's value, on every process."""
-    return broadcast_object_list([value])[0]
+    values = [value]
+    if PartialState().num_processes > 1:
+        dist.broadcast_object_list(values, src=0, group=_control)
+    return values[0]
 
 
 def gathered(items: list[T]) -> list[T]:
     """The items of all processes, in the processes' order."""
-    return gather_object(items)
+    if PartialState().num_processes == 1:
+        return items
+    of_each: list[list[T]] = [[] for _ in range(PartialState().num_processes)]
+    dist.all_gather_object(of_each, items, group=_control)
+    return [item for of_one in of_each for item in of_one]
+
+
+def gathered_in_block(items: list[T], processes: int) -> list[list[T]]:
+    """The items of each process of this process's block: the first `processes` processes are a block, and so on."""
+    first = PartialState().process_index // processes * processes
+    return gather_object([items])[first : first + processes]
 
 
 def any_process(flag: bool) -> bool:
     """Whether the flag is set on at least one process."""
-    if PartialState().num_processes == 1:
-        return flag
-    return total(torch.tensor(float(flag), device=PartialState().device)).item() > 0
+    raised = torch.tensor(int(flag))
+    if PartialState().num_processes > 1:
+        dist.all_reduce(raised, dist.ReduceOp.MAX, group=_control)
+    return bool(raised)
 
 
 def total(values: Tensor) -> Tensor:
@@ -62,28 +93,31 @@ def largest(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Replace each gradient by its mean over the processes, in few large messages.
+    """Replace each gradient by its mean over the processes, summed in its own precision.
 
     A parameter without a gradient on every process gets none, as with one process: the optimizer leaves it alone.
+    Large gradients are summed where they are, all messages under way together; only small ones are copied into one.
     """
-    if not torch.distributed.is_initialized():
+    processes = PartialState().num_processes
+    if processes == 1:
         return
-    processes = torch.distributed.get_world_size()
     used = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
-    torch.distributed.all_reduce(used)
+    dist.all_reduce(used)
     trained = [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count]
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    bucket: list[Tensor] = []
-    for position, gradient in enumerate(gradients):
-        bucket.append(gradient)
-        if sum(g.numel() for g in bucket) >= BUCKET or position == len(gradients) - 1:
-            flat = torch.cat([g.flatten() for g in bucket]) / processes
-            torch.distributed.all_reduce(flat)
-            for g, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                g.copy_(mean.view_as(g))
-            bucket = []
-    for parameter, gradient in zip(trained, gradients, strict=True):
-        parameter.grad = gradient
+    for parameter in trained:
+        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = found.contiguous()  # as messages have to be
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    torch._foreach_div_(gradients, processes)
+    small = [gradient for gradient in gradients if gradient.numel() < LARGE]
+    messages = [gradient for gradient in gradients if gradient.numel() >= LARGE]
+    if small:
+        messages.append(torch.cat([gradient.flatten() for gradient in small]))
+    for work in [dist.all_reduce(message, async_op=True) for message in messages]:
+        work.wait()
+    if small:
+        means = messages[-1].split([gradient.numel() for gradient in small])
+        torch._foreach_copy_(small, [mean.view_as(gradient) for mean, gradient in zip(means, small, strict=True)])
 
 
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:

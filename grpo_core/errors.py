@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class GrpoError(Exception):
     """An error that a person can act on: its message is a sentence that says what is wrong and what to do.
@@ -31,4 +33,8 @@ class TrainingError(GrpoError):
 
 
 class NotFiniteError(RuntimeError):
-    """A NaN or infinity where training needs a number."""
+    """A NaN or infinity where training needs a number. `metrics`: those of the update, if it got that far."""
+
+    def __init__(self, message: str, metrics: Mapping[str, float] | None = None):
+        super().__init__(message)
+        self.metrics = dict(metrics or {})

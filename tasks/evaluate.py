@@ -24,6 +24,7 @@ from tasks.processes.vllm_servers import servers
 from tasks.registry.champion import identity, present_champion
 from tasks.rendering import figures as as_text
 from tasks.rendering.markdown import escape, table
+from tasks.reports.evaluation_tables import rows_of, verdicts
 from tasks.reports.report import PAGE, write_report
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run import Context, run_stage
@@ -85,33 +86,6 @@ def _work(context: Context) -> dict[str, Any]:
     except Exception as error:  # a page must not lose an evaluation
         log.warning("%s could not be made: %r", PAGE, error, exc_info=True)
     return report
-
-
-def verdicts(report: Mapping[str, Any], metric: str) -> list[str]:
-    """For each set and each policy that the trained one is compared with, a sentence on the metric."""
-    return [
-        f"{name}: {as_text.verdict(metric, differences[metric], other)}"
-        for name, figures in report["sets"].items()
-        for other, differences in figures["differences"].items()
-    ]
-
-
-def rows_of(figures: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A set's report as the rows of a table, its head first. One row per metric: its mean under each policy, then the
-    trained policy minus each other one, in points if the metric is a share."""
-    policies, differences = figures["policies"], figures["differences"]
-    yield [
-        "",
-        *policies,
-        *(f"trained − {other} [{d['accuracy']['confidence']:.0%}]" for other, d in differences.items()),
-    ]
-    for metric in policies["trained"]:
-        means = [
-            as_text.amount(metric, found[metric]["mean"]) if metric in found else "" for found in policies.values()
-        ]
-        gains = [found[metric] for found in differences.values()]
-        changes = [f"{as_text.gain(metric, found)} {as_text.interval(metric, found)}" for found in gains]
-        yield [metric, *means, *changes]
 
 
 def _log_metrics(client: mlflow.MlflowClient, run_id: str, report: Mapping[str, Any]) -> None:

@@ -12,9 +12,14 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
-from grpo_core.planning.forecast import PromptLengths, find_gpu, forecast, forecast_rows, name_hardware
+from grpo_core.planning.forecast import forecast, forecast_rows
+from grpo_core.planning.hardware import Gpu, capability, find_gpu, name_hardware
+from grpo_core.planning.pace import Pace, Throughput
 from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.planning.shapes import PromptLengths
 from tasks.data.sources import list_pass_rates
+from tasks.data.validated import validated
+from tasks.processes.pace import measured_pace
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import GPU_DEPLOYMENT, PLAN, VALIDATE
 from tasks.tracking.runs import earlier_throughput
@@ -26,9 +31,8 @@ def plan(run: Path, config: RunConfig, force: bool = False) -> State[None]:
 
 
 def _work(context: Context) -> dict[str, Any]:
-    config, data = context.config, VALIDATE.read_receipt(context.run)
-    num_prompts, lengths = data["num_prompts"]["train"], data["lengths"]["train"]
-    plan = make_plan(plan_inputs(config, num_prompts))
+    config, data = context.config, validated(VALIDATE.path(context.run), VALIDATE.read_receipt(context.run))
+    plan = make_plan(plan_inputs(config, data.num_prompts))
     figures = asdict(plan)
     get_run_logger().info(
         "%d updates of %d completions (%d prompts × %d); %d prompts dropped an epoch",
@@ -44,17 +48,25 @@ def _work(context: Context) -> dict[str, Any]:
             figures["completions"],
             figures["max_completions"],
         )
-    if handed_to := os.environ.get(GPU_DEPLOYMENT):
-        gpu, hardware = f"GPU of train/{handed_to}", ""
-    else:
-        hardware = name_hardware(gpu := find_gpu())
+    lengths = PromptLengths(data.mean_tokens, data.longest, "from the validated data")
+    handed_to = os.environ.get(GPU_DEPLOYMENT)
+    gpu = Gpu(f"GPU of train/{handed_to}") if handed_to else find_gpu()
+    for note in config.gpu_notes if gpu else []:
+        get_run_logger().warning(note)
+    config = config.with_precision(capability(gpu))
+    source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
+    if source is None and not handed_to:
+        get_run_logger().info("no earlier run of this model is known: measuring its pace on this machine")
+        source = measured_pace(config, plan, lengths, gpu, data.prompts)
     forecasts = forecast(
         config,
         plan,
-        PromptLengths(lengths["mean"], lengths["max"], "from the validated data"),
-        earlier_throughput(config, hardware),
+        lengths,
+        source,
         list_pass_rates("data.train", config.data.train, config.data.train_split),
         gpu,
+        held_out_prompts=data.held_out_prompts,
+        reward_seconds=data.reward_seconds,
     )
     table = [{"quantity": name, "value": f"{value:,}", "how": ""} for name, value in figures.items()]
     table += [{"quantity": name, "value": value, "how": how} for name, value, how in forecast_rows(forecasts)]

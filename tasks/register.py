@@ -23,7 +23,7 @@ from tasks.rendering import figures
 from tasks.rendering.markdown import escape
 from tasks.reports.report import PAGE, headline
 from tasks.stages.lineage import lineage_keys
-from tasks.stages.outages import tracking_uri
+from tasks.stages.mlflow_address import tracking_uri
 from tasks.stages.parts import key_of
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import EVALUATE, PLAN, REGISTER, TRAIN

@@ -19,6 +19,7 @@ from prefect.exceptions import ObjectNotFound
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.planning.plan import Plan, load_plan
+from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.run import run_process
 from tasks.processes.vllm_servers import servers
 from tasks.stages.errors import StageError
@@ -31,6 +32,8 @@ from tasks.tracking.sending import sending
 
 TRAINING_LIMIT = "grpo-training"  # global concurrency limit: as many concurrent trainings as there are GPUs for
 LEASE_SECONDS = 60.0
+LAUNCH = Path(__file__).parent / "processes" / "accelerate.yaml"
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # by which a user sets up torch's allocator
 
 
 @task(name="train")
@@ -39,6 +42,7 @@ def train(run: Path, config: RunConfig, force: bool = False) -> State[None]:
 
 
 def _work(context: Context) -> dict[str, Any]:
+    check_gpu_machine()
     plan, folder = load_plan(PLAN.path(context.run)), context.partial
     tracked = open_tracking_run(context.config, context.run, folder)
     if not read_json(folder / "result.json"):  # otherwise it was finished, and killed before it was published
@@ -52,7 +56,7 @@ def _work(context: Context) -> dict[str, Any]:
             run_process(
                 [*launcher(context.config.train), "-m", "grpo_core.train", str(context.run), "--output", str(folder)],
                 on_line,
-                env=process_environment(context.config.train) | addresses,
+                env=process_environment(context.config) | addresses,
             )
     result = json.loads((folder / "result.json").read_text())
     check_result(result, folder / "metrics.jsonl", plan)
@@ -116,29 +120,35 @@ def check_result(result: dict[str, Any], metrics: Path, plan: Plan) -> None:
 
 
 def launcher(train: TrainConfig) -> list[str]:
-    """Arguments of `python` that start the configured number of processes. Every option is given: the launcher warns of
-    defaults.
+    """Arguments of `python` that start the configured number of processes, whatever the user's Accelerate configuration
+    says.
 
     Empty for one process: the launcher would import torch before it starts the process, and do nothing else.
     """
     if train.num_processes == 1:
         return []
     return [
-        *("-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0"),
-        *("--num_processes", str(train.num_processes), "--num_machines", "1"),
-        *("--dynamo_backend", "no", "--mixed_precision", train.mixed_precision),
+        *("-m", "accelerate.commands.launch", "--config_file", str(LAUNCH)),
+        *("--num_processes", str(train.num_processes), "--mixed_precision", "no"),
         *("--num_cpu_threads_per_process", _threads(train)),
     ]
 
 
-def process_environment(train: TrainConfig) -> dict[str, str]:
-    """Variables of the training's processes. One process: those that Accelerate's launcher would set. Several without a
-    GPU: those that let the launcher start them on the CPU (gloo)."""
+def process_environment(config: RunConfig) -> dict[str, str]:
+    """Variables of the training's processes: one process gets those that Accelerate's launcher would set, several get
+    the one that lets the launcher start them without a GPU (gloo).
+
+    On a GPU, the allocator's segments grow, since every batch has another length. Not with ipc: memory in such segments
+    is shared in another way, which has not been tried.
+    """
+    train, environment = config.train, {}
+    if config.rollout.vllm_weight_transfer != "ipc" and not ALLOCATOR & os.environ.keys():
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if train.num_processes == 1:
-        return {"ACCELERATE_MIXED_PRECISION": train.mixed_precision, "OMP_NUM_THREADS": _threads(train)}
+        return environment | {"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": _threads(train)}
     import torch
 
-    return {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
+    return environment if torch.cuda.is_available() else environment | {"ACCELERATE_USE_CPU": "true"}
 
 
 def _threads(train: TrainConfig) -> str:

@@ -23,6 +23,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     TOKENIZERS_PARALLELISM="false",
     PYTHONSAFEPATH="1",  # as every command sets it
+    GRPO_MEASURE="0",  # a measurement of this machine takes seconds
     # One thread a process: deterministic, and two test workers share two cores without spinning on each other.
     OMP_NUM_THREADS="1",
 )

@@ -89,7 +89,7 @@ def made_up_run(
     metrics: Sequence[Mapping[str, float]],
     key: str = "same",
 ) -> Path:
-    """The directory, but for data and model. `samples`: as samples.parquet; `key`: the evaluation's."""
+    """The directory, without data and model. `samples`: as samples.parquet; `key`: the evaluation's."""
     config = parse_config(dict(values))
     policies = [policy for policy in ("base", "champion", "trained") if f"{policy}/completion" in samples.columns]
     plan = make_plan(plan_inputs(config, 24))
@@ -126,7 +126,14 @@ def made_up_run(
         "findings": [],
         "seconds": 4.0,
     }
-    forecasts = {"time": {"wall_time_hours": 0.01, "gpu_hours": 0.01, "how": "a guess"}}
+    forecasts = {
+        "time": {
+            "wall_time_hours": 0.02,
+            "parts_hours": {"updates": 0.01, "start": 0.01},
+            "gpu_hours": 0.02,
+            "how": "a guess",
+        }
+    }
     receipts = {
         "dataset/report.json": data,
         "plan.json": {"plan": asdict(plan), "forecasts": forecasts, "seconds": 1.0},

@@ -34,6 +34,6 @@ class Page(HTMLParser):
 
     @property
     def references(self) -> set[str]:
-        """What the page points to, but for places in itself."""
+        """What the page points to, except places in itself."""
         found = {attributes.get(name) for _, attributes in self.tags for name in ("href", "src", "xlink:href", "data")}
         return {address for address in found if address and not address.startswith(("#", "data:"))}

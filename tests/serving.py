@@ -24,7 +24,7 @@ from tasks.stages.table import STAGES
 START_SECONDS = 300
 RUN_SECONDS = 600
 STOP_SECONDS = 120
-BUSY_SECONDS = 60
+BUSY_SECONDS = 180  # for an answer: Prefect's server waits up to 60 for a lock of SQLite before it answers 503
 OFFERED = len(STAGES) + 3  # deployments: the pipeline, the stages, promote, rollback
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
@@ -277,7 +277,7 @@ def _running(command: list[str], ports: list[int], storage: Path, further: dict[
         )
     environment["PREFECT_API_URL"] = f"{prefect_url}/api"
     try:
-        with httpx2.Client(base_url=f"{prefect_url}/api", timeout=60, transport=Patient()) as api:
+        with httpx2.Client(base_url=f"{prefect_url}/api", timeout=BUSY_SECONDS, transport=Patient()) as api:
             yield Served(prefect_url, mlflow_url, storage, process, log, environment, api)
     finally:
         process.terminate()

@@ -16,10 +16,12 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from flows.cli.init import RECIPES
-from flows.cli.reference import keys_as_markdown
+from flows.cli.keys_page import keys_as_markdown
 from grpo_core.config.files import describe_keys, load_config
-from grpo_core.planning.forecast import ModelShape, PromptLengths, peak_memory
+from grpo_core.planning.hardware import named_gpu
+from grpo_core.planning.memory import check_engine_memory, peak_memory
 from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.planning.shapes import ModelShape, PromptLengths
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.training.loop import train
 from tests.command_line import fenced, grpo_commands, parse
@@ -84,7 +86,7 @@ def test_every_configuration_key_that_a_page_names_exists(page: Path) -> None:
 
 def test_every_picture_is_shown_on_a_page() -> None:
     shown = {(page.parent / link).resolve() for page in _pages() for link in _links(page)}
-    pictures = set((ROOT / "docs" / "images").iterdir())
+    pictures = set((ROOT / "docs" / "images").glob("*.png"))
     assert pictures
     assert {path.name for path in pictures - shown} == set()
 
@@ -137,7 +139,7 @@ def test_every_run_of_a_recipes_page_is_one_that_its_configuration_takes(page: P
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recipe: str) -> None:
-    """Of 80 GB, by the forecast, with what vLLM takes of it and with room."""
+    """GPUs of 80 GB, by the forecast, with what vLLM takes of it and with room."""
     runs = _runs(RECIPE_PAGES / f"{recipe}.md")
     [(path, overrides)] = [run for run in runs if any(it.startswith("model.name_or_path=") for it in run[1])]
     text = (ROOT / path).read_text()
@@ -152,8 +154,9 @@ def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recip
     config = load_config(ROOT / path, ["rollout.engine=vllm", *(it for it in overrides if "rollout.engine" not in it)])
     shape = SHAPES["1.5B" if "1.5B" in config.model.name_or_path else "0.5B"]
     plan = make_plan(plan_inputs(config, 5000))
-    needed = peak_memory(config, plan, shape, PromptLengths(256, 256, "assumed"), "GPU")
-    assert needed["peak_memory_gib"] < 60
+    lengths, gpu = PromptLengths(256, 256, "assumed"), named_gpu("A100-SXM4-80GB")
+    check_engine_memory(config, shape, lengths, gpu)
+    assert peak_memory(config, plan, shape, lengths, gpu)["peak_memory_gib"] < 75
 
 
 def _runs(page: Path) -> list[tuple[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""`make setup` with the wrong Python, and `make quickstart` with the storage elsewhere: as a person meets them."""
+"""`make setup` with the wrong Python, `make check` that fails, and `make quickstart` with the storage elsewhere."""
 
 from __future__ import annotations
 
@@ -68,6 +68,38 @@ def test_the_right_python_is_found_and_takes_the_place_of_another_one_s_environm
     (folder / ".venv" / "kept").touch()
     assert _make(folder, "setup", PATH=f"{folder}/bin").returncode == 0
     assert (folder / ".venv" / "kept").exists(), "an environment of the right version is kept"
+
+
+@pytest.mark.parametrize("broken", [None, "ruff", "mypy", "lint-imports", "deptry"])
+def test_every_check_runs_and_any_that_fails_fails_all_of_them(folder: Path, broken: str | None) -> None:
+    for name in ("ruff", "mypy", "lint-imports", "deptry"):
+        body = f'echo "{name} $1" >> calls\nexit {int(name == broken)}\n'
+        _executable(folder / ".venv" / "bin" / name, f"#!/bin/bash\n{body}")
+    (folder / ".venv" / ".installed-cpu").touch()
+    done = _make(folder, "check", PATH=f"{folder}/bin")
+    assert done.returncode == (2 if broken else 0), done.stderr
+    names = [line.split()[0] for line in (folder / "calls").read_text().splitlines()]
+    assert sorted(names) == ["deptry", "lint-imports", "mypy", "ruff", "ruff"]
+
+
+def test_the_gpu_set_is_installed_as_it_is_locked_whatever_this_machine_has(folder: Path) -> None:
+    _executable(folder / "bin" / "uv", '#!/bin/bash\necho "$*" >> calls\n')
+    _executable(folder / "bin" / "python3.11", PYTHON.format(version="3.11"))
+    (folder / "requirements" / "gpu.txt").touch()
+    installed = {}
+    for hardware in ("cpu", "gpu"):
+        (folder / "calls").unlink(missing_ok=True)
+        done = _make(folder, "setup", f"HARDWARE={hardware}", PATH=f"{folder}/bin")
+        assert done.returncode == 0, done.stderr
+        [installed[hardware]] = [
+            line
+            for line in (folder / "calls").read_text().splitlines()
+            if line.endswith(f"requirements/{hardware}.txt")
+        ]
+    assert "--torch-backend cpu" in installed["cpu"]
+    assert "--torch-backend" not in installed["gpu"], "PyPI's PyTorch has the CUDA whose libraries are in the lock"
+    locked = (ROOT / "requirements" / "gpu.txt").read_text()
+    assert "cuda-toolkit==13." in locked
 
 
 def test_the_quickstart_s_inputs_are_where_its_configuration_reads_them_wherever_the_storage_is(tmp_path: Path) -> None:

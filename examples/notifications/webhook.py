@@ -1,7 +1,7 @@
 """`python examples/notifications/webhook.py URL`: runs of the pipeline that fail, promotions and rollbacks are
 POSTed to URL by Prefect.
 
-Makes, or makes anew, what can be edited in Prefect's UI: the block that holds the URL, and two automations.
+Makes, or makes again, what can be edited in Prefect's UI: the block that holds the URL, and two automations.
 `{"text": …}` is what chat services take.
 """
 

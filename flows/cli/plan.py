@@ -21,23 +21,20 @@ from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.errors import ConfigError, GrpoError
-from grpo_core.planning.forecast import (
-    PromptLengths,
-    find_gpu,
-    forecast,
-    forecast_rows,
-    load_positions,
-    name_hardware,
-    useful_groups,
-)
+from grpo_core.planning.forecast import forecast, forecast_rows, useful_groups
 from grpo_core.planning.frameworks.launches import RecipeError
 from grpo_core.planning.frameworks.megatron import megatron_notes, megatron_plan
 from grpo_core.planning.frameworks.recipes import NEWEST, Recipe, System, megatron_inputs, read_recipe, recipe_inputs
+from grpo_core.planning.hardware import capability, find_gpu, name_hardware, named_gpu
+from grpo_core.planning.pace import Pace, Throughput
 from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs
 from grpo_core.planning.rules import PlanInputs, Rules
+from grpo_core.planning.shapes import PromptLengths, load_positions
 from grpo_core.rewards.contract import check
 from tasks.data.places import check_places
-from tasks.stages.run_directory import storage_root
+from tasks.data.validated import Validated, read_validated
+from tasks.processes.pace import measured_pace
+from tasks.stages.run_directory import run_folder
 
 ASSUMED_PROMPT_TOKENS = 256
 NO_FILE: dict[str, Any] = {  # keys that a configuration needs and a plan does not
@@ -148,18 +145,35 @@ def _own_plan(
             pass_rates = pass_rates or sources.list_pass_rates(*source)
     inputs = plan_inputs(config, num_prompts)
     figures = make_plan(inputs)
-    gpu, known = find_gpu() if gpu is None else gpu, None
+    hardware = find_gpu() if gpu is None else named_gpu(gpu)
+    source: Throughput | Pace | str | None = None
     if history:
         from tasks.tracking.runs import earlier_throughput
 
-        known = earlier_throughput(config, name_hardware(gpu))
+        source = earlier_throughput(config, name_hardware(hardware))
     if config.model.name_or_path:
-        forecasts = forecast(config, figures, _prompt_lengths(config, prompt_tokens), known, pass_rates, gpu)
+        data = read_validated(run_folder(config.name))
+        resolved = config.with_precision(capability(hardware))
+        lengths = _prompt_lengths(config, data, prompt_tokens)
+        if source is None and gpu is None:
+            source = measured_pace(resolved, figures, lengths, hardware, data and data.prompts)
+        forecasts = forecast(
+            resolved,
+            figures,
+            lengths,
+            source,
+            pass_rates,
+            hardware,
+            held_out_prompts=data and data.held_out_prompts,
+            reward_seconds=data and data.reward_seconds,
+        )
         if "error" in forecasts["time"] and not history:
             forecasts["time"]["error"] += "; --history looks for one in MLflow, --gpu H200 forecasts for that GPU"
     else:
         forecasts = _useful(pass_rates, figures.num_generations)
-    return {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
+    answer = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
+    answer["notes"] += config.gpu_notes if hardware else []
+    return answer
 
 
 def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pass_rates: list[float]) -> dict[str, Any]:
@@ -253,18 +267,13 @@ def _check_positions(config: RunConfig) -> None:
             )
 
 
-def _prompt_lengths(config: RunConfig, given: int | None) -> PromptLengths:
+def _prompt_lengths(config: RunConfig, data: Validated | None, given: int | None) -> PromptLengths:
     if given is not None and given < 1:
         raise ConfigError(f"--prompt-tokens {given}: a prompt has at least one token")
     if given:
         return PromptLengths(given, given, "given")
-    report = storage_root() / "runs" / config.name / "dataset" / "report.json"
-    try:
-        figures = json.loads(report.read_text())["lengths"]["train"]
-    except (OSError, ValueError, KeyError):  # none yet, or of an older version
-        figures = None
-    if figures:
-        return PromptLengths(figures["mean"], figures["max"], f"from the validated data of run {config.name}")
+    if data:
+        return PromptLengths(data.mean_tokens, data.longest, f"from the validated data of run {config.name}")
     return PromptLengths(ASSUMED_PROMPT_TOKENS, ASSUMED_PROMPT_TOKENS, "assumed; --prompt-tokens says better")
 
 

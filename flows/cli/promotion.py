@@ -6,9 +6,9 @@ from typing import Annotated, cast
 
 import typer
 
-from flows.cli.server import use_running_server
 from flows.cli.terminal import refusals, refuse, say
 from flows.serving.environment import TAG, configure
+from flows.serving.find_server import use_running_server
 from grpo_core.config.evaluation import RegistryConfig
 from grpo_core.config.files import read_overrides
 from tasks.stages.run_directory import run_folder

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from flows.cli.options import ConfigFile, Overrides
-from flows.cli.server import prefect_server
 from flows.cli.terminal import refusals, refuse, say
 from flows.serving.environment import TAG, configure
-from flows.serving.running import find_up
+from flows.serving.find_server import server_for_command
+from flows.serving.up_file import find_up
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
@@ -22,7 +23,13 @@ from tasks.stages.run_directory import run_folder
 from tasks.stages.table import EVALUATE, REGISTER, STAGES, TRAIN
 
 
-def run(config: ConfigFile, overrides: Overrides = None) -> None:
+def run(
+    config: Annotated[Path, typer.Argument(help="run configuration (TOML), such as configs/quickstart.toml")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="override one key, such as train.max_steps=50"),
+    ] = None,
+) -> None:
     """Run the pipeline here, stage after stage. Stages that are up to date are skipped.
 
     Exit status 1: a stage failed, 2: refused before anything was started, 130: interrupted.
@@ -38,7 +45,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
             with locked(folder):
                 pass  # a run in use is refused before a server is started
     start = time.monotonic()
-    with prefect_server() as url:
+    with server_for_command() as url:
         page = url.removesuffix("/api")
         say(f"Run {resolved.name} starts. Prefect's UI, in a few seconds and as long as this runs: {page}")
         with importing():
@@ -62,9 +69,9 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
 
 def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
     """What happened and where to look."""
-    from tasks.evaluate import rows_of, verdicts
     from tasks.rendering.figures import metric_of
     from tasks.reports.account import stage_times
+    from tasks.reports.evaluation_tables import rows_of, verdicts
     from tasks.reports.record import read_record
     from tasks.reports.report import PAGE
 

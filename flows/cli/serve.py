@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from flows.serving.environment import configure
-from flows.serving.local_server import find_api_to_serve
+from flows.serving.find_server import find_api_to_serve
 from grpo_core.system.processes import importing
 
 ENDING_SECONDS = 28  # that flow runs get when serving ends: a training takes at most 20, and has to end within 30

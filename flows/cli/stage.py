@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.server import prefect_server
 from flows.cli.status import show_status
 from flows.cli.terminal import refusals, say
 from flows.serving.environment import TAG, configure
+from flows.serving.find_server import server_for_command
 from grpo_core.system.processes import importing
 from tasks.stages.condition import refuse_outdated_inputs
 from tasks.stages.locks import locked
@@ -41,7 +41,7 @@ def stage(
     with locked(folder):
         pass  # a run in use is refused before a server is started
     configure()
-    with prefect_server():
+    with server_for_command():
         say(f"Stage {name} of run {run} starts")
         with importing():
             from prefect import tags

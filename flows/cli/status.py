@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.cli.terminal import say
+from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from tasks.stages.condition import conditions, made_at
 from tasks.stages.run_directory import CONFIG, find_run, find_runs, read_config, storage_root
-from tasks.stages.table import EVALUATE, STAGES
+from tasks.stages.table import EVALUATE, STAGES, Receipt, Stage
 
 WHEN = "%Y-%m-%d %H:%M"
 COLOURS = {"up to date": "green", "stale": "yellow", "missing": "dim"}
@@ -62,9 +63,17 @@ def _figure(folder: Path, done: Mapping[str, dict[str, Any]]) -> str:
         return ""
     try:
         config = read_config(folder)
-        return EVALUATE.key_figure(config, done[EVALUATE.name])
-    except (ConfigError, KeyError):  # written by another version of this project
+    except ConfigError:  # written by another version of this project
         return ""
+    return _key_figure(EVALUATE, config, done[EVALUATE.name])
+
+
+def _key_figure(stage: Stage, config: RunConfig, receipt: Receipt) -> str:
+    """The stage's figure. A receipt that another version wrote, or that was damaged, may be without it."""
+    try:
+        return stage.key_figure(config, receipt)
+    except (KeyError, TypeError, ValueError):
+        return f"not in {Path(stage.output, stage.receipt)}"
 
 
 def show_status(folder: Path) -> bool:
@@ -77,7 +86,7 @@ def show_status(folder: Path) -> bool:
         made = figure = ""
         if receipt:
             made = f"{datetime.fromtimestamp(made_at(stage, folder)):{WHEN}}"
-            figure = stage.key_figure(config, receipt)
+            figure = _key_figure(stage, config, receipt)
         table.add_row(stage.name, condition.state, condition.reason, made, figure, style=COLOURS[condition.state])
     Console().print(table)
     return all(condition.is_up_to_date for condition in now.values())

@@ -25,7 +25,8 @@ class Refusal(GrpoError):
 
 
 class Commands(TyperGroup):
-    """The commands of the app. Every GrpoError that one of them raises is printed here."""
+    """The commands of the app. Every GrpoError that one of them raises is printed here; an argument that is missing is
+    named together with what it is."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -33,6 +34,11 @@ class Commands(TyperGroup):
         except GrpoError as error:
             print_refusal(str(error))
             raise typer.Exit(error.exit_status) from None
+        except typer.BadParameter as error:
+            meaning = getattr(error.param, "help", None)
+            if meaning and not error.message:
+                error.message = meaning[0].upper() + meaning[1:]
+            raise
 
 
 def say(text: str) -> None:

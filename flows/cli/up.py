@@ -20,9 +20,9 @@ import typer
 
 from flows.cli.terminal import refuse, say
 from flows.serving.environment import configure
-from flows.serving.local_server import SERVER_ID, START_SECONDS, is_ours, server_command, server_log
+from flows.serving.find_server import SERVER_ID, START_SECONDS, is_ours, server_command, server_log
 from flows.serving.ports import HOST, is_listening, refuse_taken
-from flows.serving.running import Up, announced, new_up
+from flows.serving.up_file import Up, announced, new_up
 from grpo_core.system.processes import importing
 from tasks.stages.run_directory import storage_root
 
@@ -53,7 +53,7 @@ def up(
 
 def _serve(this: Up, prefect_port: int, mlflow_port: int) -> None:
     with importing():
-        from tasks.stages.outages import tracking_uri
+        from tasks.stages.mlflow_address import tracking_uri
         from tasks.tracking.runs import SERVED_AT, connect
 
     if (uri := tracking_uri()).startswith("http"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.system.libraries import quiet_libraries
-from tasks.stages.outages import tracking_uri
+from tasks.stages.mlflow_address import tracking_uri
 from tasks.stages.run_directory import storage_root
 
 HEARTBEAT_SECONDS = 30  # between a flow run's heartbeats, Prefect's minimum; `set_up` makes the server watch for them

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from flows.serving.local_server import SERVER_ID, ask
-from flows.serving.running import ServerError
+from flows.serving.find_server import SERVER_ID, ask
+from flows.serving.up_file import ServerError
 from tasks.stages.run_directory import storage_root
 
 HOST = "127.0.0.1"

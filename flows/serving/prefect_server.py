@@ -15,7 +15,7 @@ import urllib.parse
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flows.serving.local_server import ID_HEADER, SERVER_ID, STORAGE_HEADER
+from flows.serving.find_server import ID_HEADER, SERVER_ID, STORAGE_HEADER
 from grpo_core.system.origin_check import OwnPagesOnly
 from grpo_core.system.processes import importing, run_and_leave
 from tasks.stages.run_directory import storage_root

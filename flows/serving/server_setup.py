@@ -18,7 +18,7 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 
 from flows.serving.environment import HEARTBEAT_SECONDS, TAG
-from flows.serving.running import ServerError
+from flows.serving.up_file import ServerError
 from tasks.train import TRAINING_LIMIT
 
 CRASH_WATCH = "grpo: runs whose process is gone are crashed"

@@ -49,7 +49,7 @@ def group_advantages(
     if aggregation == "normalize_then_sum":
         std = sample_std(matrix.mT)[:, None]  # (P, 1, K)
         factors = torch.where(std == 0, 0.0, weights / (std + STD_EPSILON))
-        # z sums to 0 in every group, so the batch's mean is 0 but for a rounding error, which would reach groups
+        # z sums to 0 in every group, so the batch's mean is 0 except for a rounding error, which would reach groups
         # without signal.
         differences = _sum_scored(factors * (matrix - matrix.nanmean(1, keepdim=True)))
         group_std = sample_std(differences, _sum_scored((factors * matrix).abs()))
@@ -82,7 +82,7 @@ def sample_std(
 ) -> Float[Tensor, "*rows"]:
     """Standard deviation (ddof 1) over the last dimension of the entries that are not NaN.
 
-    0 when there is one entry or they are equal but for rounding. That error is relative to the terms that the values
+    0 when there is one entry or they are equal up to rounding. That error is relative to the terms that the values
     are sums of; `sizes` gives the sum of their absolute values where terms may cancel.
     """
     missing = values.isnan()

@@ -34,8 +34,8 @@ class RolloutConfig(Section):
     it."""
     max_sync_drift: float | None = Field(None, gt=0)
     """Stop the training if, after a weight update of the engine, the mean difference between its and the trainer's
-    log-probabilities of a fixed probe batch is above this. Default: 0.001, in bf16 0.1, or less if the engine does not
-    follow the policy's movement."""
+    log-probabilities of a fixed probe batch is above this. Default: 0.001, in bf16 0.1, or three times the difference
+    with the base's weights if that is more; and less if the engine does not follow the policy's movement."""
     gpu_memory_utilization: float = Field(0.3, gt=0, le=1)
     """Fraction of the GPU's memory that vLLM takes for its weights and KV cache."""
     cpu_kv_cache_gib: int = Field(1, ge=1)
@@ -45,7 +45,8 @@ class RolloutConfig(Section):
     vllm_num_servers: int = Field(1, ge=1)
     """vllm-server: servers that a training starts, on the GPUs after its own or on the CPU."""
     vllm_tensor_parallel_size: int = Field(1, ge=1)
-    """vllm-server: GPUs that share one copy of the model, per server that a training starts."""
+    """GPUs that share one copy of the model in vLLM: per server that a training starts; or, with vLLM in the training
+    processes, that many of these sample together, and it has to divide train.num_processes."""
     vllm_data_parallel_size: int = Field(1, ge=1)
     """vllm-server: copies of the model per server that a training starts."""
     vllm_weight_transfer: Literal["auto", "nccl", "ipc", "shared_memory"] = "auto"

@@ -12,7 +12,7 @@ from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionCon
 from grpo_core.config.inputs import DataConfig, ModelConfig, RewardConfig
 from grpo_core.config.metrics import EVALUATED, reward_means
 from grpo_core.config.rollout import RolloutConfig
-from grpo_core.config.training import HealthConfig, TrainConfig
+from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
 
 
 class RunConfig(Section):
@@ -62,6 +62,13 @@ class RunConfig(Section):
                 "algorithm.sync_ref_model=true with model.use_peft=true: the reference policy is the base model under "
                 "the adapter, which does not move; remove one of the two"
             )
+        together = self.rollout.vllm_tensor_parallel_size
+        if self.rollout.engine in ("auto", "vllm") and self.train.num_processes % together:
+            raise ValueError(
+                f"rollout.vllm_tensor_parallel_size={together} with rollout.engine={self.rollout.engine!r}: that many "
+                f"training processes sample together, and train.num_processes={self.train.num_processes} is no "
+                "multiple of it; change one of the two, or set rollout.engine to 'vllm-server'"
+            )
         if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
             raise ValueError(
                 f"rollout.max_staleness={self.rollout.max_staleness} trains on samples of an earlier policy; "
@@ -90,6 +97,25 @@ class RunConfig(Section):
                 "data.eval, which is that set, so the model would look better there than it is; add other prompts as a "
                 f"set in [[evaluation.sets]] and name it in {', '.join(judging)}, or remove {', '.join(choosing)}"
             )
+
+    def with_precision(self, capability: tuple[int, int] | None) -> RunConfig:
+        """The configuration with the precision that `auto` means on a GPU of this compute capability, or, given None,
+        on a CPU. That is decided here alone."""
+        if self.train.mixed_precision != "auto":
+            return self
+        precision = "bf16" if capability is not None and capability >= BF16_CAPABILITY else "no"
+        return self.model_copy(update={"train": self.train.model_copy(update={"mixed_precision": precision})})
+
+    @property
+    def gpu_notes(self) -> list[str]:
+        """Sentences on what may surprise about this configuration on a GPU."""
+        if self.train.mixed_precision != "no" or self.rollout.engine_on(has_gpu=True) == "transformers":
+            return []
+        return [
+            "train.mixed_precision='no' with vLLM on a GPU: its fast attention kernels take no float32, and the one "
+            "that does multiplies in TF32, so sampling is slow and its log-probabilities are off by more than "
+            "float32's rounding; set train.mixed_precision to 'auto' or 'bf16'"
+        ]
 
     @property
     def accuracy_reward(self) -> str:

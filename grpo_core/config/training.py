@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from grpo_core.config.base import HIGHEST_ENTROPY, MOST, Section
 
 HealthAction = Literal["warn", "stop", "roll_back"]
+BF16_CAPABILITY = (8, 0)  # of the first GPUs that multiply bfloat16 in hardware (Ampere)
 
 
 class HealthConfig(Section):
@@ -55,8 +56,9 @@ class HealthConfig(Section):
 class TrainConfig(Section):
     num_processes: int = Field(1, ge=1)
     """Training processes, one per GPU; several are started by `accelerate launch`."""
-    mixed_precision: Literal["no", "bf16"] = "no"
-    """`bf16` computes with a bfloat16 copy of the weights; weights, gradients and optimizer stay float32."""
+    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
+    """`bf16` computes and samples with a bfloat16 copy of the weights; weights, gradients and optimizer stay float32.
+    `auto`: bf16 on a GPU of compute capability 8.0 or higher, otherwise no."""
     per_device_train_batch_size: int = Field(8, ge=1)
     """Completions per process and micro-step, in the mean: processes get about as many tokens. A forward pass has the
     tokens of that many sequences of the greatest length at most, and fewer once memory has run out."""

@@ -36,28 +36,27 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
         from grpo_core.model.divergence import mean_kl
         from grpo_core.model.loading import load_model
         from grpo_core.model.positions import check_context
-        from grpo_core.model.precision import in_bfloat16
+        from grpo_core.model.precision import in_float32, on_device
         from grpo_core.rewards.contract import resolve
         from grpo_core.rollout.collect import sample_and_score
         from grpo_core.rollout.factory import make_engine
         from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
 
-    config = load_config(run / "config.toml")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = on_device(load_config(run / "config.toml"), device)
     tokenizer = load_tokenizer(config.model)
     files = {name: run / "dataset" / f"{file}.parquet" for name, file in config.evaluation_files.items()}
     sets = {name: load_prompts(path, tokenizer) for name, path in files.items()}
     rewards = [resolve(reward) for reward in config.rewards]
     sampling, n = evaluation_sampling(config), config.evaluation.num_samples
 
-    def in_precision(model: Any) -> Any:
-        return in_bfloat16(model) if config.train.mixed_precision == "bf16" else model
+    dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
 
-    base = load_model(config.model.name_or_path, config.model.revision).to(device)
+    base = load_model(config.model.name_or_path, config.model.revision, dtype=dtype, device=device)
     max_length = max(prompts.max_length for prompts in sets.values()) + config.evaluation_length
     check_context(base.config, max_length)
-    check_padding(base, max_length)
-    base = in_precision(base)
+    with in_float32(base):
+        check_padding(base, max_length)
     engine = make_engine(config, config.model.name_or_path, base, tokenizer, max_length)
     columns = {name: prompt_columns(name, prompts.rows, config) for name, prompts in sets.items()}
     policies: list[str] = []
@@ -78,14 +77,14 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     start_seconds = time.monotonic() - begun
     sample("base", base)
     if champion is not None:
-        model = in_precision(load_model(champion).to(device))
+        model = load_model(champion, dtype=dtype, device=device)
         if unlike := _unlike(base, model, tokenizer, champion):
             print(f"the champion is left out: it has another {unlike} than {config.model.name_or_path}", flush=True)
         else:
             engine.sync_weights(model)
             sample("champion", model)
         del model  # one beside the base is enough
-    trained = in_precision(load_model(run / "training" / "model").to(device))
+    trained = load_model(run / "training" / "model", dtype=dtype, device=device)
     engine.sync_weights(trained)
     sample("trained", trained)
     engine.close()

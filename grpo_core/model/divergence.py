@@ -20,7 +20,7 @@ TOKENS = 8192  # of a forward pass, padding included; one sequence may be longer
 def mean_kl(
     policy: Any, base: Any, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]
 ) -> list[float]:
-    """Of each completion y of a prompt x, (1/|y|) Σ_t KL(π(·|x, y_<t) ‖ π_base(·|x, y_<t)), in nats a token.
+    """(1/|y|) Σ_t KL(π(·|x, y_<t) ‖ π_base(·|x, y_<t)) for each completion y of a prompt x, in nats per token.
 
     KL(p ‖ q) = Σ_v p(v) (log p(v) − log q(v)) over the whole vocabulary, at temperature 1: nothing is estimated from
     the sampled token, as k3 is. The models' passes have the dtype of their weights, logarithms and sums are float32.

@@ -11,13 +11,28 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_core.config.inputs import ModelConfig
+from grpo_core.model.precision import in_bfloat16
 
 
-def load_model(path: Path | str, revision: str | None = None) -> Any:
-    """A causal LM with float32 weights, dropout off: the ratio of an on-policy update must be exactly 1."""
+def load_model(
+    path: Path | str,
+    revision: str | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """A causal LM with weights of `dtype` (float32 or bfloat16), dropout off: the ratio of an on-policy update must be
+    exactly 1. Each weight goes straight from the file to the device, without a copy in another dtype or place."""
+    device = torch.device(device)
     model = AutoModelForCausalLM.from_pretrained(
-        path, revision=revision, dtype=torch.float32, attn_implementation=attention_of(path, revision)
+        path,
+        revision=revision,
+        dtype=dtype,
+        device_map=None if device.type == "cpu" else {"": device},  # of the CPU, transformers would speak of offloading
+        attn_implementation=attention_of(path, revision),
     ).eval()
+    if dtype == torch.bfloat16:
+        in_bfloat16(model)  # also what transformers leaves in float32
     for module in model.modules():  # some layers apply dropout by a rate of their own
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)
@@ -40,6 +55,9 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
         return model
     from peft import LoraConfig, get_peft_model
 
+    base = [(parameter, parameter.data) for parameter in model.parameters()]
+    for parameter, _ in base:  # an adapter is drawn in the precision of what it adapts
+        parameter.data = parameter.new_empty((), dtype=torch.float32).expand(parameter.shape)
     adapter = LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora_r,
@@ -47,7 +65,10 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
         lora_dropout=0.0,
         target_modules=config.lora_target_modules or "all-linear",
     )
-    return get_peft_model(model, adapter).eval()
+    adapted = get_peft_model(model, adapter).eval()
+    for parameter, data in base:
+        parameter.data = data
+    return adapted
 
 
 def without_adapter(model: Any) -> AbstractContextManager[None]:
@@ -70,13 +91,17 @@ def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
         parameter.copy_(state[name])
 
 
-def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model that transformers and vLLM load as it is; an adapter is merged into its base, in place, and kept
-    in a folder `adapter` beside."""
-    if hasattr(model, "merge_and_unload"):
+def save_model(model: Any, tokenizer: Any, folder: Path, config: ModelConfig) -> None:
+    """Write a model that transformers and vLLM load as it is. An adapter is written to a folder `adapter` beside it,
+    and merged into the float32 base, which is loaded for that: the training may hold a bfloat16 one."""
+    if config.use_peft:
+        from peft import PeftModel
+
+        adapter = folder.with_name("adapter")
         # Left to itself, peft asks the hub whether the embedding was resized.
-        model.save_pretrained(folder.with_name("adapter"), save_embedding_layers=False)
-        model = model.cpu().merge_and_unload()  # the base may be there already, see `precision`
+        model.save_pretrained(adapter, save_embedding_layers=False)
+        base = load_model(config.name_or_path, config.revision)
+        model = PeftModel.from_pretrained(base, adapter).merge_and_unload()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -1,6 +1,7 @@
 """Hidden states → log-probabilities of chosen tokens, without the logits of all tokens at once.
 
-The output layer is applied to chunks of tokens, so that memory does not grow with tokens · vocabulary.
+The output layer is applied to chunks of tokens, so that memory does not grow with tokens · vocabulary. This is the way
+of a CPU; that of a GPU is in `fused_logprobs`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
-from grpo_core.config.memory_bounds import CHUNK_LOGITS, KEPT_LOGITS
+from grpo_core.config.memory_bounds import KEPT_LOGITS, chunk_tokens
+
+FUSED = ("cuda",)  # types of devices that `fused_logprobs` is for
 
 
 def chosen_logprobs(
@@ -25,6 +28,10 @@ def chosen_logprobs(
 
     The products have the dtype of `hidden`.
     """
+    if hidden.device.type in FUSED:
+        from grpo_core.model.fused_logprobs import FusedLogprobs
+
+        return FusedLogprobs.apply(hidden, weight, targets, temperature)
     return _ChosenLogprobs.apply(hidden, weight, targets, temperature)
 
 
@@ -107,5 +114,5 @@ def _log_softmax(
 
 
 def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
-    size = max(1, CHUNK_LOGITS // vocabulary)
+    size = chunk_tokens("cpu", vocabulary)  # of `divergence` on a GPU too, which holds several arrays of logits
     return (slice(start, start + size) for start in range(0, tokens, size))

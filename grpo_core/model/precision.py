@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from grpo_core.config.run import RunConfig
+
+
+def on_device(config: RunConfig, device: torch.device | str) -> RunConfig:
+    """The configuration with the precision that `auto` means on this device."""
+    on_gpu = torch.device(device).type == "cuda"
+    return config.with_precision(torch.cuda.get_device_capability(device) if on_gpu else None)
 
 
 def in_bfloat16(model: Any) -> Any:
@@ -21,32 +30,56 @@ def in_bfloat16(model: Any) -> Any:
 
 @contextmanager
 def in_float32(model: Any) -> Iterator[None]:
-    """Inside, the model computes in float32 with the values that its parameters have: two ways to compute the same then
-    differ by less than a bfloat16 rounding, which alone may send a token to another expert."""
-    own = [parameter.data for parameter in model.parameters()]
-    try:
-        for parameter in model.parameters():
+    """Inside, passes without a gradient compute in float32 with the values that the parameters have: two ways to
+    compute the same then differ by less than a bfloat16 rounding, which alone may send a token to another expert.
+
+    A layer has float32 parameters only while it computes: the model is never held in float32 as a whole.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in in_layers]
+    own: list[list[Tensor]] = []  # data that the parameters of what computes now have outside
+
+    def widen(parameters: Sequence[nn.Parameter]) -> None:
+        own.append([parameter.data for parameter in parameters])
+        for parameter in parameters:
             parameter.data = parameter.data.float()
-        yield
-    finally:
-        for parameter, data in zip(model.parameters(), own, strict=True):
+
+    def restore(parameters: Sequence[nn.Parameter]) -> None:
+        for parameter, data in zip(parameters, own.pop(), strict=True):
             parameter.data = data
+
+    with ExitStack() as stack:
+        for layer in layers:
+            before = layer.register_forward_pre_hook(lambda layer, _: widen([*layer.parameters()]))
+            after = layer.register_forward_hook(lambda layer, *_: restore([*layer.parameters()]), always_call=True)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        widen(others)
+        stack.callback(restore, others)
+        yield
 
 
 def working_copy(master: Any) -> Any:
     """The model in bfloat16. A gradient is added to the master's float32 one as soon as it is there, so that
     micro-batches add up in float32 and no second set of gradients is held.
 
-    Masters that are not trained move to the CPU's memory: no pass reads them.
+    Parameters that are frozen in bfloat16 are the masters' own. Those that are frozen in float32 (a reference that
+    follows the policy) leave the device: no pass reads the masters.
     """
     # Parameters are put into the copy as they are wanted, so that there is never a second float32 model.
-    halves = {id(own): nn.Parameter(own.detach().bfloat16(), own.requires_grad) for own in master.parameters()}
+    halves: dict[int, nn.Parameter] = {}
+    for own in master.parameters():
+        if not own.requires_grad and own.dtype == torch.bfloat16:
+            halves[id(own)] = own
+            continue
+        halves[id(own)] = nn.Parameter(own.detach().bfloat16(), own.requires_grad)
+        if not own.requires_grad:
+            own.data = own.data.cpu()
     working = copy.deepcopy(master, halves)
     for own, parameter in zip(master.parameters(), working.parameters(), strict=True):
         if own.requires_grad:
             parameter.register_post_accumulate_grad_hook(partial(_hand_over, own))
-        else:
-            own.data = own.data.cpu()
     return working
 
 

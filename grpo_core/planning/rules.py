@@ -10,9 +10,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 Rules = Literal["grpo", "trl-1.16", "trl-0.17", "trl-0.16", "swift-4.6"]
+
+
+@dataclass(frozen=True)
+class BatchRules:
+    """In which a framework differs from the others, beside the arithmetic in `frameworks`."""
+
+    sets_generation_batch: bool = True  # it has steps_per_generation and generation_batch_size
+    takes_both_sizes: bool = False  # steps_per_generation and generation_batch_size together, if they agree
+    fills_evaluation_batch: bool = False  # the evaluation prompts have to fill one batch
+    refuses_long_warmup: bool = False  # longer than the run
+
+
+FRAMEWORKS: dict[Rules, BatchRules] = {
+    "grpo": BatchRules(refuses_long_warmup=True),
+    "trl-1.16": BatchRules(),
+    "trl-0.17": BatchRules(sets_generation_batch=False),
+    "trl-0.16": BatchRules(sets_generation_batch=False),
+    "swift-4.6": BatchRules(takes_both_sizes=True, fills_evaluation_batch=True),
+}
 POSITIVE = (
     "num_prompts",
     "num_generations",
@@ -54,12 +73,15 @@ class PlanInputs:
     max_resample_times: int = 0
     eval_steps: int | None = None
     rules: Rules = "grpo"
-    sets_generation_batch: ClassVar[bool] = True  # it has steps_per_generation and generation_batch_size
     has_teacher: bool = False  # ms-swift: a teacher's signal needs no group to compare with
     # Other systems evaluate in batches of groups. None: no evaluation.
     per_device_eval_batch_size: int | None = None
     num_generations_eval: int | None = None
     num_eval_prompts: int | None = None
+
+    @property
+    def framework(self) -> BatchRules:
+        return FRAMEWORKS[self.rules]
 
     @property
     def generation_batch(self) -> int:
@@ -151,7 +173,7 @@ def evaluation_problem(inputs: PlanInputs) -> str | None:
 
 def warmup_problem(inputs: PlanInputs) -> str | None:
     """The problem of a warm-up that is longer than the run; other systems accept it silently. Batches must be valid."""
-    if inputs.rules != "grpo" or inputs.warmup_steps <= (updates := inputs.total_updates):
+    if not inputs.framework.refuses_long_warmup or inputs.warmup_steps <= (updates := inputs.total_updates):
         return None
     return (
         f"warmup_steps={inputs.warmup_steps:g} is longer than the run's {updates} updates: the learning rate would "
@@ -181,13 +203,13 @@ def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
             yield f"{name}={value:g} is beyond {LARGEST:g}: no run has so many"
     if not 0 <= inputs.warmup_steps <= LARGEST:
         yield f"warmup_steps={inputs.warmup_steps:g} is not a number of updates: it must lie between 0 and {LARGEST:g}"
-    if not inputs.sets_generation_batch and (s or batch):
+    if not inputs.framework.sets_generation_batch and (s or batch):
         given = f"steps_per_generation={s}" if s else f"generation_batch_size={batch}"
         yield f"{given}: {inputs.rules} has no such setting, since each update has its own rollout there; remove it"
-    if s and batch and (inputs.rules != "swift-4.6" or batch != b * w * s):
+    if s and batch and (not inputs.framework.takes_both_sizes or batch != b * w * s):
         yield (
             f"steps_per_generation={s} and generation_batch_size={batch} are both given"
-            + (f" and do not agree: {b}·{w}·{s}={b * w * s}" if inputs.rules == "swift-4.6" else "")
+            + (f" and do not agree: {b}·{w}·{s}={b * w * s}" if inputs.framework.takes_both_sizes else "")
             + "; each follows from the other: remove one"
         )
     if inputs.generation_batch % (b * w):
@@ -218,7 +240,11 @@ def _evaluation_problems(inputs: PlanInputs) -> Iterator[str]:
             f"per_device_eval_batch_size·num_processes={b}·{w}={b * w} is not divisible by the {g} generations of an "
             "evaluation (num_generations_eval, or num_generations): an evaluation batch must hold whole groups"
         )
-    elif inputs.rules == "swift-4.6" and inputs.num_eval_prompts is not None and inputs.num_eval_prompts < b * w // g:
+    elif (
+        inputs.framework.fills_evaluation_batch
+        and inputs.num_eval_prompts is not None
+        and inputs.num_eval_prompts < b * w // g
+    ):
         yield (
             f"{inputs.num_eval_prompts} evaluation prompts do not fill one evaluation batch of {b * w // g} prompts "
             f"({b}·{w} completions / {g})"

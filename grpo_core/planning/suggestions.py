@@ -72,10 +72,9 @@ def _removals(inputs: PlanInputs) -> list[Changes]:
     given: list[Changes] = [
         {key: None} for key in ("steps_per_generation", "generation_batch_size") if getattr(inputs, key) is not None
     ]
-    if not inputs.sets_generation_batch:
+    if not inputs.framework.sets_generation_batch:
         return [{key: value for change in given for key, value in change.items()}]
-    both_may_stay = inputs.rules == "swift-4.6"
-    return [*([{}] if both_may_stay else []), *given] if len(given) == 2 else [{}]
+    return [*([{}] if inputs.framework.takes_both_sizes else []), *given] if len(given) == 2 else [{}]
 
 
 def _changes(inputs: PlanInputs) -> Iterator[Changes]:
@@ -128,9 +127,9 @@ def _multiples(unit: int, *near: int) -> Iterator[int]:
 def _keys(inputs: PlanInputs) -> list[str]:
     """Keys that determine the training batch."""
     last = "gradient_accumulation_steps"
-    if inputs.sets_generation_batch and inputs.generation_batch_size:
+    if inputs.framework.sets_generation_batch and inputs.generation_batch_size:
         last = "generation_batch_size"
-    elif inputs.sets_generation_batch and inputs.steps_per_generation:
+    elif inputs.framework.sets_generation_batch and inputs.steps_per_generation:
         last = "steps_per_generation"
     return ["num_generations", "per_device_train_batch_size", "num_processes", last]
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.rewards.builtin.record import Range
 from grpo_core.rewards.contract import range_of
-from grpo_core.rewards.types import Range
 
 
 def counted(given: np.ndarray, rewards: Sequence[RewardConfig]) -> np.ndarray:

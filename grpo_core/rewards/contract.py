@@ -27,10 +27,10 @@ from typing import Any
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.data import chat
 from grpo_core.errors import RewardError
+from grpo_core.rewards.builtin.record import Range, RewardFunction
 from grpo_core.rewards.isolated import RewardProcess, kind_of
 from grpo_core.rewards.modules import check_source, missing, not_defined, searched
 from grpo_core.rewards.registry import BUILTIN
-from grpo_core.rewards.types import Range, RewardFunction
 
 ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
 

@@ -5,8 +5,21 @@ Those modules import what is heavy inside the functions: a configuration pays on
 
 from __future__ import annotations
 
-from grpo_core.rewards.builtin import answers, classifier, code, form, judge, maths, quality, structured
-from grpo_core.rewards.types import BuiltinReward
+from grpo_core.rewards.builtin import (
+    answers,
+    classifier,
+    code,
+    form,
+    judge,
+    language,
+    length,
+    maths,
+    readability,
+    rouge,
+    structured,
+    variety,
+)
+from grpo_core.rewards.builtin.record import BuiltinReward
 
 BUILTIN: dict[str, BuiltinReward] = {
     **answers.REWARDS,
@@ -14,7 +27,11 @@ BUILTIN: dict[str, BuiltinReward] = {
     **structured.REWARDS,
     **code.REWARDS,
     **form.REWARDS,
-    **quality.REWARDS,
+    **length.REWARDS,
+    **language.REWARDS,
+    **variety.REWARDS,
+    **rouge.REWARDS,
+    **readability.REWARDS,
     **classifier.REWARDS,
     **judge.REWARDS,
 }

@@ -186,16 +186,16 @@ def sample_and_score(
 
 def share_samples(draw: Callable[[], tuple[list[Sample], float]]) -> tuple[list[Sample], float]:
     """Samples of all processes, and the seconds of this one. Raises RewardError in all of them if one raises it."""
-    samples: list[Sample] = []
-    seconds, problem = 0.0, None
+    drawn: Sequence[Sample | RewardError]
     try:
-        samples, seconds = draw()
+        drawn, seconds = draw()
     except RewardError as error:
-        problem = error
-    problems = [found for found in gathered([problem]) if found is not None]
-    if problems:
-        raise problems[0]
-    return gathered(samples), seconds
+        drawn, seconds = [error], 0.0
+    found = gathered([*drawn])
+    for problem in found:
+        if isinstance(problem, RewardError):
+            raise problem
+    return [sample for sample in found if isinstance(sample, Sample)], seconds
 
 
 def _requests(

@@ -37,9 +37,10 @@ class TransformersEngine:
         named = named if isinstance(named, list) else [named]
         self.end_ids = torch.tensor([end for end in {*named, tokenizer.eos_token_id} if end is not None])
 
-    def sync_weights(self, model: nn.Module) -> None:
+    def sync_weights(self, model: nn.Module) -> str:
         if model is not self.model:
             self._take(model)
+        return "shared"
 
     def close(self) -> None:
         pass
@@ -165,7 +166,7 @@ class PlainCache:
 
 
 def _completions(rows: Tensor, *columns: Tensor) -> list[Completion]:
-    """Of some rows of tokens, log-probabilities, lengths and whether they ended."""
+    """The completions of `rows`. `columns`: token ids, log-probabilities, lengths, whether they ended."""
     return [
         Completion(ids[:n], logprobs[:n], truncated=not ended)
         for ids, logprobs, n, ended in zip(*(column[rows].tolist() for column in columns), strict=True)

@@ -61,8 +61,9 @@ class Engine(Protocol):
         sequence; an engine with several copies of the weights gives all rows of each copy, one copy after the other."""
         ...
 
-    def sync_weights(self, model: nn.Module) -> None:
-        """Take over the model's weights."""
+    def sync_weights(self, model: nn.Module) -> str:
+        """Take over the model's weights; returns how: "shared" (the same memory), "copied", "reloaded" (by the engine's
+        own loader), "adapter" (only the LoRA adapter), or "sent by" a transfer to servers."""
         ...
 
     def close(self) -> None:

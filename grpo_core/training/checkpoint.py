@@ -19,12 +19,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
+from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, gathered, wait_for_all
 from grpo_core.errors import GrpoError
+from grpo_core.fingerprint import determining
 from grpo_core.model.loading import load_trainable_state, trainable_state
 from grpo_core.model.policy import Policy
+from grpo_core.planning.plan import Plan
+from grpo_core.rewards.contract import source_of
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import publish
 from grpo_core.training.random_state import random_state, set_random_state
@@ -38,6 +42,20 @@ class CheckpointError(GrpoError):
     """Checkpoints that cannot be continued from, or written; the message says why and what to do."""
 
     exit_status = 1
+
+
+def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
+    """Hash of everything that a training depends on: plan, data, reward functions, configuration. A checkpoint is
+    continued only under the same one."""
+    sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
+    values = [determining(config)[section] for section in sections]
+    digest = hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode())
+    for reward in config.rewards:
+        digest.update(hashlib.blake2b(source_of(reward)).digest())
+    for name in ("train", "eval") if config.train.eval_steps else ("train",):
+        with (run / "dataset" / f"{name}.parquet").open("rb") as data:
+            digest.update(hashlib.file_digest(data, "blake2b").digest())
+    return digest.hexdigest()
 
 
 def require_shared(folder: Path, accelerator: Accelerator) -> None:
@@ -115,15 +133,16 @@ class Checkpoints:
         folder = from_main(self._newest(healthy) if self.accelerator.is_main_process else None)
         if folder is None:
             return None
-        content = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
+        # Mapped: the processes of a machine read the same pages, and none holds the whole.
+        content = torch.load(folder / "state.pt", weights_only=True, map_location="cpu", mmap=True)
         load_trainable_state(self.model, content["model"])
-        self.optimizer.load_state_dict(content["optimizer"])
+        _load_optimizer(self.optimizer, content["optimizer"])
         if self.reference is not None:
             self.reference.master.load_state_dict(content["reference"])
             self.reference.refresh()
         set_random_state(torch.load(folder / f"random-{self.accelerator.process_index}.pt", weights_only=True))
         fields = content["state"]
-        fields["rollout"] = None if fields["rollout"] is None else Rollout(**fields["rollout"])
+        fields["rollout"] = None if fields["rollout"] is None else Rollout(**_unmapped(fields["rollout"]))
         fields["seen_in_epoch"] = frozenset(fields["seen_in_epoch"])
         wait_for_all()
         return TrainingState(**fields)
@@ -154,7 +173,9 @@ class Checkpoints:
             if manifest["fingerprint"] != self.fingerprint:
                 raise CheckpointError(
                     f"{folder} was written under another configuration or plan, with other data or other reward "
-                    f"functions; move {self.directory.parent} away to start anew, or restore what it was to continue it"
+                    "functions, or in another precision (train.mixed_precision = 'auto' is bf16 on a GPU, float32 on a "
+                    f"CPU); move {self.directory.parent} away to start from the beginning, or restore what it was to "
+                    "continue it"
                 )
             if not healthy or (folder / HEALTHY).exists():
                 for later in unhealthy:
@@ -183,6 +204,25 @@ class Checkpoints:
 
     def _readable(self) -> list[Path]:
         return [folder for folder in self._all() if _manifest(folder)]
+
+
+@torch.no_grad()
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Copy the saved state into the optimizer's own; `load_state_dict` would hold both on the device. Settings are the
+    configuration's, which is the same."""
+    own = optimizer.state_dict()["state"]
+    if own.keys() != saved["state"].keys():
+        raise ValueError(
+            f"the saved optimizer has the state of {len(saved['state'])} parameters, this one of {len(own)}"
+        )
+    for parameter, values in own.items():
+        for name, value in values.items():
+            value.copy_(saved["state"][parameter][name])
+
+
+def _unmapped(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with tensors in memory, not in a file that will be deleted."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

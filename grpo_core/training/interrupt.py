@@ -22,7 +22,7 @@ EXIT_STATUS = 128 + signal.SIGTERM  # of a training that was told to stop
 
 
 class Stopped(KeyboardInterrupt):
-    """Not an Exception, which a reward function may swallow, and of the kind that asyncio lets pass."""
+    """A stop. It is a KeyboardInterrupt, which asyncio lets pass; a reward function may swallow an Exception."""
 
 
 @dataclass

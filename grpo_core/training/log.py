@@ -129,6 +129,7 @@ class TrainingLog:
             "roll_backs": state.roll_backs,
             "tokens_per_pass": state.tokens_per_pass,
             "recomputed_layers": recomputed,
+            "weights_reached_engine": self.session.probe.handover,
             "ran_out_of_memory": self.session.memory.ran_out
             or (recomputed > 0 and not self.session.config.train.gradient_checkpointing),
             "metrics": self.last,

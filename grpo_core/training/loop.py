@@ -21,14 +21,14 @@ from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import sync_to_disk
 from grpo_core.training import health
 from grpo_core.training.batch import update_batch
-from grpo_core.training.checkpoint import Checkpoints
+from grpo_core.training.checkpoint import Checkpoints, fingerprint
 from grpo_core.training.health import Finding
 from grpo_core.training.held_out import evaluate_policy, keep_best, load_best
 from grpo_core.training.interrupt import Stopped, interruptible, stop_if_asked, stop_signals
 from grpo_core.training.log import TrainingLog
 from grpo_core.training.recovery import must_roll_back, resume, roll_back
 from grpo_core.training.roll_out import roll_out
-from grpo_core.training.session import Session, fingerprint, load_session
+from grpo_core.training.session import Session, load_session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.update import adapt_entropy, move_reference, update
 
@@ -68,11 +68,13 @@ def _train_until_done(
                     state = evaluate(session, state, log.output / "best", checkpoints)
                 state, metrics, findings = check_health(session, state)
             except NotFiniteError as error:
+                metrics = error.metrics or state.unrecorded or {}
                 findings = [health.not_finite(session.config.health, step, error)]
+            if metrics:
+                log.step(step, metrics)  # also those that end the training
             if must_roll_back(session, log, findings, state):
                 state = roll_back(session, checkpoints, log, state)
                 continue
-            log.step(step, metrics)
             if health.is_healthy(session.config.health, state.streaks):
                 checkpoints.confirm(step - 1)  # this step's metrics are of the weights that it began with
             if step % keys.save_steps == 0 and step < session.plan.max_steps:
@@ -86,26 +88,36 @@ def _train_until_done(
 
 
 def advance(session: Session, state: TrainingState, log: TrainingLog) -> TrainingState:
-    """The next update of the plan, with the generation batches that it needs; its metrics are `unrecorded` then."""
+    """The next update of the plan, with the generation batches that it needs; its metrics are `unrecorded` then.
+
+    Raises NotFiniteError, with all metrics of the update, if `update` does.
+    """
     config, plan = session.config, session.plan
     start = time.perf_counter()
     parts: list[tuple[Rollout, int]] = []
-    with interruptible(session.accelerator):
-        for micro_step in plan.micro_steps(state.updates):
-            rollout = state.rollout
-            if rollout is None or rollout.index != micro_step.rollout:
-                rollout, samples = roll_out(session, micro_step.rollout, state)
-                log.completions(state.updates + 1, rollout, samples)
-                state = state.with_rollout(rollout, plan)
-                stop_if_asked()
-            parts.append((rollout, micro_step.slice))
-        metrics = update(session, update_batch(parts, plan, config), state)
-    state = adapt_entropy(config.algorithm, state, metrics.pop("kept_entropy", None))
-    seconds = time.perf_counter() - start
-    state = state.with_update(seconds, session.memory.tokens)
-    move_reference(session, state)
+    broken: NotFiniteError | None = None
+    try:
+        with interruptible(session.accelerator):
+            for micro_step in plan.micro_steps(state.updates):
+                rollout = state.rollout
+                if rollout is None or rollout.index != micro_step.rollout:
+                    rollout, samples = roll_out(session, micro_step.rollout, state)
+                    log.completions(state.updates + 1, rollout, samples)
+                    state = state.with_rollout(rollout, plan)
+                    stop_if_asked()
+                parts.append((rollout, micro_step.slice))
+            metrics = update(session, update_batch(parts, plan, config), state)
+    except NotFiniteError as error:
+        if not error.metrics:  # found before the update
+            raise
+        broken, metrics = error, error.metrics
+    kept_entropy, seconds = metrics.pop("kept_entropy", None), time.perf_counter() - start
     metrics |= _mean_metrics([rollout for rollout, _ in parts])
-    metrics |= {"epoch": plan.epoch(state.updates), "num_tokens": state.num_tokens, "step_time": seconds}
+    metrics |= {"epoch": plan.epoch(state.updates + 1), "num_tokens": state.num_tokens, "step_time": seconds}
+    if broken is not None:
+        raise broken
+    state = adapt_entropy(config.algorithm, state, kept_entropy).with_update(seconds, session.memory.tokens)
+    move_reference(session, state)
     return replace(state, unrecorded=metrics)
 
 
@@ -141,7 +153,7 @@ def _finish(session: Session, state: TrainingState, log: TrainingLog) -> dict[st
         wait_for_all()  # until the main process has written it
         load_best(session, state.best_step, log.output / "best")
     if session.accelerator.is_main_process:
-        save_model(session.model, session.tokenizer, log.output / "model")
+        save_model(session.model, session.tokenizer, log.output / "model", session.config.model)
         sync_to_disk(log.output)  # before result.json says that everything is there
     result = log.finish(state)
     # While this thread waits, gloo's can let go of the last tensors, for which it needs the GIL; destroying the process

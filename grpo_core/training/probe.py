@@ -1,5 +1,8 @@
 """Whether an engine has the trainer's weights, told from what both say of the same probe batch, hand-over by hand-over.
 
+The probe is what the base model itself says: continuations of a few prompts. Of tokens that a policy finds likely,
+rounding changes the log-probability least.
+
 In bfloat16 the two differ by rounding, by more than the policy moves in an update at a usual learning rate: a bound on
 their difference alone does not see weights that are stale. How both have changed since earlier hand-overs does.
 """
@@ -12,12 +15,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_core.rollout.types import Engine, Request, Sampling
+
 SEQUENCES = 16  # few and short: every weight except the rows of other tokens takes part, and both sides pay each sync
-TOKENS = 16
-SHORTEST = 2  # tokens: the first of a sequence has no log-probability
+TOKENS = 16  # of a prompt's end, and of what is said to it
+SHORTEST = 2  # tokens of a sequence: one of each
+# By mixed_precision: mean |difference| between engine and trainer that is always allowed, ...
+ALWAYS_ALLOWED = {"no": 1e-3, "bf16": 0.1}
+# ... and the largest while both have the base's weights: more is no rounding, but another model.
+LARGEST_AT_FIRST = {"no": 0.03, "bf16": 0.3}
+# Times that difference: how large a later one may be. Rounding in 24 random layers changes the log-probability of a
+# sampled token 1.5 times as much as that of the likeliest, and that of an arbitrary one 2 to 4 times.
+MARGIN = 3.0
 # Mean difference between engine and trainer over the probe that counts as rounding even where less was seen.
 LEAST_ROUNDING = {"no": 1e-6, "bf16": 1e-3}  # by mixed_precision
-# Share of the rounding: if most of the trainer's scores change by more, an engine's cannot all stay the same.
+# Share of the rounding: if the trainer's scores change by more, on the mean, an engine's cannot all stay the same.
 NOTICEABLE = 0.1
 GROWTH = 4.0  # times the rounding at the reference: how far the two may come apart; independent rounding makes 1.4
 SHARE = 0.25  # of the policy's movement that may be missing in the engine
@@ -25,7 +37,7 @@ SHARE = 0.25  # of the policy's movement that may be missing in the engine
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probabilities of the N tokens of the probe batch right after a hand-over."""
+    """Log-probabilities of the N continued tokens of the probe batch right after a hand-over."""
 
     trainer: Tensor  # (N,)
     engine: Tensor  # (C, N), one row per copy of the weights that the engine holds
@@ -43,12 +55,33 @@ class Scores:
 
 @dataclass
 class Probe:
-    """The probe batch, and its scores after two earlier hand-overs that later ones are compared with."""
+    """The probe batch, what the hand-overs so far have shown, and how large the difference may be.
 
-    sequences: list[list[int]]
+    Later hand-overs are compared with two earlier ones.
+    """
+
+    contexts: list[list[int]]
+    continuations: list[list[int]]  # one per context
     mixed_precision: str
+    own_bound: float | None = None  # rollout.max_sync_drift
+    first_drift: float = 0.0  # mean |difference| while both had the base's weights
+    handover: str = ""  # how the weights came to the engine last
     noticed: Scores | None = None  # the last after which the trainer's scores had changed noticeably
     reference: Scores | None = None  # the last after which a lag of SHARE would have shown
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        return [context + said for context, said in zip(self.contexts, self.continuations, strict=True)]
+
+    @property
+    def bound(self) -> float:
+        """Largest mean |difference| between engine and trainer that a hand-over may leave."""
+        return self.own_bound or max(ALWAYS_ALLOWED[self.mixed_precision], MARGIN * self.first_drift)
+
+    @property
+    def first_bound(self) -> float:
+        """The same while both have the base's weights."""
+        return self.own_bound or LARGEST_AT_FIRST[self.mixed_precision]
 
     def compare(self, now: Scores) -> tuple[float, float]:
         """How far the trainer has moved while a copy stayed the same bit for bit (0 if none did), and the lag.
@@ -58,7 +91,7 @@ class Probe:
         """
         noticed, reference = self.noticed or now, self.reference or now
         moved = (now.trainer - noticed.trainer).abs()
-        is_noticeable = bool(moved.median() > NOTICEABLE * self._rounding(noticed))
+        is_noticeable = moved.mean().item() > NOTICEABLE * self._rounding(noticed)
         stayed = is_noticeable and bool((now.engine == noticed.engine).all(1).any())
 
         allowed = GROWTH * self._rounding(reference)
@@ -73,11 +106,12 @@ class Probe:
         return max(scores.drift, LEAST_ROUNDING[self.mixed_precision])
 
 
-def probe_sequences(prompts: Sequence[list[int]], eos_id: int | None, longest: int) -> list[list[int]]:
-    """The ends of a few prompts, fixed for the run, each with the end token: even a prompt of one token has a score.
-
-    Where the tokenizer has no end token, a prompt's first token comes again. `longest`: tokens of the longest sequence
-    that the engine scores, SHORTEST or more.
-    """
-    length = min(TOKENS, longest)
-    return [[*ids, ids[0] if eos_id is None else eos_id][-length:] for ids in prompts[:SEQUENCES]]
+def probe_batch(engine: Engine, prompts: Sequence[list[int]], longest: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The ends of the first prompts, and the engine's most likely continuation of each: the same in every start of a
+    run, since the engine has the base's weights. `longest`: tokens of the longest sequence that it scores, SHORTEST or
+    more."""
+    contexts = [ids[-min(TOKENS, longest // 2) :] for ids in prompts[:SEQUENCES]]
+    requests = [Request(ids, num_completions=1, seed=0) for ids in contexts]
+    sampling = Sampling(max_tokens=min(TOKENS, longest - longest // 2))
+    said = {number: answer.ids for done in engine.generate(requests, sampling) for number, (answer,) in done}
+    return contexts, [said[number] for number in range(len(contexts))]

@@ -12,14 +12,14 @@ from grpo_core.training.health import Finding
 from grpo_core.training.log import TrainingLog
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
-from grpo_core.training.weight_sync import probe_logprobs
+from grpo_core.training.weight_sync import begin_probing
 
 
 def resume(session: Session, checkpoints: Checkpoints) -> TrainingState:
     """The state at the newest whole checkpoint, which is loaded; without one, the start."""
     config = session.config
     require_shared(checkpoints.directory.parent, session.accelerator)
-    session.probe.compare(probe_logprobs(session))  # while both have the base's weights: a checkpoint changes them
+    begin_probing(session)  # while both have the base's weights: a checkpoint changes them
     state = checkpoints.restore()
     if state is None:
         state = TrainingState(tokens_per_pass=session.memory.tokens, entropy_coef=config.algorithm.entropy_coef)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.utils import set_seed
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
@@ -19,22 +18,28 @@ from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
-from grpo_core.distributed import any_process
+from grpo_core.distributed import any_process, from_main, start_processes
 from grpo_core.errors import TrainingError
-from grpo_core.fingerprint import determining
 from grpo_core.model.capabilities import check_padding
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
+from grpo_core.model.precision import in_float32, on_device
 from grpo_core.planning.plan import Plan, load_plan
-from grpo_core.rewards.contract import Reward, resolve, source_of
+from grpo_core.rewards.contract import Reward, resolve
+from grpo_core.rewards.isolated import START_SECONDS
 from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.types import Engine, Lookahead
+from grpo_core.rollout.vllm.client import ATTEMPTS
 from grpo_core.training.memory import OutOfMemoryRetry
-from grpo_core.training.probe import SHORTEST, Probe, probe_sequences
+from grpo_core.training.probe import SHORTEST, Probe, probe_batch
 
 # In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
 BIASES_AND_NORMS = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+DATA_PARALLEL = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+UNLIMITED_WORK = timedelta(hours=1)  # for what no key limits: loading, compiling, sampling, writing a checkpoint
+LONGEST_WAIT = timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -60,14 +65,37 @@ class Session:
 
 
 def load_session(run: Path) -> Session:
-    """Load and prepare everything that the run directory's configuration names."""
+    """Load and prepare everything that the run directory's configuration names. Raises TrainingError if the device's
+    memory does not hold it together with gradients and optimizer state."""
     config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
-    accelerator = Accelerator()
+    accelerator = start_processes(longest_wait(config))
+    if accelerator.distributed_type not in DATA_PARALLEL:
+        raise TrainingError(
+            f"Accelerate is configured for {accelerator.distributed_type.value}, and here each process holds the whole "
+            "model: start the processes with `accelerate launch --multi_gpu`"
+        )
     if accelerator.num_processes != plan.num_processes:
         raise TrainingError(
             f"the plan is for num_processes={plan.num_processes}, but {accelerator.num_processes} were started; "
-            f"use `accelerate launch --num_processes {plan.num_processes}`, or change train.num_processes and plan anew"
+            f"use `accelerate launch --num_processes {plan.num_processes}`, or change train.num_processes "
+            "and plan again"
         )
+    config = on_device(config, accelerator.device)
+    if accelerator.device.type == "cuda" and accelerator.is_main_process:
+        for note in config.gpu_notes:
+            print(note, flush=True)
+    try:
+        return _load(run, config, plan, accelerator)
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            "memory runs out before the first step: the device does not hold the weights, their gradients and AdamW's "
+            "state, beside the engine. Set model.use_peft, take a smaller model, lower "
+            "rollout.gpu_memory_utilization, or sample on other GPUs (rollout.engine = 'vllm-server'); `grpo plan` "
+            f"forecasts what is needed ({error})"
+        ) from error
+
+
+def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) -> Session:
     rewards = [resolve(reward) for reward in config.rewards]
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(run / "dataset" / "train.parquet", tokenizer)
@@ -79,20 +107,23 @@ def load_session(run: Path) -> Session:
     if held_out is not None:
         lengths.append(held_out.max_length + config.evaluation_length)
     max_length = max(lengths)
-    base = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
+    bf16 = config.train.mixed_precision == "bf16"
+    base = _load_model(config, accelerator, in_bf16=bf16 and config.model.use_peft)
     check_context(base.config, max_length)
-    check_padding(base, max_length)
+    with in_float32(base):
+        check_padding(base, max_length)
     model = with_adapter(base, config.model)
     policy = Policy(
         model,
         config.rollout.temperature,
         max_length=max_length,
-        bf16=config.train.mixed_precision == "bf16",
+        bf16=bf16,
         gradient_checkpointing=config.train.gradient_checkpointing,
     )
     policy.packs = not any_process(not policy.packs)  # they divide rows by what a pass costs, and must agree
     engine = make_engine(config, config.model.name_or_path, policy.model, tokenizer, max_length)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
+    reference = _reference(config, accelerator, max_length)
     optimizer = _optimizer(model, config.train)
     if not policy.packs and accelerator.is_main_process:
         why = policy.why_padded or "another process cannot pack them"
@@ -107,44 +138,52 @@ def load_session(run: Path) -> Session:
         rewards=rewards,
         model=model,
         policy=policy,
-        reference=_reference(config, accelerator, max_length),
+        reference=reference,
         optimizer=optimizer,
         learning_rate=_learning_rate(optimizer, config.train, plan),
         engine=engine,
         lookahead=engine if config.rollout.max_staleness and isinstance(engine, Lookahead) else None,
         memory=OutOfMemoryRetry(plan.per_device_train_batch_size * longest, policy),
         probe=Probe(
-            probe_sequences(prompts.ids, tokenizer.eos_token_id, max(lengths) - 1), config.train.mixed_precision
+            *from_main(probe_batch(engine, prompts.ids, max(lengths) - 1)),
+            config.train.mixed_precision,
+            config.rollout.max_sync_drift,
         ),
     )
 
 
-def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
-    """Hash of everything that a training depends on: plan, data, reward functions, configuration. A checkpoint is
-    continued only under the same one."""
-    sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
-    values = [determining(config)[section] for section in sections]
-    digest = hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode())
-    for reward in config.rewards:
-        digest.update(hashlib.blake2b(source_of(reward)).digest())
-    for name in ("train", "eval") if config.train.eval_steps else ("train",):
-        with (run / "dataset" / f"{name}.parquet").open("rb") as data:
-            digest.update(hashlib.file_digest(data, "blake2b").digest())
-    return digest.hexdigest()
+def longest_wait(config: RunConfig) -> timedelta:
+    """How long one process may wait for another before that counts as an error: longer than the configuration lets
+    sampling and scoring of a batch take, with UNLIMITED_WORK for what it does not limit.
+
+    A failing call of a reward is repeated to find the completion that makes it fail. A process that dies is not waited
+    for that long: the launcher ends the others.
+    """
+    rollout = config.rollout
+    scoring = sum(2 * (reward.timeout + START_SECONDS) for reward in config.rewards)
+    answer = ATTEMPTS * (rollout.vllm_server_timeout + 2 * rollout.vllm_request_timeout)
+    sampling = answer if rollout.engine == "vllm-server" else 0.0
+    return UNLIMITED_WORK + timedelta(seconds=min(scoring + sampling, LONGEST_WAIT.total_seconds()))
+
+
+def _load_model(config: RunConfig, accelerator: Accelerator, *, in_bf16: bool) -> Any:
+    """The base model, on this process's device."""
+    dtype = torch.bfloat16 if in_bf16 else torch.float32
+    return load_model(config.model.name_or_path, config.model.revision, dtype=dtype, device=accelerator.device)
 
 
 def _reference(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
-    """The base model, frozen, when the KL term needs a copy of it."""
+    """The base model, frozen, when the KL term needs a copy of it. Float32 masters only if it follows the policy."""
     if config.algorithm.beta == 0 or config.model.use_peft:
         return None
-    model = load_model(config.model.name_or_path, config.model.revision).to(accelerator.device)
-    bf16 = config.train.mixed_precision == "bf16"
-    return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length, bf16=bf16)
+    bf16, moves = config.train.mixed_precision == "bf16", config.algorithm.sync_ref_model
+    model = _load_model(config, accelerator, in_bf16=bf16 and not moves)
+    return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length, bf16=bf16 and moves)
 
 
 def _optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices, except those that transformers' Trainer takes for biases or norms, such as
-    the biases of fused experts and the norms of single heads."""
+    the biases of fused experts and the norms of single heads. Its state is there, as before a first step."""
     weights = {*get_parameter_names(model, [torch.nn.LayerNorm], BIASES_AND_NORMS)}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = [p for name, p in trained.items() if name in weights and p.ndim >= 2]
@@ -152,7 +191,16 @@ def _optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     betas = (config.adam_beta1, config.adam_beta2)
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_epsilon, fused=True)
+    # Its memory, and the gradients', runs out now or never, not after the first rollout: one step at the rate 0, which
+    # changes nothing. Each update sets its own rate.
+    for parameter in trained.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    return optimizer
 
 
 def _learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, plan: Plan) -> Callable[[int], float]:

@@ -24,9 +24,10 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     """Accumulate the gradient of this process's rows of the batch, average it over the processes, step; global metrics.
 
     Figures of tokens are means over those that are trained: without KL and entropy bonus, of completions with an
-    advantage. An adaptive entropy bonus measures the entropy of all completions, also while it rests. NotFiniteError
-    when loss or gradient is not a number, before the step is taken, or a weight after it: only for these two answers
-    does the CPU wait for the device.
+    advantage. An adaptive entropy bonus measures the entropy of all completions, also while it rests.
+
+    Raises NotFiniteError, with the metrics, if loss or gradient is not finite before the step, or a weight after it.
+    Only for these two answers does the CPU wait for the device.
     """
     config, accelerator, optimizer = session.config, session.accelerator, session.optimizer
     entropy_coef = applied_entropy_coef(config.algorithm, state)
@@ -51,9 +52,10 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     average_gradients(parameters)
     metrics = tally.read(session, grad_norm=clip_gradients(parameters, config.train.max_grad_norm))
-    if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+    loss, grad_norm = metrics["loss"], metrics["grad_norm"]
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         optimizer.zero_grad()
-        raise NotFiniteError(f"step {state.updates + 1}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}")
+        raise NotFiniteError(f"step {state.updates + 1}: loss {loss}, gradient norm {grad_norm}", metrics)
     commit()
     learning_rate = session.learning_rate(state.updates) * 0.5**state.roll_backs
     for group in optimizer.param_groups:
@@ -61,7 +63,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     optimizer.step()
     optimizer.zero_grad()
     if not torch.stack([parameter.isfinite().all() for parameter in parameters]).all():
-        raise NotFiniteError(f"step {state.updates + 1}: the weights after the update are not finite")
+        raise NotFiniteError(f"step {state.updates + 1}: the weights after the update are not finite", metrics)
     if config.algorithm.has_entropy_bonus:
         metrics["entropy_coef"] = entropy_coef
     return {**metrics, "learning_rate": learning_rate}

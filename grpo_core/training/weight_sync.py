@@ -11,7 +11,25 @@ from grpo_core.training.probe import Scores
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
 
-DRIFT_BOUND = {"no": 1e-3, "bf16": 0.1}  # by mixed_precision; vLLM on a million parameters stays below 2e-6 and 0.022
+
+def begin_probing(session: Session) -> None:
+    """Score the probe while engine and trainer both have the base's weights: how far they differ then is rounding, and
+    bounds how far they may differ later. At a resumed start, too, they have the base's weights first.
+
+    Raises TrainingError on every process if one finds a difference that is no rounding.
+    """
+    probe, scores = session.probe, probe_logprobs(session)
+    if not scores.trainer.isfinite().all():
+        raise TrainingError("before the first update: the base model's log-probabilities are not finite")
+    probe.compare(scores)
+    (probe.first_drift,) = _largest(session, scores.drift)
+    if probe.first_drift > probe.first_bound:
+        raise TrainingError(
+            "before the first update: the engine's log-probabilities of the probe batch are "
+            f"{probe.first_drift:.3g} away from the trainer's, with the base's weights on both sides; at most "
+            f"{probe.first_bound:g} is allowed (rollout.max_sync_drift). The engine has another model or computes in "
+            "another precision; try rollout.engine = 'transformers' to see whether the engine is the cause"
+        )
 
 
 def sync_weights(session: Session, state: TrainingState) -> float:
@@ -20,25 +38,26 @@ def sync_weights(session: Session, state: TrainingState) -> float:
     Raises TrainingError on every process if one finds that its engine would sample from another policy than the one
     that is trained: too far from it, unchanged although the policy has moved, or lagging behind it.
     """
+    probe = session.probe
     session.policy.refresh()
-    session.engine.sync_weights(session.policy.model)
+    how = session.engine.sync_weights(session.policy.model)
     scores = probe_logprobs(session)
     if not scores.trainer.isfinite().all():
         raise NotFiniteError(f"after step {state.updates}: the policy's log-probabilities are not finite")
-    found = torch.tensor([scores.drift, *session.probe.compare(scores)], device=session.accelerator.device)
-    drift, unfollowed, lag = largest(found).tolist()
-    own_bound = session.config.rollout.max_sync_drift
-    bound = own_bound or DRIFT_BOUND[session.config.train.mixed_precision]
-    if drift > bound:
-        problem = f"are {drift:.3g} away from the trainer's, the bound is {bound:g} (rollout.max_sync_drift)"
+    drift, unfollowed, lag = _largest(session, scores.drift, *probe.compare(scores))
+    if drift > probe.bound:
+        problem = f"are {drift:.3g} away from the trainer's, the bound is {probe.bound:g} (rollout.max_sync_drift)"
     elif unfollowed:
         problem = f"have not changed at all, while the trainer's have moved by {unfollowed:.3g}"
-    elif lag > 1 and own_bound is None:
+    elif lag > 1 and probe.own_bound is None:
         problem = (
             f"are {drift:.3g} away from the trainer's and have come apart {lag:.1f} times as far as rounding explains "
             "(to allow it, set rollout.max_sync_drift: that bound alone then decides)"
         )
     else:
+        if how != probe.handover and session.accelerator.is_main_process:
+            print(f"training: weights reach the engine: {how} (drift {drift:.2g}, bound {probe.bound:.2g})", flush=True)
+        probe.handover = how
         return drift
     raise TrainingError(
         f"after step {state.updates}: the engine's log-probabilities of the probe batch {problem}: the engine does "
@@ -49,20 +68,29 @@ def sync_weights(session: Session, state: TrainingState) -> float:
 
 def probe_logprobs(session: Session) -> Scores:
     """Log-probabilities of the probe batch, by the trainer and by the engine, with the weights that each has."""
-    sequences = session.probe.sequences
-    trainer = torch.cat(
-        [row[: len(ids) - 1] for row, ids in zip(_trainer_logprobs(session, sequences), sequences, strict=True)]
-    )
-    engine = torch.tensor([value for row in session.engine.compute_logprobs(sequences) for value in row])
-    return Scores(trainer, engine.view(-1, len(trainer)))
+    probe = session.probe
+    engine = session.engine.compute_logprobs(probe.sequences)
+    lengths = [len(said) for said in probe.continuations] * (len(engine) // len(probe.continuations))
+    scored = [value for row, n in zip(engine, lengths, strict=True) for value in row[-n:]]
+    trainer = torch.cat([row[:n] for row, n in zip(_trainer_logprobs(session), lengths, strict=False)])
+    return Scores(trainer, torch.tensor(scored).view(-1, len(trainer)))
 
 
 @torch.no_grad()
-def _trainer_logprobs(session: Session, sequences: list[list[int]]) -> torch.Tensor:
-    """The trainer's log-probability of each token but the first, at temperature 1. (B, L - 1) on the CPU"""
-    ids, firsts = pad(sequences, torch.int64), torch.ones(len(sequences), dtype=torch.int64)
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    batch = Sequences(ids, firsts, lengths - 1, prompt_of=ids[:, 0])
+def _trainer_logprobs(session: Session) -> torch.Tensor:
+    """The trainer's log-probability of each continued token of the probe batch, at temperature 1. (B, T) on the CPU"""
+    contexts, said = session.probe.contexts, session.probe.continuations
+    batch = Sequences(
+        input_ids=pad(session.probe.sequences, torch.int64),
+        prompt_lengths=torch.tensor([*map(len, contexts)]),
+        completion_lengths=torch.tensor([*map(len, said)]),
+        prompt_of=torch.arange(len(contexts)),
+    )
     policy = session.policy.at(1.0)
     logprobs, _ = policy(policy.prepare(batch))
     return logprobs.cpu()
+
+
+def _largest(session: Session, *values: float) -> list[float]:
+    """Each value's maximum over the processes."""
+    return largest(torch.tensor(values, device=session.accelerator.device)).tolist()

@@ -22,7 +22,7 @@ from grpo_core.rewards.contract import Reward
 from tasks.data.lengths import fit, has_tokens, may_fit, renders
 from tasks.data.sources import is_unstorable
 
-# U+FFFD; control characters but for tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or
+# U+FFFD; control characters except tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or
 # Windows-1252 (é as "Ã©", ’ as "â€™").
 WRONGLY_DECODED = r"[\x{FFFD}\x00-\x08\x0B\x0C\x0E-\x1F]|Ã[\x{80}-\x{BF}]|Â[\x{80}-\x{BF}]|â€"
 VISIBLE = r"[^\s\x{200B}-\x{200D}\x{2060}\x{FEFF}]"  # neither white space nor of no width
@@ -38,7 +38,7 @@ RULES = {
     "long_prompt": "leaves room for the completion in the model's context",
     "duplicate_prompt": "does not come twice",
     "overlap": "is not both trained on and evaluated on",
-    "near_overlap": "is not, but for case and white space, both trained on and evaluated on",
+    "near_overlap": "is not, apart from case and white space, both trained on and evaluated on",
     "encoding": "was decoded rightly",
 }
 FINDING = {"dataset": pl.String, "row": pl.UInt32, "column": pl.String, "check": pl.String, "value": pl.String}
@@ -327,7 +327,7 @@ def _overlap(frames: Mapping[str, pl.DataFrame], staying: Mapping[str, pl.Series
         for kind, firsts in known.items():
             found[kind].append(_among("train", part, firsts, kind))
             found[kind] += [_among(name, own, _firsts("train", part, kind), kind) for name, own in evaluated.items()]
-    # The same text is the same but for case and white space too.
+    # Text that is the same exactly is also the same without regard to case and white space.
     both = pl.concat([*found["overlap"], *found["near_overlap"]])
     return both.unique(["dataset", "row"], keep="first", maintain_order=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -74,4 +75,11 @@ def run_process(
             f"{' '.join(command)} had not ended after {limit:g} s; its last lines:\n" + "\n".join(tail)
         )
     if code:
-        raise StageError(f"{' '.join(command)} ended with status {code}; its last lines:\n" + "\n".join(tail))
+        raise StageError(f"{' '.join(command)} ended with {_status(code)}; its last lines:\n" + "\n".join(tail))
+
+
+def _status(code: int) -> str:
+    """Exit status, and the signal that it stands for."""
+    with suppress(ValueError):
+        return f"status {code} ({signal.Signals(code - 128).name})"
+    return f"status {code}"

@@ -250,7 +250,7 @@ def _see_champion(client: MlflowClient, model: RegisteredModel) -> tuple[str | N
 
 
 def _is_being_promoted(version: ModelVersion) -> bool:
-    """Whether it was decided to promote this version, and the process died before all of that was written."""
+    """Return whether a promotion of this version was decided but not completely written, because the process died."""
     return version.tags.get(DECISION) in MADE_CHAMPION and DECIDED_AT not in version.tags
 
 

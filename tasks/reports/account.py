@@ -81,11 +81,22 @@ def plan_and_outcome(record: Record) -> Section:
     how = []
     tokens = result["sampled_tokens"]
     rows.append(["completion tokens sampled", f"at most {plan['max_completion_tokens']:,}", f"{tokens:,}", ""])
-    time, planned_time = forecasts.get("time", {}), (figures.NONE, "no forecast")
-    if "wall_time_hours" in time:
-        planned_time = (figures.duration(3600 * time["wall_time_hours"]), "forecast")
-        how.append(f"Time forecast: {time['how']}.")
-    rows.append(["time in updates", planned_time, figures.duration(result["train_seconds"]), ""])
+    happened = {"time in updates": result["train_seconds"]}
+    if TRAIN.name in record.seconds and not (result["resumed_at_step"] or result["roll_backs"]):
+        happened["time of the whole training"] = record.seconds[TRAIN.name]
+    hours, time = [None, None], forecasts.get("time", {})
+    if "parts_hours" in time:
+        how.append(f"Time forecast, made before the training: {time['how']}.")
+        hours = [time["parts_hours"]["updates"], time["wall_time_hours"]]
+    for (title, seconds), forecast in zip(happened.items(), hours, strict=False):
+        if forecast:
+            guess, ratio = (
+                (figures.duration(3600 * forecast), "forecast"),
+                f"{seconds / 3600 / forecast:.1f} × the forecast",
+            )
+        else:
+            guess, ratio = (figures.NONE, "no forecast"), ""
+        rows.append([title, guess, figures.duration(seconds), ratio])
     silent = [row["frac_reward_zero_std"] for row in record.metrics if "frac_reward_zero_std" in row]
     if silent and "share" in (useful := forecasts.get("useful_groups", {})):
         happened = figures.percent(1 - sum(silent) / len(silent))

@@ -42,24 +42,30 @@ def conditions(run: Path, config: RunConfig) -> dict[str, Condition]:
     receipts = {stage.name: stage.read_receipt(run) for stage in STAGES}
     found: dict[str, Condition] = {}
     for stage in STAGES:
-        saved = saved_progress(stage, run, key_of(inputs[stage.name]))
-        if receipt := receipts[stage.name]:
+        saved, receipt = saved_progress(stage, run, key_of(inputs[stage.name])), receipts[stage.name]
+        damaged = Condition("missing", f"{stage.receipt_path(run).relative_to(run)} is damaged")
+        try:
             reason = _why_stale(stage, receipt, config, inputs, receipts) or _why_soon_stale(stage, found)
-            gone = [name for name in stage.files(receipt) if not (stage.path(run) / name).exists()]
-            if gone:
-                found[stage.name] = Condition("missing", f"{', '.join(gone)} is gone")
-            elif reason:
-                found[stage.name] = Condition("stale", f"{reason}; {saved}" if saved else reason)
-            else:
-                found[stage.name] = Condition("up to date")
+            gone = [name for name in stage.files(receipt) if not (stage.path(run) / name).exists()] if receipt else []
+        except (AttributeError, KeyError, TypeError):  # JSON, but not what the stage wrote
+            found[stage.name] = damaged
+            continue
+        if not receipt:
+            there = stage.receipt_path(run).exists()
+            found[stage.name] = damaged if there else Condition("missing", saved or "not done yet")
+        elif gone:
+            found[stage.name] = Condition("missing", f"{', '.join(gone)} is gone")
+        elif reason:
+            found[stage.name] = Condition("stale", f"{reason}; {saved}" if saved else reason)
         else:
-            found[stage.name] = Condition("missing", saved or "not done yet")
+            found[stage.name] = Condition("up to date")
     return found
 
 
 def made_at(stage: Stage, run: Path) -> float:
     """When the stage was done, in seconds since 1970; if its receipt does not say, when the receipt was written."""
-    return stage.read_receipt(run).get("made_at") or stage.receipt_path(run).stat().st_mtime
+    made = stage.read_receipt(run).get("made_at")
+    return made if isinstance(made, float | int) else stage.receipt_path(run).stat().st_mtime
 
 
 def saved_progress(stage: Stage, run: Path, key: str) -> str:
@@ -69,8 +75,11 @@ def saved_progress(stage: Stage, run: Path, key: str) -> str:
         return ""
     names = (re.fullmatch(r"step-(\d+)", path.name) for path in partial.glob("checkpoints/*"))
     newest = max((int(name[1]) for name in names if name), default=0)
-    planned = PLAN.read_receipt(run).get("plan", {}).get("max_steps")
-    return f"{newest} of {planned} updates saved" if newest and planned else ""
+    try:
+        planned = PLAN.read_receipt(run)["plan"]["max_steps"]
+    except (KeyError, TypeError):
+        return ""
+    return f"{newest} of {planned} updates saved" if newest else ""
 
 
 def identity(receipt: Receipt, prompts: Collection[str]) -> Any:

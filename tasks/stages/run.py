@@ -25,7 +25,7 @@ from tasks.stages.condition import MARKER, conditions, identity, refuse_outdated
 from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.files import read_json, remove, set_aside, write_text
 from tasks.stages.lineage import DIGITS, lineage_inputs, lineage_keys
-from tasks.stages.outages import advice
+from tasks.stages.mlflow_address import describe
 from tasks.stages.parts import key_of
 from tasks.stages.table import Stage
 
@@ -64,7 +64,7 @@ def run_stage(
         _note_down(stage, run, error)
         if isinstance(error, GrpoError) and not isinstance(error, StageError):
             raise StageError(str(error)) from error
-        if sentence := advice(error):
+        if sentence := _advice(error):
             raise StageError(f"{stage.name}: {sentence}") from error
         raise
 
@@ -115,3 +115,14 @@ def _prepare(stage: Stage, partial: Path, origin: Mapping[str, Any]) -> None:
         partial.mkdir()
     if stage.resumable:
         write_text(partial / MARKER, json.dumps(origin))
+
+
+def _advice(error: Exception) -> str:
+    """If MLflow or the storage failed: a sentence with the cause and what to do; "" for any other error."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        return describe(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename or 'storage'}; see to that, then run the same again"
+    return ""

@@ -4,6 +4,7 @@
                            evaluation/, registration.json, errors.log, .lock
     STORAGE/mlflow/        mlflow.db, artifacts/      (unless MLFLOW_TRACKING_URI is set)
     STORAGE/models/        the lock of each registered model
+    STORAGE/pace/          measured paces of this machine
     STORAGE/prefect/       Prefect's home             (unless PREFECT_HOME is set)
     STORAGE/up.json        the `grpo up` that serves all this, locked while it runs
 

@@ -46,7 +46,7 @@ class Stage:
     receipt: str = ""
     """The JSON file in the output that carries the lineage key; "" if the output itself is that file."""
     gpu: bool = False
-    """Whether it should run on a machine with a GPU, if there is such a deployment (GPU_DEPLOYMENT)."""
+    """Run it on a machine with a GPU, if there is such a deployment (GPU_DEPLOYMENT)."""
     resumable: bool = False
     """Whether an interrupted attempt leaves an unfinished output that the next attempt continues."""
     reads: tuple[Stage, ...] = ()

@@ -31,11 +31,12 @@ from grpo_core.config.base import flatten
 from grpo_core.config.files import KEPT
 from grpo_core.config.run import RunConfig
 from grpo_core.fingerprint import content_hash
-from grpo_core.planning.forecast import Throughput, find_gpu, name_hardware
+from grpo_core.planning.hardware import find_gpu, name_hardware
+from grpo_core.planning.pace import Throughput
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json, write_text
 from tasks.stages.lineage import DIGITS, lineage_keys
-from tasks.stages.outages import TrackingError, describe, tracking_uri
+from tasks.stages.mlflow_address import TrackingError, describe, tracking_uri
 from tasks.stages.run_directory import kept_rewards, storage_root
 from tasks.stages.table import PLAN, VALIDATE
 
@@ -242,14 +243,17 @@ def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
         order_by=["attributes.start_time DESC"],
         max_results=EARLIER_RUNS,
     )
-    paces, lengths, names = [], [], []
+    paces, lengths, names, others = [], [], [], []
     for run in runs:
-        seconds = sum(metric.value for metric in client.get_metric_history(run.info.run_id, "step_time"))
+        history = client.get_metric_history(run.info.run_id, "step_time")
+        seconds = sum(metric.value for metric in history)
         tokens = run.data.metrics.get("num_tokens")
         if seconds and tokens:
             paces.append(tokens / seconds / int(run.data.params["train.num_processes"]))
             lengths.append(run.data.metrics["completions/mean_length"])
             names.append(run.data.tags[HARDWARE])
+            whole = (max(metric.timestamp for metric in history) - run.info.start_time) / 1000
+            others.append(max(whole - seconds, 0.0))
     if not paces:
         return None
     return Throughput(
@@ -257,7 +261,8 @@ def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
         statistics.median(lengths),
         f"median of {len(paces)} earlier runs of this model in MLflow, on {', '.join(dict.fromkeys(names))}: "
         f"{statistics.median(paces):,.0f} tokens/s per process, completions of {statistics.median(lengths):.0f} tokens "
-        "at their end",
+        f"at their end, {statistics.median(others):,.0f} s of a training outside its updates",
+        statistics.median(others),
     )
 
 

@@ -23,7 +23,7 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from tasks.rendering.drawing import Row
 from tasks.stages.files import write_text
-from tasks.stages.outages import first_cause, tracking_uri
+from tasks.stages.mlflow_address import first_cause, tracking_uri
 from tasks.tracking.live import CURVES, Figures
 from tasks.tracking.runs import brief_requests, connect
 

@@ -1,6 +1,6 @@
-"""A person's day in the browser: the quickstart started from Prefect's form, watched, cancelled, retried; a stage run
-again, its version promoted, the schedule switched on; its model in MLflow. With GRPO_PICTURES=FOLDER the pictures of
-the documentation are written there (`make pictures`)."""
+"""A person's day in the browser: the quickstart started from Prefect's form, cancelled, retried; a stage run again, its
+version promoted; another run watched, its model in MLflow; the schedule switched on. With GRPO_PICTURES=FOLDER the
+pictures of the documentation are written there, with the words that this project has in them (`make pictures`)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 from PIL import Image
@@ -24,6 +25,7 @@ from playwright.sync_api import Locator, Page, ViewportSize, expect, sync_playwr
 from tasks.rendering.markdown import escape, table
 from tasks.stages.table import STAGES as TABLE
 from tests.conftest import EXAMPLE
+from tests.pictures import RECORDED, VERDICT, words_of_pictures
 from tests.serving import RUN_SECONDS, Served, serving
 from tests.tasks.rendering.test_markdown import HOSTILE, read
 
@@ -33,12 +35,13 @@ INPUTS = Path("storage", "examples", "arithmetic")  # where the preset expects t
 STAGES = [stage.name for stage in TABLE]
 MILLISECONDS = 1000
 PATIENCE = 120 * MILLISECONDS  # for a page, on a busy machine
-SETTLE = 2500  # milliseconds, of a picture: the timeline is drawn on a canvas, which does not say when it is done
+SETTLE = 2500  # milliseconds before a picture is taken
+TIMELINE = 15 * MILLISECONDS  # the same for a timeline: it is drawn on a canvas, which does not say when it is done
 TALL: ViewportSize = {"width": 1280, "height": 1600}  # Prefect's UI loads what comes into view
 SHOWN: ViewportSize = {"width": 1280, "height": 800}
 PHONE: ViewportSize = {"width": 390, "height": 844}
 FINAL = re.compile(r"^\s*(Completed|Failed|Crashed|Cancelled)\s*$")
-Picture = Callable[[str], None]
+Picture = Callable[..., None]
 
 # What a page of another server tries, though it knows every id: JSON, which asks permission first, requests that ask
 # none, a form, websockets. Answers what it could read or open.
@@ -113,14 +116,23 @@ def page() -> Iterator[Page]:
 
 @pytest.fixture
 def picture(page: Page, tmp_path: Path) -> Picture:
-    """Writes NAME.png of what the page shows."""
+    """Writes NAME.png of what the page shows, and records the words in it that are this project's own."""
     asked = os.environ.get("GRPO_PICTURES")
     folder = EXAMPLE.parents[2] / asked if asked else tmp_path
+    words, record = words_of_pictures(tmp_path / "made-up"), folder / RECORDED.name
 
-    def take(name: str) -> None:
+    def take(name: str, settle: int = SETTLE) -> None:
         page.set_viewport_size(SHOWN)
+        recorded = json.loads(record.read_text()) if record.exists() else {}
+        if name in words:
+            recorded[name] = words[name]
+            shown = [] if name == "curves" else words[name].split()  # those of the curves are in an image
+            page.wait_for_function("words => words.every(word => document.body.innerText.includes(word))", arg=shown)
         if asked:
-            page.wait_for_timeout(SETTLE)
+            page.wait_for_timeout(settle)
+        if name == "report":
+            recorded[VERDICT] = page.locator(".verdict p").inner_text()
+        record.write_text(json.dumps(recorded, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
         shot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
         shot.quantize(128, dither=Image.Dither.NONE).save(folder / f"{name}.png", optimize=True)
         page.set_viewport_size(TALL)
@@ -183,10 +195,18 @@ def _wait_until(page: Page, state: str) -> None:
     expect(shown).to_have_text(state)
 
 
+def _open_afresh(page: Page, run: str) -> None:
+    """Without what the page has drawn while the run went on: the time line leaves old labels."""
+    page.goto("about:blank")
+    page.goto(run)
+    page.get_by_text(FINAL).first.wait_for()
+
+
 def _open_artifact(page: Page, run: str, key: str) -> None:
     page.goto(run)
     page.get_by_role("listitem").filter(has_text="Artifacts").click()
-    page.get_by_role("link", name=re.compile(rf"(?<![\w-]){key}(?![\w-])")).first.click()
+    link = page.get_by_role("link", name=re.compile(rf"(?<![\w-]){key}(?![\w-])")).first
+    page.goto(urljoin(run, link.get_attribute("href")))  # the list is drawn again and again, under a click too
 
 
 def _wait_for_updates(page: Page) -> None:
@@ -212,16 +232,22 @@ def foreign_page(page: Page, tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
+def _deployment(served: Served) -> dict[str, Any]:
+    """All of it except when its runner last asked for runs."""
+    found = served.get("/deployments/name/rollback/local")
+    return {key: value for key, value in found.items() if key != "last_polled"}
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_foreign_page_runs_nothing_and_reads_nothing(
     served: Served, page: Page, foreign_page: str, host: str, tmp_path: Path
 ) -> None:
-    before = served.get("/deployments/name/rollback/local")
+    before = _deployment(served)
     step = {"prefect.deployments.steps.run_shell_script": {"script": f"touch {tmp_path / 'ran'}"}}
     changed = {"name": "local", "flow_id": before["flow_id"], "pull_steps": [step]}
     url = served.prefect_url.replace("127.0.0.1", host)
     assert page.evaluate(ATTACK, {"url": url, "id": before["id"], "changed": changed}) == []
-    assert served.get("/deployments/name/rollback/local") == before
+    assert _deployment(served) == before
     assert not served.filter("flow_runs")
     assert not (tmp_path / "ran").exists()
 
@@ -262,11 +288,62 @@ def test_a_wrong_value_in_the_form_is_refused_by_the_name_of_its_key(
     _fill(page, {"changes.train.learning_rate": "-1"})
     page.get_by_role("button", name="Submit").click()
     page.get_by_text("changes.train.learning_rate").first.wait_for()
+    page.set_viewport_size(SHOWN)
+    _field(page, "changes.train.learning_rate").evaluate("field => field.scrollIntoView()")
     picture("refused")
     assert not served.filter("flow_runs")
 
 
-def test_the_quickstart_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
+def test_a_run_cancelled_in_the_browser_goes_on_where_it_was_when_it_is_retried_there(
+    served: Served, page: Page, picture: Picture
+) -> None:
+    _open_form(page, served)
+    run = _submit_and_open_the_run(page, served)
+    _wait_for_updates(page)
+    page.get_by_role("button", name="Cancel", exact=True).click()
+    page.locator(".p-modal").get_by_role("button", name="Confirm").click()
+    _wait_until(page, "Cancelled")
+    page.get_by_text(re.compile("told to stop")).first.wait_for()
+    page.get_by_role("button", name="Retry", exact=True).click()
+    page.locator(".p-modal").get_by_role("button", name="Retry").click()
+    page.get_by_text(FINAL).first.wait_for(state="detached")
+    _wait_until(page, "Completed")
+    tasks = served.tasks(_id(run), 7)
+    assert [state for task, state in tasks if task in ("validate", "plan")][-2:] == ["Skipped", "Skipped"]
+    _open_afresh(page, run)
+    picture("retried", TIMELINE)
+
+
+def test_the_report_is_as_wide_as_the_screen_and_a_phone(served: Served, page: Page, picture: Picture) -> None:
+    page.goto((served.storage / "runs" / "quickstart" / "evaluation" / "report.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= SHOWN["width"]
+    picture("report")
+    page.set_viewport_size(PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    page.set_viewport_size(TALL)
+
+
+def test_a_stage_is_run_again_and_the_version_promoted(served: Served, page: Page, picture: Picture) -> None:
+    _open_form(page, served, "evaluate", "run")
+    _fill(page, {"run": "quickstart"})
+    _field(page, "force").get_by_role("switch").click()
+    run = _submit_and_open_the_run(page, served)
+    _wait_until(page, "Completed")
+    assert served.tasks(_id(run), 1) == [("evaluate", "Completed")]
+
+    _open_form(page, served, "promote", "model")
+    _fill(page, {"model": "arithmetic"})
+    run = _submit_and_open_the_run(page, served)
+    assert served.wait(_id(run))["state_name"] == "Promoted"
+    _open_artifact(page, run, "promotion")
+    page.get_by_text("arithmetic version 1: promoted").first.wait_for()
+    picture("promotion")
+    page.goto(f"{served.mlflow_url}/#/models/arithmetic/versions/1")
+    page.get_by_text("champion").first.wait_for()
+    picture("champion")
+
+
+def test_a_run_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
     served: Served, page: Page, picture: Picture
 ) -> None:
     _open_form(page, served)
@@ -293,13 +370,14 @@ def test_the_quickstart_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
     page.goto(run)
     _wait_until(page, "Completed")
     assert served.tasks(_id(run), 5) == [(stage, "Completed") for stage in STAGES]
-    picture("pipeline")
+    _open_afresh(page, run)
+    picture("pipeline", TIMELINE)
     for key, shown in {
         "data-report": "Reward rehearsal",
         "plan": "effective_batch_size",
         "evaluation": "minimum detectable difference",
         "evaluation-samples": "trained/completion",
-        "registration": "arithmetic version 1",
+        "registration": "arithmetic version 2",
         "training-curves": "MLflow run",
     }.items():
         _open_artifact(page, run, key)
@@ -307,61 +385,14 @@ def test_the_quickstart_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
     page.get_by_role("img", name="training curves").wait_for()
     picture("curves")
 
-    page.goto((served.storage / "runs" / "slower" / "evaluation" / "report.html").as_uri())
-    assert page.evaluate("document.documentElement.scrollWidth") <= SHOWN["width"]
-    picture("report")
-    page.set_viewport_size(PHONE)
-    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-    page.set_viewport_size(TALL)
-
     page.goto(f"{served.mlflow_url}/#/experiments/1/runs")
     page.get_by_role("link", name="slower").first.click()
     page.get_by_role("tab", name="Model metrics").or_(page.get_by_text("Model metrics")).first.click()
     page.get_by_placeholder("Search metric charts").fill("^(rewards/|reward$|entropy$|grad_norm$)")
     page.get_by_text("slower (rewards/numeric_match/mean)").wait_for()
     picture("mlflow-run")
-    page.goto(f"{served.mlflow_url}/#/models/arithmetic/versions/1")
+    page.goto(f"{served.mlflow_url}/#/models/arithmetic/versions/2")
     page.get_by_text("candidate").first.wait_for()
-
-
-def test_a_stage_is_run_again_and_the_version_promoted(served: Served, page: Page, picture: Picture) -> None:
-    _open_form(page, served, "evaluate", "run")
-    _fill(page, {"run": "slower"})
-    _field(page, "force").get_by_role("switch").click()
-    run = _submit_and_open_the_run(page, served)
-    _wait_until(page, "Completed")
-    assert served.tasks(_id(run), 1) == [("evaluate", "Completed")]
-
-    _open_form(page, served, "promote", "model")
-    _fill(page, {"model": "arithmetic"})
-    run = _submit_and_open_the_run(page, served)
-    assert served.wait(_id(run))["state_name"] == "Promoted"
-    _open_artifact(page, run, "promotion")
-    page.get_by_text("arithmetic version 1: promoted").first.wait_for()
-    picture("promotion")
-    page.goto(f"{served.mlflow_url}/#/models/arithmetic/versions/1")
-    page.get_by_text("champion").first.wait_for()
-    picture("champion")
-
-
-def test_a_run_cancelled_in_the_browser_goes_on_where_it_was_when_it_is_retried_there(
-    served: Served, page: Page, picture: Picture
-) -> None:
-    _open_form(page, served)
-    _fill(page, {"changes.name": "interrupted", "changes.train.max_steps": "60"})
-    run = _submit_and_open_the_run(page, served)
-    _wait_for_updates(page)
-    page.get_by_role("button", name="Cancel", exact=True).click()
-    page.locator(".p-modal").get_by_role("button", name="Confirm").click()
-    _wait_until(page, "Cancelled")
-    page.get_by_text(re.compile("told to stop")).first.wait_for()
-    page.get_by_role("button", name="Retry", exact=True).click()
-    page.locator(".p-modal").get_by_role("button", name="Retry").click()
-    page.get_by_text(FINAL).first.wait_for(state="detached")
-    _wait_until(page, "Completed")
-    picture("retried")
-    tasks = served.tasks(_id(run), 7)
-    assert [state for task, state in tasks if task in ("validate", "plan")][-2:] == ["Skipped", "Skipped"]
 
 
 def test_the_schedule_is_switched_on_and_off(served: Served, page: Page) -> None:

@@ -1,4 +1,4 @@
-"""A training cancelled, told to end with its runner, or killed with it: no process stays, nothing is lost, nobody
+"""A training cancelled, told to end with its runner, or killed with it: no process stays, nothing is lost, no one
 waits for ever."""
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _completed(served: Served, run_id: str) -> None:
 
 
 def _result(served: Served, name: str) -> dict[str, Any]:
-    """What a training comes to, but for the time it took."""
+    """What a training comes to, except the time it took."""
     training = served.storage / "runs" / name / "training"
     lines = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -274,7 +274,7 @@ def test_after_a_reboot_the_run_triggered_again_goes_on_and_the_old_one_is_shown
     with serving(tmp_path, **environment) as before, _standing_still(before, inputs, "rebooted") as old:
         up = psutil.Process(before.process.pid)
         everything = [up, *up.children(recursive=True)]
-        for process in everything:  # at once: nobody sees another one die
+        for process in everything:  # all of them, before any can react
             process.suspend()
         for process in everything:
             process.kill()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import EXAMPLE
+from tests.e2e.commands import run
 from tests.readme import FIRST_RUN, commands_of, write_first_run
 
 PROGRAMS = {"python": sys.executable, "grpo": str(Path(sys.executable).with_name("grpo"))}
-SECONDS = 900
 
 pytestmark = pytest.mark.e2e
 
@@ -43,14 +42,4 @@ def test_the_first_run_ends_with_a_champion(tmp_path: Path) -> None:
 def _do(folder: Path, program: str, *arguments: str) -> str:
     left_out = ("PREFECT_", "MLFLOW_", "PYTHONPATH", "GRPO_")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
-    done = subprocess.run(
-        [PROGRAMS[program], *arguments],
-        cwd=folder,
-        env=inherited,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    return run([PROGRAMS[program], *arguments], folder, inherited)

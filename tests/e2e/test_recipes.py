@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,9 +13,9 @@ from statistics import mean
 import pytest
 
 from flows.cli.init import RECIPES, write_project
+from tests.e2e.commands import run
 from tests.serving import free_ports, vllm_serve
 
-SECONDS = 1200
 CHANGES = {"summaries": ["--set", "rollout.engine=vllm-server"]}  # as its page has it for a GPU
 ENDS = 5  # updates at the start and at the end of a training that are compared
 
@@ -29,11 +28,11 @@ def test_the_small_form_of_a_recipe_learns(recipe: str, tmp_path: Path) -> None:
     _python(project, f"examples.{recipe}.make")
     with _judge(project) if recipe == "writing" else nullcontext(CHANGES.get(recipe, [])) as changes:
         _python(project, "flows.cli.main", "run", f"configs/{recipe}.toml", *changes)
-    run = project / "storage" / "runs" / "small"
-    lines = (run / "training" / "metrics.jsonl").read_text().splitlines()
+    folder = project / "storage" / "runs" / "small"
+    lines = (folder / "training" / "metrics.jsonl").read_text().splitlines()
     rewards = [json.loads(line)["reward"] for line in lines]
     assert mean(rewards[-ENDS:]) > mean(rewards[:ENDS])
-    report = json.loads((run / "evaluation" / "report.json").read_text())
+    report = json.loads((folder / "evaluation" / "report.json").read_text())
     gain = report["sets"]["held-out"]["differences"]["base"]["reward"]
     assert gain["low"] > 0, f"on held-out prompts: {gain}"
 
@@ -49,13 +48,4 @@ def _judge(project: Path) -> Iterator[list[str]]:
 def _python(project: Path, *module: str) -> None:
     left_out = ("PREFECT_", "MLFLOW_", "PYTHONSAFEPATH")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
-    done = subprocess.run(
-        [sys.executable, "-m", *module],
-        cwd=project,
-        env={**inherited, "GRPO_STORAGE": str(project / "storage")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stdout
+    run([sys.executable, "-m", *module], project, {**inherited, "GRPO_STORAGE": str(project / "storage")})

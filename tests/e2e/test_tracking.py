@@ -32,7 +32,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def port(inputs: Path, storage: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Of the tracking server that the pipeline is told of."""
+    """Address of the tracking server that the pipeline is told of."""
     [port] = free_ports(1)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("PYTHONPATH", f"{inputs}:{Path(__file__).parents[2]}")

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.commands import SECONDS, run
 from tests.packing import ROOT, copy_of_the_source
-
-SECONDS = 1200
 
 pytestmark = pytest.mark.e2e
 
@@ -38,12 +37,12 @@ def test_an_installed_wheel_makes_a_project_and_runs_it_with_vllm(tmp_path: Path
     project = tmp_path / "mine"
     _run(["python", "-m", "examples.smallest.make"], project, empty)
     said = _run(["grpo", "run", "configs/smallest.toml", "--set", "rollout.engine=vllm"], project, empty)
-    run = project / "storage" / "runs" / "mine"
+    folder = project / "storage" / "runs" / "mine"
     assert "registered  mine version 1" in said
-    assert len((run / "training" / "metrics.jsonl").read_text().splitlines()) == 30
-    report = json.loads((run / "evaluation" / "report.json").read_text())
+    assert len((folder / "training" / "metrics.jsonl").read_text().splitlines()) == 30
+    report = json.loads((folder / "evaluation" / "report.json").read_text())
     assert report["sets"]["held-out"]["differences"]["base"]["reward"]["low"] > 0
-    assert "Better than the base by" in (run / "evaluation" / "report.html").read_text()
+    assert "Better than the base by" in (folder / "evaluation" / "report.html").read_text()
 
 
 def _uv(*arguments: str) -> None:
@@ -54,15 +53,4 @@ def _uv(*arguments: str) -> None:
 
 def _run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
     """What a command of the environment prints; nothing of this process's own environment reaches it."""
-    program = Path(environment["PATH"].partition(":")[0], command[0])
-    done = subprocess.run(
-        [program, *command[1:]],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    return run([Path(environment["PATH"].partition(":")[0], command[0]), *command[1:]], folder, environment)

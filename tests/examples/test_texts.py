@@ -28,7 +28,8 @@ from examples.summaries import tldr
 from examples.writing import make as writing
 from examples.writing import writingprompts
 from grpo_core.rewards.builtin.judge import judge
-from grpo_core.rewards.builtin.quality import distinct_n, rouge, self_repetition
+from grpo_core.rewards.builtin.rouge import rouge
+from grpo_core.rewards.builtin.variety import distinct_n, self_repetition
 
 ROOT = Path(__file__).parents[2]
 

@@ -59,6 +59,13 @@ def test_the_version_is_known() -> None:
     assert CliRunner().invoke(app, ["--version"]).output.startswith("grpo-flows 0.")
 
 
+@pytest.mark.parametrize("command", ["promote", "rollback"])
+def test_a_command_without_its_argument_says_what_to_give(command: str) -> None:
+    done = CliRunner().invoke(app, [command])
+    assert done.exit_code == 2
+    assert "Missing argument 'model'. Name of a registered model, or of a run that registered one" in done.stderr
+
+
 def test_status_without_a_name_lists_the_runs_and_how_far_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

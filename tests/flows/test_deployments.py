@@ -18,7 +18,7 @@ import httpx2
 import pytest
 from prefect.flows import load_flow_from_entrypoint
 
-from flows.serving.local_server import STORAGE_HEADER, ask
+from flows.serving.find_server import STORAGE_HEADER, ask
 from tasks.stages import table
 from tests.conftest import config_values, write_sums
 from tests.serving import Served, prefect_server

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from flows.serving.environment import configure
-from flows.serving.local_server import ask
+from flows.serving.find_server import ask
 from tests.serving import free_ports
 
 

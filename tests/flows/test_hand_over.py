@@ -18,7 +18,7 @@ LOG = logging.getLogger("hand_over")
 
 
 class OtherClientError(Exception):
-    """Of an HTTP client that Prefect may use one day."""
+    """Error of an HTTP client that Prefect may use one day."""
 
 
 def run_in(state: State | None) -> FlowRun:

@@ -94,14 +94,24 @@ def test_forecasts_are_for_this_machine_or_for_the_gpu_that_is_named(config: Pat
     here = _json(config, GRPO_STORAGE=str(tmp_path), PATH=str(tmp_path / "empty"))["forecasts"]
     assert "memory" not in here
     assert "no earlier run of this model on this hardware (CPU with" in here["time"]["error"]
+    assert "GRPO_MEASURE=0" in here["time"]["error"]
     assert "--history looks for one in MLflow, --gpu H200" in here["time"]["error"]
     on_l4 = _json(config, GRPO_STORAGE=str(tmp_path), PATH=str(tmp_path))["forecasts"]
     assert "estimate for one NVIDIA L4" in on_l4["memory"]["how"]
     assert "(NVIDIA L4)" in on_l4["time"]["error"]
-    there = _json(config, "--gpu", "h200", GRPO_STORAGE=str(tmp_path), PATH=str(tmp_path))["forecasts"]
+    bf16 = ("--set", "train.mixed_precision=bf16")
+    there = _json(config, "--gpu", "h200", *bf16, GRPO_STORAGE=str(tmp_path), PATH=str(tmp_path))["forecasts"]
     assert "TFLOP/s of one h200" in there["time"]["how"]
     assert there["time"]["gpu_hours"] > 0
-    assert there["memory"]["peak_memory_gib"] > 0
+    assert there["memory"]["gpu_memory_gib"] == pytest.approx(140.4, abs=0.1)
+
+
+@pytest.mark.slow
+def test_float32_in_vllm_is_named_for_a_gpu_only(config: Path) -> None:
+    for gpu, named in (("H200", 1), ("", 0)):
+        keys = ["--set", "train.mixed_precision=no", "--set", "rollout.engine=vllm"]
+        notes = _json(config, "--gpu", gpu, *keys)["notes"]
+        assert sum("train.mixed_precision='no' with vLLM on a GPU" in note for note in notes) == named
 
 
 def test_a_completion_longer_than_the_model_s_positions_is_refused(config: Path) -> None:

@@ -18,8 +18,8 @@ from typing import TextIO
 import psutil
 import pytest
 
-from flows.serving.local_server import find_api_to_serve, wait_until_healthy
-from flows.serving.running import ServerError, announced, find_up, new_up
+from flows.serving.find_server import find_api_to_serve, wait_until_healthy
+from flows.serving.up_file import ServerError, announced, find_up, new_up
 from tests.conftest import config_values, make_run
 from tests.serving import STOP_SECONDS, Served, free_ports, serving
 

@@ -12,8 +12,9 @@ import pytest
 from markdown_it import MarkdownIt
 
 from grpo_core.evaluation.statistics import Difference, Estimate
-from tasks.evaluate import _log_metrics, _markdown, _shown, rows_of, verdicts
+from tasks.evaluate import _log_metrics, _markdown, _shown
 from tasks.registry.champion import present_champion
+from tasks.reports.evaluation_tables import rows_of, verdicts
 from tasks.tracking.runs import connect
 from tests.pages import Page
 from tests.tasks.rendering.test_markdown import HOSTILE, read, render

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from grpo_core.planning.rules import PlanInputs, Rules
 
@@ -18,7 +17,6 @@ class Trl017Inputs(PlanInputs):
     """G has to divide b·W·A; a rollout feeds mu updates."""
 
     rules: Rules = "trl-0.17"
-    sets_generation_batch: ClassVar[bool] = False
 
     @property
     def batch_factors(self) -> str:

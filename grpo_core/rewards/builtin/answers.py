@@ -9,7 +9,7 @@ from decimal import Decimal, DecimalException, InvalidOperation
 from typing import Any
 
 from grpo_core.data.chat import text_of
-from grpo_core.rewards.types import BuiltinReward, Rewards
+from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
 
 # A minus right after a digit, letter or closing bracket subtracts or ranges; it is no sign.
 NUMBER = re.compile(

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_core.data.chat import completion_of, is_conversation, text_of, without_gaps
 from grpo_core.errors import RewardError
-from grpo_core.rewards.types import BuiltinReward, Rewards
+from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
 
 UNBOUNDED = 2**31 - 1  # tokens
 

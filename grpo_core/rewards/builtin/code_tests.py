@@ -127,14 +127,16 @@ def _known(node: ast.expr) -> str | None:
 
 
 def _is_value(node: ast.AST) -> bool:
-    """Whether it is a value to compare the answer with, other than true, false or none."""
+    """Return whether the node is a value to compare the answer with: a collection, or a constant except True, False and
+    None."""
     return isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.Dict)) or (
         isinstance(node, ast.Constant) and not isinstance(node.value, (bool, type(None)))
     )
 
 
 def _takes_literals(asked: ast.expr) -> bool:
-    """Whether it is a name, `f(1)` or `Class().f(1)`, without names of the program or comparisons inside a call."""
+    """Return whether what is asked is a name, or a call such as `f(1)` or `Class().f(1)` whose arguments contain no
+    variable and no comparison."""
     if not isinstance(asked, ast.Call):
         return True
     function = asked.func

@@ -23,7 +23,7 @@ from grpo_core.data.chat import text_of, turns
 from grpo_core.errors import RewardError
 from grpo_core.rewards.builtin.judge_cache import Cache, open_cache
 from grpo_core.rewards.builtin.judge_client import api_key, connect, hide_key, json_problem
-from grpo_core.rewards.types import BuiltinReward, Rewards
+from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
 
 RUBRIC = """Grade the reply to the request: how helpful, correct and clear it is.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_core.data.chat import text_of
 from grpo_core.rewards.builtin.answers import TAGGED
-from grpo_core.rewards.types import BuiltinReward, Rewards
+from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
 
 SECONDS = 2.0  # of CPU time per answer
 FAIR_SECONDS = 0.1  # that every answer of a batch gets

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_core.data.chat import text_of
-from grpo_core.rewards.types import BuiltinReward, Rewards
+from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
 
 REFERENCES = {"$ref", "$dynamicRef"}
 FENCED = re.compile(r"^[ \t]*```[ \t]*\w*[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)

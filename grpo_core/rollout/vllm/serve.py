@@ -54,10 +54,13 @@ def wrong_vllm() -> str:
 
 
 def server_command(config: RunConfig) -> list[str]:
-    """Arguments of `python` that start a server, but for address and port."""
+    """Arguments of `python` that start a server, except address and port."""
     import torch
 
+    from grpo_core.model.precision import on_device
+
     on_cpu = not torch.cuda.is_available()
+    config = on_device(config, "cpu" if on_cpu else "cuda")
     rollout, transfer = config.rollout, config.rollout.vllm_weight_transfer
     if transfer == "auto":
         transfer = "shared_memory" if on_cpu else "nccl"

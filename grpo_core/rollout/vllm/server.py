@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import math
 import os
+import resource
 import socket
 import threading
 import uuid
@@ -53,6 +54,8 @@ class VLLMServerEngine:
                 "rollout.engine='vllm-server' without a server: name them in rollout.vllm_server_base_urls "
                 "(`python -m grpo_core.rollout.vllm.serve CONFIG` starts one), or let `grpo run` start them"
             )
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each open request is a connection
         process = PartialState()
         self.sends = process.is_main_process
         self.token = from_main(uuid.uuid4().hex)
@@ -75,7 +78,7 @@ class VLLMServerEngine:
             self._stop_keeping()
             raise
 
-    def sync_weights(self, model: nn.Module) -> None:
+    def sync_weights(self, model: nn.Module) -> str:
         """Waits until everything that was begun is sampled, with the weights that it began with."""
         wait(self.begun.values())
         wait_for_all()  # pausing the servers earlier would abort answers that other processes still wait for
@@ -86,6 +89,7 @@ class VLLMServerEngine:
         for server in self.servers:
             server.wanted = weights
         self._run(_all(server.restore() for server in self.servers))
+        return "sent by " + ", ".join(sorted({server.backend for server in self.servers}))
 
     def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Have these sampled by the weights as they are; `generate` with the same requests gives what came of it."""
@@ -94,7 +98,7 @@ class VLLMServerEngine:
                 self.begun[key] = self._submit(request, sampling)
 
     def drop_begun(self) -> None:
-        """End what was begun and that nobody will ask for."""
+        """End requests that were begun and whose answers will not be asked for."""
         for future in self.begun.values():
             future.cancel()  # which closes the connection, and that ends the request
         self.begun.clear()

@@ -9,7 +9,6 @@ each release changes it.
 from __future__ import annotations
 
 import socket
-import threading
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,7 +25,7 @@ from vllm.distributed.weight_transfer import (
 
 from grpo_core.rollout.vllm.client import Server, Unavailable
 
-_one_at_a_time = threading.Lock()  # a device that sends to two servers at once may wait for both in different orders
+PACKED_BYTES = 2**29  # of each of the two buffers that NCCL sends from, per server
 
 
 class Source(WeightSource):
@@ -50,18 +49,21 @@ class Client(HTTPVLLMWeightSyncClient):
 
 
 def send(server: Server, weights: Mapping[str, Tensor]) -> None:
-    """Bring the weights into the server; Unavailable when it is not there, or whatever else comes between."""
+    """Bring the weights into the server; Unavailable when it is not there, or whatever else comes between.
+
+    Several servers may be sent to concurrently, each from its own thread over its own communicator: this device is all
+    that they have in common, and no server waits for another, so there is no circle in which to wait.
+    """
     device = next(iter(weights.values())).device
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own current one
             torch.cuda.synchronize(device)  # the copies are made; vLLM reads them on streams that wait for no other
-        with _one_at_a_time:
-            if server.transfer is None:
-                server.transfer = _connect(server)
-            server.transfer.source.snapshot = weights
-            server.transfer.send_weights()
-            server.transfer.source.snapshot = {}  # the server's `wanted` alone keeps the copy, until the next is made
+        if server.transfer is None:
+            server.transfer = _connect(server)
+        server.transfer.source.snapshot = weights
+        server.transfer.send_weights()
+        server.transfer.source.snapshot = {}  # the server's `wanted` alone keeps the copy, until the next is made
     except Exception as error:  # of HTTP, sockets, the rendezvous, NCCL: none says whether the server is to blame
         server.transfer = None
         answer = getattr(error, "response", None)
@@ -81,7 +83,7 @@ def _connect(server: Server) -> Any:
 
         workers = _ask("GET", f"{server.url}/get_world_size", server.seconds).json()["world_size"]
         address, port = _meeting_point(server.url)
-        info = NCCLTrainerInitInfo(address, port, 1 + workers, rank=0)
+        info = NCCLTrainerInitInfo(address, port, 1 + workers, packed_buffer_size_bytes=PACKED_BYTES, rank=0)
     elif server.backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 

@@ -271,6 +271,46 @@ def test_every_key_says_what_it_means_and_what_it_accepts() -> None:
     assert {"seed", "train.learning_rate", "rewards.function"} <= {key for key, *_ in described}
 
 
+@pytest.mark.parametrize(
+    ("given", "capability", "meant"),
+    [
+        ("auto", None, "no"),
+        ("auto", (7, 5), "no"),
+        ("auto", (8, 0), "bf16"),
+        ("auto", (10, 0), "bf16"),
+        ("no", (9, 0), "no"),
+        ("bf16", None, "bf16"),
+    ],
+)
+def test_the_precision_follows_from_the_gpu_where_it_is_not_given(
+    given: str, capability: tuple[int, int] | None, meant: str
+) -> None:
+    config = parse_config(_with("train.mixed_precision", given))
+    assert config.with_precision(capability) == parse_config(_with("train.mixed_precision", meant))
+    assert parse_config(VALUES).train.mixed_precision == "auto"
+
+
+@pytest.mark.parametrize("engine", ["auto", "vllm", "vllm-server", "transformers"])
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_the_processes_that_sample_together_divide_those_that_train(engine: str, processes: int) -> None:
+    values = _with("rollout", {"engine": engine, "vllm_tensor_parallel_size": 2})
+    values["train"] = {"num_processes": processes}
+    if engine in ("auto", "vllm") and processes % 2:
+        with pytest.raises(ConfigError, match=f"train.num_processes={processes} is no multiple of it"):
+            parse_config(values)
+    else:
+        parse_config(values)
+
+
+@pytest.mark.parametrize("engine", ["auto", "vllm", "vllm-server", "transformers"])
+@pytest.mark.parametrize("precision", ["auto", "no", "bf16"])
+def test_float32_in_vllm_on_a_gpu_is_named_with_what_to_set(engine: str, precision: str) -> None:
+    values = _with("rollout.engine", engine) | {"train": {"mixed_precision": precision}}
+    notes = parse_config(values).gpu_notes
+    assert bool(notes) == (precision == "no" and engine != "transformers")
+    assert all("set train.mixed_precision to 'auto' or 'bf16'" in note for note in notes)
+
+
 def test_a_configuration_cannot_be_changed_by_accident() -> None:
     config: Any = RunConfig.model_validate(VALUES)
     with pytest.raises(Exception, match="frozen"):

@@ -27,7 +27,7 @@ START = TrainingState(tokens_per_pass=100)
 
 
 def rollout_with(session: Session, advantages: Tensor) -> Rollout:
-    """The first rollout as the loop makes it, but for these advantages."""
+    """The first rollout as the loop makes it, except these advantages."""
 
     def collected(*arguments: object) -> object:
         rollout, samples = collect(*arguments)  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ WAYS: dict[str, tuple[bool, Any]] = {
 def way(request: pytest.FixtureRequest, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """How the test's passes go through the model."""
     session.policy.packs, session.policy.attention = WAYS[request.param]
-    # On a CPU flex attention is plain torch, with gradients too, but for a check that refuses them.
+    # On a CPU flex attention is plain torch, with gradients too, except that a check refuses them.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     monkeypatch.setattr(packing, "varlen_attn", plain_varlen)  # flash attention's kernel is for GPUs only
 

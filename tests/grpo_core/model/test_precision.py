@@ -12,11 +12,12 @@ from accelerate.state import AcceleratorState
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_core.config.files import load_config
 from grpo_core.model.sequences import Sequences, pack, prompts_of
 from grpo_core.training.batch import MicroBatch
 from grpo_core.training.loop import train
 from grpo_core.training.roll_out import roll_out
-from grpo_core.training.session import Session, load_session
+from grpo_core.training.session import Session, fingerprint, load_session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.update import update
 from tests.conftest import config_values, make_run
@@ -35,6 +36,22 @@ def session(request: pytest.FixtureRequest, smooth_model_folder: Path, tmp_path:
 def _batch(session: Session) -> MicroBatch:
     torch.manual_seed(0)
     return first_update(session, rollout_with(session, torch.randn(session.plan.generation_batch_size)))
+
+
+def test_without_a_gpu_a_training_is_in_float32_and_only_such_a_one_continues_it(
+    smooth_model_folder: Path, tmp_path: Path
+) -> None:
+    def identity(precision: str, capability: tuple[int, int] | None) -> str:
+        config = load_config(run / "config.toml", [f"train.mixed_precision={precision}"])
+        return fingerprint(run, config.with_precision(capability), loaded.plan)
+
+    run = make_run(tmp_path / "run", config_values(smooth_model_folder, tmp_path))
+    loaded = load_session(run)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert loaded.policy.model is loaded.policy.master
+    own = fingerprint(run, loaded.config, loaded.plan)
+    assert own == identity("auto", None) == identity("no", None) == identity("no", (9, 0))
+    assert own != identity("auto", (9, 0)) == identity("bf16", None)
 
 
 def test_the_gradient_is_near_that_of_float32_and_is_float32(session: Session) -> None:
@@ -61,7 +78,8 @@ def test_the_copy_follows_the_masters(session: Session) -> None:
     masters, copies = [*session.model.parameters()], [*session.policy.model.parameters()]
     assert all(torch.equal(copy, own.bfloat16()) for copy, own in zip(copies, masters, strict=True))
     assert any(not torch.equal(copy, old) for copy, old in zip(copies, before, strict=True))
-    assert {own.dtype for own in masters} == {torch.float32}
+    assert {own.dtype for own in masters if own.requires_grad} == {torch.float32}
+    assert all(copy is own for copy, own in zip(copies, masters, strict=True) if not own.requires_grad)
     assert all(buffer.dtype != torch.bfloat16 for buffer in session.policy.model.buffers())
 
 

@@ -14,26 +14,24 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
 from grpo_core.model.loading import with_adapter
 from grpo_core.model.policy import Policy
 from grpo_core.model.sequences import Sequences
-from grpo_core.planning.forecast import (
-    GIB,
+from grpo_core.planning.forecast import forecast, forecast_rows, useful_groups
+from grpo_core.planning.hardware import Gpu, find_gpu, name_hardware, named_gpu
+from grpo_core.planning.memory import GIB, check_engine_memory, peak_memory
+from grpo_core.planning.pace import Pace, Throughput
+from grpo_core.planning.plan import Plan, make_plan, plan_inputs
+from grpo_core.planning.shapes import (
     ForecastError,
+    ModelShape,
     PromptLengths,
-    Throughput,
     adapter_parameters,
-    find_gpu,
-    forecast,
-    forecast_rows,
     load_shape,
     model_shape,
-    name_hardware,
-    peak_memory,
-    useful_groups,
-    wall_time,
 )
-from grpo_core.planning.plan import Plan, make_plan, plan_inputs
+from grpo_core.planning.wall_time import wall_time
 from tests.conftest import config_values
 
 SIZES = {
@@ -100,7 +98,7 @@ def test_forecast_memory_is_what_torch_counts_at_the_peak(
     config = _config(per_device_train_batch_size=8, max_completion_length=completion, **keys)
     shape = Qwen2Config(**{**SIZES, **sizes})
     parts = peak_memory(
-        config, _plan(config), model_shape(shape.to_dict()), PromptLengths(prompt, prompt, "given"), "H200"
+        config, _plan(config), model_shape(shape.to_dict()), PromptLengths(prompt, prompt, "given"), named_gpu("H200")
     )
     measured = _measured_peak(shape, prompt, completion, config)
     expected = (sum(parts["parts_gib"].values()) - parts["parts_gib"]["kv_cache"]) * GIB
@@ -136,7 +134,7 @@ def test_what_is_held_follows_from_the_configuration() -> None:
 
     def parts(**keys: Any) -> dict[str, float]:
         config = _config(**keys)
-        found = peak_memory(config, _plan(config), shape, lengths, "H200")["parts_gib"]
+        found = peak_memory(config, _plan(config), shape, lengths, Gpu("GPU", 10.0))["parts_gib"]
         return {name: size * GIB / shape.parameters for name, size in found.items()}
 
     assert [parts()[name] for name in ("weights", "gradients", "optimizer", "reference")] == [4, 4, 8, 0]
@@ -149,49 +147,216 @@ def test_what_is_held_follows_from_the_configuration() -> None:
     assert lora["optimizer"] < 1
     cache = 16 * (10 + 6) * 2 * 6 * 128 * 4  # completions · tokens · (keys, values) · layers · size · float32
     assert parts()["kv_cache"] * shape.parameters == pytest.approx(cache)
-    assert parts(engine="vllm")["engine_weights"] == 2
 
 
-@pytest.mark.parametrize("gpu", ["", "NVIDIA H200"])
-def test_time_at_the_pace_of_earlier_runs_and_gpu_hours_only_with_a_gpu(gpu: str) -> None:
+def test_vllm_takes_its_share_of_the_gpu_and_lends_all_but_its_weights_to_the_training() -> None:
+    shape, lengths = model_shape(Qwen2Config(**SIZES).to_dict()), PromptLengths(10, 10, "given")
+
+    def found(gpu: Gpu, **keys: Any) -> dict[str, Any]:
+        config = _config(**{"engine": "vllm", "gpu_memory_utilization": 0.25, **keys})
+        return peak_memory(config, _plan(config), shape, lengths, gpu)
+
+    ten, weight = Gpu("GPU", 10.0), shape.parameters / GIB
+    for keys, own in (
+        ({"mixed_precision": "no"}, 8),  # AdamW's state; vLLM's float32 weights are the ones that are trained
+        ({"mixed_precision": "bf16"}, 4 + 8),  # float32 masters too; the bf16 weights are vLLM's
+        ({"mixed_precision": "bf16", "beta": 0.1}, 4 + 8 + 2),
+    ):
+        sampling = found(ten, **keys)  # a quarter of 10 GiB is more than this model's training takes
+        assert sampling["peak_memory_gib"] == pytest.approx(2.5 + own * weight)
+        training = found(ten, **keys, gpu_memory_utilization=3 * weight / 10)
+        working = sum(training["parts_gib"][name] for name in ("gradients", "activations", "logits"))
+        width = 4 if keys["mixed_precision"] == "no" else 2
+        assert training["parts_gib"]["gradients"] == pytest.approx(4 * weight)
+        assert training["peak_memory_gib"] == pytest.approx((own + width) * weight + working)
+    lora = found(ten, mixed_precision="bf16", use_peft=True)
+    assert lora["parts_gib"]["bf16_copy"] > 2 * weight  # the base a second time, beside vLLM's own
+    assert lora["parts_gib"]["engine_weights"] == pytest.approx(2 * weight)
+    two = found(ten, mixed_precision="bf16", num_processes=2, vllm_tensor_parallel_size=2)["parts_gib"]
+    assert two["engine_weights"] == pytest.approx(weight)  # half of them, which the trainer cannot compute with
+    assert two["bf16_copy"] == pytest.approx(2 * weight)
+    unknown = found(Gpu("GPU of a pool"), mixed_precision="no")
+    assert unknown["parts_gib"]["kv_cache"] == pytest.approx(16 * 16 * 2 * 6 * 128 * 4 / GIB)
+    assert "a memory that is not known" in unknown["how"]
+    assert "warning" not in unknown
+    assert found(Gpu("GPU", 0.05))["warning"] == "more than the 51.2 MiB of one GPU"
+
+
+# Qwen2.5-7B by its model card: 7.61B parameters, 28 layers, 4 key-value heads of 128. In bf16 15.2e9 bytes of weights
+# are 14.19 GiB, and a token's keys and values 2 · 28 · 512 · 2 = 57,344 bytes.
+QWEN_7B = ModelShape(28, 3584, 3584, 512, 18944, 152_064, 7_615_616_512)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "share", "keys", "refused"),
+    [
+        ("L40S", 0.3, {"use_peft": True}, "share of one L40S is 13.5 of 45.0 GiB"),  # 48 GB: 0.3 · 44.99 = 13.50
+        ("L40S", 0.32, {"use_peft": True}, ""),  # 14.40
+        ("L40S", 0.317, {"use_peft": True, "max_completion_length": 3000}, "at least 0.32"),  # 14.26 < 14.19 + 0.16
+        ("NVIDIA H100 80GB HBM3", 0.3, {}, ""),  # 23.9
+        ("NVIDIA A100-SXM4-40GB", 0.35, {}, "at least 0.36"),  # 14.0 of 40: 14.19 / 40 = 0.355
+        ("NVIDIA A10G", 0.3, {}, "at least 0.64"),  # 22.48: 14.19 / 22.48 = 0.631
+        ("T4", 0.9, {}, "at least 0.95"),  # 15.0: 14.19 / 15 = 0.946
+        ("L4", 0.9, {"mixed_precision": "no"}, "mixed_precision = 'bf16'"),  # 28.4 of 22.5
+        ("a GPU of unknown memory", 0.01, {}, ""),
+        ("NVIDIA A10G", 0.35, {"num_processes": 2, "vllm_tensor_parallel_size": 2}, ""),  # 7.87: half is 7.09
+        ("NVIDIA A10G", 0.3, {"num_processes": 2, "vllm_tensor_parallel_size": 2}, "at least 0.32"),  # 6.75
+        ("L40S", 0.01, {"engine": "vllm-server"}, ""),  # elsewhere
+    ],
+)
+def test_a_share_that_cannot_hold_vllms_weights_and_one_sequence_is_refused(
+    gpu: str, share: float, keys: dict[str, Any], refused: str
+) -> None:
+    values = {"engine": "vllm", "mixed_precision": "bf16", "gpu_memory_utilization": share} | keys
+    try:
+        check_engine_memory(_config(**values), QWEN_7B, PromptLengths(100, 100, "given"), named_gpu(gpu))
+    except ConfigError as error:
+        assert refused and refused in str(error)
+        assert f"rollout.gpu_memory_utilization = {share:g}" in str(error)
+    else:
+        assert not refused
+
+
+@pytest.mark.parametrize("gpu", [None, Gpu("NVIDIA H200")])
+def test_time_at_the_pace_of_earlier_runs_and_gpu_hours_only_with_a_gpu(gpu: Gpu | None) -> None:
     config = _config(max_steps=10, num_processes=2, max_completion_length=100)
-    known = Throughput(1000.0, 4.0, "measured")
+    known = Throughput(1000.0, 4.0, "measured", 90.0)
     found = wall_time(config, _plan(config), PromptLengths(6.0, 9, "given"), known, None, gpu)
-    assert found["wall_time_hours"] == pytest.approx(10 * 32 * (6 + 4) / 2000 / 3600)
+    assert found["parts_hours"]["updates"] == pytest.approx(10 * 32 * (6 + 4) / 2000 / 3600)
+    assert found["wall_time_hours"] == pytest.approx(found["parts_hours"]["updates"] + 90 / 3600)
     assert found.get("gpu_hours") == (pytest.approx(2 * found["wall_time_hours"]) if gpu else None)
     assert "measured" in found["how"]
 
 
+PACE = Pace(
+    sample_seconds=8.0,
+    train_seconds=3.0,
+    step_seconds=0.5,
+    start_seconds=20.0,
+    byte_seconds=1e-9,
+    completion_tokens=5.0,
+    completions=16,
+    how="measured",
+)
+
+
+@pytest.mark.parametrize(
+    ("keys", "given", "updates"),
+    [
+        # 10 updates: each samples 16 completions, makes one forward and backward pass over them, and a step.
+        ({}, {}, 10 * (8 + 3 + 0.5)),
+        ({"num_processes": 2}, {}, 10 * (8 + 3 + 0.5)),  # each process samples and trains on 16
+        ({"gradient_accumulation_steps": 3}, {}, 10 * (3 * 8 + 3 * 3 + 0.5)),
+        # Two updates per rollout, and 1/3 of a pass per micro-step for the old log-probabilities.
+        ({"num_iterations": 2}, {}, 5 * 8 + 10 * 3 + 5 * 1 + 10 * 0.5),
+        ({"beta": 0.1}, {}, 10 * (8 + 3 + 1 + 0.5)),  # the reference's log-probabilities
+        ({}, {"reward_seconds": 0.25}, 10 * (8 + 16 * 0.25 + 3 + 0.5)),
+        # 1 + s + s² + s³ rounds, with s = 1/2 of the groups silent.
+        ({"dynamic_sample": True}, {"silent_share": 0.5}, 10 * (1.875 * 8 + 3 + 0.5)),
+    ],
+)
+def test_a_measured_pace_times_the_work_of_the_plan_is_the_time(
+    keys: dict[str, Any], given: dict[str, Any], updates: float
+) -> None:
+    sizes = {"max_steps": 10, "max_completion_length": 100, "per_device_train_batch_size": 16}
+    config = _config(**{**sizes, "gradient_accumulation_steps": 1, **keys})
+    found = wall_time(config, _plan(config), PromptLengths(6.0, 9, "given"), PACE, None, None, **given)
+    assert found["parts_hours"]["updates"] * 3600 == pytest.approx(updates)
+
+
+def test_start_evaluations_and_checkpoints_are_part_of_a_measured_time() -> None:
+    shape, lengths = model_shape(Qwen2Config(**SIZES).to_dict()), PromptLengths(6.0, 9, "given")
+    config = _config(max_steps=10, eval_steps=4, save_steps=3, max_completion_length=100)
+    found = wall_time(config, _plan(config), lengths, PACE, shape, None, held_out_prompts=64, reward_seconds=0.25)
+    parts = {name: hours * 3600 for name, hours in found["parts_hours"].items()}
+    assert parts["start"] == 20
+    assert parts["evaluations"] == pytest.approx(3 * 64 * (8 / 16 + 0.25))  # after updates 4, 8 and 10
+    assert parts["checkpoints"] == pytest.approx((3 * 12 + 4) * shape.parameters * 1e-9)  # 3, 6 and 9, and the model
+    assert found["wall_time_hours"] * 3600 == pytest.approx(sum(parts.values()))
+    assert "without" not in found["how"]
+    left_out = wall_time(config, _plan(config), lengths, PACE, shape, None)
+    assert "without scoring and evaluations, known once the data are validated" in left_out["how"]
+    on_gpu = wall_time(config, _plan(config), lengths, PACE, shape, Gpu("GPU"))
+    assert on_gpu["parts_hours"]["start"] * 3600 == 20
+    config = _config(engine="auto")
+    on_gpu = wall_time(config, _plan(config), lengths, PACE, shape, Gpu("GPU"))
+    assert on_gpu["parts_hours"]["start"] * 3600 == 80  # vLLM starts too
+
+
 @pytest.mark.parametrize(("recomputed", "operations"), [(False, 8), (True, 10)])
-def test_time_without_earlier_runs_names_the_gpu_it_assumes(recomputed: bool, operations: int) -> None:
-    config = _config(max_steps=10, max_completion_length=100, gradient_checkpointing=recomputed)
-    found = wall_time(config, _plan(config), PromptLengths(6.0, 9, "given"), None, 10**9, "NVIDIA H200 NVL")
-    assert "assumed: 11% of the 790 TFLOP/s of one NVIDIA H200 NVL" in found["how"]
+def test_time_without_earlier_runs_names_the_gpu_it_assumes_and_the_source(recomputed: bool, operations: int) -> None:
+    config = _config(max_steps=10, max_completion_length=100, gradient_checkpointing=recomputed, mixed_precision="bf16")
+    billion, lengths = ModelShape(1, 1, 1, 1, 1, 1, 10**9), PromptLengths(6.0, 9, "given")
+    found = wall_time(config, _plan(config), lengths, None, billion, Gpu("NVIDIA H200 NVL"))
+    assert "assumed, not measured: 11% (published for GRPO on one H100 by prime-rl" in found["how"]
+    assert "of the 790 TFLOP/s of one NVIDIA H200 NVL" in found["how"]
     # 16 completions of 106 tokens an update, so many floating-point operations a parameter and token.
     assert found["gpu_hours"] == pytest.approx(10 * 16 * 106 * operations * 1e9 / (0.11 * 790e12) / 3600)
+    with pytest.raises(ForecastError, match=r"a pace is assumed only with train\.mixed_precision = 'bf16'"):
+        wall_time(_config(), _plan(_config()), lengths, None, billion, Gpu("NVIDIA H200"))
 
 
-@pytest.mark.parametrize("gpu", ["", "NVIDIA L4"])
-def test_hardware_of_unknown_pace_has_no_time_and_a_cpu_no_memory_forecast(gpu: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpu", [None, Gpu("NVIDIA L4", 22.5)])
+def test_hardware_of_unknown_pace_has_no_time_and_a_cpu_no_memory_forecast(gpu: Gpu | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(Qwen2Config(**SIZES).to_dict()))
     config = parse_config(config_values(tmp_path, Path("data"), engine="auto"))
-    found = forecast(config, _plan(config), PromptLengths(6, 6, "given"), None, [], gpu)
+    found = forecast(config, _plan(config), PromptLengths(6, 6, "given"), "not measured", [], gpu)
     rows = {what: (value, how) for what, value, how in forecast_rows(found)}
-    value, how = rows.pop("wall time")
-    assert (value, name_hardware(gpu) in how) == ("unknown until a first run", True)
+    assert rows.pop("wall time") == ("unknown until a first run", "not measured")
     assert bool(rows) == bool(gpu)
     assert not gpu or "estimate for one NVIDIA L4" in rows["peak memory per GPU"][1]
-    assert not gpu or "by vllm" in rows["peak memory per GPU"][1]
+    assert not gpu or "vLLM takes rollout.gpu_memory_utilization = 0.3 of 22.5 GiB" in rows["peak memory per GPU"][1]
 
 
-def test_the_gpu_is_the_first_that_nvidia_smi_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("listed", "visible", "gpu"),
+    [
+        ("NVIDIA H200, 143771\n" * 2, None, Gpu("NVIDIA H200", 143771 / 1024)),
+        (
+            "NVIDIA H200, 143771\nNVIDIA L4, 23034\nNVIDIA H200, 143771\n",
+            None,
+            Gpu("NVIDIA L4", 23034 / 1024, "2 × NVIDIA H200, 1 × NVIDIA L4"),
+        ),
+        ("NVIDIA H200, 143771\nNVIDIA L4, 23034\n", "0", Gpu("NVIDIA H200", 143771 / 1024)),
+        ("NVIDIA H200, 143771\n", "", None),
+        ("NVIDIA GB10, [N/A]\n", None, Gpu("NVIDIA GB10")),
+        ("", None, None),
+    ],
+)
+def test_the_gpu_is_the_smallest_visible_one_and_other_kinds_are_named(
+    listed: str, visible: str | None, gpu: Gpu | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_gpu() == ""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H200'\necho 'NVIDIA L4'\n")
+    (tmp_path / "list").write_text(listed)
+    (tmp_path / "nvidia-smi").write_text(f'#!/bin/sh\nwhile read -r line; do echo "$line"; done < {tmp_path}/list\n')
     (tmp_path / "nvidia-smi").chmod(0o755)
-    assert find_gpu() == "NVIDIA H200"
+    assert find_gpu() == gpu
+
+
+def test_without_a_gpu_there_is_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_gpu() is None
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-    assert find_gpu() == ""
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert find_gpu() is None
+    assert name_hardware(None).startswith("CPU with")
+
+
+@pytest.mark.parametrize(
+    ("name", "gb"),
+    [
+        ("h200", 141), ("NVIDIA H100 80GB HBM3", 80), ("A100", 80), ("NVIDIA A100-PCIE-40GB", 40), ("L40S", 48),
+        ("NVIDIA L4", 24), ("NVIDIA A10G", 24), ("RTX A6000", 48), ("NVIDIA GeForce RTX 4090", 24), ("Tesla T4", 16),
+        ("NVIDIA L400", None), ("MI300X", None),
+    ],
+)  # fmt: skip
+def test_a_named_gpu_has_the_memory_that_its_maker_names(name: str, gb: int | None) -> None:
+    """Data sheets say powers of ten or of two, and part of it is kept for error correction."""
+    found = named_gpu(name).memory_gib
+    assert found == gb if gb is None else 0.92 * gb < found < 1.01 * gb
 
 
 @pytest.mark.parametrize("g", [2, 3, 5])
@@ -211,6 +376,6 @@ def test_what_cannot_be_forecast_says_why(tmp_path: Path) -> None:
         model_shape({"model_type": "mamba"})
     assert "between 0 and 1" in useful_groups([0.5, 1.5], 4)["error"]
     config = _config()
-    found = forecast(config, _plan(config), PromptLengths(6, 6, "given"), None, [], "H200")
+    found = forecast(config, _plan(config), PromptLengths(6, 6, "given"), None, [], Gpu("H200"))
     assert set(found) == {"memory", "time"}
     assert all("error" in part for part in found.values())

@@ -16,10 +16,10 @@ from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError, RewardError
 from grpo_core.fingerprint import determining, reward_parts
+from grpo_core.rewards.builtin.record import BuiltinReward
 from grpo_core.rewards.contract import check, range_of, resolve
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.rehearsal import longest
-from grpo_core.rewards.types import BuiltinReward
 from tests.conftest import config_values
 
 

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from grpo_core.errors import TrainingError
 from grpo_core.rollout.types import Request, Sampling
 from tests import forked
 from tests.conftest import config_values, make_model, make_run
@@ -114,7 +115,7 @@ def sample(run: Path, other: Path) -> dict[str, list[Any]]:
     steps = engine.generate(requests, free)
     next(steps)
     steps.close()  # before anything has finished
-    assert not engine.llm.llm_engine.has_unfinished_requests()
+    assert not engine.llm.llm_engine.engine_core.engine_core.scheduler.has_requests()
     drawn |= {
         "again": sampled(engine.generate(requests, free)),
         "singles": sampled(engine.generate(singles, free)),
@@ -130,8 +131,90 @@ def sample(run: Path, other: Path) -> dict[str, list[Any]]:
     scores["synced scores"] = engine.compute_logprobs(sequences())
     drawn["synced"] = sampled(engine.generate(requests, free))
     drawn["long synced"] = sampled(engine.generate(long_requests(), free))
+    found = {"lent": lend(engine, model, requests, free), "unforgotten": hold_cache(engine, model, requests)}
     engine.close()
-    return drawn | scores | {"second runner": second_runner(), "refusal": refusal(run, model)}
+    others = {"second runner": second_runner(), "refusal": refusal(run, model), "on a GPU": start_on_a_gpu(run)}
+    return drawn | scores | found | others
+
+
+def lend(engine: Any, model: Any, requests: list[Request], sampling: Sampling) -> list[Any]:
+    """What happens to the memory of the KV cache when it is lent between calls, and when steps are made.
+
+    The allocator, which needs a GPU, is stood in for by notes of what it is told; all above it is vLLM's own.
+    """
+    worker = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    notes: list[Any] = []
+    step = worker.execute_model
+
+    def noted(*arguments: Any) -> Any:
+        notes.append("step")
+        return step(*arguments)
+
+    def answers() -> list[Any]:
+        notes.append("sample")
+        return sampled(engine.generate(requests, sampling))
+
+    told = {
+        name: lambda *tags, name=name, **named: notes.append([name, *map(list, tags), *named.values()])
+        for name in ("discard", "wake_up", "sleep")
+    }
+    expected = answers()
+    with mock.patch.multiple(worker, execute_model=noted, **told):
+        notes.clear()
+        engine.lends_cache = True
+        engine._lend_cache()
+        assert answers() == expected
+        steps = engine.generate(requests, sampling)
+        next(steps)
+        steps.close()  # before anything has finished
+        engine.sync_weights(model)
+        notes.append("score")
+        engine.compute_logprobs(sequences())
+        assert answers() == expected
+        full, said = RuntimeError("CUDA Error: out of memory"), r"out of memory.*lower rollout.gpu_memory_utilization"
+        with mock.patch.object(worker, "wake_up", side_effect=full), pytest.raises(TrainingError, match=said):
+            engine.compute_logprobs(sequences())
+        engine.llm.wake_up(tags=["kv_cache"])
+        engine.lends_cache = False
+    return notes
+
+
+def hold_cache(engine: Any, model: Any, requests: list[Request]) -> list[Any]:
+    """What a hand-over of weights leaves of a request that was being worked on, and what it says when a block of the
+    KV cache stays in use."""
+    from vllm import SamplingParams
+
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    prompt = {"prompt_token_ids": requests[0].prompt_ids}
+    engine.llm.llm_engine.add_request("left", prompt, SamplingParams(max_tokens=3, ignore_eos=True, detokenize=False))
+    engine.llm.llm_engine.step()
+    assert scheduler.has_unfinished_requests()
+    how = engine.sync_weights(model)
+    left, said = scheduler.has_requests(), ""
+    pool = scheduler.kv_cache_manager.block_pool
+    blocks = pool.get_new_blocks(1)
+    try:
+        engine.sync_weights(model)
+    except TrainingError as error:
+        said = str(error)
+    pool.free_blocks(blocks)
+    return [how, left, said, engine.sync_weights(model)]
+
+
+def start_on_a_gpu(run: Path) -> tuple[dict[str, Any], list[str]]:
+    """The options with which vLLM is started for a model on a GPU, and what it is told then."""
+    import torch
+
+    from grpo_core.config.files import load_config
+    from grpo_core.rollout.vllm.colocated import VLLMEngine
+
+    on_gpu: Any = mock.Mock(**{"parameters.side_effect": lambda: iter([mock.Mock(device=torch.device("cuda"))])})
+    with mock.patch("vllm.LLM") as llm:
+        llm.return_value.collective_rpc.return_value = [""]
+        llm.return_value.apply_model.return_value = [None]
+        VLLMEngine(load_config(run / "config.toml"), run, on_gpu, MAX_LENGTH)
+    calls = [str(call) for call in llm.return_value.mock_calls]
+    return llm.call_args.kwargs, [call for call in calls if "sleep" in call or "release" in call or "wake" in call]
 
 
 def second_runner() -> list[Any]:
@@ -246,6 +329,32 @@ def test_truncated_sampling_is_refused_with_a_sampler_that_is_not_known(drawn: D
     assert "its sampler is builtins.int, which is not known here; set top_p to 1 and top_k to 0" in truncated
 
 
+def test_the_memory_of_the_kv_cache_is_lent_whenever_the_engine_rests(drawn: Drawn) -> None:
+    """No step is made while it is lent; weights are never put to sleep."""
+    notes, is_lent = drawn.values["lent"], False
+    assert notes.count("sample") == 2 and notes.count("score") == 1 and notes.count("step") > 10
+    for note in notes:
+        if isinstance(note, list):
+            assert note == (["wake_up", ["kv_cache"]] if is_lent else ["discard", ["kv_cache"]])
+            is_lent = not is_lent
+        else:
+            assert is_lent == (note != "step")
+    assert not is_lent  # the last is the test's own
+    assert sum(isinstance(note, list) for note in notes) == 1 + 2 * 4 + 1
+
+
+def test_on_a_gpu_vllm_is_started_so_that_its_kv_cache_can_be_lent_and_it_is(drawn: Drawn) -> None:
+    options, told = drawn.values["on a GPU"]
+    assert options["enable_sleep_mode"] is True
+    assert told == ["call.sleep(level=0)", "call.release_kv_cache_memory()"]
+
+
+def test_weights_are_handed_over_to_an_engine_at_rest_that_forgets_what_it_computed(drawn: Drawn) -> None:
+    how, left, said, afterwards = drawn.values["unforgotten"]
+    assert (how, left, afterwards) == ("shared", False, "shared")
+    assert "vLLM still holds blocks of its KV cache after its last request" in said
+
+
 def test_scores_are_those_of_the_weights_last_synced(drawn: Drawn) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -261,9 +370,9 @@ def test_a_new_process_draws_the_same_bits_as_one_that_has_served_before(drawn: 
     assert resumed == {name: drawn.values[name] for name in resumed}
 
 
-def follow(run: Path) -> tuple[list[float], bool]:
-    """Distances of an engine's scores from the model's, before and after it takes each of several updates, and whether
-    the weights got there by copies."""
+def follow(run: Path) -> tuple[list[float], list[str]]:
+    """Distances of an engine's scores from the model's, before and after it takes each of several updates, and how each
+    got there."""
     import copy
 
     import torch
@@ -281,18 +390,18 @@ def follow(run: Path) -> tuple[list[float], bool]:
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
 
-    distances = [distance(model)]
+    distances, how = [distance(model)], []
     another = copy.deepcopy(model)
     for updated in (model, model, another, model):
         change(updated)
         before = distance(updated)
         others = [(m, [p.clone() for p in m.parameters()]) for m in (model, another) if m is not updated]
-        engine.sync_weights(updated)
+        how.append(engine.sync_weights(updated))
         distances += [before, distance(updated)]
         for other, weights in others:
             assert all(torch.equal(p, kept) for p, kept in zip(other.parameters(), weights, strict=True))
     engine.close()
-    return distances, engine.copies is not None
+    return distances, how
 
 
 @pytest.mark.parametrize(
@@ -313,8 +422,8 @@ def test_an_update_is_there_as_it_is_made_and_another_models_by_copies(
     options = {"tie_word_embeddings": tied, "max_position_embeddings": 512, **PACKED}
     folder = make_model(tmp_path / "model", architecture=architecture, initializer_range=0.1, **options)
     run = make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm"))
-    (first, *others), by_copies = forked.call(follow, run)
-    assert by_copies
+    (first, *others), how = forked.call(follow, run)
+    assert how == ["shared", "shared", "copied", "copied"]
     assert first < 1e-4
     assert [before > 0.1 for before in others[::2]] == [False, False, True, True]  # the third is of another model
     assert all(before < 1e-4 for before in others[:4:2])
@@ -325,8 +434,8 @@ def test_a_packed_bf16_engine_is_reloaded(tmp_path: Path) -> None:
     options = {"tie_word_embeddings": True, "max_position_embeddings": 512, **PACKED}
     folder = make_model(tmp_path / "model", initializer_range=0.1, **options)
     run = make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm", mixed_precision="bf16"))
-    (_, *others), by_copies = forked.call(follow, run)
-    assert not by_copies
+    (_, *others), how = forked.call(follow, run)
+    assert set(how) == {"reloaded"}
     assert all(after < before / 3 for before, after in zip(others[::2], others[1::2], strict=True))
 
 

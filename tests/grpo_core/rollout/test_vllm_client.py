@@ -55,6 +55,8 @@ def test_another_vllm_is_refused_with_the_one_that_is_needed(monkeypatch: pytest
 class _Server:
     """Stands for a server: slow to answer the second process, and it writes down what happens when."""
 
+    backend = "shared_memory"
+
     def __init__(self, *_: Any):
         self.wanted = NO_WEIGHTS
         self.at: dict[str, float] = {}
@@ -195,6 +197,47 @@ def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_ane
     monkeypatch.setattr(transfer, "_connect", mock.Mock(side_effect=error))
     with pytest.raises(Unavailable, match=message):
         transfer.send(server, {"weight": torch.zeros(1)})
+
+
+def test_several_servers_are_sent_their_weights_concurrently() -> None:
+    transfer, both = _transfer(), threading.Barrier(2, timeout=60)
+    made: list[Any] = [mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": both.wait})) for _ in range(2)]
+    other = threading.Thread(target=transfer.send, args=(made[0], {"weight": torch.zeros(1)}), daemon=True)
+    other.start()
+    transfer.send(made[1], {"weight": torch.zeros(1)})
+    other.join()
+    assert [server.transfer.send_weights.call_count for server in made] == [1, 1]
+    assert [server.transfer.source.snapshot for server in made] == [{}, {}]
+
+
+@pytest.mark.parametrize(("copies", "concurrent"), [(1, 1024), (2, 2048)])
+def test_a_server_is_asked_as_much_as_it_works_on_concurrently(copies: int, concurrent: int) -> None:
+    server = _server("http://127.0.0.1:1")
+    started = {**STARTED, "max_num_seqs": 1024}
+    open_requests: list[asyncio.Event] = []
+
+    async def request(method: str, path: str, seconds: float, **options: Any) -> Any:
+        if path == "/collective_rpc":
+            return {"results": [{"granted": True, "server": started}]}
+        if path == "/get_world_size":
+            return {"world_size": 2 * copies if options["params"]["include_dp"] == "true" else 2}
+        open_requests.append(asyncio.Event())
+        await open_requests[-1].wait()
+        return {"choices": []}
+
+    async def count() -> int:
+        with mock.patch.object(server, "_request", request):
+            for _ in range(2):  # a lease that is renewed changes nothing
+                await server.take_lease()
+            asked = [asyncio.create_task(server.ask({})) for _ in range(concurrent + 5)]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            found = len(open_requests)
+            for task in asked:
+                task.cancel()
+            return found
+
+    assert asyncio.run(count()) == concurrent
 
 
 STARTED = {

@@ -64,8 +64,8 @@ class CountingEngine:
         logprobs = self.model.logits.detach().log_softmax(0).tolist()
         return [[logprobs[token] for token in ids[1:]] for ids in sequences]
 
-    def sync_weights(self, model: torch.nn.Module) -> None:
-        pass
+    def sync_weights(self, model: torch.nn.Module) -> str:
+        return "shared"
 
     def close(self) -> None:
         pass
@@ -130,7 +130,7 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
         engine=engine,
         lookahead=None,
         memory=OutOfMemoryRetry(4 * plan.per_device_train_batch_size, policy),
-        probe=Probe([[0, 1]], config.train.mixed_precision),
+        probe=Probe([[0]], [[1]], "no"),
     )
     with (
         mock.patch.object(trainer, "load_session", return_value=session),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 from pathlib import Path
@@ -10,8 +11,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from grpo_core.rollout.types import Rollout
 from grpo_core.training.checkpoint import CheckpointError, Checkpoints, require_shared
+from grpo_core.training.random_state import random_state, set_random_state
 from grpo_core.training.state import TrainingState
+from tests.grpo_core.allocations import Allocations
 from tests.grpo_core.training.several import in_two_processes
 
 
@@ -34,6 +38,64 @@ def test_a_checkpoint_that_does_not_fit_names_its_file_and_leaves_the_one_before
     progress = checkpoints.restore()
     assert progress is not None
     assert progress.updates == 2
+
+
+def test_a_checkpoint_is_copied_into_what_is_there_without_a_second_state_in_memory(tmp_path: Path) -> None:
+    checkpoints = _checkpoints(tmp_path, 256)
+    parameters = [*checkpoints.model.parameters()]
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        checkpoints.optimizer.step()
+
+    def tensors() -> list[torch.Tensor]:
+        states = [checkpoints.optimizer.state[parameter] for parameter in parameters]
+        return [*parameters, *(value for state in states for value in state.values())]
+
+    step()
+    checkpoints.save(TrainingState(rows_per_pass=1, updates=1), keep=1)
+    saved, places = [tensor.clone() for tensor in tensors()], [tensor.data_ptr() for tensor in tensors()]
+    step()
+    with Allocations() as allocations:
+        assert checkpoints.restore() is not None
+    assert allocations.peak < sum(tensor.nbytes for tensor in saved) / 20
+    assert [tensor.data_ptr() for tensor in tensors()] == places
+    (tmp_path / "step-000001" / "state.pt").write_bytes(b"")  # nothing reads it any longer
+    assert all(torch.equal(tensor, old) for tensor, old in zip(tensors(), saved, strict=True))
+
+
+def test_the_batch_of_a_checkpoint_does_not_need_its_file_any_longer(tmp_path: Path) -> None:
+    checkpoints = _checkpoints(tmp_path)
+    values = torch.arange(12.0).view(3, 4)
+    fields = {field.name: None for field in dataclasses.fields(Rollout)}
+    state = TrainingState(rows_per_pass=1, updates=1, rollout=Rollout(**{**fields, "sampling_logprobs": values}))
+    checkpoints.save(state, keep=1)
+    found = checkpoints.restore()
+    os.truncate(tmp_path / "step-000001" / "state.pt", 0)  # a page of it that is read from here on ends the process
+    assert found is not None and found.rollout is not None
+    assert torch.equal(found.rollout.sampling_logprobs, values)
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    checkpoints = _checkpoints(tmp_path)
+    checkpoints.save(TrainingState(rows_per_pass=1, updates=1), keep=1)
+    checkpoints.model(torch.ones(1, 4)).sum().backward()
+    checkpoints.optimizer.step()
+    with pytest.raises(ValueError, match="has the state of 0 parameters, this one of 2"):
+        checkpoints.restore()
+
+
+def test_the_random_states_of_gpus_are_set_only_if_there_are_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, done = 2, []
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [torch.tensor([n]) for n in range(count)])
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", done.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    state = random_state()
+    set_random_state(state)
+    count = 8
+    set_random_state(state)
+    assert done == [state["cuda"]]
 
 
 @pytest.mark.slow

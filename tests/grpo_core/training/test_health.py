@@ -120,6 +120,8 @@ def test_a_batch_that_no_reward_scored_stops_the_training_at_once(values: dict[s
     run = make_run(tmp_path / "run", values)
     with pytest.raises(TrainingError, match=r"step 1: reward not finite.*no function scored a single completion"):
         _train(run)
+    (stopped,) = _lines(run / "training" / "metrics.jsonl")
+    assert math.isnan(stopped["reward"])
 
 
 @pytest.mark.usefixtures("endless")
@@ -127,6 +129,25 @@ def test_completions_that_never_end_stop_the_training_when_asked_to(values: dict
     run = make_run(tmp_path / "run", with_keys(values, patience=2, clipped_length_action="stop"))
     with pytest.raises(TrainingError, match=r"step 2: completions/clipped_ratio = 1 is above 0\.9, 2 updates in a row"):
         _train(run)
+    steps = _lines(run / "training" / "metrics.jsonl")
+    assert [(step["step"], step["completions/clipped_ratio"]) for step in steps] == [(1, 1.0), (2, 1.0)]
+
+
+@pytest.mark.slow
+def test_an_update_that_is_not_finite_stops_the_training_with_its_figures_in_the_log_until_it_is_made_again(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _break_once(monkeypatch, {3})
+    run = make_run(tmp_path / "run", with_keys(values, save_steps=2))
+    with pytest.raises(TrainingError, match="step 3: loss nan, gradient norm nan"):
+        _train(run)
+    *healthy, stopped = _lines(run / "training" / "metrics.jsonl")
+    assert stopped["step"] == 3
+    assert math.isnan(stopped["loss"]) and math.isnan(stopped["grad_norm"])
+    assert {*healthy[0]} - {*stopped} == {"learning_rate"}, "no step was taken"
+    _train(run)
+    steps = _lines(run / "training" / "metrics.jsonl")
+    assert [(step["step"], math.isfinite(step["loss"])) for step in steps] == [(n, True) for n in (1, 2, 3, 4)]
 
 
 def _break_once(monkeypatch: pytest.MonkeyPatch, at_updates: set[int]) -> None:

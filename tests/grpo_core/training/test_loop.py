@@ -24,7 +24,7 @@ from tests.conftest import make_run, with_keys
 from tests.grpo_core.training.launching import REWARD, TWO_PROCESSES, finish, started
 from tests.grpo_core.training.training import are_close, metrics_of, trained_run, weights_of
 
-# Some gradients are zero but for rounding (a key bias, under softmax); Adam with its usual epsilon would make a full
+# Some gradients are zero except for rounding (a key bias, under softmax); Adam with its usual epsilon would make a full
 # step of that noise.
 CALM_ADAM = {"adam_epsilon": 1e-3}
 EVERYTHING = {

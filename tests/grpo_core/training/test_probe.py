@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.lost_weights import LEARNING_RATES, measure
-from grpo_core.training.probe import Probe, Scores, probe_sequences
+from grpo_core.rollout.types import Completion, Finished, Request, Sampling
+from grpo_core.training.probe import Probe, Scores, probe_batch
 
 TOKENS = 100
 ROUNDING = 0.005
@@ -32,7 +34,7 @@ def _stop(
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(TOKENS, generator=generator)
     policy = torch.empty(0, TOKENS)
-    probe, unchanged, lagging = Probe([], "bf16"), None, None
+    probe, unchanged, lagging = Probe([], [], "bf16"), None, None
     for number in range(updates + 1):
         noise = direction + 0.5 * torch.randn(TOKENS, generator=generator)
         policy = torch.cat([policy, (policy[-1:] if number else torch.zeros(1, TOKENS)) + (number > 0) * step * noise])
@@ -93,24 +95,64 @@ def test_an_engine_that_gets_only_half_of_the_weights_is_found() -> None:
 
 def test_changes_too_small_to_tell_anything_add_up() -> None:
     """A tenth of the rounding is 0.001: 96 times 1.05e-5."""
-    probe, trainer, engine = Probe([], "bf16"), torch.zeros(TOKENS), torch.full((1, TOKENS), 0.01)
+    probe, trainer, engine = Probe([], [], "bf16"), torch.zeros(TOKENS), torch.full((1, TOKENS), 0.01)
     found = [probe.compare(Scores(trainer + number * 1.05e-5, engine))[0] for number in range(100)]
     assert [number for number, moved in enumerate(found) if moved] == [96]
 
 
 def test_a_policy_that_does_not_move_says_nothing_about_its_engine() -> None:
-    probe, scores = Probe([], "no"), Scores(torch.zeros(TOKENS), torch.full((1, TOKENS), 1e-7))
+    probe, scores = Probe([], [], "no"), Scores(torch.zeros(TOKENS), torch.full((1, TOKENS), 1e-7))
     assert [probe.compare(scores) for _ in range(3)] == [(0.0, 0.0)] * 3
 
 
-def test_the_probe_is_fixed_short_and_has_a_score_for_a_prompt_of_one_token() -> None:
-    prompts = [[n] * (1 + 40 * n) for n in range(20)]
-    sequences = probe_sequences(prompts, 99, longest=64)
-    assert sequences == probe_sequences(prompts, 99, longest=64)
-    assert len(sequences) == 16
-    assert sequences[0] == [0, 99]
-    assert all(2 <= len(ids) <= 16 and ids[-1] == 99 for ids in sequences)
-    assert all(len(ids) == 2 for ids in probe_sequences(prompts, 99, longest=2))
+class Echo:
+    """Answers, last request first, with the first token of each prompt as often as it may."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Finished]]:
+        assert sampling.temperature == 0
+        for number, request in reversed([*enumerate(requests)]):
+            assert request.num_completions == 1
+            yield []
+            yield [(number, [Completion(request.prompt_ids[:1] * sampling.max_tokens, [], truncated=True)])]
+
+
+@pytest.mark.parametrize("longest", [2, 3, 20, 64])
+def test_the_probe_is_what_the_engine_says_to_the_ends_of_a_few_prompts(longest: int) -> None:
+    engine: Any = Echo()
+    prompts = [[*range(n, 1 + 41 * n)] for n in range(20)]
+    contexts, said = probe_batch(engine, prompts, longest)
+    assert len(contexts) == len(said) == 16
+    assert contexts[0] == [0]
+    for prompt, context, continuation in zip(prompts, contexts, said, strict=False):
+        assert context and context == prompt[-len(context) :]
+        assert continuation and set(continuation) == {context[0]}
+        assert len(context) <= 16 and len(continuation) <= 16
+        assert len(context + continuation) <= longest
+
+
+@pytest.mark.parametrize(
+    ("precision", "own_bound", "first_drift", "bound", "first_bound"),
+    [
+        ("bf16", None, 0.01, 0.1, 0.3),
+        ("bf16", None, 0.2, 0.6, 0.3),
+        ("no", None, 1e-7, 1e-3, 0.03),
+        ("no", None, 2e-3, 6e-3, 0.03),
+        ("bf16", 0.05, 0.2, 0.05, 0.05),
+    ],
+)
+def test_the_bound_follows_from_what_rounding_does_with_the_bases_weights(
+    precision: str, own_bound: float | None, first_drift: float, bound: float, first_bound: float
+) -> None:
+    probe = Probe([], [], precision, own_bound, first_drift)
+    assert (probe.bound, probe.first_bound) == (pytest.approx(bound), first_bound)
+
+
+def test_tokens_of_which_a_policy_is_certain_hide_no_engine_that_stays_the_same() -> None:
+    """Nine of ten log-probabilities are 0 and stay it; the others move by as much as rounding."""
+    probe, step = Probe([], [], "bf16"), (torch.arange(TOKENS) % 10 == 0) * ROUNDING
+    engine = torch.full((1, TOKENS), ROUNDING)
+    found = [probe.compare(Scores(number * step, engine))[0] for number in range(4)]
+    assert any(found)
 
 
 @pytest.mark.slow
@@ -121,7 +163,3 @@ def test_a_training_notices_a_hand_over_that_does_nothing_in_the_first_update(tm
     assert [row.learning_rate for row in rows] == list(LEARNING_RATES)
     assert [row.stopped for row in rows] == [None] * 4
     assert [row.stopped_lost for row in rows] == [1] * 4
-
-
-def test_the_probe_of_a_tokenizer_without_an_end_token_is_of_the_prompts_tokens() -> None:
-    assert probe_sequences([[7], [4, 5, 6]], None, longest=3) == [[7, 7], [5, 6, 4]]

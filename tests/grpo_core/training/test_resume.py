@@ -93,14 +93,14 @@ def test_a_step_whose_evaluation_was_interrupted_is_recorded_once_whatever_follo
     first = figures_of(run)
     assert [row["step"] for row in first] == [1, 2, 3]
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "update", _failing(trainer.update, 2, NotFiniteError))
+        patch.setattr(trainer, "update", _failing(trainer.update, 2, NotFiniteError("step 4")))
         result = train(run, run / "training")
     assert (result["resumed_at_step"], result["roll_backs"]) == (2, 1)
     assert [row["step"] for row in figures_of(run)] == [1, 2, 3, 4, 5]
     assert figures_of(run)[:2] == first[:2]
 
 
-def _failing(function: Any, call: int, error: type[BaseException]) -> Any:
+def _failing(function: Any, call: int, error: BaseException | type[BaseException]) -> Any:
     """The function, whose call number `call` raises."""
     calls = itertools.count(1)
 

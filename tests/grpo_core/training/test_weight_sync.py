@@ -19,7 +19,7 @@ from grpo_core.rollout.types import Engine
 from grpo_core.training import session
 from grpo_core.training.loop import train
 from grpo_core.training.state import TrainingState
-from grpo_core.training.weight_sync import sync_weights
+from grpo_core.training.weight_sync import begin_probing, sync_weights
 from tests import forked
 from tests.conftest import make_run, with_keys
 
@@ -29,10 +29,11 @@ class CopyingEngine(TransformersEngine):
 
     skipped = 0
 
-    def sync_weights(self, model: nn.Module) -> None:
+    def sync_weights(self, model: nn.Module) -> str:
         self.syncs = getattr(self, "syncs", 0) + 1
         if self.syncs != self.skipped:
             self.model = copy.deepcopy(model)
+        return "copied"
 
 
 def _with_copying_engine(monkeypatch: pytest.MonkeyPatch, skipped: int) -> None:
@@ -88,6 +89,32 @@ def test_a_bound_of_ones_own_alone_decides_how_far_the_two_may_come_apart(
     else:
         with pytest.raises(TrainingError, match=r"have come apart \S+ times as far as rounding explains"):
             sync_weights(set_up_, progress)
+
+
+@pytest.mark.parametrize(("off", "stops"), [(0.2, False), (0.4, True)])
+def test_rounding_with_the_bases_weights_sets_the_bound_and_another_model_stops_before_the_first_update(
+    values: dict[str, Any], tmp_path: Path, off: float, stops: bool
+) -> None:
+    """Twice the usual bound is no reason to stop if it was there before anything was trained."""
+    session_ = session.load_session(make_run(tmp_path / "run", with_keys(values, mixed_precision="bf16")))
+    score = session_.engine.compute_logprobs
+    session_.engine.compute_logprobs = lambda sequences: [[value + off for value in row] for row in score(sequences)]  # type: ignore[method-assign]
+    if stops:
+        with pytest.raises(TrainingError, match=r"before the first update: .* with the base's weights on both sides"):
+            begin_probing(session_)
+    else:
+        begin_probing(session_)
+        assert sync_weights(session_, TrainingState(rows_per_pass=8)) == pytest.approx(off, abs=0.02)
+        assert session_.probe.bound == pytest.approx(3 * off, abs=0.06)
+
+
+def test_how_the_weights_reach_the_engine_is_said_once_and_recorded(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _with_copying_engine(monkeypatch, 0)
+    run = make_run(tmp_path / "run", with_keys(values, max_steps=3))
+    assert train(run, run / "training")["weights_reached_engine"] == "copied"
+    assert capsys.readouterr().out.count("training: weights reach the engine: copied (drift ") == 1
 
 
 def test_without_a_lost_sync_nothing_stops(

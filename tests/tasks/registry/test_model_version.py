@@ -27,13 +27,14 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     import torch
 
     folder = tmp_path_factory.mktemp("storage") / "runs" / "small"
-    model = with_adapter(load_model(model_folder), ModelConfig(name_or_path=str(model_folder), use_peft=True, lora_r=4))
+    config = ModelConfig(name_or_path=str(model_folder), use_peft=True, lora_r=4)
+    model = with_adapter(load_model(model_folder), config)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     (folder / "training").mkdir(parents=True)
-    save_model(model, make_tokenizer(), folder / "training" / "model")
+    save_model(model, make_tokenizer(), folder / "training" / "model", config)
     return folder
 
 

@@ -139,7 +139,11 @@ def test_the_page_names_code_and_data_and_a_time_only_where_it_was_forecast(bare
         "time in updates – no forecast 50 s",
     ):
         assert "".join(shown.split()) in text
-    assert "Time forecast: a guess." in Page(_html(bare)).text
+    page = Page(_html(bare)).text
+    assert "Time forecast, made before the training: a guess." in page
+    text = "".join(page.split())  # 50 s of updates, forecast 36; the training's 63 s, forecast 72
+    assert "timeinupdates36sforecast50s1.4×theforecast" in text
+    assert "timeofthewholetraining72sforecast63s0.9×theforecast" in text
 
 
 def test_prompts_that_changed_are_counted_and_shown(full_page: Page) -> None:

@@ -109,7 +109,7 @@ def _log_without_a_flow_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _do(stage: Stage, run: Path, force: bool = False, work: Callable[[Context], Values] | None = None) -> bool:
-    """Whether it was executed rather than skipped."""
+    """Run the stage; True if it was executed, False if it was skipped."""
     state = run_stage(stage, run, read_config(run), work or WORK[stage.name], force)
     if state.is_cancelled():
         raise state.data

@@ -16,7 +16,7 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from tasks.stages.outages import tracking_uri
+from tasks.stages.mlflow_address import tracking_uri
 from tasks.tracking import sending as module
 from tasks.tracking.sending import SENT_FILE, send_rest, sending
 from tests.serving import free_ports, kill_group, mlflow_server

@@ -15,10 +15,10 @@ import pytest
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
-from grpo_core.planning.forecast import name_hardware
+from grpo_core.planning.hardware import Gpu, name_hardware
 from tasks.stages.errors import StageError
 from tasks.stages.lineage import lineage_keys
-from tasks.stages.outages import TrackingError, tracking_uri
+from tasks.stages.mlflow_address import TrackingError, tracking_uri
 from tasks.tracking import runs as tracking
 from tasks.tracking.runs import connect, earlier_throughput, open_tracking_run, read_tracking_run, run_address
 from tests.conftest import config_values, write_sums
@@ -127,15 +127,17 @@ def test_the_pace_of_earlier_runs_is_that_of_the_same_hardware(run: Path, monkey
     config = _config(run, registry={"experiment": "paces"})
     client = connect()
     for name, tokens in {"here": 100, "NVIDIA H200": 9000}.items():
-        monkeypatch.setattr(tracking, "find_gpu", lambda name=name: "" if name == "here" else name)
+        monkeypatch.setattr(tracking, "find_gpu", lambda name=name: None if name == "here" else Gpu(name))
         (run / name).mkdir()
         run_id = open_tracking_run(config, run, run / name)["run_id"]
+        begun = client.get_run(run_id).info.start_time
         for metric, value in {"step_time": 2.0, "num_tokens": tokens, "completions/mean_length": 5.0}.items():
-            client.log_metric(run_id, metric, value)
+            client.log_metric(run_id, metric, value, timestamp=begun + 9000)
         client.set_terminated(run_id)
-    here, there, any_of_them = (earlier_throughput(config, name) for name in (name_hardware(""), "h200", ""))
+    here, there, any_of_them = (earlier_throughput(config, name) for name in (name_hardware(None), "h200", ""))
     assert here and there and any_of_them
     assert (here.tokens_per_second, there.tokens_per_second) == (50, 4500)
-    assert f"on {name_hardware('')}: 50 tokens/s per process" in here.how
+    assert here.other_seconds == pytest.approx(7)  # of the 9 until the last update was done
+    assert f"on {name_hardware(None)}: 50 tokens/s per process" in here.how
     assert "on NVIDIA H200, CPU" in any_of_them.how
     assert earlier_throughput(config, "NVIDIA L4") is None

@@ -11,16 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_core.rewards.builtin.answers import multiple_choice, normalized_match
-from grpo_core.rewards.builtin.form import char_length, language, length_band, repetition, tags
-from grpo_core.rewards.builtin.quality import (
-    SENTENCE,
-    automated_readability_index,
-    distinct_n,
-    readability,
-    rouge,
-    self_repetition,
-)
+from grpo_core.rewards.builtin.form import format_regex, tags
+from grpo_core.rewards.builtin.language import language
+from grpo_core.rewards.builtin.length import char_length, length, length_band, soft_overlong_punishment
+from grpo_core.rewards.builtin.readability import SENTENCE, automated_readability_index, readability
+from grpo_core.rewards.builtin.rouge import rouge
 from grpo_core.rewards.builtin.structured import json_schema
+from grpo_core.rewards.builtin.variety import distinct_n, repetition, self_repetition
 from grpo_core.rewards.registry import BUILTIN
 
 ARTICLE_1 = {  # of the Universal Declaration of Human Rights
@@ -246,3 +243,29 @@ def test_whatever_is_written_gets_a_value_in_the_range_as_text_and_as_message(na
     values = ANY[name]([text, "the cat"])
     assert all(value is not None and math.isfinite(value) and low <= value <= high for value in values)
     assert ANY[name]([[{"role": "assistant", "content": written}] for written in (text, "the cat")]) == values
+
+
+def test_format_regex_wants_the_whole_completion_over_several_lines() -> None:
+    pattern = r"<think>.*</think>\s*<answer>.*</answer>"
+    completions = [
+        "<think>a\nb</think>\n<answer>1</answer>",
+        "x <think></think><answer></answer>",
+        "<answer>1</answer>",
+    ]
+    assert format_regex(completions, pattern) == [1, 0, 0]
+
+
+def test_length_peaks_at_its_target_and_never_goes_below_zero() -> None:
+    assert length([[0] * n for n in (0, 5, 10, 15, 20, 40)], target=10) == [0, 0.5, 1, 0.5, 0, 0]
+
+
+@pytest.mark.parametrize(("tokens", "reward"), [(0, 0), (15, 0), (16, -0.2), (18, -0.6), (20, -1), (30, -1)])
+def test_soft_overlong_punishment_falls_from_its_cache_to_the_limit(tokens: int, reward: float) -> None:
+    values = soft_overlong_punishment([[0] * tokens], max_completion_len=20, soft_punish_cache=5)
+    assert values == [pytest.approx(reward)]
+
+
+@pytest.mark.parametrize("cache", [0, 21])
+def test_a_cache_outside_the_limit_is_refused(cache: int) -> None:
+    with pytest.raises(ValueError, match=f"soft_punish_cache={cache} must be between 1 and max_completion_len=20"):
+        soft_overlong_punishment([[0]], max_completion_len=20, soft_punish_cache=cache)

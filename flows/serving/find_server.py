@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.serving.running import ServerError, Up, find_up
+from flows.serving.up_file import ServerError, Up, find_up
 from tasks.stages.run_directory import storage_root
 
 START_SECONDS = 180
@@ -39,7 +39,32 @@ class Answer:
 
 
 @contextmanager
-def prefect_api() -> Iterator[str]:
+def server_for_command() -> Iterator[str]:
+    """The URL of Prefect's API, as `_prefect_api` gives it: import in the body what is needed, while a server starts.
+    After the body, the server has the limit of one training at a time. Raises ServerError if there is no server."""
+    with _prefect_api() as url:
+        yield url
+    from flows.serving.server_setup import ensure_training_limit, password_asked_for
+
+    with password_asked_for():
+        ensure_training_limit()
+
+
+def use_running_server() -> bool:
+    """Whether a Prefect server runs for this storage. If so, what follows is recorded there as a flow run, triggers its
+    automations, and logs only there. Raises ServerError if the server wants a password."""
+    if (api := find_api()) is None:
+        return False
+    os.environ["PREFECT_API_URL"] = api
+    os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
+    from flows.serving.server_setup import check_access
+
+    check_access()
+    return True
+
+
+@contextmanager
+def _prefect_api() -> Iterator[str]:
     """The URL of Prefect's API: $PREFECT_API_URL, or that of the `grpo up` of this storage, or that of a new server on
     127.0.0.1 over $PREFECT_HOME that ends with this process.
 

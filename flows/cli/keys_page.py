@@ -1,4 +1,4 @@
-"""The page of all configuration keys. `make reference` writes it: `python -m flows.cli.reference PAGE`."""
+"""The page of all configuration keys. `make reference` writes it: `python -m flows.cli.keys_page PAGE`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where MLflow is, and what a person can do when it or the storage fails."""
+"""Where MLflow is, and what to say when it does not answer."""
 
 from __future__ import annotations
 
@@ -49,14 +49,3 @@ def first_cause(error: BaseException) -> str:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
     return str(error)
-
-
-def advice(error: Exception) -> str:
-    """If MLflow or the storage failed: a sentence with the cause and what to do; "" for any other error."""
-    from mlflow.exceptions import MlflowException
-
-    if isinstance(error, MlflowException):
-        return describe(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename or 'storage'}; see to that, then run the same again"
-    return ""

@@ -1,0 +1,398 @@
+"""The checks of `benchmarks.gpu_check`, each run in a process of its own:
+
+python -m benchmarks.gpu_checks CHECK SCRATCH ROWS
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from benchmarks.cases import QWEN
+from benchmarks.gpu_check import Row, append
+from benchmarks.side_ours import replayed, run_directory
+from benchmarks.vs_trl import OutOfMemoryError, run
+from benchmarks.workload import Workload, training_flops, write
+from grpo_core.config.files import dump_config, parse_config
+from grpo_core.config.inputs import ModelConfig
+from grpo_core.model.loading import load_model, with_adapter
+from grpo_core.model.logprobs import chosen_logprobs
+from grpo_core.model.policy import Policy
+from grpo_core.model.sequences import Sequences, pad
+from grpo_core.planning.forecast import find_gpu, peak_memory
+from grpo_core.planning.plan import load_plan
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+PRECISION = "bf16" if ON_GPU else "no"
+SMALL = (  # a model that every check but memory and speed trains: 40 million parameters, or 100 thousand on a CPU
+    Workload(hidden=512, intermediate=1536, layers=8, heads=8, vocabulary=16_384, completion=64, mode="generate")
+    if ON_GPU
+    else Workload(hidden=64, intermediate=128, layers=2, vocabulary=512, prompts=2, prompt_lengths=(8, 24), group=4,
+                  completion=16, mode="generate")
+)  # fmt: skip
+REAL = Workload(**QWEN["0.5B"], prompts=16, prompt_lengths=(60, 220), completion=512, steps=4)
+LARGE = REAL if ON_GPU else replace(SMALL, mode="replay")
+PROMPTS = {"train": "workload", "eval": "held-out"}  # folders
+MOST_WAITS = 4  # of the host for the device in an update
+EXACT = 1e-4  # relative distance of float32 gradients that are the same but for rounding
+ROUNDING = 2.0  # times the distance that plain bfloat16 rows have from float32
+MISSING = "needs a GPU"
+
+Report = Callable[[Row], None]
+
+
+def hardware(scratch: Path, report: Report) -> None:
+    """What is there: driver, GPUs, a C compiler for Triton."""
+    report(Row("processor cores", str(os.cpu_count())))
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    report(Row("a C compiler, which Triton needs", compiler or "none", "there", bool(compiler) or not ON_GPU))
+    if not ON_GPU:
+        report(Row("GPU", "none", MISSING))
+        return
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0].strip()
+    report(Row("driver", driver, "580 or later", int(driver.partition(".")[0] or 0) >= 580))
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        capability = found.major + found.minor / 10
+        memory = f"{found.total_memory / 2**30:.0f} GiB, sm {capability:g}"
+        report(Row(f"GPU {number}: {found.name}", memory, "sm 8 or later", capability >= 8))
+    size = 8192
+    product = torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16)
+    rate = 2 * size**3 / _seconds(lambda: product @ product) / 1e12
+    report(Row("a bfloat16 matrix product", f"{rate:.0f} TFLOP/s"))
+
+
+def attention(scratch: Path, report: Report) -> None:
+    """Log-probabilities and gradients of every kind of policy beside plain rows in float32."""
+    write(SMALL, scratch / "workload")
+    sequences = draw_sequences(SMALL)
+    for precision in ("no", "bf16"):
+        for kind in ("all weights", "LoRA", "frozen"):
+            policy = Policy(_model(scratch, kind), 0.9, bf16=precision == "bf16")
+            expected = plain(_model(scratch, kind), sequences, 0.9)
+            logprobs, _ = policy(sequences)
+            found = [[logprobs.detach()], _gradient(policy.master, logprobs)]
+            report(Row(f"{precision}, {kind}: packed", str(policy.packs), "True", policy.packs))
+            half = plain(_model(scratch, kind).bfloat16(), sequences, 0.9) if precision == "bf16" else expected
+            for what, ours, plainly, rounded in zip(
+                ("log-probabilities", "gradient"), found, expected, half, strict=True
+            ):
+                if plainly:  # a frozen model has no gradient
+                    away, bound = distance(ours, plainly), max(EXACT, ROUNDING * distance(rounded, plainly))
+                    name = f"{precision}, {kind}: {what} from float32"
+                    report(Row(name, f"{away:.1e}", f"at most {bound:.1e}", away <= bound))
+
+
+def head(scratch: Path, report: Report) -> None:
+    """The output layer at a real vocabulary: exact, quick, and without the logits of all tokens in memory."""
+    tokens, width, vocabulary = (8192, 896, 151_936) if ON_GPU else (256, 64, 8192)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    hidden = torch.randn(tokens, width, device=DEVICE, dtype=dtype, requires_grad=True)
+    weight = (torch.randn(vocabulary, width, device=DEVICE, dtype=dtype) / width**0.5).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
+
+    def work() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        hidden.grad = weight.grad = None
+        logprobs, entropy = chosen_logprobs(hidden, weight, targets, 0.9)
+        (logprobs.sum() + entropy.sum()).backward()
+        return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad  # type: ignore[return-value]
+
+    found = work()
+    expected = _plain_head(hidden.detach(), weight.detach(), targets, 0.9)
+    bound = 2e-2 if ON_GPU else EXACT  # bfloat16 products
+    for name, ours, plainly in zip(
+        ("log-probabilities", "entropies", "gradient of the states", "gradient of the weights"),
+        found,
+        expected,
+        strict=True,
+    ):
+        away = distance([ours], [plainly])
+        report(Row(f"{name} from float32", f"{away:.1e}", f"at most {bound:.0e}", away <= bound))
+    seconds = _seconds(work)
+    report(Row(f"forward and backward, V = {vocabulary:,}", f"{1e6 * seconds / tokens:.1f} us per token"))
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        report(Row("memory that it adds", f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.0f} MiB"))
+
+
+def engines(scratch: Path, report: Report) -> None:
+    """The whole pipeline by `grpo run`, with every engine; with the adapter alone handed over, too."""
+    write(SMALL, scratch / PROMPTS["train"])
+    write(replace(SMALL, seed=1), scratch / PROMPTS["eval"])
+    kinds = [("transformers", False), ("vllm", False), ("vllm", True), ("vllm-server", False)]
+    for engine, lora in kinds:
+        name = f"{engine}{', LoRA' if lora else ''}, {PRECISION}"
+        config = scratch / f"{engine}-{lora}.toml"
+        config.write_text(_configuration(scratch, engine, lora))
+        start = time.perf_counter()
+        grpo = [sys.executable, "-m", "flows.cli.main", "run", str(config)]
+        code = subprocess.run(grpo, env=os.environ | {"GRPO_STORAGE": str(scratch / "storage")}).returncode
+        seconds = time.perf_counter() - start
+        report(Row(f"{name}: grpo run", f"status {code}, {seconds:.0f} s", "status 0", code == 0))
+        steps = scratch / "storage" / "runs" / config.stem / "training" / "metrics.jsonl"
+        if code == 0:
+            metrics = [json.loads(line) for line in steps.read_text().splitlines()]
+            drift = max(step["sampling/sync_drift"] for step in metrics)
+            report(Row(f"{name}: engine from trainer, probe", f"{drift:.1e}"))
+            apart = max(step["sampling/sampling_logp_difference/mean"] for step in metrics)
+            report(Row(f"{name}: engine from trainer, samples", f"{apart:.1e}"))
+
+
+def waits(scratch: Path, report: Report) -> None:
+    """How often the host waits for the GPU in an update, told by torch."""
+    if not ON_GPU:
+        report(Row("waits per update", MISSING, f"at most {MOST_WAITS}"))
+        return
+    from grpo_core.training import loop
+
+    workload = replace(SMALL, mode="replay")
+    write(workload, scratch / "workload")
+    run_directory(workload, scratch / "workload", scratch / "run", {"precision": PRECISION})
+    counts: list[int] = []
+    update = loop.update
+
+    def counted(*arguments: Any) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                return update(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                counts.append(sum("synchroniz" in str(warning.message) for warning in caught))
+
+    with replayed(workload, scratch / "workload"), mock.patch.object(loop, "update", counted):
+        loop.train(scratch / "run", scratch / "run" / "training")
+    found = median(counts[1:])  # the first one compiles
+    report(Row("waits per update", f"{found:g}", f"at most {MOST_WAITS}", found <= MOST_WAITS))
+
+
+def memory(scratch: Path, report: Report) -> None:
+    """Peak memory of a training beside what `grpo plan` forecasts for it."""
+    if not ON_GPU:
+        report(Row("peak memory, as share of the forecast", MISSING, "0.6 to 1.1"))
+        return
+    from grpo_core.config.files import load_config
+    from grpo_core.planning.forecast import PromptLengths, load_shape
+    from grpo_core.training.loop import train
+
+    write(LARGE, scratch / "workload")
+    run_directory(LARGE, scratch / "workload", scratch / "run", {"precision": PRECISION})
+    config, plan = load_config(scratch / "run" / "config.toml"), load_plan(scratch / "run" / "plan.json")
+    low, high = LARGE.prompt_lengths
+    lengths = PromptLengths((low + high) / 2, high, "by the workload")
+    told = peak_memory(config, plan, load_shape(config.model.name_or_path), lengths, find_gpu())
+    with replayed(LARGE, scratch / "workload"):
+        train(scratch / "run", scratch / "run" / "training")
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    share = peak / told["peak_memory_gib"]
+    report(Row("peak memory", f"{peak:.1f} GiB"))
+    report(Row("as share of the forecast", f"{share:.2f}", "0.6 to 1.1", 0.6 <= share <= 1.1))
+
+
+def resume(scratch: Path, report: Report) -> None:
+    """A training that is stopped and continued ends with the weights of one that is not."""
+    write(SMALL, scratch / "workload")
+    ends = {name: _trained(scratch, name, stopped) for name, stopped in (("one", False), ("two", False), ("cut", True))}
+    noise, away = distance(ends["two"], ends["one"]), distance(ends["cut"], ends["one"])
+    report(Row("the same training twice", f"{noise:.1e}", "0 where kernels repeat"))
+    report(Row("stopped after half, and continued", f"{away:.1e}", f"at most {2 * noise:.1e}", away <= 2 * noise))
+
+
+def processes(scratch: Path, report: Report) -> None:
+    """Two training processes take the step that one takes."""
+    if ON_GPU and torch.cuda.device_count() < 2:
+        report(Row("two processes", "needs two GPUs"))
+        return
+    write(SMALL, scratch / "workload")
+    first = {count: _launched(scratch, count)[0] for count in (1, 2)}
+    for metric in ("grad_norm", "entropy"):
+        one, two = first[1][metric], first[2][metric]
+        away = abs(two - one) / max(abs(one), 1e-6)
+        bound = 1e-4 if PRECISION == "no" else 2e-2
+        report(Row(f"{metric} of the first update, relative", f"{away:.1e}", f"at most {bound:.0e}", away <= bound))
+
+
+def speed(scratch: Path, report: Report) -> None:
+    """The training phase in small, beside TRL where it is installed."""
+    write(LARGE, scratch / "workload")
+    ours = median(run("ours", {"precision": PRECISION}, scratch / "workload")["seconds"])
+    report(Row("ours, training phase", f"{ours:.3f} s per update"))
+    if ON_GPU:
+        size = 8192
+        matrix = torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16)
+        share = training_flops(LARGE) / ours / (2 * size**3 / _seconds(lambda: matrix @ matrix))
+        report(Row("of what a matrix product does here", f"{share:.0%}"))
+    rows = min(32, LARGE.completions)
+    settings = {"precision": PRECISION, "rows": rows, "checkpointing": False}
+    try:
+        theirs = median(run("trl", settings, scratch / "workload")["seconds"])
+    except OutOfMemoryError:
+        report(Row(f"TRL, {rows} rows", "out of memory"))
+    except SystemExit as error:
+        report(Row("TRL", "not installed" if "No module named 'trl'" in str(error) else "failed"))
+    else:
+        report(Row(f"TRL, {rows} rows, not tuned", f"{theirs:.3f} s per update"))
+        report(Row("times as fast as TRL", f"{theirs / ours:.2f}"))
+
+
+def draw_sequences(workload: Workload) -> Sequences:
+    """Groups of random prompts and completions, of lengths that differ."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high + 1, (), generator=generator))
+        return torch.randint(2, workload.vocabulary, (length,), generator=generator).tolist()
+
+    prompts = [draw(*workload.prompt_lengths) for _ in range(workload.prompts)]
+    rows = [
+        (number, prompt, draw(1, workload.completion))
+        for number, prompt in enumerate(prompts)
+        for _ in range(workload.group)
+    ]
+    return Sequences(
+        pad([prompt + completion for _, prompt, completion in rows], torch.int64),
+        torch.tensor([len(prompt) for _, prompt, _ in rows]),
+        torch.tensor([len(completion) for _, _, completion in rows]),
+        torch.tensor([number for number, _, _ in rows]),
+    )
+
+
+def plain(model: Any, sequences: Sequences, temperature: float) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probabilities and gradient by transformers alone: padded rows, all logits. ([(B, T)], one per parameter)"""
+    ids = sequences.input_ids.to(DEVICE)
+    logits = model(input_ids=ids[:, :-1]).logits.float() / temperature
+    chosen = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    places = torch.arange(int(sequences.completion_lengths.max()))
+    columns = (sequences.prompt_lengths[:, None] - 1 + places).clamp(max=chosen.shape[1] - 1)
+    inside = (places < sequences.completion_lengths[:, None]).to(DEVICE)
+    logprobs = chosen.gather(1, columns.to(DEVICE)) * inside
+    return [logprobs.detach()], _gradient(model, logprobs)
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Norm of the difference relative to the norm of what is expected."""
+    ours, plainly = (torch.cat([part.flatten().double() for part in parts]) for parts in (found, expected))
+    return ((ours - plainly).norm() / plainly.norm()).item()
+
+
+def _gradient(model: Any, logprobs: Tensor) -> list[Tensor]:
+    """Of a weighted sum of the log-probabilities; empty for a frozen model."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        return []
+    model.zero_grad()
+    (logprobs * torch.linspace(-1, 1, len(logprobs), device=DEVICE)[:, None]).sum().backward()
+    return [parameter.grad.detach().clone() for parameter in trained]
+
+
+def _model(scratch: Path, kind: str) -> Any:
+    model = load_model(scratch / "workload" / "model").to(DEVICE)
+    if kind == "frozen":
+        return model.requires_grad_(False)
+    torch.manual_seed(0)
+    model = with_adapter(model, ModelConfig(name_or_path="model", use_peft=kind == "LoRA"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)  # which starts at zero
+    return model
+
+
+def _configuration(scratch: Path, engine: str, lora: bool) -> str:
+    """A run of the workload with the real pipeline; named after its engine."""
+    values: dict[str, Any] = {
+        "name": f"{engine}-{lora}",
+        "model": {"name_or_path": str(scratch / "workload" / "model"), "use_peft": lora},
+        "data": {part: str(scratch / name / "prompts.parquet") for part, name in PROMPTS.items()},
+        "rewards": [{"function": "benchmarks.workload:spread"}],
+        "rollout": {"engine": engine, "num_generations": SMALL.group, "max_completion_length": SMALL.completion},
+        "train": {
+            "mixed_precision": PRECISION,
+            "per_device_train_batch_size": SMALL.completions,
+            "max_steps": SMALL.steps,
+            "learning_rate": 1e-4,
+        },
+    }
+    return dump_config(parse_config(values))
+
+
+def _trained(scratch: Path, name: str, stopped: bool) -> list[Tensor]:
+    """The weights after a training; `stopped`: by SIGTERM after half of its updates, and continued."""
+    run_directory(SMALL, scratch / "workload", scratch / name, {"precision": PRECISION})
+    command = [sys.executable, "-m", "grpo_core.train", str(scratch / name)]
+    steps = scratch / name / "training" / "metrics.jsonl"
+    if stopped:
+        process = subprocess.Popen(command)
+        while process.poll() is None and not (
+            steps.exists() and len(steps.read_text().splitlines()) >= SMALL.steps // 2
+        ):
+            time.sleep(0.02)
+        process.terminate()
+        process.wait()
+    subprocess.run(command, check=True)
+    return [*load_file(scratch / name / "training" / "model" / "model.safetensors").values()]
+
+
+def _launched(scratch: Path, count: int) -> list[dict[str, float]]:
+    """The metrics of a training in so many processes."""
+    run = scratch / f"processes-{count}"
+    run_directory(SMALL, scratch / "workload", run, {"precision": PRECISION, "processes": count})
+    several = ["--multi_gpu"] if count > 1 else []
+    launch = ["-m", "accelerate.commands.launch", *several, "--num_processes", str(count), "--main_process_port", "0"]
+    command = [sys.executable, *launch, "-m", "grpo_core.train", str(run)]
+    subprocess.run(command, env=os.environ | ({} if ON_GPU else {"ACCELERATE_USE_CPU": "true"}), check=True)
+    return [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+
+
+def _plain_head(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> list[Tensor]:
+    """Log-probabilities, entropies and both gradients in float32, a few tokens at a time."""
+    states, matrix = hidden.float().requires_grad_(), weight.float().requires_grad_()
+    found = []
+    for part in range(0, len(targets), 512):
+        log_p = (states[part : part + 512] @ matrix.T / temperature).log_softmax(-1)
+        chosen = log_p.gather(1, targets[part : part + 512, None]).squeeze(1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        (chosen.sum() + entropy.sum()).backward()
+        found.append((chosen.detach(), entropy.detach()))
+    assert states.grad is not None and matrix.grad is not None
+    return [*(torch.cat(parts) for parts in zip(*found, strict=True)), states.grad, matrix.grad]
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Median time of a piece of work, done on the device too."""
+    found = []
+    for _ in range(6):
+        start = time.perf_counter()
+        work()
+        if ON_GPU:
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return median(found[1:])
+
+
+if __name__ == "__main__":
+    name, scratch, rows = sys.argv[1:]
+    checks = {
+        check.__name__: check for check in (hardware, attention, head, engines, waits, memory, resume, processes, speed)
+    }
+    checks[name](Path(scratch), lambda row: append(Path(rows), row))

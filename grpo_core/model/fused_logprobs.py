@@ -1,0 +1,139 @@
+"""Log-probabilities and entropies on a GPU: matrix products by torch, and one pass over a chunk's logits by Triton.
+
+Functions of single logits are bound by memory, and torch's own operations pass over them many times. Here the forward
+pass reads a chunk's logits once; the backward pass makes them again and overwrites them with their gradient. Logits
+have the dtype of the hidden states, what is computed from them is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Float32, Int
+from torch import Tensor
+
+from grpo_core.config.memory_bounds import chunk_tokens
+
+BLOCK = 8192  # logits of a row that a program holds at a time
+WARPS = 16
+
+
+class FusedLogprobs(torch.autograd.Function):
+    """`chosen_logprobs` for a GPU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Float[Tensor, "N h"],
+        weight: Float[Tensor, "V h"],
+        targets: Int[Tensor, " N"],
+        temperature: float,
+    ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
+        ctx.set_materialize_grads(False)
+        values = torch.empty(4, len(targets), device=hidden.device)
+        for part in _chunks(targets, weight):
+            values[:, part] = _statistics(hidden[part] @ weight.T, targets[part], temperature)
+        ctx.save_for_backward(hidden, weight, targets, values)
+        ctx.temperature = temperature
+        logprobs, entropy = values[:2].clone()
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprobs: Float32[Tensor, " N"] | None, grad_entropy: Float32[Tensor, " N"] | None
+    ) -> tuple[Float[Tensor, "N h"], Float[Tensor, "V h"] | None, None, None]:
+        hidden, weight, targets, values = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # in which chunks add up
+        for part in _chunks(targets, weight):
+            given = (None if grad is None else grad[part] for grad in (grad_logprobs, grad_entropy))
+            logits = hidden[part] @ weight.T
+            _overwrite_by_gradient(logits, targets[part], ctx.temperature, values[:, part], *given)
+            torch.mm(logits, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                _add_product(grad_weight, logits.T, hidden[part])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+def _chunks(targets: Tensor, weight: Tensor) -> list[slice]:
+    size = chunk_tokens("cuda", len(weight))
+    return [slice(start, start + size) for start in range(0, len(targets), size)]
+
+
+def _add_product(total: Float32[Tensor, "V h"], a: Float[Tensor, "V n"], b: Float[Tensor, "n h"]) -> None:
+    """total += a b by one product: its float32 sums are added in place, with no V · h result of its own."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def _statistics(logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"], temperature: float) -> Float32[Tensor, "4 N"]:
+    """Of z = logits / temperature: logp, the entropy H, the largest z, and the logarithm of Σ_j exp(z_j − largest)."""
+    rows, vocabulary = logits.shape
+    values = torch.empty(4, rows, device=logits.device)
+    _statistics_kernel[(rows,)](logits, targets, 1 / temperature, values, rows, vocabulary, BLOCK, num_warps=WARPS)
+    return values
+
+
+def _overwrite_by_gradient(
+    logits: Float[Tensor, "N V"],
+    targets: Int[Tensor, " N"],
+    temperature: float,
+    values: Float32[Tensor, "4 N"],
+    grad_logprobs: Float32[Tensor, " N"] | None,
+    grad_entropy: Float32[Tensor, " N"] | None,
+) -> None:
+    """∂logp/∂z_j = [j = t] − p_j and ∂H/∂z_j = −p_j (log p_j + H). `values`: what `_statistics` gave."""
+    rows, vocabulary = logits.shape
+    given = [None if grad is None else grad.contiguous() for grad in (grad_logprobs, grad_entropy)]
+    _gradient_kernel[(rows,)](
+        logits, targets, 1 / temperature, values.contiguous(), *given, rows, vocabulary, BLOCK, num_warps=WARPS
+    )
+
+
+@triton.jit
+def _statistics_kernel(logits, targets, scale, values, rows, vocabulary, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocabulary
+    largest, total, weighted = -1e38, 0.0, 0.0  # of the columns so far: max z, Σ e^(z − max), Σ e^(z − max) (z − max)
+    for start in range(0, vocabulary, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        z = tl.load(logits + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32) * scale
+        new = tl.maximum(largest, tl.max(z, 0))
+        p = tl.exp(z - new)
+        shrunk = tl.exp(largest - new)
+        weighted = shrunk * (weighted + total * (largest - new)) + tl.sum(tl.where(p > 0, p * (z - new), 0.0), 0)
+        total = shrunk * total + tl.sum(p, 0)
+        largest = new
+    z = tl.load(logits + tl.load(targets + row)).to(tl.float32) * scale
+    tl.store(values + row, z - largest - tl.log(total))
+    tl.store(values + rows + row, tl.log(total) - weighted / total)
+    tl.store(values + 2 * rows + row, largest)
+    tl.store(values + 3 * rows + row, tl.log(total))
+
+
+@triton.jit
+def _gradient_kernel(
+    logits, targets, scale, values, grad_logprobs, grad_entropy, rows, vocabulary, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocabulary
+    target = tl.load(targets + row)
+    entropy, largest = tl.load(values + rows + row), tl.load(values + 2 * rows + row)
+    log_total = tl.load(values + 3 * rows + row)
+    for start in range(0, vocabulary, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        z = tl.load(logits + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32) * scale
+        log_p = z - largest - log_total
+        p = tl.exp(log_p)
+        grad = tl.zeros_like(p)
+        if grad_logprobs is not None:
+            grad += tl.load(grad_logprobs + row) * (tl.where(columns == target, 1.0, 0.0) - p)
+        if grad_entropy is not None:
+            grad -= tl.load(grad_entropy + row) * tl.where(p > 0, p * (log_p + entropy), 0.0)
+        tl.store(logits + columns, grad * scale, mask=columns < vocabulary)

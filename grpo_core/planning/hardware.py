@@ -1,0 +1,103 @@
+"""The hardware that a run is planned for: this machine's GPUs by nvidia-smi, or one that is named. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from grpo_core.config.training import BF16_CAPABILITY
+
+NVIDIA_SMI_SECONDS = 10
+MIB_PER_GIB = 1024
+# MiB in all, as nvidia-smi shows them, by a part of the name. The first that fits counts: longer names come first.
+MEMORY_MIB = {
+    "B200": 183_359,
+    "H200": 143_771,
+    "H100 NVL": 95_830,
+    "H100": 81_559,
+    "A100-PCIE-40GB": 40_960,
+    "A100-SXM4-40GB": 40_960,
+    "A100 40GB": 40_960,
+    "A100": 81_920,
+    "L40S": 46_068,
+    "L40": 46_068,
+    "RTX 6000 ADA": 49_140,
+    "A6000": 49_140,
+    "RTX 4090": 24_564,
+    "RTX 3090": 24_576,
+    "A10G": 23_028,
+    "A10": 23_028,
+    "L4": 23_034,
+    "T4": 15_360,
+}
+Value = TypeVar("Value")
+BEFORE_BF16 = {"T4": (7, 5), "V100": (7, 0), "P100": (6, 0)}  # compute capability
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU's name and its memory; `memory_gib` is None if it is not known. `among`: the kinds of GPU of a machine that
+    has several, of which this one has the least memory; otherwise ""."""
+
+    name: str
+    memory_gib: float | None = None
+    among: str = ""
+
+
+def find_gpu() -> Gpu | None:
+    """The GPU with the least memory of those that a training on this machine sees; None without a GPU.
+
+    CUDA_VISIBLE_DEVICES is respected if it lists numbers.
+    """
+    if not shutil.which("nvidia-smi"):
+        return None
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):  # a driver without a GPU
+        return None
+    gpus = [_read(line) for line in listed.splitlines() if line.strip()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and re.fullmatch(r"[\d, ]*", visible):
+        gpus = [gpus[number] for number in map(int, re.findall(r"\d+", visible)) if number < len(gpus)]
+    if not gpus:
+        return None
+    smallest = min(gpus, key=lambda gpu: gpu.memory_gib or 0)
+    names = [gpu.name for gpu in gpus]
+    kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
+    return Gpu(smallest.name, smallest.memory_gib, ", ".join(kinds) if len(kinds) > 1 else "")
+
+
+def named_gpu(name: str) -> Gpu:
+    """A GPU that is not here, with its memory if the name is a known one."""
+    mib = _by_name(MEMORY_MIB, name)
+    return Gpu(name, mib and mib / MIB_PER_GIB)
+
+
+def capability(gpu: Gpu | None) -> tuple[int, int] | None:
+    """Compute capability as far as the precision follows from it: by the name, at least that of bf16 if the name is not
+    an older GPU's. None for a CPU."""
+    return gpu and (_by_name(BEFORE_BF16, gpu.name) or BF16_CAPABILITY)
+
+
+def name_hardware(gpu: Gpu | None) -> str:
+    """The hardware for which a pace of training is known: the GPU's name, or "CPU with 2 cores"."""
+    return gpu.name if gpu else f"CPU with {os.cpu_count()} cores"
+
+
+def _by_name(table: Mapping[str, Value], name: str) -> Value | None:
+    """The value of the first entry that is a part of the name, and not of one of its words."""
+    found = (value for part, value in table.items() if re.search(rf"(?<![A-Z0-9]){part}(?![A-Z0-9])", name.upper()))
+    return next(found, None)
+
+
+def _read(line: str) -> Gpu:
+    name, _, mib = line.rpartition(",")
+    if not mib.strip().isdigit():  # "[N/A]", as on GPUs that share the CPU's memory
+        return Gpu((name or mib).strip())
+    return Gpu(name.strip(), int(mib) / MIB_PER_GIB)

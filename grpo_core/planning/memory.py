@@ -1,0 +1,140 @@
+"""Memory of one GPU at its worst moment, by its parts, and what vLLM's share of it must hold. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from grpo_core.config.memory_bounds import MAX_ROWS, chunk_tokens
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
+from grpo_core.planning.hardware import Gpu
+from grpo_core.planning.plan import Plan
+from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_parameters
+
+GIB = 2**30
+FLOAT, HALF = 4, 2  # bytes
+KV_BLOCK = 16  # tokens per block of vLLM's KV cache, one of which it never gives to a sequence
+MOST_UTILISATION = 0.95  # beyond it, what CUDA itself needs is no longer there
+
+
+def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> dict[str, Any]:
+    """Peak memory per GPU in bytes, by its parts, for completions of full length.
+
+    Sampling and training take turns: of gradients, activations and logits on one side and the KV cache on the other,
+    only the larger counts. vLLM in the training process takes its share of the GPU for weights, workspace and cache; it
+    keeps the weights, which in full fine-tuning are also the ones that the training computes with, and lends the rest
+    to the training. Memory of separate vLLM servers is not included.
+    """
+    weights, prompt, engine = shape.parameters, lengths.longest, config.rollout.engine_on(has_gpu=True)
+    lora = config.model.use_peft
+    trained, frozen = (adapter_parameters(shape, config), weights) if lora else (weights, 0)
+    half = config.train.mixed_precision == "bf16"
+    width = _width(config)
+    rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
+    tokens = rows * (prompt + completion)
+    per_process = -(-plan.generation_batch_size // plan.num_processes)
+    in_flight = {"vllm": per_process, "vllm-server": 0}.get(engine, min(per_process, MAX_ROWS))
+    cache: float = in_flight * (prompt + completion) * _kv_bytes(config, shape)
+    sampled = f"{in_flight} completions sampled together by {engine}"
+    # For a server, the weights that are sent to it: a copy that stays as it is while the policy moves.
+    engine_weights = {"vllm": _vllm_weights(config, shape), "vllm-server": width * weights}.get(engine, 0.0)
+    if engine == "vllm-server":
+        sampled = "sampled by servers elsewhere"
+    elif engine == "vllm":
+        share = config.rollout.gpu_memory_utilization
+        sampled = f"vLLM takes rollout.gpu_memory_utilization = {share:g} of "
+        if gpu.memory_gib:
+            sampled += _gib(gpu.memory_gib)
+            cache = max(share * gpu.memory_gib * GIB - engine_weights, 0.0)
+        else:
+            sampled += f"a memory that is not known; counted is a cache for {in_flight} completions"
+    # Bytes per token that a layer keeps for the backward pass: norms and residuals in float32, the rest as computed.
+    per_layer = FLOAT * 6 * shape.hidden + width * (5 * shape.attention + 4 * shape.intermediate)
+    # Recomputing holds one layer's activations and about as much of their gradients.
+    kept_layers = 2 if config.train.gradient_checkpointing else shape.layers
+    checkpoints = FLOAT * shape.layers * shape.hidden if config.train.gradient_checkpointing else 0
+    shared = engine == "vllm" and not lora and config.rollout.vllm_tensor_parallel_size == 1
+    held = {
+        # Of a LoRA base, bf16 keeps no float32 weights on the GPU.
+        "weights": FLOAT * trained if half else FLOAT * (frozen + trained) * (not shared),
+        "optimizer": 2 * FLOAT * trained,
+        "reference": width * weights * (config.algorithm.beta > 0 and not lora),
+        "bf16_copy": HALF * (frozen + trained) * (half and not shared),
+        "engine_weights": engine_weights,
+    }
+    training = {
+        "gradients": FLOAT * trained,
+        "activations": tokens * (kept_layers * per_layer + checkpoints),
+        # Of a chunk, and their gradient.
+        "logits": 2 * width * min(rows * completion, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary,
+    }
+    total = sum(held.values()) + max(sum(training.values()), cache)
+    found = {
+        "peak_memory_gib": total / GIB,
+        "parts_gib": {name: size / GIB for name, size in (held | training | {"kv_cache": cache}).items()},
+        "parameters": weights,
+        "how": (
+            f"estimate for one {gpu.name}"
+            + (f" (this machine has {gpu.among})" if gpu.among else "")
+            + f", from the model's config: {rows} completions per micro-step, prompts of {prompt} tokens "
+            f"({lengths.how}), completions of {completion}; {sampled}; of gradients, activations and logits together, "
+            "and KV cache, the larger counts"
+        ),
+    }
+    if gpu.memory_gib:
+        found["gpu_memory_gib"] = gpu.memory_gib
+        if total > gpu.memory_gib * GIB:
+            found["warning"] = f"more than the {_gib(gpu.memory_gib)} of one {gpu.name}"
+    return found
+
+
+def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> None:
+    """Raises ConfigError if vLLM in the training process cannot start with its share of the GPU: it must hold vLLM's
+    weights, and the keys and values of one sequence of the run's longest length.
+
+    Both are exact, so a refused share is certainly too small. vLLM's workspace comes on top, so a share that passes may
+    still be. Memory of a GPU that is not known refuses nothing.
+    """
+    if config.rollout.engine_on(has_gpu=True) != "vllm" or gpu.memory_gib is None:
+        return
+    longest = lengths.longest + config.rollout.max_completion_length
+    blocks = math.ceil(longest / KV_BLOCK) + 1
+    weights = _vllm_weights(config, shape) / GIB
+    cache = blocks * KV_BLOCK * _kv_bytes(config, shape) / config.rollout.vllm_tensor_parallel_size / GIB
+    share, needed = config.rollout.gpu_memory_utilization, weights + cache
+    if share * gpu.memory_gib > needed:
+        return
+    # Rounded up to a hundredth; workspace and CUDA graphs have what is left of it.
+    least = math.floor(100 * needed / gpu.memory_gib + 1) / 100
+    way_out = (
+        f"set it to at least {least:g} (more, if vLLM then says that its own workspace lacks room)"
+        if least <= MOST_UTILISATION
+        else "take a GPU with more memory, a smaller model"
+        + (", train.mixed_precision = 'bf16'" if _width(config) == FLOAT else "")
+        + ", or rollout.vllm_tensor_parallel_size, for training processes that sample together"
+    )
+    raise ConfigError(
+        f"rollout.gpu_memory_utilization = {share:g}: vLLM's share of one {gpu.name} is {share * gpu.memory_gib:.1f} "
+        f"of {_gib(gpu.memory_gib)}, and must hold its weights ({_gib(weights)}) and the KV cache of at least one "
+        f"sequence of {longest} tokens ({_gib(cache)}); {way_out}"
+    )
+
+
+def _width(config: RunConfig) -> int:
+    """Bytes per number that passes compute with."""
+    return HALF if config.train.mixed_precision == "bf16" else FLOAT
+
+
+def _vllm_weights(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes of the weights of vLLM in the training processes, per GPU."""
+    return _width(config) * shape.parameters / config.rollout.vllm_tensor_parallel_size
+
+
+def _kv_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Bytes of keys and values per token."""
+    return 2 * shape.layers * shape.key_value * _width(config)
+
+
+def _gib(gib: float) -> str:
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{1024 * gib:.1f} MiB"

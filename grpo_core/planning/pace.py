@@ -1,0 +1,86 @@
+"""How fast a machine trains a model: known from earlier runs, measured, or assumed for a GPU. Imports no torch.
+
+`grpo_core.measure` answers a `PaceRequest` with a `Pace`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_core.config.memory_bounds import MAX_ROWS
+from grpo_core.config.run import RunConfig
+from grpo_core.planning.plan import Plan
+from grpo_core.planning.shapes import PromptLengths
+
+SAMPLING = ("temperature", "top_p", "top_k", "max_completion_length", "num_generations")
+TRAINING = ("mixed_precision", "gradient_checkpointing", "per_device_train_batch_size")
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Pace of earlier runs: tokens (prompts and completions) per second and process, mean length of a completion, and
+    the seconds of a training that are not in its updates: start, evaluations, checkpoints."""
+
+    tokens_per_second: float
+    completion_tokens: float
+    how: str
+    other_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class PaceRequest:
+    """What is measured: `completions` sampled together, then `per_device_train_batch_size` of them trained on.
+
+    `prompts`: a Parquet file whose first prompts are sampled; "" for random tokens. `identity`: what else the answer
+    depends on (the model's files, hardware, versions), as text.
+    """
+
+    model: dict[str, Any]
+    rollout: dict[str, Any]  # the keys SAMPLING
+    train: dict[str, Any]  # the keys TRAINING
+    completions: int
+    prompt_tokens: int
+    prompts: str
+    folder: str  # where checkpoints would be written
+    threads: int  # CPU threads per process
+    identity: str
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds measured on one process, and the mean length of a completion in them."""
+
+    sample_seconds: float  # `completions` of a PaceRequest
+    train_seconds: float  # forward and backward pass of one micro-step
+    step_seconds: float  # the optimizer's
+    start_seconds: float  # imports, loading and preparing the model
+    byte_seconds: float  # per byte of a checkpoint
+    completion_tokens: float
+    completions: int  # of the request
+    how: str
+
+
+def pace_request(
+    config: RunConfig,
+    plan: Plan,
+    lengths: PromptLengths,
+    prompts: Path | None,
+    folder: Path,
+    threads: int,
+    identity: str,
+) -> PaceRequest:
+    """The request whose answer tells the pace of a run."""
+    group, per_process = plan.num_generations, -(-plan.generation_batch_size // plan.num_processes)
+    return PaceRequest(
+        config.model.model_dump(mode="json"),
+        {key: getattr(config.rollout, key) for key in SAMPLING},
+        {key: getattr(config.train, key) for key in TRAINING},
+        max(min(per_process, MAX_ROWS) // group, 1) * group,
+        max(round(lengths.mean), 1),
+        str(prompts) if prompts else "",
+        str(folder),
+        threads,
+        identity,
+    )

@@ -1,0 +1,105 @@
+"""Sizes that forecasts follow from: of a model, by its config.json, and of its prompts. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_core.config.run import RunConfig
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class ForecastError(ValueError):
+    """A quantity that cannot be forecast; the message says why."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of the Llama family: grouped-query attention, gated MLP. Sizes in elements."""
+
+    layers: int
+    hidden: int
+    attention: int  # query heads · head size
+    key_value: int  # key-value heads · head size
+    intermediate: int
+    vocabulary: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class PromptLengths:
+    """Tokens per prompt; `how`: the source of these numbers."""
+
+    mean: float
+    longest: int
+    how: str
+
+
+def load_shape(name_or_path: str, revision: str | None = None) -> ModelShape:
+    """Read config.json of a model folder or of the local Hugging Face cache. Raises ForecastError without one."""
+    path = config_file(name_or_path, revision)
+    try:
+        return model_shape(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ForecastError(
+            f"{path}: {'' if isinstance(error, ForecastError) else 'not a model config: '}{error}"
+        ) from None
+
+
+def load_positions(name_or_path: str, revision: str | None = None) -> int | None:
+    """Number of positions of a model, by its config.json; None if that does not say, or is not on this machine."""
+    try:
+        values = json.loads(config_file(name_or_path, revision).read_text())
+        positions = values.get("text_config", values).get("max_position_embeddings")
+    except (ValueError, AttributeError):
+        return None
+    return positions if isinstance(positions, int) else None
+
+
+def config_file(name_or_path: str, revision: str | None) -> Path:
+    """The config.json of a model folder or of the local Hugging Face cache. Raises ForecastError without one."""
+    path = Path(name_or_path) / "config.json"
+    if path.is_file():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(name_or_path, "config.json", revision=revision)
+    except ValueError:  # a path, not a hub name
+        cached = None
+    if not isinstance(cached, str):
+        raise ForecastError(
+            f"model {name_or_path!r}: no such folder with a config.json, and none in the Hugging Face cache"
+        )
+    return Path(cached)
+
+
+def model_shape(config: Mapping[str, Any]) -> ModelShape:
+    """Sizes of a model from its config.json. Raises ForecastError for families whose parameters are not known here."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ForecastError(f"model_type {family!r}: memory is forecast for {', '.join(FAMILIES)} only")
+    h, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+    size = config.get("head_dim") or h // heads
+    q, kv = heads * size, (config.get("num_key_value_heads") or heads) * size
+    intermediate, vocabulary = config["intermediate_size"], config["vocab_size"]
+    biased = family == "qwen2" or config.get("attention_bias", False)
+    attention = 2 * h * q + 2 * h * kv + (q + 2 * kv) * biased + h * (biased and family != "qwen2")
+    attention += 2 * size * (family == "qwen3")  # norms of queries and keys
+    mlp = 3 * h * intermediate + (2 * intermediate + h) * config.get("mlp_bias", False)
+    embeddings = vocabulary * h * (1 if config.get("tie_word_embeddings", False) else 2)
+    parameters = layers * (attention + mlp + 2 * h) + h + embeddings
+    return ModelShape(layers, h, q, kv, intermediate, vocabulary, parameters)
+
+
+def adapter_parameters(shape: ModelShape, config: RunConfig) -> int:
+    """Parameters of the LoRA adapter: r·(in + out) for each adapted linear layer."""
+    h, q, kv, i = shape.hidden, shape.attention, shape.key_value, shape.intermediate
+    sizes = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h}
+    sizes |= {"gate_proj": h + i, "up_proj": h + i, "down_proj": i + h}
+    adapted = config.model.lora_target_modules or list(sizes)
+    return shape.layers * config.model.lora_r * sum(sizes.get(name, 0) for name in adapted)

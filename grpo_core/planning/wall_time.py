@@ -1,0 +1,147 @@
+"""Wall time of a training: its updates, and what comes on top of them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_core.config.run import RunConfig
+from grpo_core.planning.hardware import Gpu
+from grpo_core.planning.pace import Pace, Throughput
+from grpo_core.planning.plan import Plan
+from grpo_core.planning.shapes import ForecastError, ModelShape, PromptLengths, adapter_parameters
+
+# A GPU that is neither here nor known from earlier runs is assumed to reach ASSUMED_UTILISATION of its dense bf16
+# FLOP/s: of an H200 as measured, of an H100 (SXM) by its data sheet.
+PEAK_FLOPS = {"H200": 790e12, "H100": 989e12}
+ASSUMED_UTILISATION = 0.11
+UTILISATION_SOURCE = "published for GRPO on one H100 by prime-rl, Qwen3-0.6B"
+FLOPS_PER_PARAMETER = 8  # a token is sampled (2) and trained on, forward and backward (6)
+FLOPS_RECOMPUTED = 2  # gradient_checkpointing repeats the forward pass
+FORWARD = 1 / 3  # of the time of a forward and backward pass
+CHECKPOINT_BYTES, WEIGHT_BYTES = 12, 4  # per trained parameter, with AdamW's state; per parameter of a saved model
+VLLM_START_SECONDS = 60.0  # assumed: nothing short of starting vLLM measures it
+
+
+def wall_time(
+    config: RunConfig,
+    plan: Plan,
+    lengths: PromptLengths,
+    source: Throughput | Pace | None,
+    shape: ModelShape | None,
+    gpu: Gpu | None,
+    *,
+    held_out_prompts: int | None = None,
+    silent_share: float | None = None,
+    reward_seconds: float | None = None,
+) -> dict[str, Any]:
+    """Hours of the whole training and of its parts, and GPU hours on a GPU: at the pace of earlier runs, at the one
+    measured, or without either at one assumed for `gpu`.
+
+    `held_out_prompts`: sampled in each evaluation; `silent_share`: of the groups, replaced in dynamic sampling;
+    `reward_seconds`: of all rewards, per completion. None if not known. Raises ForecastError if no pace is known or can
+    be assumed.
+    """
+    if isinstance(source, Throughput):
+        length = min(source.completion_tokens, config.rollout.max_completion_length)
+        pace = source.tokens_per_second * plan.num_processes
+        parts = {
+            "updates": plan.completions * (lengths.mean + length) / pace,
+            "start, evaluations, checkpoints": source.other_seconds,
+        }
+        how = source.how
+    elif isinstance(source, Pace):
+        rounds, said = _rounds(config, plan, silent_share)
+        parts = _measured(config, plan, source, shape, gpu, rounds, held_out_prompts, reward_seconds)
+        how = "; ".join([source.how, *said, *_left_out(config, held_out_prompts, reward_seconds)])
+    else:
+        parts, how = _assumed(config, plan, lengths, shape, gpu)
+    hours = sum(parts.values()) / 3600
+    found = {
+        "wall_time_hours": hours,
+        "parts_hours": {name: seconds / 3600 for name, seconds in parts.items()},
+        "how": f"{how}; prompts of {lengths.mean:.0f} tokens ({lengths.how})",
+    }
+    return found | ({"gpu_hours": hours * plan.num_processes} if gpu else {})
+
+
+def _measured(
+    config: RunConfig,
+    plan: Plan,
+    pace: Pace,
+    shape: ModelShape | None,
+    gpu: Gpu | None,
+    rounds: float,
+    held_out_prompts: int | None,
+    reward_seconds: float | None,
+) -> dict[str, float]:
+    """Seconds of each part of a training at a measured pace."""
+    per_process = plan.generation_batch_size / plan.num_processes
+    completion_seconds = pace.sample_seconds / pace.completions
+    scored = (reward_seconds or 0.0) * rounds * per_process * plan.rollouts
+    # Passes before the updates: the reference's log-probabilities, and the policy's old ones or entropies.
+    algorithm = config.algorithm
+    before = (algorithm.beta > 0) + (not plan.on_policy or algorithm.top_entropy_quantile < 1)
+    slices = plan.rollouts * plan.steps_per_generation * (plan.num_iterations + FORWARD * before)
+    updates = {
+        "updates": plan.rollouts * rounds * per_process * completion_seconds
+        + scored
+        + slices * pace.train_seconds
+        + plan.max_steps * pace.step_seconds
+    }
+    uses_vllm = config.rollout.engine_on(has_gpu=gpu is not None) != "transformers"
+    others = {"start": pace.start_seconds + VLLM_START_SECONDS * uses_vllm}
+    if plan.evaluations and held_out_prompts:
+        longer = config.evaluation_length / config.rollout.max_completion_length
+        own = -(-held_out_prompts // plan.num_processes)
+        others["evaluations"] = plan.evaluations * own * (completion_seconds * longer + (reward_seconds or 0.0))
+    if shape:
+        trained = adapter_parameters(shape, config) if config.model.use_peft else shape.parameters
+        saved = (plan.max_steps - 1) // config.train.save_steps * CHECKPOINT_BYTES * trained
+        others["checkpoints"] = (saved + WEIGHT_BYTES * shape.parameters) * pace.byte_seconds
+    return updates | others
+
+
+def _rounds(config: RunConfig, plan: Plan, silent_share: float | None) -> tuple[float, Sequence[str]]:
+    """How often a generation batch is sampled on average, and what has to be said about it."""
+    if not config.rollout.dynamic_sample:
+        return 1.0, []
+    most = plan.max_completions / plan.completions
+    if silent_share is None:
+        return 1.0, [f"without groups that dynamic sampling replaces (sampling takes up to {most:g} times as long)"]
+    rounds = sum(silent_share**k for k in range(config.rollout.max_resample_times + 1))
+    return rounds, [f"dynamic sampling draws {rounds:.2f} times as many completions at these pass rates"]
+
+
+def _left_out(config: RunConfig, held_out_prompts: int | None, reward_seconds: float | None) -> Sequence[str]:
+    missing = []
+    if reward_seconds is None:
+        missing.append("scoring")
+    if config.train.eval_steps and not held_out_prompts:
+        missing.append("evaluations")
+    return [f"without {' and '.join(missing)}, known once the data are validated"] if missing else []
+
+
+def _assumed(
+    config: RunConfig, plan: Plan, lengths: PromptLengths, shape: ModelShape | None, gpu: Gpu | None
+) -> tuple[dict[str, float], str]:
+    if gpu is None:
+        raise ForecastError("no earlier run of this model on this hardware is known, and nothing was measured")
+    name, peak = next(((name, peak) for name, peak in PEAK_FLOPS.items() if name in gpu.name.upper()), ("", 0.0))
+    if not name:
+        raise ForecastError(
+            f"no earlier run of this model on this hardware ({gpu.name}) is known, and a pace is assumed only for "
+            f"{', '.join(PEAK_FLOPS)}"
+        )
+    if config.train.mixed_precision != "bf16":
+        raise ForecastError("no earlier run is known, and a pace is assumed only with train.mixed_precision = 'bf16'")
+    if shape is None:
+        raise ForecastError("neither an earlier run nor the model's size is known")
+    flops = shape.parameters * (FLOPS_PER_PARAMETER + FLOPS_RECOMPUTED * config.train.gradient_checkpointing)
+    longest = config.rollout.max_completion_length
+    tokens = plan.completions * (lengths.mean + longest) / plan.num_processes
+    return {"updates": tokens * flops / (peak * ASSUMED_UTILISATION)}, (
+        f"no earlier run is known; assumed, not measured: {ASSUMED_UTILISATION:.0%} ({UTILISATION_SOURCE}) of the "
+        f"{peak / 1e12:.0f} TFLOP/s of one {gpu.name} per process, completions of full length ({longest} tokens), "
+        "without start, evaluations and checkpoints"
+    )

@@ -1,0 +1,287 @@
+"""The pace of this machine at one model, measured in seconds: sampling, passes, optimizer, start, writing.
+
+Entry point: `python -m grpo_core.training.pace REQUEST STARTED`, with a `PaceRequest` as JSON and the time at which it
+was started, in seconds since 1970. The last line that it prints is the `Pace` as JSON. It samples and trains with the
+training's own engine, policy and optimizer: a small model as it is; of a large one, one layer and two, from which the
+time of all is extrapolated. On a GPU, where vLLM samples, the transformers engine stands in for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from grpo_core.planning.pace import Pace, PaceRequest
+from grpo_core.system.libraries import quiet_libraries
+from grpo_core.system.processes import importing, run_and_leave
+
+WHOLE = 200_000_000  # parameters up to which a model is measured as it is
+FEWEST_LAYERS = 3  # of a model that is cut
+SAMPLING_SECONDS, TRAINING_SECONDS = 3.0, 3.0  # after these, what is left is extrapolated
+REPEATS = 3  # of a short measurement: its fastest counts, which another process has disturbed least
+WRITTEN = 2**24  # bytes
+WEIGHT_SECONDS = 4 / 1e9  # assumed: per float32 parameter that is loaded
+
+
+def main() -> None:
+    quiet_libraries()
+    request, started = PaceRequest(**json.loads(sys.argv[1])), float(sys.argv[2])
+    with importing():
+        import grpo_core.training.loop  # noqa: F401 (all that a training imports)
+    print(json.dumps(asdict(measure(request, started))), flush=True)
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    sample: float
+    train: float
+    step: float
+
+
+def measure(request: PaceRequest, started: float) -> Pace:
+    """Measure what is asked for. `started`: when this process was, in seconds since 1970."""
+    import torch
+    from transformers import AutoConfig
+
+    from grpo_core.config.inputs import ModelConfig
+    from grpo_core.data.prompts import load_tokenizer
+
+    keys = ModelConfig(**request.model)
+    shape = AutoConfig.from_pretrained(keys.name_or_path, revision=keys.revision)
+    parameters, layers = _parameters(shape), shape.get_text_config().num_hidden_layers
+    tokenizer = load_tokenizer(keys)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if parameters <= WHOLE or layers < FEWEST_LAYERS:
+        model, real = _whole(keys, shape)
+        prompts = _prompts(request, tokenizer) if real else []
+        found, tokens, ready = _measure_model(request, model.to(device), tokenizer, prompts)
+        start, what = ready - started, f"the model{'' if real else ' (without its weights)'}"
+    else:
+        one, tokens, ready = _measure_model(request, _sliced(shape, 1).to(device), tokenizer, [])
+        start = ready - started + WEIGHT_SECONDS * parameters
+        two, _, _ = _measure_model(request, _sliced(shape, 2).to(device), tokenizer, [])
+        found = _Seconds(*(a + (layers - 1) * max(b - a, 0.0) for a, b in zip(_values(one), _values(two), strict=True)))
+        what = f"one and two of its {layers} layers"
+    lengths = "as sampled" if tokens < request.rollout["max_completion_length"] else "of full length"
+    where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU with {os.cpu_count()} cores"
+    threads = "" if device.type == "cuda" else f", {request.threads} threads"
+    return Pace(
+        sample_seconds=found.sample,
+        train_seconds=found.train,
+        step_seconds=found.step,
+        start_seconds=start,
+        byte_seconds=_byte_seconds(Path(request.folder)),
+        completion_tokens=tokens,
+        completions=request.completions,
+        how=(
+            f"no earlier run is known; measured on this {where}{threads}, with {what}: "
+            f"{request.completions} completions sampled in {found.sample:.2g} s, "
+            f"{request.train['per_device_train_batch_size']} trained on in {found.train:.2g} s, completions {lengths} "
+            f"({tokens:.0f} tokens)" + ("; sampling by transformers, in place of vLLM" if device.type == "cuda" else "")
+        ),
+    )
+
+
+def _values(seconds: _Seconds) -> tuple[float, float, float]:
+    return seconds.sample, seconds.train, seconds.step
+
+
+def _parameters(shape: Any) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(shape).parameters())
+
+
+def _whole(keys: Any, shape: Any) -> tuple[Any, bool]:
+    """The model, and whether with its own weights: they may not be on this machine."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from grpo_core.model.loading import load_model
+
+    try:
+        return load_model(keys.name_or_path, keys.revision), True
+    except OSError:
+        return AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval(), False
+
+
+def _sliced(shape: Any, layers: int) -> Any:
+    """The first layers of a model of this shape, with random weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    shape = copy.deepcopy(shape)
+    text = shape.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    return AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval()
+
+
+def _prompts(request: PaceRequest, tokenizer: Any) -> list[list[int]]:
+    """The first prompts of the run, as many as are sampled together."""
+    import pyarrow.parquet as pq
+
+    from grpo_core.data.chat import encode_prompts
+
+    if not request.prompts:
+        return []
+    wanted = request.completions // request.rollout["num_generations"]
+    rows = next(pq.ParquetFile(request.prompts).iter_batches(batch_size=wanted, columns=["prompt"])).to_pylist()
+    return list(islice(cycle(encode_prompts([row["prompt"] for row in rows], tokenizer)), wanted))
+
+
+def _measure_model(
+    request: PaceRequest, base: Any, tokenizer: Any, prompts: list[list[int]]
+) -> tuple[_Seconds, float, float]:
+    """Seconds with one model, mean tokens of its completions, and the time at which it was ready to train.
+
+    Without `prompts`, random tokens are the prompts, and completions end at full length.
+    """
+    import torch
+
+    from grpo_core.config.inputs import ModelConfig
+    from grpo_core.model.loading import with_adapter
+    from grpo_core.model.policy import Policy
+    from grpo_core.rollout.transformers_engine import TransformersEngine
+    from grpo_core.rollout.types import Request, Sampling
+
+    rollout, train = request.rollout, request.train
+    group, longest = rollout["num_generations"], rollout["max_completion_length"]
+    groups = request.completions // group
+    max_length = max([request.prompt_tokens, *map(len, prompts)]) + longest
+    torch.manual_seed(0)
+    policy = Policy(
+        with_adapter(base, ModelConfig(**request.model)),
+        rollout["temperature"],
+        max_length=max_length,
+        bf16=train["mixed_precision"] == "bf16",
+        gradient_checkpointing=train["gradient_checkpointing"],
+    )
+    engine = TransformersEngine(policy.model, tokenizer, max_length)
+    ready = time.time()
+    if not prompts:
+        vocabulary = base.config.get_text_config().vocab_size
+        prompts = torch.randint(vocabulary, (groups, request.prompt_tokens)).tolist()
+        engine.end_ids = torch.tensor([], dtype=torch.int64)
+    requests = [Request(ids, group, seed=group * number) for number, ids in enumerate(prompts)]
+    sampling = Sampling(longest, rollout["temperature"], rollout["top_p"], rollout["top_k"])
+    sample_seconds, lengths = _sample(engine, requests, sampling)
+    train_seconds, step_seconds = _train(policy, prompts, lengths, group, train["per_device_train_batch_size"])
+    return _Seconds(sample_seconds, train_seconds, step_seconds), statistics.mean(lengths), ready
+
+
+def _sample(engine: Any, requests: list[Any], sampling: Any) -> tuple[float, list[int]]:
+    """Seconds to sample the requests, and the tokens of each completion.
+
+    What is not done after SAMPLING_SECONDS is extrapolated from the median step, at full length.
+    """
+    best = float("inf")
+    for _ in range(REPEATS):
+        start = last = time.perf_counter()
+        steps: list[float] = []
+        lengths = [sampling.max_tokens] * sum(request.num_completions for request in requests)
+        for finished in engine.generate(requests, sampling):
+            now = time.perf_counter()
+            steps.append(now - last)
+            last = now
+            for number, completions in finished:
+                first = number * requests[0].num_completions
+                lengths[first : first + len(completions)] = [len(completion.ids) for completion in completions]
+            if now - start > SAMPLING_SECONDS and len(steps) > 1 and len(steps) < sampling.max_tokens:
+                left = sampling.max_tokens - len(steps)
+                return sum(steps) + left * statistics.median(steps[1:]), lengths
+        best = min(best, sum(steps))
+        if sum(steps) > SAMPLING_SECONDS / REPEATS:
+            break
+    return best, lengths
+
+
+def _train(policy: Any, prompts: list[list[int]], lengths: list[int], group: int, rows: int) -> tuple[float, float]:
+    """Seconds of the forward and backward pass over `rows` completions, and of the optimizer's step."""
+    import torch
+
+    from grpo_core.model.sequences import Sequences, pack, pad
+    from grpo_core.training.memory import tokens_per_pass
+
+    owners = [row // group % len(prompts) for row in range(rows)]
+    completions = list(islice(cycle(lengths), rows))
+    ids = [prompts[owner] + [0] * length for owner, length in zip(owners, completions, strict=True)]
+    sequences = Sequences(
+        pad(ids, torch.int64),
+        torch.tensor([len(prompts[owner]) for owner in owners]),
+        torch.tensor(completions),
+        torch.tensor(owners),
+    )
+    device = next(policy.model.parameters()).device
+    tokens = tokens_per_pass(rows * int(sequences.lengths.max()), device)
+    parts = list(pack(sequences, tokens, share_prompts=policy.packs))
+
+    def passes() -> float:
+        start, done = time.perf_counter(), 0
+        for part in parts:
+            logprobs, _ = policy(sequences.take(part))
+            logprobs.sum().backward()
+            _wait(device)
+            done += len(part)
+            if time.perf_counter() - start > TRAINING_SECONDS:
+                break
+        return (time.perf_counter() - start) * rows / done
+
+    trained = [parameter for parameter in policy.master.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True)
+
+    def step() -> float:
+        start = time.perf_counter()
+        optimizer.step()
+        policy.refresh()
+        _wait(device)
+        return time.perf_counter() - start
+
+    return _fastest(passes, TRAINING_SECONDS), _fastest(step, 1.0)
+
+
+def _fastest(work: Callable[[], float], budget: float) -> float:
+    """The smallest of some results of `work`, its duration in seconds; repeated as long as the budget lasts."""
+    start, best = time.perf_counter(), work()
+    for _ in range(REPEATS - 1):
+        if time.perf_counter() - start > budget:
+            break
+        best = min(best, work())
+    return best
+
+
+def _wait(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _byte_seconds(folder: Path) -> float:
+    """Seconds per byte that is written to the disk there, flushed, and hashed as a checkpoint is."""
+    content = os.urandom(WRITTEN)
+    start = time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    hashlib.blake2b(content)
+    return (time.perf_counter() - start) / WRITTEN
+
+
+if __name__ == "__main__":
+    run_and_leave(main)

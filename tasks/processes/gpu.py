@@ -1,0 +1,69 @@
+"""What a GPU machine needs beside the Python packages. Where it is missing, PyTorch would train on the CPU without a
+word, or fail in the first compilation of a kernel."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+from grpo_core.errors import GrpoError
+
+OLDEST_DRIVER = {12: 525, 13: 580}  # NVIDIA's driver, by CUDA's major version (release notes of the CUDA toolkit)
+NVIDIA_SMI_SECONDS = 10.0
+
+
+class MachineError(GrpoError):
+    """A machine that cannot train on its GPU; the message says what to install."""
+
+
+def check_gpu_machine() -> None:
+    """Raises MachineError if this machine has an NVIDIA GPU, PyTorch is built for one, and the driver is too old for it
+    or Triton cannot compile kernels."""
+    cuda, driver = _cuda_of_torch(), _driver()
+    if cuda is None or not driver:
+        return
+    oldest = OLDEST_DRIVER.get(cuda)
+    if oldest and int(driver.partition(".")[0]) < oldest:
+        raise MachineError(
+            f"the NVIDIA driver is {driver}, and the installed PyTorch, built for CUDA {cuda}, needs {oldest} or "
+            "newer: with this one it would train on the CPU. Update the driver"
+        )
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise MachineError(
+            "no C compiler is found, and Triton compiles GPU kernels with one while it trains: install gcc "
+            "(Debian: apt install gcc), or name a compiler in CC"
+        )
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").exists():
+        raise MachineError(
+            f"Python's headers are not in {headers}, and Triton compiles GPU kernels with them while it trains: "
+            "install them (Debian: apt install python3-dev)"
+        )
+
+
+def _cuda_of_torch() -> int | None:
+    """Major version of CUDA that PyTorch is built for; None if for none. Read without importing it, which takes
+    seconds."""
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
+    found = re.search(r"^cuda\b.*= '(\d+)", Path(torch.origin).with_name("version.py").read_text(), re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def _driver() -> str:
+    """Version of the NVIDIA driver, such as 580.65.06; "" without a GPU."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):  # a driver without a GPU
+        return ""
+    version = found.partition("\n")[0].strip()
+    return version if version[:1].isdigit() else ""

@@ -1,0 +1,73 @@
+"""The pace of this machine at a run's model: measured once, in a process of its own, and kept in STORAGE/pace/."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from grpo_core.config.run import RunConfig
+from grpo_core.planning.hardware import Gpu, name_hardware
+from grpo_core.planning.pace import Pace, pace_request
+from grpo_core.planning.plan import Plan
+from grpo_core.planning.shapes import ForecastError, PromptLengths, config_file
+from tasks.processes.run import TimeLimitError, run_process
+from tasks.stages.errors import StageError
+from tasks.stages.files import read_json, write_text
+from tasks.stages.run_directory import storage_root
+
+MEASURED = "GRPO_MEASURE"  # "0": nothing is measured
+LIMIT_SECONDS = 120.0
+PACKAGES = ("grpo-flows", "torch", "transformers")
+
+
+def measured_pace(
+    config: RunConfig, plan: Plan, lengths: PromptLengths, gpu: Gpu | None, prompts: Path | None
+) -> Pace | str:
+    """The pace at this model and these batch sizes, or why there is none. `prompts`: validated ones, if there are.
+
+    Takes some seconds the first time; the answer is kept, unless other processes kept the machine busy.
+    """
+    if os.environ.get(MEASURED) == "0":
+        return f"no earlier run of this model on this hardware ({name_hardware(gpu)}) is known, and {MEASURED}=0"
+    folder, threads = storage_root() / "pace", max(1, (os.cpu_count() or 1) // config.train.num_processes)
+    try:
+        identity = _identity(config, gpu, prompts)
+    except ForecastError as error:
+        return str(error)
+    request = asdict(pace_request(config, plan, lengths, prompts, folder, threads, identity))
+    content = json.dumps(request, sort_keys=True)
+    file = folder / f"{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}.json"
+    if known := read_json(file):
+        return Pace(**known)
+    folder.mkdir(parents=True, exist_ok=True)
+    printed: list[str] = []
+    busy = os.getloadavg()[0] > (os.cpu_count() or 1)
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    try:
+        command = ["-m", "grpo_core.training.pace", content, str(time.time())]
+        run_process(command, printed.append, environment, limit=LIMIT_SECONDS)
+        pace = Pace(**json.loads(printed[-1]))
+    except TimeLimitError:
+        return f"no earlier run is known, and this machine did not measure its pace within {LIMIT_SECONDS:.0f} s"
+    except StageError:
+        return f"no earlier run is known, and the pace could not be measured: {printed[-1] if printed else 'killed'}"
+    if busy:  # not kept: on a quiet machine it would be wrong
+        return replace(pace, how=f"{pace.how}, while other processes kept the machine busy")
+    write_text(file, json.dumps(asdict(pace), indent=2) + "\n")
+    return pace
+
+
+def _identity(config: RunConfig, gpu: Gpu | None, prompts: Path | None) -> str:
+    """What a pace depends on beside sizes: model files, prompts, hardware, versions. Raises ForecastError if the model
+    is not on this machine."""
+    shape = config_file(config.model.name_or_path, config.model.revision)
+    files = [*sorted(shape.parent.glob("*.safetensors")), *([prompts] if prompts else [])]
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    versions = [importlib.metadata.version(package) for package in PACKAGES]
+    return json.dumps([shape.read_text(), stats, platform.node(), name_hardware(gpu), versions])

@@ -1,0 +1,44 @@
+"""Memory of tensors that are alive at the same time, as torch's operations make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Allocations(TorchDispatchMode):
+    """Inside, `peak` is the most bytes that tensors had together that this thread made by computing or copying. Views
+    do not count, nor what is mapped from a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.total = 0  # of these; some may be gone
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if storage._cdata not in given:
+                self.total += storage.nbytes() - self.alive.pop(storage._cdata, (None, 0))[1]
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        if self.total > self.peak:
+            self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
+            self.total = sum(size for _, size in self.alive.values())
+            self.peak = max(self.peak, self.total)
+        return result
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    found = []
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+            found.append(leaf.untyped_storage())
+        elif isinstance(leaf, torch.UntypedStorage):
+            found.append(leaf)
+    return found

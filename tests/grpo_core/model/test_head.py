@@ -1,0 +1,119 @@
+"""The output layer in chunks, on a CPU and as a GPU has it: exact, and few passes over the logits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_core.config.memory_bounds import chunk_tokens
+from grpo_core.model import fused_logprobs
+
+BOUND = {"float32": 5e-6, "bfloat16": 0.05}  # relative; logits of up to 200 are rounded to 8 bits
+
+
+@pytest.mark.parametrize("vocabulary", [32_000, 128_256, 151_936, 262_144])
+def test_a_chunk_on_a_gpu_has_tokens_enough_for_the_products_to_outlast_the_reading_of_the_weight(
+    vocabulary: int,
+) -> None:
+    tokens = chunk_tokens("cuda", vocabulary)
+    traffic, operations = 14 / tokens, 8  # bytes and floating-point operations per token and element of the weight
+    assert traffic * 230 < operations / 2
+    assert 1024 <= tokens <= 4096
+    assert tokens % 128 == 0
+    assert tokens * vocabulary <= 2**28
+
+
+@pytest.mark.parametrize(("vocabulary", "tokens"), [(20, 838_860), (4096, 4096), (151_936, 110), (2**25, 1)])
+def test_a_chunk_on_a_cpu_stays_near_the_cache(vocabulary: int, tokens: int) -> None:
+    assert chunk_tokens("cpu", vocabulary) == tokens
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Any:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.grpo_core.model.interpreting"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment.pop("PYTEST_VERSION")  # shapes are checked elsewhere
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("way", ["fused", "chunked"])
+def test_values_and_gradients_are_those_of_a_plain_float64_computation(interpreted: Any, way: str, dtype: str) -> None:
+    assert max(interpreted[dtype][way]) < BOUND[dtype]
+
+
+@pytest.mark.slow
+def test_tokens_that_the_model_excludes_have_no_gradient(interpreted: Any) -> None:
+    assert interpreted["infinite"]
+
+
+@pytest.mark.slow
+def test_only_products_and_one_kernel_each_way_pass_over_the_logits_on_a_gpu(interpreted: Any) -> None:
+    operations, bytes_per_logit = interpreted["passes"]["fused"]
+    assert sorted(operations) == ["aten.mm.default"] * 3 + ["aten.mm.out"]
+    kernels = 2 + (2 + 2)  # the first reads, the second reads and writes
+    before = interpreted["passes"]["chunked"][1]
+    assert bytes_per_logit + kernels < before / 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_products_on_a_gpu_have_matching_shapes_and_dtypes(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """On tensors without data; the kernels are left out."""
+    monkeypatch.setattr(fused_logprobs, "_statistics", lambda logits, *_: logits.new_empty(4, len(logits)).float())
+    monkeypatch.setattr(fused_logprobs, "_overwrite_by_gradient", lambda *_: None)
+    monkeypatch.setattr(fused_logprobs, "chunk_tokens", lambda *_: 8)
+
+    class Context:
+        needs_input_grad = (True, True, False, False)
+
+        def set_materialize_grads(self, value: bool) -> None: ...
+
+        def save_for_backward(self, *tensors: torch.Tensor) -> None:
+            self.saved_tensors = tensors
+
+    context = Context()
+    hidden, weight = (torch.empty(count, 16, dtype=dtype, device="meta") for count in (21, 300))
+    targets = torch.empty(21, dtype=torch.int64, device="meta")
+    values = fused_logprobs.FusedLogprobs.forward(context, hidden, weight, targets, 0.7)
+    gradients = fused_logprobs.FusedLogprobs.backward(context, values[0], None)
+    assert [(x.shape, x.dtype) for x in values] == [((21,), torch.float32)] * 2
+    assert [(x.shape, x.dtype) for x in gradients[:2] if x is not None] == [((21, 16), dtype), ((300, 16), dtype)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_kernels_compile_for_nvidia_s_gpus(
+    architecture: int, dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the compiler and assembler that come with Triton; no GPU is needed."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    common = {"logits": f"*{dtype}", "targets": "*i64", "scale": "fp32", "values": "*fp32"}
+    sizes = {"rows": "i32", "vocabulary": "i32", "BLOCK": "constexpr"}
+    for kernel, gradients in (
+        (fused_logprobs._statistics_kernel, {}),
+        (fused_logprobs._gradient_kernel, {"grad_logprobs": "*fp32", "grad_entropy": "constexpr"}),
+        (fused_logprobs._gradient_kernel, {"grad_logprobs": "*fp32", "grad_entropy": "*fp32"}),
+    ):
+        signature = {**common, **gradients, **sizes}
+        constants = {name: None for name, kind in signature.items() if kind == "constexpr"}
+        source = triton.compiler.ASTSource(kernel, signature, {**constants, "BLOCK": fused_logprobs.BLOCK})
+        target = GPUTarget("cuda", architecture, 32)
+        compiled = triton.compile(source, target=target, options={"num_warps": fused_logprobs.WARPS})
+        assert compiled.asm["cubin"]

@@ -1,0 +1,139 @@
+"""What two processes (gloo) say to each other: over which group, how long they wait, the mean of their gradients."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import distributed_c10d
+
+from grpo_core import distributed
+from tests.grpo_core.training.several import WORLD, in_two_processes
+
+LIMIT = timedelta(seconds=60)
+BRIEF = timedelta(milliseconds=50)
+
+
+def _recorded(names: list[str], calls: list[tuple[str, Any]]) -> Any:
+    """Patch torch's collectives to note the group that each was called with."""
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append((name, options.get("group")))
+            return function(*args, **options)
+
+        return call
+
+    return mock.patch.multiple(dist, **{name: noting(name, getattr(dist, name)) for name in names})
+
+
+@pytest.mark.slow
+def test_control_messages_wait_in_a_group_of_their_own_beside_the_tensors(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        calls: list[tuple[str, Any]] = []
+        with mock.patch.object(dist, "get_backend", return_value="nccl"):  # as on GPUs
+            distributed.start_processes(LIMIT)
+        tensors, control = dist.group.WORLD, distributed._control
+        assert tensors is not None and control is not None and control is not tensors
+        assert dist.get_backend(control) == "gloo"
+        with _recorded(["barrier", "broadcast_object_list", "all_gather_object", "all_reduce"], calls):
+            assert distributed.total(torch.tensor([1.0 + rank])).tolist() == [3.0]
+            assert distributed.largest(torch.tensor([1.0, -rank])).tolist() == [1.0, 0.0]
+            parameter = torch.nn.Parameter(torch.zeros(3))
+            parameter.grad = torch.full((3,), float(rank))
+            distributed.average_gradients([parameter])
+            assert parameter.grad.tolist() == [0.5] * 3
+            assert {group for _, group in calls} <= {None, tensors}
+
+            distributed_c10d._set_pg_timeout(BRIEF, tensors)
+            calls.clear()
+            for ask, answer in (
+                (lambda: distributed.wait_for_all(), None),
+                (lambda: distributed.from_main(f"by {rank}"), "by 0"),
+                (lambda: distributed.gathered([rank] * (rank + 1)), [0, 1, 1]),
+                (lambda: distributed.any_process(rank == 1), True),
+                (lambda: distributed.any_process(False), False),
+            ):
+                if rank == 1:
+                    threading.Event().wait(3 * BRIEF.total_seconds())  # longer than the tensors' group allows
+                assert ask() == answer
+            assert [group for _, group in calls] == [control] * 5
+        if rank == 0:  # the other one does not come
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out|timeout"):
+                dist.all_reduce(torch.zeros(1))
+        distributed.wait_for_all()
+
+    in_two_processes(tmp_path, work)
+
+
+def test_without_gpus_one_group_is_enough(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        distributed.start_processes(LIMIT)
+        assert distributed._control is None
+        assert distributed.gathered([rank]) == [0, 1]
+
+    in_two_processes(tmp_path, work)
+
+
+def test_the_limit_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def accelerator(**options: Any) -> Any:
+        made.append(options)
+        return SimpleNamespace(num_processes=1)
+
+    monkeypatch.setattr(distributed, "Accelerator", accelerator)
+    distributed.start_processes(timedelta(hours=7))
+    [handler] = made[0]["kwargs_handlers"]
+    assert handler.to_kwargs()["timeout"] == timedelta(hours=7)
+
+
+def _drawn(seed: int) -> tuple[list[Tensor], list[list[Tensor | None]]]:
+    """Parameters, some not contiguous, and the gradients of each process; some have none, a few on no process."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    parameters: list[Tensor] = []
+    for _ in range(draw.randint(1, 12)):
+        shape = [draw.randint(1, 6) for _ in range(draw.randint(0, 3))]
+        parameter = torch.zeros(shape)
+        parameters.append(parameter.transpose(0, 1) if len(shape) > 1 and draw.random() < 0.5 else parameter)
+    has = [[draw.random() < 0.7 for _ in parameters] for _ in range(WORLD)]
+    gradients = [
+        [torch.randn(p.shape, generator=generator) if there else None for p, there in zip(parameters, own, strict=True)]
+        for own in has
+    ]
+    return parameters, gradients
+
+
+@pytest.mark.slow
+def test_gradients_become_their_mean_the_large_ones_in_place(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        PartialState(cpu=True)
+        for seed in range(20):
+            parameters, gradients = _drawn(seed)
+            for parameter, gradient in zip(parameters, gradients[rank], strict=True):
+                parameter.grad = None if gradient is None else gradient.clone()
+            before = [parameter.grad for parameter in parameters]
+            with mock.patch.object(distributed, "LARGE", 12):
+                distributed.average_gradients(parameters)
+            for number, parameter in enumerate(parameters):
+                found = [own[number] for own in gradients]
+                if all(gradient is None for gradient in found):
+                    assert parameter.grad is None
+                    continue
+                mean = sum(gradient / WORLD for gradient in found if gradient is not None)
+                assert parameter.grad is not None and torch.equal(parameter.grad, mean), (seed, number)
+                if (own := before[number]) is not None and own.is_contiguous():
+                    assert parameter.grad is own
+
+    in_two_processes(tmp_path, work)

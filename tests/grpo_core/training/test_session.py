@@ -1,0 +1,142 @@
+"""What a training sets up before its first rollout: time limits, the optimizer's memory, weights in their precision."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import DistributedType
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_core.config.files import parse_config
+from grpo_core.errors import TrainingError
+from grpo_core.training import session as sessions
+from grpo_core.training.session import _optimizer, load_session, longest_wait
+from tests.conftest import config_values, make_run, with_keys
+
+SECONDS = st.floats(0.1, 1e6)
+
+
+@given(st.lists(SECONDS, min_size=1, max_size=4), SECONDS, SECONDS, st.sampled_from(["vllm-server", "transformers"]))
+def test_processes_wait_longer_for_each_other_than_all_that_is_configured_takes_in_a_row(
+    rewards: list[float], up: float, answer: float, engine: str
+) -> None:
+    values = config_values(
+        Path("model"), Path("data"), engine=engine, vllm_server_timeout=up, vllm_request_timeout=answer
+    )
+    values["rewards"] = [
+        {"function": "length", "name": f"r{i}", "args": {"target": 3}, "timeout": timeout}
+        for i, timeout in enumerate(rewards)
+    ]
+    limit = longest_wait(parse_config(values)).total_seconds()
+    servers = up + 2 * answer if engine == "vllm-server" else 0.0  # it comes back, takes weights and answers
+    assert limit > sum(rewards) + max(rewards) + servers + 600  # which NCCL allows by itself
+
+
+def test_an_endless_limit_is_a_year() -> None:
+    values = config_values(Path("model"), Path("data"), engine="vllm-server", vllm_request_timeout=1e300)
+    assert timedelta(days=365) < longest_wait(parse_config(values)) < timedelta(days=366)
+
+
+def test_the_processes_of_a_training_wait_that_long(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(Exception):
+        pass
+
+    def start(limit: timedelta) -> None:
+        raise Asked(limit)
+
+    run = make_run(tmp_path / "run", values)
+    monkeypatch.setattr(sessions, "start_processes", start)
+    with pytest.raises(Asked) as asked:
+        load_session(run)
+    assert asked.value.args == (longest_wait(parse_config(values)),)
+
+
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
+def test_an_accelerate_that_would_shard_is_refused(
+    kind: DistributedType, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "start_processes", lambda _: SimpleNamespace(distributed_type=kind))
+    with pytest.raises(TrainingError, match=rf"configured for {kind.value}, .* `accelerate launch --multi_gpu`"):
+        load_session(make_run(tmp_path / "run", values))
+
+
+@given(seed=st.integers(0, 99), decay=st.sampled_from([0.0, 0.1]))
+def test_the_state_of_the_optimizer_is_what_its_first_step_would_start_from(seed: int, decay: float) -> None:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    config = parse_config(
+        config_values(Path("model"), Path("data"), weight_decay=decay, learning_rate=1e-2, adam_beta1=0.8)
+    ).train
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer = _optimizer(model, config)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert optimizer.state.keys() == {*parameters}, "memory is taken"
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    assert all(parameter.grad is None for parameter in parameters)
+
+    copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    groups, taken = [], iter(copies)
+    for group in optimizer.param_groups:
+        groups.append({"params": [next(taken) for _ in group["params"]], "weight_decay": group["weight_decay"]})
+    betas = (config.adam_beta1, config.adam_beta2)
+    fresh = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
+    for group in optimizer.param_groups:
+        group["lr"] = config.learning_rate
+    for _ in range(3):
+        for own, other in zip(parameters, copies, strict=True):
+            own.grad = torch.randn_like(own)
+            other.grad = own.grad.clone()
+        optimizer.step()
+        fresh.step()
+    assert all(torch.equal(own, other) for own, other in zip(parameters, copies, strict=True))
+
+
+def test_too_little_memory_for_the_optimizer_ends_the_training_before_its_first_rollout(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    expected = r"before the first step: .*model.use_peft.*gpu_memory_utilization.*\(CUDA out of memory. Tried"
+    with pytest.raises(TrainingError, match=expected):
+        load_session(make_run(tmp_path / "run", values))
+
+
+@pytest.mark.parametrize(
+    ("keys", "trained", "frozen"),
+    [
+        ({}, {torch.float32}, set()),
+        ({"use_peft": True}, {torch.float32}, {torch.float32}),
+        ({"mixed_precision": "bf16"}, {torch.float32}, set()),
+        ({"mixed_precision": "bf16", "use_peft": True}, {torch.float32}, {torch.bfloat16}),
+    ],
+)
+def test_what_trains_is_float32_and_what_is_frozen_is_held_once_in_the_precision_of_the_passes(
+    keys: dict[str, Any], trained: set[torch.dtype], frozen: set[torch.dtype], values: dict[str, Any], tmp_path: Path
+) -> None:
+    session = load_session(make_run(tmp_path / "run", with_keys(values, **keys)))
+    pairs = [*zip(session.model.parameters(), session.policy.model.parameters(), strict=True)]
+    assert {own.dtype for own, _ in pairs if own.requires_grad} == trained
+    assert {own.dtype for own, _ in pairs if not own.requires_grad} == frozen
+    assert all(own is used for own, used in pairs if not own.requires_grad)
+
+
+@pytest.mark.parametrize(("moves", "masters"), [(False, torch.bfloat16), (True, torch.float32)])
+def test_a_reference_has_float32_masters_only_if_it_follows_the_policy(
+    moves: bool, masters: torch.dtype, values: dict[str, Any], tmp_path: Path
+) -> None:
+    keys = {"mixed_precision": "bf16", "beta": 0.1, "sync_ref_model": moves}
+    reference = load_session(make_run(tmp_path / "run", with_keys(values, **keys))).reference
+    assert reference is not None
+    assert {parameter.dtype for parameter in reference.master.parameters()} == {masters}
+    assert {parameter.dtype for parameter in reference.model.parameters()} == {torch.bfloat16}
+    assert (reference.model is reference.master) == (not moves)

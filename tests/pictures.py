@@ -1,0 +1,74 @@
+"""The words that this project's code writes on the pages of docs/images, rendered from made-up runs. `make pictures`
+records them beside the pictures."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from flows.pipeline import pipeline
+from grpo_core.planning.plan import make_plan, plan_inputs
+from tasks.promotion import _markdown
+from tasks.register import describe, origin
+from tasks.registry.champion import Outcome
+from tasks.registry.gate import Contestant, decide
+from tasks.rendering import drawing
+from tasks.reports.record import read_record
+from tasks.reports.report import report_page
+from tasks.tracking.live import live_table
+from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
+
+RECORDED = Path(__file__).parents[1] / "docs" / "images" / "words.json"
+VERDICT = "verdict of the report"  # in RECORDED, as it is pictured
+FIELDS = 6  # of the form, in one picture
+
+
+def words_of(text: str) -> str:
+    """The words of a text in their order, without numbers."""
+    return " ".join(re.findall(r"(?<![\w.])[A-Za-z][\w/]*", text))
+
+
+def words_of_pictures(folder: Path) -> dict[str, str]:
+    """The words of each picture. `folder`: for a made-up run."""
+    samples = samples_of({"base": outcomes_of(0, 0.4), "trained": outcomes_of(1, 0.9)})
+    metrics = metrics_of(**{"completions/max_length": 5.0})
+    record = read_record(made_up_run(folder, values_of("sums"), samples, metrics))
+    plan = make_plan(plan_inputs(record.config, 24))
+    page = report_page(record, 1.0, {}, "", "")
+    verdict = decide(record.config, *(Contestant(f"the {it} model", samples, it) for it in ("trained", "base")))
+    outcome = Outcome("promoted", "sums", "1", "base", verdict.reason, verdict)
+    made_by = origin("quickstart", {}, {"train": "1", "eval": "2"})
+    fields = [*_fields(pipeline.parameters.properties)]
+    wrong = next(place for place, field in enumerate(fields) if field.startswith("learning_rate "))
+    texts = {
+        "report": html.unescape(re.sub("<[^>]*>", " ", page[page.index("</header>") : page.index("<table")])),
+        "live": " ".join(live_table(metrics, plan)[0]),
+        "curves": _drawn(metrics),
+        "form": " ".join(fields[:FIELDS]),
+        "refused": " ".join(fields[wrong : wrong + FIELDS]),
+        "promotion": _markdown("", outcome),
+        "champion": f"{describe(record.evaluation, record.metric)} {made_by}",
+    }
+    return {name: words_of(text) for name, text in texts.items()}
+
+
+def _fields(properties: dict[str, Any]) -> Iterator[str]:
+    """Key and description of each field, in the order of the form."""
+    for name, field in sorted(properties.items(), key=lambda item: item[1]["position"]):
+        yield f"{name} {field.get('description', '')}"
+        yield from _fields(field.get("properties", {}))
+
+
+def _drawn(metrics: list[dict[str, float]]) -> str:
+    """The text in the picture of a training's curves."""
+    figure = Figure()
+    with mock.patch.object(drawing, "png", lambda size, draw: draw(figure)):
+        drawing.draw_curves(metrics)
+    return " ".join(text.get_text() for text in figure.findobj(Text))

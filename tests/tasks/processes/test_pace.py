@@ -1,0 +1,112 @@
+"""A pace is measured once for what it depends on, and a measurement that fails is a sentence, not an end."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_core.config.files import parse_config
+from grpo_core.planning.pace import Pace
+from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.planning.shapes import PromptLengths
+from tasks.processes import pace
+from tasks.processes.run import TimeLimitError
+from tasks.stages.errors import StageError
+from tests.conftest import config_values, write_sums
+
+MEASURED = Pace(1.0, 2.0, 0.1, 9.0, 1e-9, 6.0, 16, "measured")
+
+
+class Machine:
+    """Stands in for the process that measures: what it was asked for, and what it prints or raises."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.printed = ["Loading weights: 100%", json.dumps(asdict(MEASURED))]
+        self.error: Exception | None = None
+
+    def run_process(self, command: list[str], on_line: Any, env: dict[str, str], limit: float) -> None:
+        self.asked.append(json.loads(command[2]))
+        for line in self.printed:
+            on_line(line)
+        if self.error:
+            raise self.error
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(pace, "run_process", machine.run_process)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
+    monkeypatch.delenv("GRPO_MEASURE")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return machine
+
+
+def _measured(folder: Path, prompts: Path | None = None, **keys: Any) -> Pace | str:
+    config = parse_config(config_values(folder / "model", folder, **keys))
+    plan = make_plan(plan_inputs(config, 1000))
+    return pace.measured_pace(config, plan, PromptLengths(6.0, 9, "given"), None, prompts)
+
+
+def test_a_pace_is_measured_once_and_again_when_something_that_it_depends_on_changes(
+    machine: Machine, tmp_path: Path
+) -> None:
+    prompts = write_sums(tmp_path / "train.parquet", 0, 8)
+    for _ in range(2):
+        assert _measured(tmp_path, prompts) == MEASURED
+    assert len(machine.asked) == 1
+    for keys in ({"learning_rate": 0.5}, {"max_steps": 77}, {"save_steps": 3}):
+        _measured(tmp_path, prompts, **keys)
+    assert len(machine.asked) == 1
+    for keys in ({"max_completion_length": 5}, {"use_peft": True}, {"num_generations": 8}, {"num_processes": 2}):
+        _measured(tmp_path, prompts, **keys)
+    _measured(tmp_path)
+    (tmp_path / "model" / "config.json").write_text('{"hidden_size": 7}')
+    _measured(tmp_path, prompts)
+    write_sums(tmp_path / "train.parquet", 0, 400)
+    _measured(tmp_path, prompts)
+    assert len(machine.asked) == 8
+    assert machine.asked[0]["completions"] == 16
+    assert [asked["prompts"] for asked in machine.asked].count("") == 1
+
+
+def test_a_pace_of_a_busy_machine_says_so_and_is_not_kept(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    how = "measured, while other processes kept the machine busy"
+    assert [_measured(tmp_path) for _ in range(2)] == [replace(MEASURED, how=how)] * 2
+    assert len(machine.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (StageError("ended with status 1"), "the pace could not be measured: out of memory"),
+        (TimeLimitError("had not ended"), "did not measure its pace within 120 s"),
+    ],
+)
+def test_a_measurement_that_fails_says_why(machine: Machine, tmp_path: Path, error: Exception, sentence: str) -> None:
+    machine.printed, machine.error = ["Traceback", "out of memory"], error
+    found = _measured(tmp_path)
+    assert isinstance(found, str) and sentence in found
+    machine.printed, machine.error = [json.dumps(asdict(MEASURED))], None
+    assert _measured(tmp_path) == MEASURED
+
+
+def test_nothing_is_measured_of_a_model_that_is_elsewhere_or_where_it_is_not_wanted(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model" / "config.json").unlink()
+    assert "no such folder with a config.json" in str(_measured(tmp_path))
+    monkeypatch.setenv("GRPO_MEASURE", "0")
+    assert "GRPO_MEASURE=0" in str(_measured(tmp_path))
+    assert machine.asked == []

@@ -1,0 +1,32 @@
+"""The pictures of the documentation show its pages as they are today, and the text beside them has the same figures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.pictures import RECORDED, VERDICT, words_of_pictures
+from tests.readme import ROOT, TUTORIALS
+
+
+@pytest.mark.slow
+def test_each_pictured_page_still_has_the_words_of_its_picture(tmp_path: Path) -> None:
+    recorded = json.loads(RECORDED.read_text())
+    pictured = {name: words for name, words in recorded.items() if name != VERDICT}
+    assert words_of_pictures(tmp_path) == pictured, "pages read otherwise than in docs/images: run `make pictures`"
+
+
+def test_the_first_pages_tell_the_figures_of_the_pictured_report() -> None:
+    verdict = json.loads(RECORDED.read_text())[VERDICT]
+    [(before, after, gain)] = re.findall(r"^(\S+)% \(base\) → (\S+)% \(trained\) .*?\+(\S+) points", verdict)
+    readme, quickstart = (ROOT / "README.md").read_text(), (TUTORIALS / "quickstart.md").read_text()
+    said = (
+        f"answers {float(after):.0f} % of additions",
+        f"instead of {float(before):.0f} %",
+        f"{float(gain):.0f} points",
+    )
+    assert all(it in " ".join(readme.split()) for it in said)
+    assert f"base {before}%, trained {after}%" in quickstart and f"by {gain} points" in quickstart
