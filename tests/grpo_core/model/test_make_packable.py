@@ -19,7 +19,7 @@ from grpo_core.model.policy import Policy
 from grpo_core.model.precision import in_bfloat16, working_copy
 from grpo_core.training.session import load_session
 from tests.conftest import make_model, make_run
-from tests.pretend_gpu import plain_varlen
+from tests.plain_kernels import plain_varlen
 
 VARLEN = packed_attention._varlen
 
