@@ -21,16 +21,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from accelerate import PartialState
+from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import AutoModelForCausalLM
 
-from grpo_core.model import packed_attention
+from grpo_core.model import fused_logprobs, packed_attention
 from grpo_core.rollout.group_cache import GroupCache
+from tests.plain_kernels import plain_flex, plain_gradient, plain_product, plain_statistics, plain_varlen
 
 CUDA = torch.device("cuda", 0)
 ROOT = Path(__file__).parents[1]
@@ -223,53 +225,6 @@ def _group_by_device(*arguments: Any) -> dict[Any, Any]:
 _GROUP = torch._C._group_tensors_by_device_and_dtype
 
 
-def plain_flex(scale: float, compiled: bool) -> Any:
-    """Flex attention without a kernel: all scores."""
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any) -> Tensor:
-        places = torch.arange(query.shape[2], device=query.device)
-        mask = block_mask.mask_mod(None, None, places[:, None], places)
-        return nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
-        )
-
-    return attention
-
-
-def plain_varlen(
-    query: Tensor,  # (N, H, d)
-    key: Tensor,  # (M, K, d)
-    value: Tensor,  # (M, K, d)
-    query_starts: Tensor,
-    key_starts: Tensor,
-    longest_query: int,
-    longest_key: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-) -> Tensor:
-    """torch's varlen_attn without flash attention's kernel: all scores. The last query of a sequence sees its last key,
-    as in torch.nn.attention.bias, which calls the same kernel for what it names LOWER_RIGHT."""
-    assert window_size == (-1, 0)
-    assert {query_starts.dtype, key_starts.dtype} == {torch.int32}
-    if is_on_gpu(query):
-        if query.dtype == torch.float32:
-            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    else:
-        assert (longest_query, longest_key) == (int(query_starts.diff().max()), int(key_starts.diff().max()))
-        assert (len(query), len(key)) == (int(query_starts[-1]), int(key_starts[-1]))
-    sequence, from_end = [], []
-    for starts, count in ((query_starts, len(query)), (key_starts, len(key))):
-        places = torch.arange(count, device=query.device)
-        sequence.append(torch.bucketize(places, starts[1:], right=True))
-        from_end.append(starts[1:][sequence[-1]] - places)
-    mask = (sequence[0][:, None] == sequence[1]) & (from_end[0][:, None] <= from_end[1])
-    rows = (x.transpose(0, 1)[None] for x in (query, key, value))
-    mixed = nn.functional.scaled_dot_product_attention(*rows, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-    return mixed[0].transpose(0, 1)
-
-
 def plain_block_mask(compiled: bool) -> Any:
     """A block mask by many operations, whose waits a compiled one does not have."""
 
@@ -283,20 +238,39 @@ def plain_block_mask(compiled: bool) -> Any:
     return create
 
 
+def _load_and_move(path: Any, *, device_map: Any = None, **options: Any) -> Any:
+    """transformers' loader, which fills a device's memory from threads of its own."""
+    model = _LOAD(path, **options)
+    return model if device_map is None else model.to(device_map[""])
+
+
+_LOAD = AutoModelForCausalLM.from_pretrained
+
+
 @contextmanager
 def pretend_gpu() -> Iterator[Gpu]:
-    """Inside, accelerate trains on the pretended device, and tensors may be made there and moved there and back."""
+    """Inside, accelerate trains on the pretended device, and tensors may be made there and moved there and back.
+
+    What cannot exist here is plain torch: flash attention's kernel, Triton's, a captured CUDA graph.
+    """
     global active
     with ExitStack() as patches:
         active = patches.enter_context(Gpu())
-        patches.enter_context(mock.patch.object(PartialState, "default_device", CUDA))
-        patches.enter_context(mock.patch.object(nn.Module, "to", _move_module))
-        patches.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", _group_by_device))
-        # What cannot exist here: flash attention's kernel, Triton's, a captured CUDA graph.
-        patches.enter_context(mock.patch.object(packed_attention, "varlen_attn", plain_varlen))
-        patches.enter_context(mock.patch.object(packed_attention, "_flex", plain_flex))
-        patches.enter_context(mock.patch.object(packed_attention, "_create_block_mask", plain_block_mask))
-        step = lambda cache, token: cache._forward(token[:, None], cache.positions[:, None])  # noqa: E731
-        patches.enter_context(mock.patch.object(GroupCache, "_replay", step))
-        yield active
-    active = None
+        for owner, changes in (
+            (PartialState, {"default_device": CUDA}),
+            (torch.cuda, {"get_device_capability": lambda *_: (9, 0)}),  # an H100's
+            (torch._C, {"_group_tensors_by_device_and_dtype": _group_by_device}),
+            (nn.Module, {"to": _move_module}),
+            (AutoModelForCausalLM, {"from_pretrained": _load_and_move}),
+            (packed_attention, {"varlen_attn": plain_varlen, "_flex": plain_flex}),
+            (packed_attention, {"_create_block_mask": plain_block_mask}),
+            (fused_logprobs, {"_statistics": plain_statistics, "_overwrite_by_gradient": plain_gradient}),
+            (fused_logprobs, {"_add_product": plain_product}),
+            (GroupCache, {"_replay": lambda cache, token: cache._forward(token[:, None], cache.positions[:, None])}),
+        ):
+            patches.enter_context(mock.patch.multiple(owner, **changes))
+        try:
+            yield active
+        finally:
+            active = None
+            AcceleratorState._reset_state(reset_partial_state=True)

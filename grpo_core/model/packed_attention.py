@@ -166,7 +166,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: _Varlen, scale: float) -> Tensor:
     """(H, N, d), (K, N, d), (K, N, d) → (N, H, d)"""
     keys, values = (_Repeat.apply(x.transpose(0, 1), sequences.keys) for x in (key, value))
-    return varlen_attn(
+    mixed: Any = varlen_attn(
         query.transpose(0, 1),
         keys,
         values,
@@ -178,6 +178,7 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: _Varlen
         window_size=(-1, 0),  # causal: a sequence's last query sees all of its keys
         enable_gqa=True,
     )
+    return mixed
 
 
 def _attend_padded(query: Tensor, key: Tensor, value: Tensor, blocks: _Padded, scale: float) -> Tensor:

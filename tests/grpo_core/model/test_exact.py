@@ -35,7 +35,7 @@ from tests.grpo_core.model.exactness import (
     rollout_with,
     updating_gradient,
 )
-from tests.pretend_gpu import plain_varlen
+from tests.plain_kernels import plain_varlen
 
 BOUND = 1e-6  # relative
 

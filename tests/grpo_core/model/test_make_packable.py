@@ -17,8 +17,9 @@ from grpo_core.model.capabilities import make_packable
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.policy import Policy
 from grpo_core.model.precision import in_bfloat16, working_copy
-from tests.conftest import make_model
-from tests.pretend_gpu import plain_varlen
+from grpo_core.training.session import load_session
+from tests.conftest import make_model, make_run
+from tests.plain_kernels import plain_varlen
 
 VARLEN = packed_attention._varlen
 
@@ -90,6 +91,15 @@ def test_the_policy_says_why_rows_are_padded(model_folder: Path, tmp_path: Path)
     assert Policy(window, 1.0).why_padded.startswith("a layer attends to a window")
     capped = load_model(make_model(tmp_path / "capped", "Gemma2", head_dim=16, final_logit_softcapping=2.0))
     assert Policy(capped, 1.0).why_padded.startswith("its logits are not")
+
+
+def test_a_training_s_first_lines_say_why_rows_are_padded(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values["model"]["name_or_path"] = str(make_model(tmp_path / "window", "Mistral", sliding_window=4))
+    session = load_session(make_run(tmp_path / "run", values))
+    assert not session.policy.packs
+    assert f", and rows are padded: {session.policy.why_padded}\n" in capsys.readouterr().out
 
 
 def test_memory_that_runs_out_is_no_answer(smooth_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention
 from grpo_core.model import packed_attention
 from grpo_core.model.packed_attention import attend, pack_batch
 from grpo_core.model.sequences import Sequences, pad
-from tests.pretend_gpu import plain_flex, plain_varlen
+from tests.plain_kernels import plain_flex, plain_varlen
 
 # Each row: the number of its prompt, whose length is one more, and the length of its completion.
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 7) | st.just(20)), min_size=1, max_size=8)

@@ -1,0 +1,88 @@
+"""Kernels that cannot run on a CPU, in plain torch: the same arguments and results, with all scores in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def plain_flex(scale: float, compiled: bool) -> Any:
+    """Flex attention without a kernel: all scores."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any) -> Tensor:
+        places = torch.arange(query.shape[2], device=query.device)
+        mask = block_mask.mask_mod(None, None, places[:, None], places)
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
+        )
+
+    return attention
+
+
+def plain_varlen(
+    query: Tensor,  # (N, H, d)
+    key: Tensor,  # (M, K, d)
+    value: Tensor,  # (M, K, d)
+    query_starts: Tensor,
+    key_starts: Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """torch's varlen_attn without flash attention's kernel: all scores. The last query of a sequence sees its last key,
+    as in torch.nn.attention.bias, which calls the same kernel for what it names LOWER_RIGHT."""
+    assert window_size == (-1, 0)
+    assert {query_starts.dtype, key_starts.dtype} == {torch.int32}
+    if query.is_cuda:
+        if query.dtype == torch.float32:
+            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    else:
+        assert (longest_query, longest_key) == (int(query_starts.diff().max()), int(key_starts.diff().max()))
+        assert (len(query), len(key)) == (int(query_starts[-1]), int(key_starts[-1]))
+    sequence, from_end = [], []
+    for starts, count in ((query_starts, len(query)), (key_starts, len(key))):
+        places = torch.arange(count, device=query.device)
+        sequence.append(torch.bucketize(places, starts[1:], right=True))
+        from_end.append(starts[1:][sequence[-1]] - places)
+    mask = (sequence[0][:, None] == sequence[1]) & (from_end[0][:, None] <= from_end[1])
+    rows = (x.transpose(0, 1)[None] for x in (query, key, value))
+    mixed = nn.functional.scaled_dot_product_attention(*rows, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    return mixed[0].transpose(0, 1)
+
+
+def plain_statistics(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """`fused_logprobs._statistics` without Triton."""
+    z = logits.float() / temperature
+    log_p, largest = z.log_softmax(-1), z.max(-1).values
+    entropy = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1)
+    return torch.stack([log_p.gather(1, targets[:, None])[:, 0], entropy, largest, z.logsumexp(-1) - largest])
+
+
+def plain_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    values: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> None:
+    """`fused_logprobs._overwrite_by_gradient` without Triton."""
+    log_p = logits.float() / temperature - (values[2] + values[3])[:, None]
+    p = log_p.exp()
+    gradient = torch.zeros_like(p)
+    if grad_logprobs is not None:
+        gradient = gradient - grad_logprobs[:, None] * p
+        gradient.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
+    if grad_entropy is not None:
+        gradient -= grad_entropy[:, None] * (p * (log_p + values[1][:, None])).nan_to_num(0.0)
+    logits.copy_(gradient / temperature)
+
+
+def plain_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`fused_logprobs._add_product`, whose product of two dtypes torch has on a GPU only."""
+    total.add_(a @ b)
