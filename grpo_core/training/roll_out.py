@@ -69,10 +69,10 @@ def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, n
     """
     device = session.accelerator.device
     sequences = join(batch, [*range(len(batch.prompt_ids))])
-    parts = balanced(
-        sequences, needed.nonzero().flatten(), session.accelerator.num_processes, share_prompts=policy.packs
-    )
-    mine = parts[session.accelerator.process_index]
+    accelerator = session.accelerator
+    mine = balanced(
+        sequences, needed.nonzero().flatten(), accelerator.num_processes, share_prompts=session.policy.packs
+    )[accelerator.process_index]
     found = torch.zeros(2, *batch.completion_ids.shape, device=device)
 
     def work(parts: list[Tensor]) -> None:
