@@ -34,16 +34,17 @@ def divide(
         groups.setdefault(group, []).append(row)
     prompts = {group: prompt_lengths[rows[0]] for group, rows in groups.items()}
 
-    def dealt(pieces: list[tuple[int, list[int]]]) -> list[_Load]:
-        def tokens(piece: tuple[int, list[int]]) -> int:
-            return sum(completion_lengths[row] for row in piece[1])
+    def tokens(rows: Sequence[int]) -> int:
+        return sum(completion_lengths[row] for row in rows)
 
+    def with_prompt(load: _Load, group: int) -> int:
+        return load.tokens + (0 if group in load.held else prompts[group])
+
+    def dealt(pieces: list[tuple[int, list[int]]]) -> list[_Load]:
         loads = [_Load() for _ in range(processes)]
-        for piece in sorted(pieces, key=lambda piece: -(tokens(piece) + prompts[piece[0]])):
-            group, rows = piece
-            cost, prompt = tokens(piece), prompts[group]
-            load = min(loads, key=lambda load: load.tokens + (0 if group in load.held else prompt))
-            load.tokens += cost + (0 if group in load.held else prompt)
+        for group, rows in sorted(pieces, key=lambda piece: -(prompts[piece[0]] + tokens(piece[1]))):
+            load = min(loads, key=lambda load: with_prompt(load, group))
+            load.tokens = with_prompt(load, group) + tokens(rows)
             load.held.setdefault(group, []).extend(rows)
         while _off(loads) > BOUND and _move(loads, prompts, completion_lengths):
             pass

@@ -54,59 +54,65 @@ def join(batch: GenerationBatch, rows: Sequence[int]) -> Sequences:
     width = int(lengths.max())
     ids = nn.functional.pad(pad(prompts, torch.int64), (0, width))
     row, offset = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True)
-    ids[row, prompt_lengths[row] + offset] = batch.completion_ids[rows][row, offset]
+    ids[row, prompt_lengths[row] + offset] = batch.completion_ids[torch.tensor(rows)[row], offset]
     return Sequences(ids[:, : int((prompt_lengths + lengths).max())], prompt_lengths, lengths, batch.prompt_of[rows])
 
 
 def update_batch(parts: Sequence[tuple[Rollout, int]], plan: Plan, config: RunConfig) -> MicroBatch:
     """The rows of an update, over all processes, on the CPU. `parts`: its micro-steps, each a slice of a rollout."""
-    return concatenate([_micro_step(rollout, part, plan, config, len(parts)) for rollout, part in parts])
+    rollouts = {rollout.index: rollout for rollout, _ in parts}
+    slices = {index: [part for rollout, part in parts if rollout.index == index] for index in rollouts}
+    return concatenate(
+        [_slices(rollout, slices[index], plan, config, len(parts)) for index, rollout in rollouts.items()]
+    )
 
 
-def _micro_step(rollout: Rollout, part: int, plan: Plan, config: RunConfig, micro_steps: int) -> MicroBatch:
-    """The rows of one slice of a rollout, weighted as the plan has them: b of each process in one of `micro_steps`."""
-    order = training_order(plan, config.seed, rollout.index)[part]  # (W, b)
-    rows = order.flatten().tolist()
-    sequences = join(rollout, rows)
+def _slices(rollout: Rollout, slices: Sequence[int], plan: Plan, config: RunConfig, micro_steps: int) -> MicroBatch:
+    """The rows of some slices of a rollout, weighted as the plan has them: b of each process per micro-step."""
+    order = training_order(plan, config.seed, rollout.index)[slices].reshape(-1, plan.per_device_train_batch_size)
+    rows = torch.from_numpy(order.flatten())
+    sequences = join(rollout, rows.tolist())
     width = int(sequences.completion_lengths.max())
+
+    def taken(values: Tensor) -> Tensor:
+        return values[:, :width].index_select(0, rows)
 
     def weights(loss_type: LossType, trained: Tensor) -> Tensor:
         rollout_tokens = max(int(trained.sum()), 1)
-        of_processes = [
+        of_micro_steps = [
             token_weights(
                 loss_type,
-                trained[mine, :width],
+                mask,
                 micro_steps=micro_steps,
                 rollout_tokens=rollout_tokens,
                 steps_per_generation=plan.steps_per_generation,
                 num_processes=plan.num_processes,
                 max_completion_length=config.rollout.max_completion_length,
             )
-            for mine in order
+            for mask in taken(trained).split(plan.per_device_train_batch_size)
         ]
-        return torch.cat(of_processes)
-
-    def taken(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[rows, :width]
+        return torch.cat(of_micro_steps)
 
     mask = rollout.completion_mask
     kept = mask if rollout.keep is None else mask * rollout.keep
     return MicroBatch(
         sequences=sequences,
-        mask=mask[rows, :width],
+        mask=taken(mask),
         weights=weights(config.algorithm.loss_type, mask),
         # A mean over tokens whatever the loss type, so that entropy_coef means the same for all.
         entropy_weights=weights("dapo", kept),
         advantages=rollout.advantages[rows],
-        sampling_logprobs=rollout.sampling_logprobs[rows, :width],
-        old_logprobs=taken(rollout.old_logprobs),
-        ref_logprobs=taken(rollout.ref_logprobs),
-        keep=taken(rollout.keep),
+        sampling_logprobs=taken(rollout.sampling_logprobs),
+        old_logprobs=None if rollout.old_logprobs is None else taken(rollout.old_logprobs),
+        ref_logprobs=None if rollout.ref_logprobs is None else taken(rollout.ref_logprobs),
+        keep=None if rollout.keep is None else taken(rollout.keep),
     )
 
 
 def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
     """The rows of all batches in one, padded to the longest."""
+    if len(batches) == 1:
+        return batches[0]
 
     def rows(name: str) -> Tensor | None:
         tensors = [getattr(batch, name) for batch in batches]

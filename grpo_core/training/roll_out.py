@@ -67,19 +67,16 @@ def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, n
 
     Each process computes its share, and all get the whole.
     """
-    device = session.accelerator.device
-    sequences = join(batch, [*range(len(batch.prompt_ids))])
-    parts = balanced(
-        sequences, needed.nonzero().flatten(), session.accelerator.num_processes, share_prompts=policy.packs
-    )
-    mine = parts[session.accelerator.process_index]
+    accelerator, device = session.accelerator, session.accelerator.device
+    sequences, rows = join(batch, [*range(len(batch.prompt_ids))]), needed.nonzero().flatten()
+    parts = balanced(sequences, rows, accelerator.num_processes, share_prompts=session.policy.packs)
+    mine = parts[accelerator.process_index]
     found = torch.zeros(2, *batch.completion_ids.shape, device=device)
 
     def work(parts: list[Tensor]) -> None:
-        # All inputs first: then no pass waits for the CPU, and the CPU waits for none.
-        passes = [(policy.prepare(own.take(part)), move([mine[part]], device)[0]) for part in parts]
-        for inputs, rows in passes:
-            found[:, rows, : inputs.shape[1]] = torch.stack(policy(inputs))
+        passes = [(policy.prepare(own.take(part)), move([mine[part]], device)[0]) for part in parts]  # all ahead
+        for inputs, places in passes:
+            found[:, places, : inputs.shape[1]] = torch.stack(policy(inputs))
 
     if len(mine):
         own = sequences.take(mine)

@@ -43,9 +43,11 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     def accumulate(parts: list[Tensor]) -> _Tally:
         session.policy.zero_grad()  # of both copies: memory may have run out between the two
         tally = _Tally(accelerator.device)
-        passes = [_prepared(session, take(batch, part)) for part in parts]  # all ahead: none waits for the CPU
-        for one in passes:
-            _forward_backward(session, *one, entropy_coef, tally)
+        rows = [take(batch, part) for part in parts]
+        # All ahead, so that no pass waits for the CPU: what the model reads, and what the loss reads.
+        passes = [(session.policy.prepare(some.sequences), some.to(accelerator.device)) for some in rows]
+        for inputs, some in passes:
+            _forward_backward(session, inputs, some, entropy_coef, tally)
         return tally
 
     tally = session.memory.run(batch.sequences, accumulate, share_prompts=session.policy.packs)
@@ -132,11 +134,6 @@ class _Tally:
         if kept:
             means["kept_entropy"] = kept_entropy / kept
         return {"loss": loss, **means, **highest, **lowest, "grad_norm": norm}
-
-
-def _prepared(session: Session, batch: MicroBatch) -> tuple[PassInputs, MicroBatch]:
-    """What a pass reads, on the device."""
-    return session.policy.prepare(batch.sequences), batch.to(session.accelerator.device)
 
 
 def _forward_backward(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from torch import Tensor
 
 from grpo_core.errors import TrainingError
@@ -14,6 +17,8 @@ from grpo_core.model.loading import load_model
 from grpo_core.model.policy import Policy
 from grpo_core.model.sequences import Sequences
 from grpo_core.training.memory import OutOfMemoryRetry
+from grpo_core.training.update import _Tally
+from tests.grpo_core.training.several import in_two_processes
 
 LENGTHS = [10, 40, 10, 10, 20, 10]  # with prompts of 2 tokens
 
@@ -70,3 +75,29 @@ def test_a_training_that_had_memory_for_all_says_so(policy: Policy) -> None:
     memory = OutOfMemoryRetry(60, policy)
     assert _largest_of_each_try(memory, lambda _: True)[0] == [60]
     assert (memory.tokens, memory.ran_out) == (60, False)
+
+
+def test_two_processes_read_the_same_figures_and_agree_on_what_fits_in_both(tmp_path: Path) -> None:
+    def start(rank: int) -> None:
+        PartialState(cpu=True)
+        session: Any = SimpleNamespace(
+            memory=SimpleNamespace(tokens=[20_000_001, 20_000_003][rank]), accelerator=SimpleNamespace(num_processes=2)
+        )
+        tally, mask = _Tally(torch.device("cpu")), torch.tensor([1.0, 1.0, 0.0])
+        for name, value in {"loss": 1.0 + rank, "tokens": 2.0, "kept_tokens": 1.0, "kept_entropy": 3.0 * rank}.items():
+            tally.sums[name] += value
+        tally.add("entropy", torch.tensor([1.0, 3.0, 100.0]) * rank, mask)
+        tally.highest("ratio/max", torch.tensor([1.0, 2.0 + rank, 100.0]), mask)
+        tally.highest("ratio/min", -torch.tensor([0.5, 2.0 + rank, 0.1]), mask)
+        tally.highest("nowhere/max", mask, torch.zeros(3))
+        assert tally.read(session, torch.tensor(5.0)) == {
+            "loss": 1.5,
+            "entropy": 1.0,
+            "kept_entropy": 1.5,
+            "ratio/max": 3.0,
+            "ratio/min": 0.5,
+            "grad_norm": 5.0,
+        }
+        assert session.memory.tokens == 20_000_001
+
+    in_two_processes(tmp_path, start)
