@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from grpo_core.model import packed_attention
+from grpo_core.model import fused_logprobs, packed_attention
 from grpo_core.rollout.group_cache import GroupCache
 
 CUDA = torch.device("cuda", 0)
@@ -270,6 +270,38 @@ def plain_varlen(
     return mixed[0].transpose(0, 1)
 
 
+def plain_statistics(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    z = logits.float() / temperature
+    largest = z.amax(1)
+    log_total = (z - largest[:, None]).exp().sum(1).log()
+    log_p = z - (largest + log_total)[:, None]
+    chosen = log_p.gather(1, targets[:, None]).squeeze(1)
+    return torch.stack([chosen, -(log_p.exp() * log_p).sum(1), largest, log_total])
+
+
+def plain_overwriting(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    values: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> None:
+    log_p = logits.float() / temperature - (values[2] + values[3])[:, None]
+    p, grad = log_p.exp(), torch.zeros_like(log_p)
+    if grad_logprobs is not None:
+        chosen = torch.zeros_like(p).scatter_(1, targets[:, None], 1.0)
+        grad += grad_logprobs[:, None] * (chosen - p)
+    if grad_entropy is not None:
+        grad -= grad_entropy[:, None] * p * (log_p + values[1][:, None])
+    logits.copy_(grad / temperature)
+
+
+def plain_sum_of_products(total: Tensor, a: Tensor, b: Tensor) -> None:
+    assert total.dtype == torch.float32
+    total += a.float() @ b.float()
+
+
 def plain_block_mask(compiled: bool) -> Any:
     """A block mask by many operations, whose waits a compiled one does not have."""
 
@@ -296,6 +328,8 @@ def pretend_gpu() -> Iterator[Gpu]:
         patches.enter_context(mock.patch.object(packed_attention, "varlen_attn", plain_varlen))
         patches.enter_context(mock.patch.object(packed_attention, "_flex", plain_flex))
         patches.enter_context(mock.patch.object(packed_attention, "_create_block_mask", plain_block_mask))
+        kernels = {"_statistics": plain_statistics, "_overwrite_by_gradient": plain_overwriting}
+        patches.enter_context(mock.patch.multiple(fused_logprobs, **kernels, _add_product=plain_sum_of_products))
         step = lambda cache, token: cache._forward(token[:, None], cache.positions[:, None])  # noqa: E731
         patches.enter_context(mock.patch.object(GroupCache, "_replay", step))
         yield active
