@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.model.capabilities import decoder, make_packable, plain_output_layer
+from grpo_core.model.compilation import compile_layers
 from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
 from grpo_core.model.precision import in_float32, refresh, working_copy
@@ -62,6 +63,7 @@ class Policy(nn.Module):
         max_length: float = math.inf,
         bf16: bool = False,
         gradient_checkpointing: bool = False,
+        torch_compile: bool = False,
     ):
         super().__init__()
         self.master = master
@@ -86,6 +88,8 @@ class Policy(nn.Module):
                     "recompute; turn it off"
                 )
             self.recompute(len(self.recomputable))
+        if torch_compile:
+            compile_layers(self.recomputable)
 
     def prepare(self, sequences: Sequences) -> PassInputs:
         """Inputs of a forward pass over the sequences. The CPU makes them and does not wait until the device has them.

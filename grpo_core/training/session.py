@@ -119,6 +119,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         max_length=max_length,
         bf16=bf16,
         gradient_checkpointing=config.train.gradient_checkpointing,
+        torch_compile=config.train.torch_compile,
     )
     policy.packs = not any_process(not policy.packs)  # they divide rows by what a pass costs, and must agree
     engine = make_engine(config, config.model.name_or_path, policy.model, tokenizer, max_length)

@@ -4,7 +4,8 @@ The least operations that an update needs, by hand, for rows with a gradient (2 
 one addition). A decoder computes each distinct prompt once and each completion except its last token: forward 2 per
 weight, backward 2 for the input's gradient and 2 for the weight's. The output layer is applied to completion tokens
 only; if their logits are not kept, they are made once more: 8 per weight instead of 6. Attention multiplies each query
-by the keys that it attends to, and the probabilities by their values: 4 · heads · head size per pair forward, 8 backward.
+by the keys that it attends to, and the probabilities by their values: 4 · heads · head size per pair forward, 8
+backward.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def policy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Policy]:
 
 @pytest.fixture
 def batch() -> MicroBatch:
-    """An update over all processes: prompts of 4 to 12 tokens, completions of 10 to 40, a third of the groups silent."""
+    """An update over all processes: prompts of 4 to 12 tokens, completions of 10 to 40, every third group silent."""
     torch.manual_seed(0)
     rows = PROMPTS * G
     prompts = torch.randint(4, 13, (PROMPTS,)).repeat_interleave(G)
@@ -168,7 +169,7 @@ def test_an_update_moves_some_tens_of_bytes_per_token_to_the_device(
 
     monkeypatch.setattr(transfer, "move", move)
     monkeypatch.setattr(batches, "move", move)
-    policy.flex = True
+    policy.attention = "varlen"
     policy.prepare(batch.sequences)
     batch.to(torch.device("cpu"))
     assert sum(moved) / int(batch.mask.sum()) < 100
