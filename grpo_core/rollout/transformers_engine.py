@@ -50,7 +50,7 @@ class TransformersEngine:
         self.model, self.shares_cache = model, can_share_cache(model, self.max_length)
         right = self.shares_cache
         if not right:
-            with in_float32(model):  # where rounding sends no token to another expert; takes memory for a copy
+            with in_float32(model):  # where rounding sends no token to another expert
                 self.shares_cache = can_share_cache(model, self.max_length)
                 right = self.shares_cache or says_the_same(model, partial(PlainCache, model, pad_id=self.pad_id))
         if not right:

@@ -15,6 +15,7 @@ from grpo_core.errors import GrpoError
 
 OLDEST_DRIVER = {12: 525, 13: 580}  # NVIDIA's driver, by CUDA's major version (release notes of the CUDA toolkit)
 NVIDIA_SMI_SECONDS = 10.0
+HIDDEN = ("", "-1")  # values of CUDA_VISIBLE_DEVICES
 
 
 class MachineError(GrpoError):
@@ -23,15 +24,16 @@ class MachineError(GrpoError):
 
 def check_gpu_machine() -> None:
     """Raises MachineError if this machine has an NVIDIA GPU, PyTorch is built for one, and the driver is too old for it
-    or Triton cannot compile kernels."""
+    or Triton cannot compile kernels. CUDA_VISIBLE_DEVICES may hide the GPU."""
     cuda, driver = _cuda_of_torch(), _driver()
-    if cuda is None or not driver:
+    if cuda is None or not driver or os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN:
         return
     oldest = OLDEST_DRIVER.get(cuda)
     if oldest and int(driver.partition(".")[0]) < oldest:
         raise MachineError(
             f"the NVIDIA driver is {driver}, and the installed PyTorch, built for CUDA {cuda}, needs {oldest} or "
-            "newer: with this one it would train on the CPU. Update the driver"
+            "newer: with this one it would train on the CPU. Update the driver, or set CUDA_VISIBLE_DEVICES to nothing "
+            "if the CPU is what you want"
         )
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         raise MachineError(

@@ -19,7 +19,8 @@ from tests.conftest import config_values
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A PATH with a driver of version 580.65.06, a C compiler, and a PyTorch for CUDA 13."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
+    for name in ("CC", "CUDA_VISIBLE_DEVICES", GPU_DEPLOYMENT):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(gpu, "_cuda_of_torch", lambda: 13)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
     (tmp_path / "include").mkdir()
@@ -72,7 +73,7 @@ def test_a_c_compiler_and_python_s_headers_are_asked_for(machine: Path, monkeypa
         check_gpu_machine()
 
 
-@pytest.mark.parametrize("missing", ["no GPU", "no driver", "PyTorch for CPUs"])
+@pytest.mark.parametrize("missing", ["no GPU", "no driver", "hidden", "PyTorch for CPUs"])
 def test_a_machine_that_uses_no_gpu_is_not_asked_for_more(
     missing: str, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +82,8 @@ def test_a_machine_that_uses_no_gpu_is_not_asked_for_more(
         (machine / "nvidia-smi").unlink()
     elif missing == "no driver":
         _command(machine / "nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
+    elif missing == "hidden":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     else:
         monkeypatch.setattr(gpu, "_cuda_of_torch", lambda: None)
     check_gpu_machine()
