@@ -46,7 +46,7 @@ def gathered(items: list[T]) -> list[T]:
 def gathered_in_block(items: list[T], processes: int) -> list[list[T]]:
     """The items of each process of this process's block: the first `processes` processes are a block, and so on."""
     first = PartialState().process_index // processes * processes
-    return gather_object([items])[first : first + processes]
+    return gathered([items])[first : first + processes]
 
 
 def any_process(flag: bool) -> bool:
