@@ -55,7 +55,7 @@ def sample_together(run: str, other: str) -> None:
     (Path(run) / f"{own}.json").write_text(json.dumps(found))
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_processes_that_share_an_engine_get_their_own_completions_by_the_weights_last_synced(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
