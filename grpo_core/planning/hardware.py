@@ -82,7 +82,7 @@ def named_gpu(name: str) -> Gpu:
 def capability(gpu: Gpu | None) -> tuple[int, int] | None:
     """Compute capability as far as the precision follows from it: by the name, at least that of bf16 if the name is not
     an older GPU's. None for a CPU."""
-    return gpu and (_by_name(BEFORE_BF16, gpu.name) or BF16_CAPABILITY)
+    return (_by_name(BEFORE_BF16, gpu.name) or BF16_CAPABILITY) if gpu else None
 
 
 def name_hardware(gpu: Gpu | None) -> str:
