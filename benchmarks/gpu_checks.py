@@ -190,7 +190,8 @@ def waits(scratch: Path, report: Report) -> None:
 
 def memory(scratch: Path, report: Report) -> None:
     """Peak memory of a training beside what `grpo plan` forecasts for it."""
-    if not ON_GPU:
+    gpu = find_gpu()
+    if gpu is None:
         report(Row("peak memory, as share of the forecast", MISSING, "0.6 to 1.1"))
         return
     from grpo_core.config.files import load_config
@@ -202,7 +203,7 @@ def memory(scratch: Path, report: Report) -> None:
     config, plan = load_config(scratch / "run" / "config.toml"), load_plan(scratch / "run" / "plan.json")
     low, high = LARGE.prompt_lengths
     lengths = PromptLengths((low + high) / 2, high, "by the workload")
-    told = peak_memory(config, plan, load_shape(config.model.name_or_path), lengths, find_gpu())
+    told = peak_memory(config, plan, load_shape(config.model.name_or_path), lengths, gpu)
     with replayed(LARGE, scratch / "workload"):
         train(scratch / "run", scratch / "run" / "training")
     peak = torch.cuda.max_memory_allocated() / 2**30

@@ -151,12 +151,15 @@ def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recip
     assert {"max_completion_length", "per_device_train_batch_size", "gradient_accumulation_steps"} <= marked.keys()
     assert {name: float(found[name]) for name in marked} == marked
     assert "# GPU: mixed_precision" in text and found["mixed_precision"] == "bf16"
-    config = load_config(ROOT / path, ["rollout.engine=vllm", *(it for it in overrides if "rollout.engine" not in it)])
+    elsewhere = ("rollout.engine", "rollout.gpu_memory_utilization")  # of a server; here vLLM is in the training
+    config = load_config(
+        ROOT / path, ["rollout.engine=vllm", *(it for it in overrides if not it.startswith(elsewhere))]
+    )
     shape = SHAPES["1.5B" if "1.5B" in config.model.name_or_path else "0.5B"]
     plan = make_plan(plan_inputs(config, 5000))
     lengths, gpu = PromptLengths(256, 256, "assumed"), named_gpu("A100-SXM4-80GB")
     check_engine_memory(config, shape, lengths, gpu)
-    assert peak_memory(config, plan, shape, lengths, gpu)["peak_memory_gib"] < 75
+    assert peak_memory(config, plan, shape, lengths, gpu)["peak_memory_gib"] < 60
 
 
 def _runs(page: Path) -> list[tuple[str, list[str]]]:

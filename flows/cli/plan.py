@@ -145,23 +145,23 @@ def _own_plan(
             pass_rates = pass_rates or sources.list_pass_rates(*training_data)
     inputs = plan_inputs(config, num_prompts)
     figures = make_plan(inputs)
-    hardware = find_gpu() if gpu is None else named_gpu(gpu)
-    source: Throughput | Pace | str | None = None
+    hardware = find_gpu() if gpu is None else named_gpu(gpu) if gpu else None
+    pace: Throughput | Pace | str | None = None
     if history:
         from tasks.tracking.runs import earlier_throughput
 
-        source = earlier_throughput(config, name_hardware(hardware))
+        pace = earlier_throughput(config, name_hardware(hardware))
     if config.model.name_or_path:
         data = read_validated(run_folder(config.name))
         resolved = config.with_precision(capability(hardware))
         lengths = _prompt_lengths(config, data, prompt_tokens)
-        if source is None and gpu is None:
-            source = measured_pace(resolved, figures, lengths, hardware, data.prompts if data else None)
+        if pace is None and gpu is None:
+            pace = measured_pace(resolved, figures, lengths, hardware, data.prompts if data else None)
         forecasts = forecast(
             resolved,
             figures,
             lengths,
-            source,
+            pace,
             pass_rates,
             hardware,
             held_out_prompts=data.held_out_prompts if data else None,

@@ -15,7 +15,7 @@ from grpo_core.planning.shapes import ForecastError, ModelShape, PromptLengths, 
 # FLOP/s: of an H200 as measured, of an H100 (SXM) by its data sheet.
 PEAK_FLOPS = {"H200": 790e12, "H100": 989e12}
 ASSUMED_UTILISATION = 0.11
-UTILISATION_SOURCE = "published for GRPO on one H100 by prime-rl, Qwen3-0.6B"
+UTILISATION_SOURCE = "published for RL training on one H100 by prime-rl, Qwen3-0.6B"
 FLOPS_PER_PARAMETER = 8  # a token is sampled (2) and trained on, forward and backward (6)
 FLOPS_RECOMPUTED = 2  # gradient_checkpointing repeats the forward pass
 FORWARD = 1 / 3  # of the time of a forward and backward pass

@@ -81,22 +81,17 @@ def plan_and_outcome(record: Record) -> Section:
     how = []
     tokens = result["sampled_tokens"]
     rows.append(["completion tokens sampled", f"at most {plan['max_completion_tokens']:,}", f"{tokens:,}", ""])
-    happened = {"time in updates": result["train_seconds"]}
+    took = {"time in updates": result["train_seconds"]}
     if TRAIN.name in record.seconds and not (result["resumed_at_step"] or result["roll_backs"]):
-        happened["time of the whole training"] = record.seconds[TRAIN.name]
-    hours, time = [None, None], forecasts.get("time", {})
+        took["time of the whole training"] = record.seconds[TRAIN.name]
+    hours, time = [0.0, 0.0], forecasts.get("time", {})
     if "parts_hours" in time:
         how.append(f"Time forecast, made before the training: {time['how']}.")
         hours = [time["parts_hours"]["updates"], time["wall_time_hours"]]
-    for (title, seconds), forecast in zip(happened.items(), hours, strict=False):
-        if forecast:
-            guess, ratio = (
-                (figures.duration(3600 * forecast), "forecast"),
-                f"{seconds / 3600 / forecast:.1f} × the forecast",
-            )
-        else:
-            guess, ratio = (figures.NONE, "no forecast"), ""
-        rows.append([title, guess, figures.duration(seconds), ratio])
+    for (title, seconds), guess in zip(took.items(), hours, strict=False):
+        planned_time = (figures.duration(3600 * guess), "forecast") if guess else (figures.NONE, "no forecast")
+        ratio = f"{seconds / 3600 / guess:.1f} × the forecast" if guess else ""
+        rows.append([title, planned_time, figures.duration(seconds), ratio])
     silent = [row["frac_reward_zero_std"] for row in record.metrics if "frac_reward_zero_std" in row]
     useful: dict[str, Any] = forecasts.get("useful_groups", {})
     if silent and "share" in useful:

@@ -288,7 +288,7 @@ def test_time_without_earlier_runs_names_the_gpu_it_assumes_and_the_source(recom
     config = _config(max_steps=10, max_completion_length=100, gradient_checkpointing=recomputed, mixed_precision="bf16")
     billion, lengths = ModelShape(1, 1, 1, 1, 1, 1, 10**9), PromptLengths(6.0, 9, "given")
     found = wall_time(config, _plan(config), lengths, None, billion, Gpu("NVIDIA H200 NVL"))
-    assert "assumed, not measured: 11% (published for GRPO on one H100 by prime-rl" in found["how"]
+    assert "assumed, not measured: 11% (published for RL training on one H100 by prime-rl" in found["how"]
     assert "of the 790 TFLOP/s of one NVIDIA H200 NVL" in found["how"]
     # 16 completions of 106 tokens an update, so many floating-point operations a parameter and token.
     assert found["gpu_hours"] == pytest.approx(10 * 16 * 106 * operations * 1e9 / (0.11 * 790e12) / 3600)

@@ -143,7 +143,7 @@ def test_the_page_names_code_and_data_and_a_time_only_where_it_was_forecast(bare
     assert "Time forecast, made before the training: a guess." in page
     text = "".join(page.split())  # 50 s of updates, forecast 36; the training's 63 s, forecast 72
     assert "timeinupdates36sforecast50s1.4×theforecast" in text
-    assert "timeofthewholetraining72sforecast63s0.9×theforecast" in text
+    assert "timeofthewholetraining1min12sforecast1min03s0.9×theforecast" in text
 
 
 def test_prompts_that_changed_are_counted_and_shown(full_page: Page) -> None:
