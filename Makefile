@@ -23,10 +23,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 CHECKS := lint formatted types layers dependencies
 
-.PHONY: help setup quickstart ui fast test e2e pictures gamed reference bench check $(CHECKS) format lock
+.PHONY: help setup quickstart ui fast test e2e pictures gamed reference bench gpu-check check $(CHECKS) format lock
 
 help: ## list the commands
-	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 version_of = $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 
@@ -78,6 +78,11 @@ gamed: setup ## write docs/images/reward-models.png from two runs of the dialogu
 bench: setup ## the training loop beside TRL's, on this machine
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt
 	$(BIN)/python -m benchmarks.vs_trl
+
+gpu-check: ## does this machine's GPU run everything, rightly, and how fast (10 minutes)
+	@$(MAKE) --no-print-directory setup HARDWARE=$(if $(shell command -v nvidia-smi),gpu,cpu)
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt
+	$(BIN)/python -m benchmarks.gpu_check
 
 check: setup ## lint, format, types, layers and declared dependencies
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target $(CHECKS)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.side_ours FOLDER SETTINGS RESULT
 
-SETTINGS is JSON: `precision` ("no" or "bf16"); `engine`, `seed` and `processes` where they are not "transformers", 0 and
-1.
+SETTINGS is JSON: `precision` ("no" or "bf16"); `engine`, `seed` and `processes` where they
+are not "transformers", 0 and 1.
 """
 
 from __future__ import annotations
