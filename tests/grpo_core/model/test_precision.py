@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from grpo_core.config.files import load_config
 from grpo_core.model.sequences import Sequences, pack, prompts_of
 from grpo_core.training.batch import MicroBatch
+from grpo_core.training.checkpoint import fingerprint
 from grpo_core.training.loop import train
 from grpo_core.training.roll_out import roll_out
-from grpo_core.training.session import Session, fingerprint, load_session
+from grpo_core.training.session import Session, load_session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.update import update
 from tests.conftest import config_values, make_run
