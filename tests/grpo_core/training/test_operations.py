@@ -124,6 +124,7 @@ def _counted(policy: Policy, batch: MicroBatch, process: int, processes: int) ->
 def processes(request: pytest.FixtureRequest) -> Iterator[int]:
     """A process group of this size, of which this process alone exists."""
     if request.param > 1:
+        PartialState().num_processes = request.param
         torch.distributed.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
     yield request.param
     if request.param > 1:
