@@ -92,7 +92,7 @@ def attention(scratch: Path, report: Report) -> None:
             expected = plain(_model(scratch, kind), sequences, 0.9)
             logprobs, _ = policy(policy.prepare(sequences))
             found = [[logprobs.detach()], _gradient(policy.master, logprobs)]
-            way, wanted = policy.attention if policy.packs else policy.why_padded, PACKED[precision]
+            way, wanted = policy.attention if policy.packs else policy.why_not, PACKED[precision]
             report(Row(f"{precision}, {kind}: packed for", way, wanted, way == wanted))
             half = plain(_model(scratch, kind).bfloat16(), sequences, 0.9) if precision == "bf16" else expected
             for what, ours, plainly, rounded in zip(
