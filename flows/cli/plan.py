@@ -1,4 +1,5 @@
-"""`grpo plan`: what a run would do and need, or why it is refused and what would work. Without torch, in a second."""
+"""`grpo plan`: what a run would do and need, or why it is refused and what would work. Without torch: where no
+pace of training is known, another process measures the machine's."""
 
 from __future__ import annotations
 
@@ -156,7 +157,7 @@ def _own_plan(
         resolved = config.with_precision(capability(hardware))
         lengths = _prompt_lengths(config, data, prompt_tokens)
         if pace is None and gpu is None:
-            pace = measured_pace(resolved, figures, lengths, hardware, data.prompts if data else None)
+            pace = measured_pace(resolved, figures, lengths, hardware, data.prompts if data else None, _say)
         forecasts = forecast(
             resolved,
             figures,
@@ -168,7 +169,8 @@ def _own_plan(
             reward_seconds=data.reward_seconds if data else None,
         )
         if "error" in forecasts["time"] and not history:
-            forecasts["time"]["error"] += "; --history looks for one in MLflow, --gpu H200 forecasts for that GPU"
+            elsewhere = "" if gpu else ", --gpu H200 forecasts for that GPU"
+            forecasts["time"]["error"] += f"; --history looks for one in MLflow{elsewhere}"
     else:
         forecasts = _useful(pass_rates, figures.num_generations)
     answer = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
@@ -275,6 +277,10 @@ def _prompt_lengths(config: RunConfig, data: Validated | None, given: int | None
     if data:
         return PromptLengths(data.mean_tokens, data.longest, f"from the validated data of run {config.name}")
     return PromptLengths(ASSUMED_PROMPT_TOKENS, ASSUMED_PROMPT_TOKENS, "assumed; --prompt-tokens says better")
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def _show(answer: Mapping[str, Any]) -> None:

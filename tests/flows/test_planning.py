@@ -89,7 +89,7 @@ def test_a_configuration_s_plan_as_json(config: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_forecasts_are_for_this_machine_or_for_the_gpu_that_is_named(config: Path, tmp_path: Path) -> None:
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'NVIDIA L4'\n")
+    smi.write_text("#!/bin/sh\necho 'NVIDIA L4, [N/A]'\n")
     smi.chmod(0o755)
     here = _json(config, GRPO_STORAGE=str(tmp_path), PATH=str(tmp_path / "empty"))["forecasts"]
     assert "memory" not in here
