@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -220,6 +221,8 @@ def _sources() -> Iterator[ModuleType]:
         yield sources
     except sources.SourceError as error:
         raise ConfigError(str(error)) from error
+    finally:  # polars puts a handler before Python's, with which Ctrl-C would wait for the end of a measurement
+        signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
 
 
 def _rules(recipe: System | None, rules: Rules | None) -> Rules:

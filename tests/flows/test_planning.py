@@ -253,6 +253,22 @@ def test_planning_needs_neither_torch_nor_prefect_nor_mlflow(config: Path) -> No
 
 
 @pytest.mark.slow
+def test_ctrl_c_ends_a_plan_that_waits_after_it_has_read_data(config: Path) -> None:
+    code = (
+        "import os, signal, threading\n"
+        "from flows.cli.plan import _sources\n"
+        "with _sources() as sources:\n"
+        f"    sources.count_prompts('data.train', {str(config.parent / 'train.parquet')!r}, 'train')\n"
+        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "signal.alarm(20)\n"  # where Ctrl-C is lost, this ends the test
+        "try: os.read(os.pipe()[0], 1)\n"
+        "except KeyboardInterrupt: print('interrupted')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "interrupted\n", (done.returncode, done.stderr)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
