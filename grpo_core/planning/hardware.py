@@ -105,5 +105,5 @@ def _by_name(table: Mapping[str, Value], name: str) -> Value | None:
 
 def _read(line: str) -> Gpu:
     name, _, mib = (part.strip() for part in line.rpartition(","))
-    # "[N/A]" on GPUs that share the CPU's memory.
-    return Gpu(name, int(mib) / MIB_PER_GIB if mib.isdecimal() else None)
+    known = mib.isdecimal() and int(mib)  # "[N/A]" on GPUs that share the CPU's memory
+    return Gpu(name, known / MIB_PER_GIB if known else None)

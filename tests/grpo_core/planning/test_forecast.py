@@ -325,6 +325,7 @@ def test_hardware_of_unknown_pace_has_no_time_and_a_cpu_no_memory_forecast(gpu: 
         ("NVIDIA H200, 143771\n", "GPU-8932f937", Gpu("NVIDIA H200", 143771 / 1024)),
         ("No devices were found\n", None, None),
         ("NVIDIA GB10, [N/A]\n", None, Gpu("NVIDIA GB10")),
+        ("NVIDIA GB10, 0\n", None, Gpu("NVIDIA GB10")),
         ("", None, None),
     ],
 )
