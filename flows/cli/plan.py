@@ -72,7 +72,7 @@ def plan(
     per_device_eval_batch_size: Annotated[Whole, _option("of an evaluating recipe")] = None,
     num_generations_eval: Annotated[Whole, _option("of an evaluating recipe")] = None,
     num_eval_prompts: Annotated[Whole, _option("of an evaluating recipe with its own held-out data")] = None,
-    prompt_tokens: Annotated[Whole, _option("tokens per prompt, for forecasts; default: of the last run")] = None,
+    prompt_tokens: Annotated[Whole, _option("tokens per prompt, for forecasts; default: as in the data")] = None,
     pass_rate: Annotated[
         list[float] | None, _option("known share of right answers to a prompt; can be repeated")
     ] = None,
@@ -132,7 +132,8 @@ def _own_plan(
             f"{', '.join(sorted(ignored))}: this project evaluates prompt by prompt, without such a setting"
         )
     config = _configuration(file, given, overrides)
-    if file is not None and "num_prompts" not in given:  # else it asks about other data
+    reads_data = file is not None and "num_prompts" not in given  # else it asks about other data
+    if reads_data:
         check_places(config)
     for reward in config.rewards:
         check(reward)
@@ -156,7 +157,7 @@ def _own_plan(
     if config.model.name_or_path:
         data = read_validated(run_folder(config.name))
         resolved = config.with_precision(capability(hardware))
-        lengths = _prompt_lengths(config, data, prompt_tokens)
+        lengths = _prompt_lengths(config, data, prompt_tokens, reads_data)
         if pace is None and gpu is None:
             pace = measured_pace(resolved, figures, lengths, hardware, data.prompts if data else None, _say)
         forecasts = forecast(
@@ -272,13 +273,18 @@ def _check_positions(config: RunConfig) -> None:
             )
 
 
-def _prompt_lengths(config: RunConfig, data: Validated | None, given: int | None) -> PromptLengths:
+def _prompt_lengths(config: RunConfig, data: Validated | None, given: int | None, reads_data: bool) -> PromptLengths:
     if given is not None and given < 1:
         raise ConfigError(f"--prompt-tokens {given}: a prompt has at least one token")
     if given:
         return PromptLengths(given, given, "given")
     if data:
         return PromptLengths(data.mean_tokens, data.longest, f"from the validated data of run {config.name}")
+    if reads_data:
+        from tasks.data.first_prompts import first_lengths
+
+        if found := first_lengths(config):
+            return found
     return PromptLengths(ASSUMED_PROMPT_TOKENS, ASSUMED_PROMPT_TOKENS, "assumed; --prompt-tokens says better")
 
 
