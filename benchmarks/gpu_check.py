@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.vs_trl import ROOT, environment
 
-CHECKS = {  # seconds that each may take
+CHECKS: dict[str, float] = {  # seconds that each may take
     "hardware": 60,
     "attention": 180,
     "head": 120,

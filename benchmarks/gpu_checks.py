@@ -300,7 +300,7 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def _gradient(model: Any, logprobs: Tensor) -> list[Tensor]:
-    """Of a weighted sum of the log-probabilities; empty for a frozen model."""
+    """Gradient of a weighted sum of the log-probabilities; empty for a frozen model."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         return []

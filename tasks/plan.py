@@ -35,7 +35,7 @@ def _work(context: Context) -> dict[str, Any]:
     plan = make_plan(plan_inputs(config, data.num_prompts))
     figures = asdict(plan)
     get_run_logger().info(
-        "%d updates of %d completions (%d prompts × %d); %d prompts dropped an epoch",
+        "%d updates of %d completions (%d prompts × %d); %d prompts dropped per epoch",
         figures["max_steps"],
         figures["effective_batch_size"],
         figures["effective_batch_size"] // figures["num_generations"],
@@ -56,8 +56,7 @@ def _work(context: Context) -> dict[str, Any]:
     config = config.with_precision(capability(gpu))
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
     if source is None and not handed_to:
-        get_run_logger().info("no earlier run of this model is known: measuring its pace on this machine")
-        source = measured_pace(config, plan, lengths, gpu, data.prompts)
+        source = measured_pace(config, plan, lengths, gpu, data.prompts, get_run_logger().info)
     forecasts = forecast(
         config,
         plan,

@@ -1,9 +1,11 @@
-"""`grpo plan`: what a run would do and need, or why it is refused and what would work. Without torch, in a second."""
+"""`grpo plan`: what a run would do and need, or why it is refused and what would work. Without torch: where no
+pace of training is known, another process measures the machine's."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,7 +72,7 @@ def plan(
     per_device_eval_batch_size: Annotated[Whole, _option("of an evaluating recipe")] = None,
     num_generations_eval: Annotated[Whole, _option("of an evaluating recipe")] = None,
     num_eval_prompts: Annotated[Whole, _option("of an evaluating recipe with its own held-out data")] = None,
-    prompt_tokens: Annotated[Whole, _option("tokens per prompt, for forecasts; default: of the last run")] = None,
+    prompt_tokens: Annotated[Whole, _option("tokens per prompt, for forecasts; default: as in the data")] = None,
     pass_rate: Annotated[
         list[float] | None, _option("known share of right answers to a prompt; can be repeated")
     ] = None,
@@ -130,7 +132,8 @@ def _own_plan(
             f"{', '.join(sorted(ignored))}: this project evaluates prompt by prompt, without such a setting"
         )
     config = _configuration(file, given, overrides)
-    if file is not None and "num_prompts" not in given:  # else it asks about other data
+    reads_data = file is not None and "num_prompts" not in given  # else it asks about other data
+    if reads_data:
         check_places(config)
     for reward in config.rewards:
         check(reward)
@@ -154,9 +157,9 @@ def _own_plan(
     if config.model.name_or_path:
         data = read_validated(run_folder(config.name))
         resolved = config.with_precision(capability(hardware))
-        lengths = _prompt_lengths(config, data, prompt_tokens)
+        lengths = _prompt_lengths(config, data, prompt_tokens, reads_data)
         if pace is None and gpu is None:
-            pace = measured_pace(resolved, figures, lengths, hardware, data.prompts if data else None)
+            pace = measured_pace(resolved, figures, lengths, hardware, data.prompts if data else None, _say)
         forecasts = forecast(
             resolved,
             figures,
@@ -168,7 +171,8 @@ def _own_plan(
             reward_seconds=data.reward_seconds if data else None,
         )
         if "error" in forecasts["time"] and not history:
-            forecasts["time"]["error"] += "; --history looks for one in MLflow, --gpu H200 forecasts for that GPU"
+            elsewhere = "" if gpu else ", --gpu H200 forecasts for that GPU"
+            forecasts["time"]["error"] += f"; --history looks for one in MLflow{elsewhere}"
     else:
         forecasts = _useful(pass_rates, figures.num_generations)
     answer = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
@@ -218,6 +222,8 @@ def _sources() -> Iterator[ModuleType]:
         yield sources
     except sources.SourceError as error:
         raise ConfigError(str(error)) from error
+    finally:  # polars puts a handler before Python's, with which Ctrl-C would wait for the end of a measurement
+        signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
 
 
 def _rules(recipe: System | None, rules: Rules | None) -> Rules:
@@ -267,14 +273,23 @@ def _check_positions(config: RunConfig) -> None:
             )
 
 
-def _prompt_lengths(config: RunConfig, data: Validated | None, given: int | None) -> PromptLengths:
+def _prompt_lengths(config: RunConfig, data: Validated | None, given: int | None, reads_data: bool) -> PromptLengths:
     if given is not None and given < 1:
         raise ConfigError(f"--prompt-tokens {given}: a prompt has at least one token")
     if given:
         return PromptLengths(given, given, "given")
     if data:
         return PromptLengths(data.mean_tokens, data.longest, f"from the validated data of run {config.name}")
+    if reads_data:
+        from tasks.data.first_prompts import first_lengths
+
+        if found := first_lengths(config):
+            return found
     return PromptLengths(ASSUMED_PROMPT_TOKENS, ASSUMED_PROMPT_TOKENS, "assumed; --prompt-tokens says better")
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def _show(answer: Mapping[str, Any]) -> None:

@@ -73,7 +73,7 @@ def _add_product(total: Float32[Tensor, "V h"], a: Float[Tensor, "V n"], b: Floa
 
 
 def _statistics(logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"], temperature: float) -> Float32[Tensor, "4 N"]:
-    """Of z = logits / temperature: logp, the entropy H, the largest z, and the logarithm of Σ_j exp(z_j − largest)."""
+    """logp, the entropy H, the largest z, the logarithm of Σ_j exp(z_j − largest), where z = logits / temperature."""
     rows, vocabulary = logits.shape
     values = torch.empty(4, rows, device=logits.device)
     _statistics_kernel[(rows,)](logits, targets, 1 / temperature, values, rows, vocabulary, BLOCK, num_warps=WARPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -52,25 +53,31 @@ class Gpu:
 def find_gpu() -> Gpu | None:
     """The GPU with the least memory of those that a training on this machine sees; None without a GPU.
 
-    CUDA_VISIBLE_DEVICES is respected if it lists numbers.
+    CUDA_VISIBLE_DEVICES is respected if it lists numbers: as in CUDA, the first that is no GPU's hides those after it.
     """
-    if not shutil.which("nvidia-smi"):
-        return None
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError):  # a driver without a GPU
-        return None
-    gpus = [_read(line) for line in listed.splitlines() if line.strip()]
+    gpus = [_read(line) for line in query_gpus("name,memory.total") if "," in line]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and re.fullmatch(r"[\d, ]*", visible):
-        gpus = [gpus[number] for number in map(int, re.findall(r"\d+", visible)) if number < len(gpus)]
+    if visible is not None and re.fullmatch(r"[-\d, ]*", visible):
+        numbers = map(int, re.findall(r"-?\d+", visible))
+        gpus = [gpus[number] for number in itertools.takewhile(lambda number: 0 <= number < len(gpus), numbers)]
     if not gpus:
         return None
     smallest = min(gpus, key=lambda gpu: gpu.memory_gib or 0)
     names = [gpu.name for gpu in gpus]
     kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
     return Gpu(smallest.name, smallest.memory_gib, ", ".join(kinds) if len(kinds) > 1 else "")
+
+
+def query_gpus(quantities: str) -> list[str]:
+    """What nvidia-smi says of each GPU, without units; nothing if there is no GPU, or no driver for it."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    command = ["nvidia-smi", f"--query-gpu={quantities}", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+    except (OSError, ValueError, subprocess.SubprocessError):  # a driver without a GPU
+        return []
+    return listed.splitlines()
 
 
 def named_gpu(name: str) -> Gpu:
@@ -97,7 +104,6 @@ def _by_name(table: Mapping[str, Value], name: str) -> Value | None:
 
 
 def _read(line: str) -> Gpu:
-    name, _, mib = line.rpartition(",")
-    if not mib.strip().isdigit():  # "[N/A]", as on GPUs that share the CPU's memory
-        return Gpu((name or mib).strip())
-    return Gpu(name.strip(), int(mib) / MIB_PER_GIB)
+    name, _, mib = (part.strip() for part in line.rpartition(","))
+    known = mib.isdecimal() and int(mib)  # "[N/A]" on GPUs that share the CPU's memory
+    return Gpu(name, known / MIB_PER_GIB if known else None)

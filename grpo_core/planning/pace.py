@@ -1,6 +1,6 @@
 """How fast a machine trains a model: known from earlier runs, measured, or assumed for a GPU. Imports no torch.
 
-`grpo_core.measure` answers a `PaceRequest` with a `Pace`.
+`grpo_core.training.pace` answers a `PaceRequest` with a `Pace`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Throughput:
 class PaceRequest:
     """What is measured: `completions` sampled together, then `per_device_train_batch_size` of them trained on.
 
-    `prompts`: a Parquet file whose first prompts are sampled; "" for random tokens. `identity`: what else the answer
-    depends on (the model's files, hardware, versions), as text.
+    `prompts`: a Parquet file whose first prompts are sampled; "" for random tokens. `identity`: hash of what else the
+    answer depends on: the model's files, hardware, versions.
     """
 
     model: dict[str, Any]

@@ -70,6 +70,16 @@ def list_pass_rates(key: str, source: str, split: str) -> list[float]:
     return frame.select(pl.col(PASS_RATE).cast(pl.Float64, strict=False).drop_nulls()).collect()[PASS_RATE].to_list()
 
 
+def load_head(source: str, rows: int) -> pl.DataFrame:
+    """The first rows of data.train, if it is a file. Raises SourceError if it is none, or cannot be read."""
+    if not is_file(Path(source)):
+        raise SourceError(f"data.train = {source!r}: not a file")
+    try:
+        return _open("data.train", source, "").head(rows).collect()
+    except pl.exceptions.PolarsError as error:
+        raise _unreadable("data.train", source, error) from error
+
+
 def needs_loading(source: str) -> bool:
     """Whether its prompts can only be counted by loading them with datasets."""
     path = Path(source)

@@ -6,15 +6,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
+from grpo_core.planning.hardware import query_gpus
 
 OLDEST_DRIVER = {12: 525, 13: 580}  # NVIDIA's driver, by CUDA's major version (release notes of the CUDA toolkit)
-NVIDIA_SMI_SECONDS = 10.0
 HIDDEN = ("", "-1")  # values of CUDA_VISIBLE_DEVICES
 
 
@@ -60,12 +59,5 @@ def _cuda_of_torch() -> int | None:
 
 def _driver() -> str:
     """Version of the NVIDIA driver, such as 580.65.06; "" without a GPU."""
-    if not shutil.which("nvidia-smi"):
-        return ""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError):  # a driver without a GPU
-        return ""
-    version = found.partition("\n")[0].strip()
-    return version if version[:1].isdigit() else ""
+    version = next(iter(query_gpus("driver_version")), "").strip()
+    return version if version[:1].isdecimal() else ""

@@ -8,8 +8,12 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.hardware import Gpu, name_hardware
@@ -18,7 +22,7 @@ from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ForecastError, PromptLengths, config_file
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.stages.errors import StageError
-from tasks.stages.files import read_json, write_text
+from tasks.stages.files import write_text
 from tasks.stages.run_directory import storage_root
 
 MEASURED = "GRPO_MEASURE"  # "0": nothing is measured
@@ -27,11 +31,17 @@ PACKAGES = ("grpo-flows", "torch", "transformers")
 
 
 def measured_pace(
-    config: RunConfig, plan: Plan, lengths: PromptLengths, gpu: Gpu | None, prompts: Path | None
+    config: RunConfig,
+    plan: Plan,
+    lengths: PromptLengths,
+    gpu: Gpu | None,
+    prompts: Path | None,
+    say: Callable[[str], None],
 ) -> Pace | str:
     """The pace at this model and these batch sizes, or why there is none. `prompts`: validated ones, if there are.
 
-    Takes some seconds the first time; the answer is kept, unless other processes kept the machine busy.
+    Takes some seconds the first time, which `say` is told before; the answer is kept, unless other processes kept the
+    machine busy.
     """
     if os.environ.get(MEASURED) == "0":
         return f"no earlier run of this model on this hardware ({name_hardware(gpu)}) is known, and {MEASURED}=0"
@@ -42,10 +52,14 @@ def measured_pace(
         return str(error)
     request = asdict(pace_request(config, plan, lengths, prompts, folder, threads, identity))
     content = json.dumps(request, sort_keys=True)
-    file = folder / f"{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}.json"
-    if known := read_json(file):
-        return Pace(**known)
-    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{_digest(content)}.json"
+    if known := _kept(file):
+        return known
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"no earlier run is known, and to measure the pace, {folder} has to be writable: {error.strerror}"
+    say(f"no earlier run of this model is known: measuring its pace on this machine, for {LIMIT_SECONDS:.0f} s at most")
     printed: list[str] = []
     busy = os.getloadavg()[0] > (os.cpu_count() or 1)
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
@@ -59,15 +73,28 @@ def measured_pace(
         return f"no earlier run is known, and the pace could not be measured: {printed[-1] if printed else 'killed'}"
     if busy:  # not kept: on a quiet machine it would be wrong
         return replace(pace, how=f"{pace.how}, while other processes kept the machine busy")
-    write_text(file, json.dumps(asdict(pace), indent=2) + "\n")
+    with suppress(OSError):  # a full disk, or another process that writes the same answer
+        write_text(file, json.dumps(asdict(pace), indent=2) + "\n")
     return pace
 
 
+def _kept(file: Path) -> Pace | None:
+    """The pace in a file; None if the file is missing or damaged."""
+    try:
+        return TypeAdapter(Pace).validate_json(file.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
 def _identity(config: RunConfig, gpu: Gpu | None, prompts: Path | None) -> str:
-    """What a pace depends on beside sizes: model files, prompts, hardware, versions. Raises ForecastError if the model
-    is not on this machine."""
+    """Hash of what a pace depends on beside sizes: model files, prompts, hardware, versions. Raises ForecastError if
+    the model is not on this machine."""
     shape = config_file(config.model.name_or_path, config.model.revision)
     files = [*sorted(shape.parent.glob("*.safetensors")), *([prompts] if prompts else [])]
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     versions = [importlib.metadata.version(package) for package in PACKAGES]
-    return json.dumps([shape.read_text(), stats, platform.node(), name_hardware(gpu), versions])
+    return _digest(json.dumps([shape.read_text(), stats, platform.node(), name_hardware(gpu), versions]))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -89,7 +89,7 @@ def test_a_configuration_s_plan_as_json(config: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_forecasts_are_for_this_machine_or_for_the_gpu_that_is_named(config: Path, tmp_path: Path) -> None:
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'NVIDIA L4'\n")
+    smi.write_text("#!/bin/sh\necho 'NVIDIA L4, [N/A]'\n")
     smi.chmod(0o755)
     here = _json(config, GRPO_STORAGE=str(tmp_path), PATH=str(tmp_path / "empty"))["forecasts"]
     assert "memory" not in here
@@ -250,6 +250,22 @@ def test_planning_needs_neither_torch_nor_prefect_nor_mlflow(config: Path) -> No
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_plan_that_waits_after_it_has_read_data(config: Path) -> None:
+    code = (
+        "import os, signal, threading\n"
+        "from flows.cli.plan import _sources\n"
+        "with _sources() as sources:\n"
+        f"    sources.count_prompts('data.train', {str(config.parent / 'train.parquet')!r}, 'train')\n"
+        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "signal.alarm(20)\n"  # where Ctrl-C is lost, this ends the test
+        "try: os.read(os.pipe()[0], 1)\n"
+        "except KeyboardInterrupt: print('interrupted')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "interrupted\n", (done.returncode, done.stderr)
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ def _normalisers(rollout: Rollout, plan: Plan, config: RunConfig) -> Tensor:
 
 
 def _plain_gradient(session: Any, rollout: Rollout, batch: MicroBatch) -> list[Tensor]:
-    """Of the mean over the processes, from all rows at once."""
+    """Gradient of the mean loss over the processes, computed from all rows together."""
     config, plan = session.config, session.plan
     logprobs, entropy = _plain_pass(session, batch)
     losses = token_losses(

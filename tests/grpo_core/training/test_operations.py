@@ -106,7 +106,7 @@ class Reduced(TorchDispatchMode):
 
 
 def _counted(policy: Policy, batch: MicroBatch, process: int, processes: int) -> tuple[int, int, int]:
-    """Of one process's update: operations with weights, those of attention, and bytes that it reduces."""
+    """What one process's update costs: operations with weights, those of attention, and bytes that it reduces."""
     session: Any = SimpleNamespace(
         config=parse_config(config_values(Path("model"), Path("data"))),
         accelerator=SimpleNamespace(process_index=process, num_processes=processes, device=torch.device("cpu")),

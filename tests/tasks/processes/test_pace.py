@@ -50,10 +50,12 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     return machine
 
 
-def _measured(folder: Path, prompts: Path | None = None, **keys: Any) -> Pace | str:
+def _measured(folder: Path, prompts: Path | None = None, said: list[str] | None = None, **keys: Any) -> Pace | str:
     config = parse_config(config_values(folder / "model", folder, **keys))
     plan = make_plan(plan_inputs(config, 1000))
-    return pace.measured_pace(config, plan, PromptLengths(6.0, 9, "given"), None, prompts)
+    return pace.measured_pace(
+        config, plan, PromptLengths(6.0, 9, "given"), None, prompts, (said if said is not None else []).append
+    )
 
 
 def test_a_pace_is_measured_once_and_again_when_something_that_it_depends_on_changes(
@@ -100,6 +102,43 @@ def test_a_measurement_that_fails_says_why(machine: Machine, tmp_path: Path, err
     assert isinstance(found, str) and sentence in found
     machine.printed, machine.error = [json.dumps(asdict(MEASURED))], None
     assert _measured(tmp_path) == MEASURED
+
+
+def test_a_measurement_is_announced_and_a_kept_pace_is_not(machine: Machine, tmp_path: Path) -> None:
+    said: list[str] = []
+    for _ in range(2):
+        assert _measured(tmp_path, said=said) == MEASURED
+    assert len(said) == 1
+    assert "measuring its pace on this machine, for 120 s at most" in said[0]
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"sample_seconds": 1}', '{"how": 3}', "[" * 100_000, "\xff\x00"])
+def test_a_damaged_file_of_a_pace_is_replaced(content: str, machine: Machine, tmp_path: Path) -> None:
+    _measured(tmp_path)
+    (kept,) = (tmp_path / "storage" / "pace").iterdir()
+    whole = kept.read_bytes()
+    kept.write_text(content, encoding="latin-1")
+    assert _measured(tmp_path) == MEASURED
+    assert kept.read_bytes() == whole
+
+
+def test_a_storage_that_cannot_be_written_prevents_no_plan(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pace, "write_text", full)
+    assert _measured(tmp_path) == MEASURED
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "file"))
+    assert f"{tmp_path / 'file' / 'pace'} has to be writable" in str(_measured(tmp_path))
+
+
+def test_a_large_config_of_a_model_does_not_make_the_command_too_long(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"unused": "x" * 200_000}))
+    assert _measured(tmp_path) == MEASURED
+    assert len(json.dumps(machine.asked[0])) < 10_000
 
 
 def test_nothing_is_measured_of_a_model_that_is_elsewhere_or_where_it_is_not_wanted(

@@ -1,0 +1,33 @@
+"""Lengths of prompts before they are validated, for forecasts. Without transformers, whose import takes seconds."""
+
+from __future__ import annotations
+
+import polars as pl
+from tokenizers import Tokenizer
+
+from grpo_core.config.run import RunConfig
+from grpo_core.planning.shapes import ForecastError, PromptLengths, config_file
+from tasks.data.sources import SourceError, load_head
+
+FIRST = 200  # prompts
+
+
+def first_lengths(config: RunConfig) -> PromptLengths | None:
+    """Tokens of the first training prompts, without a chat template; None if data or tokenizer are not files of this
+    machine, or cannot be read."""
+    try:
+        file = config_file(config.model.name_or_path, config.model.revision).with_name("tokenizer.json")
+        prompts = load_head(config.data.train, FIRST)[config.data.prompt_column].drop_nulls()
+        if prompts.dtype != pl.String:  # conversations
+            prompts = prompts.list.eval(pl.element().struct.field("content")).list.join("\n").drop_nulls()
+    except (ForecastError, SourceError, pl.exceptions.PolarsError):
+        return None
+    try:
+        encoded = Tokenizer.from_file(str(file)).encode_batch_fast(prompts.to_list())
+    except Exception:  # its only class of errors
+        return None
+    lengths = [len(prompt.ids) for prompt in encoded]
+    if not any(lengths):
+        return None
+    how = f"of the first {len(lengths)} prompts, without a chat template; --prompt-tokens says better"
+    return PromptLengths(sum(lengths) / len(lengths), max(lengths), how)
