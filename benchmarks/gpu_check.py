@@ -29,7 +29,7 @@ CHECKS = {  # seconds that each may take
     "hardware": 60,
     "attention": 180,
     "head": 120,
-    "engines": 400,
+    "engines": 900,  # vLLM starts seven times, and compiles
     "waits": 120,
     "memory": 180,
     "resume": 180,

@@ -28,7 +28,7 @@ from benchmarks.gpu_check import Row, append
 from benchmarks.side_ours import replayed, run_directory
 from benchmarks.vs_trl import OutOfMemoryError, run
 from benchmarks.workload import Workload, training_flops, write
-from grpo_core.config.files import dump_config, parse_config
+from grpo_core.config.files import dump_config, load_config, parse_config
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.logprobs import chosen_logprobs
@@ -37,10 +37,12 @@ from grpo_core.model.sequences import Sequences, pad
 from grpo_core.planning.hardware import find_gpu
 from grpo_core.planning.memory import peak_memory
 from grpo_core.planning.plan import load_plan
+from tasks.train import launcher, process_environment
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 PRECISION = "bf16" if ON_GPU else "no"
+PACKED = {"no": "flex", "bf16": "varlen"} if ON_GPU else {"no": "padded", "bf16": "padded"}  # kinds of attention
 SMALL = (  # a model that every check but memory and speed trains: 40 million parameters, or 100 thousand on a CPU
     Workload(hidden=512, intermediate=1536, layers=8, heads=8, vocabulary=16_384, completion=64, mode="generate")
     if ON_GPU
@@ -90,7 +92,8 @@ def attention(scratch: Path, report: Report) -> None:
             expected = plain(_model(scratch, kind), sequences, 0.9)
             logprobs, _ = policy(policy.prepare(sequences))
             found = [[logprobs.detach()], _gradient(policy.master, logprobs)]
-            report(Row(f"{precision}, {kind}: packed", str(policy.packs), "True", policy.packs))
+            way, wanted = policy.attention if policy.packs else policy.why_not, PACKED[precision]
+            report(Row(f"{precision}, {kind}: packed for", way, wanted, way == wanted))
             half = plain(_model(scratch, kind).bfloat16(), sequences, 0.9) if precision == "bf16" else expected
             for what, ours, plainly, rounded in zip(
                 ("log-probabilities", "gradient"), found, expected, half, strict=True
@@ -127,8 +130,7 @@ def head(scratch: Path, report: Report) -> None:
     ):
         away = distance([ours], [plainly])
         report(Row(f"{name} from float32", f"{away:.1e}", f"at most {bound:.0e}", away <= bound))
-    seconds = _seconds(work)
-    report(Row(f"forward and backward, V = {vocabulary:,}", f"{1e6 * seconds / tokens:.1f} us per token"))
+    report(Row(f"forward and backward, V = {vocabulary:,}", f"{1e6 * _seconds(work) / tokens:.1f} us per token"))
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -194,7 +196,6 @@ def memory(scratch: Path, report: Report) -> None:
     if gpu is None:
         report(Row("peak memory, as share of the forecast", MISSING, "0.6 to 1.1"))
         return
-    from grpo_core.config.files import load_config
     from grpo_core.planning.shapes import PromptLengths, load_shape
     from grpo_core.training.loop import train
 
@@ -327,7 +328,9 @@ def _configuration(scratch: Path, engine: str, lora: bool) -> str:
         "model": {"name_or_path": str(scratch / "workload" / "model"), "use_peft": lora},
         "data": {part: str(scratch / name / "prompts.parquet") for part, name in PROMPTS.items()},
         "rewards": [{"function": "benchmarks.workload:spread"}],
-        "rollout": {"engine": engine, "num_generations": SMALL.group, "max_completion_length": SMALL.completion},
+        "rollout": {"engine": engine, "num_generations": SMALL.group, "max_completion_length": SMALL.completion}
+        # A server takes a GPU of its own or, by ipc, a part of the training's.
+        | ({"vllm_weight_transfer": "ipc"} if engine == "vllm-server" and torch.cuda.device_count() == 1 else {}),
         "train": {
             "mixed_precision": PRECISION,
             "per_device_train_batch_size": SMALL.completions,
@@ -359,10 +362,9 @@ def _launched(scratch: Path, count: int) -> list[dict[str, float]]:
     """The metrics of a training in so many processes."""
     run = scratch / f"processes-{count}"
     run_directory(SMALL, scratch / "workload", run, {"precision": PRECISION, "processes": count})
-    several = ["--multi_gpu"] if count > 1 else []
-    launch = ["-m", "accelerate.commands.launch", *several, "--num_processes", str(count), "--main_process_port", "0"]
-    command = [sys.executable, *launch, "-m", "grpo_core.train", str(run)]
-    subprocess.run(command, env=os.environ | ({} if ON_GPU else {"ACCELERATE_USE_CPU": "true"}), check=True)
+    config = load_config(run / "config.toml")
+    command = [sys.executable, *launcher(config.train), "-m", "grpo_core.train", str(run)]
+    subprocess.run(command, env=os.environ | process_environment(config), check=True)
     return [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -394,7 +396,4 @@ def _seconds(work: Callable[[], object]) -> float:
 
 if __name__ == "__main__":
     name, scratch, rows = sys.argv[1:]
-    checks = {
-        check.__name__: check for check in (hardware, attention, head, engines, waits, memory, resume, processes, speed)
-    }
-    checks[name](Path(scratch), lambda row: append(Path(rows), row))
+    globals()[name](Path(scratch), lambda row: append(Path(rows), row))

@@ -101,8 +101,8 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
     processes = PartialState().num_processes
     if processes == 1:
         return
-    used = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
-    dist.all_reduce(used)
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)  # known without the device
+    dist.all_reduce(used, group=_control)
     trained = [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count]
     for parameter in trained:
         found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

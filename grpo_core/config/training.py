@@ -93,8 +93,8 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, updates a third longer."""
     torch_compile: bool = False
-    """Compile the decoder layers by torch.compile when training starts; needs a C compiler. Not faster on a CPU; not
-    measured on a GPU."""
+    """Compile the decoder layers by torch.compile when training starts; needs a C compiler. Hardly faster on a CPU;
+    not measured on a GPU."""
     save_steps: int = Field(100, ge=1)
     """Updates between two checkpoints."""
     save_total_limit: int = Field(2, ge=1)

@@ -84,7 +84,7 @@ def _probe_width(config: Any, max_length: float, wanted: int) -> int:
 @torch.no_grad()
 def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math.inf) -> tuple[Kind | None, str]:
     """Let the model take packed batches, by the first of these kinds of attention whose hidden states match those of a
-    plain forward pass. Returns that kind, or None and why there is none.
+    plain forward pass. Returns that kind, or None, and why those before it failed.
 
     Models with layers that attend to a window only, or that carry a state, are left as they are. Raises
     torch.OutOfMemoryError if memory runs out, which says nothing about the model.
@@ -125,7 +125,7 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
             config._attn_implementation = usual
         if difference < allowed:
             use_attention(config)
-            return kind, ""
+            return kind, "; ".join(reasons)
         found = f"hidden states differ from a plain pass's by {difference:.2g}, and {allowed:.2g} is allowed"
         reasons.append(f"{kind}: {found}")
     return None, "; ".join(reasons)

@@ -72,11 +72,11 @@ class Policy(nn.Module):
         self.output_layer = plain_output_layer(model)
         on_gpu = next(model.parameters()).is_cuda
         kinds: list[Kind] = ["varlen", "flex"] if on_gpu else ["padded"]
-        found, self.why_padded = None, "its logits are not those of a linear layer alone"
+        found, self.why_not = None, "its logits are not those of a linear layer alone"
         if self.output_layer is not None:
             # In float32, where routing of experts does not differ by rounding; kernels are tried in their own dtype.
             with nullcontext() if on_gpu else in_float32(model):
-                found, self.why_padded = make_packable(model, kinds, max_length=max_length)
+                found, self.why_not = make_packable(model, kinds, max_length=max_length)
         self.packs, self.attention = found is not None, found or kinds[0]
         self.zero_grad()
         self.recomputable = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]

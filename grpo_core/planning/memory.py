@@ -66,8 +66,9 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     training = {
         "gradients": FLOAT * trained,
         "activations": tokens * (kept_layers * per_layer + checkpoints),
-        # Of a chunk, and their gradient.
-        "logits": 2 * width * min(rows * completion, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary,
+        # Of a chunk, which their gradient overwrites, and the float32 sum of the output layer's gradient.
+        "logits": width * min(rows * completion, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary
+        + FLOAT * shape.vocabulary * shape.hidden * (not lora),
     }
     total = sum(held.values()) + max(sum(training.values()), cache)
     found = {

@@ -126,9 +126,12 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     reference = _reference(config, accelerator, max_length)
     optimizer = _optimizer(model, config.train)
-    if not policy.packs and accelerator.is_main_process:
-        why = policy.why_padded or "another process cannot pack them"
-        print(f"prompts are computed again for each completion, and rows are padded: {why}")
+    if accelerator.is_main_process:
+        if not policy.packs:
+            why = policy.why_not or "another process cannot pack them"
+            print(f"prompts are computed again for each completion, and rows are padded: {why}")
+        elif policy.why_not:
+            print(f"prompts are computed once, by {policy.attention} attention: {policy.why_not}")
     return Session(
         config=config,
         plan=plan,

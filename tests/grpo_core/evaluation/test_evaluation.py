@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_core.config import memory_bounds
 from grpo_core.config.files import parse_config
 from grpo_core.evaluation.run import evaluate
 from grpo_core.evaluation.samples import prompt_columns, samples_table
 from grpo_core.model import divergence
-from grpo_core.model import logprobs as head
 from grpo_core.model.capabilities import plain_output_layer
 from grpo_core.model.divergence import mean_kl
 from grpo_core.model.loading import load_model
@@ -244,7 +244,7 @@ def test_the_kl_is_that_of_the_full_distributions_at_the_policy_s_own_states(
     policy = load_model(_perturbed(base_folder, tmp_path / "policy", 0.05))
     assert (plain_output_layer(base) is None) == (architecture == "Gemma2"), "logits are made in either way"
     monkeypatch.setattr(divergence, "TOKENS", 20)  # several batches
-    monkeypatch.setattr(head, "CHUNK_LOGITS", 50)  # several chunks in each
+    monkeypatch.setattr(memory_bounds, "CHUNK_LOGITS", 50)  # several chunks in each
     torch.manual_seed(0)
     prompts = [torch.randint(0, 12, (length,)).tolist() for length in (3, 9, 1, 4, 30)]
     completions = [torch.randint(0, 12, (length,)).tolist() for length in (5, 1, 7, 2, 6)]

@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState
 from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config
 
+from grpo_core.config import memory_bounds
 from grpo_core.model import logprobs as head
 from grpo_core.model import packed_attention as packing
 from grpo_core.model import policy
@@ -217,7 +218,7 @@ def test_the_token_budget_leaves_the_gradient_as_it_is(session: Session, tokens:
 def test_logits_in_chunks_and_computed_again_leave_the_gradient_as_it_is(
     session: Session, monkeypatch: pytest.MonkeyPatch, chunk: int, kept: int
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK_LOGITS", chunk)
+    monkeypatch.setattr(memory_bounds, "CHUNK_LOGITS", chunk)
     monkeypatch.setattr(head, "KEPT_LOGITS", kept)
     batch = _batch(session, "none")
     assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND

@@ -18,8 +18,9 @@ from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.policy import Policy
 from grpo_core.model.precision import in_bfloat16, working_copy
 from grpo_core.training.session import load_session
-from tests.conftest import make_model, make_run
+from tests.conftest import config_values, make_model, make_run
 from tests.plain_kernels import plain_varlen
+from tests.pretend_gpu import pretend_gpu
 
 VARLEN = packed_attention._varlen
 
@@ -61,7 +62,9 @@ def _fails(*_: Any, **__: Any) -> Any:
 
 def test_a_kind_that_fails_gives_way_to_the_next(smooth_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_attention, "varlen_attn", _fails)
-    assert make_packable(load_model(smooth_model_folder), ["varlen", "flex"]) == ("flex", "")
+    kind, why = make_packable(load_model(smooth_model_folder), ["varlen", "flex"])
+    assert kind == "flex"
+    assert why == "varlen: RuntimeError: Failed to find C compiler. Please specify via CC environment variable"
 
 
 def test_the_backward_pass_is_tried_too(smooth_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,11 +89,11 @@ def test_why_none_is_taken_is_said_for_each(smooth_model_folder: Path, monkeypat
 
 
 def test_the_policy_says_why_rows_are_padded(model_folder: Path, tmp_path: Path) -> None:
-    assert Policy(load_model(model_folder), 1.0).why_padded == ""
+    assert Policy(load_model(model_folder), 1.0).why_not == ""
     window = load_model(make_model(tmp_path / "window", "Mistral", sliding_window=4))
-    assert Policy(window, 1.0).why_padded.startswith("a layer attends to a window")
+    assert Policy(window, 1.0).why_not.startswith("a layer attends to a window")
     capped = load_model(make_model(tmp_path / "capped", "Gemma2", head_dim=16, final_logit_softcapping=2.0))
-    assert Policy(capped, 1.0).why_padded.startswith("its logits are not")
+    assert Policy(capped, 1.0).why_not.startswith("its logits are not")
 
 
 def test_a_training_s_first_lines_say_why_rows_are_padded(
@@ -99,7 +102,17 @@ def test_a_training_s_first_lines_say_why_rows_are_padded(
     values["model"]["name_or_path"] = str(make_model(tmp_path / "window", "Mistral", sliding_window=4))
     session = load_session(make_run(tmp_path / "run", values))
     assert not session.policy.packs
-    assert f", and rows are padded: {session.policy.why_padded}\n" in capsys.readouterr().out
+    assert f", and rows are padded: {session.policy.why_not}\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_training_s_first_lines_say_that_the_first_kind_failed(
+    smooth_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pretend_gpu():
+        monkeypatch.setattr(packed_attention, "varlen_attn", _fails)
+        load_session(make_run(tmp_path / "run", config_values(smooth_model_folder, tmp_path)))
+    assert "prompts are computed once, by flex attention: varlen: RuntimeError: Failed to" in capsys.readouterr().out
 
 
 def test_memory_that_runs_out_is_no_answer(smooth_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

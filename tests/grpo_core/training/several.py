@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 
 WORLD = 2
 
@@ -35,6 +35,7 @@ def _forked(rank: int, folder: Path, work: Callable[[int], None]) -> int:
         AcceleratorState._reset_state(reset_partial_state=True)
         group = {"init_method": f"file://{folder}/group", "timeout": timedelta(seconds=60)}
         torch.distributed.init_process_group("gloo", rank=rank, world_size=WORLD, **group)
+        PartialState(cpu=True)
         work(rank)
         code = 0
     except BaseException:

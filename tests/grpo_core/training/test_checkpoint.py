@@ -54,7 +54,7 @@ def test_a_checkpoint_is_copied_into_what_is_there_without_a_second_state_in_mem
         return [*parameters, *(value for state in states for value in state.values())]
 
     step()
-    checkpoints.save(TrainingState(rows_per_pass=1, updates=1), keep=1)
+    checkpoints.save(TrainingState(tokens_per_pass=100, updates=1), keep=1)
     saved, places = [tensor.clone() for tensor in tensors()], [tensor.data_ptr() for tensor in tensors()]
     step()
     with Allocations() as allocations:
@@ -69,7 +69,7 @@ def test_the_batch_of_a_checkpoint_does_not_need_its_file_any_longer(tmp_path: P
     checkpoints = _checkpoints(tmp_path)
     values = torch.arange(12.0).view(3, 4)
     fields = {field.name: None for field in dataclasses.fields(Rollout)}
-    state = TrainingState(rows_per_pass=1, updates=1, rollout=Rollout(**{**fields, "sampling_logprobs": values}))
+    state = TrainingState(tokens_per_pass=100, updates=1, rollout=Rollout(**{**fields, "sampling_logprobs": values}))
     checkpoints.save(state, keep=1)
     found = checkpoints.restore()
     os.truncate(tmp_path / "step-000001" / "state.pt", 0)  # a page of it that is read from here on ends the process
@@ -79,7 +79,7 @@ def test_the_batch_of_a_checkpoint_does_not_need_its_file_any_longer(tmp_path: P
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     checkpoints = _checkpoints(tmp_path)
-    checkpoints.save(TrainingState(rows_per_pass=1, updates=1), keep=1)
+    checkpoints.save(TrainingState(tokens_per_pass=100, updates=1), keep=1)
     checkpoints.model(torch.ones(1, 4)).sum().backward()
     checkpoints.optimizer.step()
     with pytest.raises(ValueError, match="has the state of 0 parameters, this one of 2"):

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -114,7 +115,8 @@ def _counted(policy: Policy, batch: MicroBatch, process: int, processes: int) ->
         learning_rate=lambda updates: 0.0,
         memory=OutOfMemoryRetry(1000, policy),  # several passes
     )
-    with Reduced() as reduced, FlopCounterMode(display=False) as counter:
+    state = mock.patch.dict(PartialState._shared_state, num_processes=processes)  # accelerate asks the launcher alone
+    with state, Reduced() as reduced, FlopCounterMode(display=False) as counter:
         update(session, batch, TrainingState(tokens_per_pass=1000))
     of_attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
     return counter.get_total_flops() - of_attention, of_attention, reduced.bytes
@@ -124,6 +126,7 @@ def _counted(policy: Policy, batch: MicroBatch, process: int, processes: int) ->
 def processes(request: pytest.FixtureRequest) -> Iterator[int]:
     """A process group of this size, of which this process alone exists."""
     if request.param > 1:
+        PartialState().num_processes = request.param
         torch.distributed.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
     yield request.param
     if request.param > 1:

@@ -27,7 +27,7 @@ def test_two_processes_step_with_the_mean_gradient_and_leave_alone_what_neither_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one process, a parameter without a gradient neither decays nor moves by its momentum."""
-    monkeypatch.setattr(distributed, "BUCKET", 5)  # elements: several messages, one of them of two gradients
+    monkeypatch.setattr(distributed, "LARGE", 5)  # elements: messages of one gradient, and one of several
 
     def start(rank: int) -> None:
         shared, of_one, big, unused = (Parameter(torch.ones(*shape)) for shape in ((2, 2), (1,), (3, 3), (4,)))

@@ -8,10 +8,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grpo_core.config.algorithm import LossType
 from grpo_core.config.files import parse_config
+from grpo_core.distributed import average_gradients
 from grpo_core.training.roll_out import compute_logprobs
 from grpo_core.training.session import load_session
 from grpo_core.training.state import TrainingState
@@ -69,3 +72,21 @@ def test_no_pass_waits_for_the_one_before(
             assert len(_own(gpu)) == 2, "the figures are read before the step, and whether all weights are finite"
         assert not gpu.mismatches
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.slow
+def test_the_mean_of_gradients_over_processes_is_not_waited_for() -> None:
+    with pretend_gpu() as gpu:
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        try:
+            PartialState().num_processes = 2
+            parameters = [torch.nn.Parameter(torch.zeros(size, device="cuda")) for size in (2**20, 3, 2)]
+            for parameter in parameters[:2]:
+                parameter.grad = torch.ones_like(parameter)
+            gpu.waits.clear()
+            average_gradients(parameters)
+            assert not gpu.waits
+            assert not gpu.mismatches
+            assert parameters[2].grad is None
+        finally:
+            dist.destroy_process_group()

@@ -104,7 +104,7 @@ def test_rounding_with_the_bases_weights_sets_the_bound_and_another_model_stops_
             begin_probing(session_)
     else:
         begin_probing(session_)
-        assert sync_weights(session_, TrainingState(rows_per_pass=8)) == pytest.approx(off, abs=0.02)
+        assert sync_weights(session_, TrainingState(tokens_per_pass=100)) == pytest.approx(off, abs=0.02)
         assert session_.probe.bound == pytest.approx(3 * off, abs=0.06)
 
 
