@@ -51,9 +51,9 @@ def _work(context: Context) -> dict[str, Any]:
     lengths = PromptLengths(data.mean_tokens, data.longest, "from the validated data")
     handed_to = os.environ.get(GPU_DEPLOYMENT)
     gpu = Gpu(f"GPU of train/{handed_to}") if handed_to else find_gpu()
+    config = config.with_precision(capability(gpu))
     for note in config.gpu_notes if gpu else []:
         get_run_logger().warning(note)
-    config = config.with_precision(capability(gpu))
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
     if source is None and not handed_to:
         source = measured_pace(config, plan, lengths, gpu, data.prompts, get_run_logger().info)

@@ -176,7 +176,7 @@ def _own_plan(
     else:
         forecasts = _useful(pass_rates, figures.num_generations)
     answer = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
-    answer["notes"] += config.gpu_notes if hardware else []
+    answer["notes"] += config.with_precision(capability(hardware)).gpu_notes if hardware else []
     return answer
 
 

@@ -112,9 +112,10 @@ class RunConfig(Section):
         if self.train.mixed_precision != "no" or self.rollout.engine_on(has_gpu=True) == "transformers":
             return []
         return [
-            "train.mixed_precision='no' with vLLM on a GPU: its fast attention kernels take no float32, and the one "
-            "that does multiplies in TF32, so sampling is slow and its log-probabilities are off by more than "
-            "float32's rounding; set train.mixed_precision to 'auto' or 'bf16'"
+            "train.mixed_precision is 'no', with vLLM on a GPU: its fast attention kernels take no float32, and the "
+            "one that does multiplies in TF32, so sampling is slow and its log-probabilities are off by more than "
+            "float32's rounding; set train.mixed_precision to 'bf16' on a GPU of compute capability 8.0 or higher, "
+            "or rollout.engine to 'transformers'"
         ]
 
     @property

@@ -111,7 +111,7 @@ def test_float32_in_vllm_is_named_for_a_gpu_only(config: Path) -> None:
     for gpu, named in (("H200", 1), ("", 0)):
         keys = ["--set", "train.mixed_precision=no", "--set", "rollout.engine=vllm"]
         notes = _json(config, "--gpu", gpu, *keys)["notes"]
-        assert sum("train.mixed_precision='no' with vLLM on a GPU" in note for note in notes) == named
+        assert sum("train.mixed_precision is 'no', with vLLM on a GPU" in note for note in notes) == named
 
 
 def test_a_completion_longer_than_the_model_s_positions_is_refused(config: Path) -> None:

@@ -308,7 +308,7 @@ def test_float32_in_vllm_on_a_gpu_is_named_with_what_to_set(engine: str, precisi
     values = _with("rollout.engine", engine) | {"train": {"mixed_precision": precision}}
     notes = parse_config(values).gpu_notes
     assert bool(notes) == (precision == "no" and engine != "transformers")
-    assert all("set train.mixed_precision to 'auto' or 'bf16'" in note for note in notes)
+    assert all("set train.mixed_precision to 'bf16'" in note for note in notes)
 
 
 def test_a_configuration_cannot_be_changed_by_accident() -> None:
