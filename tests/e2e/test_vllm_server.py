@@ -21,7 +21,7 @@ from tasks.processes.vllm_servers import servers
 from tasks.stages.run import Context
 from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.rollout.sampling import sampled
-from tests.grpo_core.rollout.test_vllm import PACKED, plain_logprobs
+from tests.grpo_core.rollout.vllm_engine import PACKED, plain_logprobs
 from tests.serving import free_ports, policy_server, wait_for_one
 
 ROOT = Path(__file__).parents[2]

@@ -1,9 +1,8 @@
-"""vLLM for real, on the CPU in float32: after every weight update it samples from the trainer's policy."""
+"""vLLM for real, on the CPU in float32: what it draws and says of tokens is what the model itself finds."""
 
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,28 +15,18 @@ from grpo_core.rollout.types import Request, Sampling
 from tests import forked
 from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.rollout.sampling import sampled
+from tests.grpo_core.rollout.vllm_engine import (
+    MAX_LENGTH,
+    long_requests,
+    plain_distributions,
+    plain_logprobs,
+    sequences,
+    start,
+)
 
 pytestmark = pytest.mark.slow
 
-# A size at which vLLM packs its linear layers, so that the packed copy of a tied head goes stale on a reload.
-PACKED = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-
-
-def test_the_engine_follows_a_tied_head_through_every_update(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
-    values = config_values(model, tmp_path, max_steps=5)
-    values["rewards"] = [{"function": "tests.grpo_core.training.test_loop:parity"}]
-    values["rollout"] |= {"engine": "vllm", "temperature": 0.8, "top_p": 0.9, "top_k": 500}
-    run = make_run(tmp_path / "run", values)
-    steps = forked.train(run)
-    assert len(steps) == 5
-    assert [step["sampling/sampling_logp_difference/max"] < 1e-4 for step in steps] == [True] * 5
-    assert [step["sampling/importance_sampling_ratio/min"] > 0.999 for step in steps] == [True] * 5
-    assert all(step["grad_norm"] > 0 for step in steps)
-
-
 PROMPTS = ["1+1=", "12+34=", "7"]
-MAX_LENGTH = 300
 TRUNCATED = {
     "top_k": Sampling(6, temperature=0.7, top_k=3),
     "top_p": Sampling(6, temperature=1.3, top_p=0.6),
@@ -45,61 +34,15 @@ TRUNCATED = {
 }
 
 
-def long_requests() -> list[Request]:
-    """Prompts that fill blocks of vLLM's prefix cache (128 tokens on a CPU), together more than one step takes (4,096).
-
-    Some begin alike.
-    """
-    draw = random.Random(0)
-    starts = [[draw.randrange(3, 13) for _ in range(150)] for _ in range(12)]
-    prompts = [start + [draw.randrange(3, 13) for _ in range(140)] for start in starts for _ in range(2)]
-    return [Request(prompt, 2, seed=50_000 + 100 * i) for i, prompt in enumerate(prompts)]
-
-
-def sequences() -> list[list[int]]:
-    """What is scored: from one token to all that an engine takes."""
-    longest = [*long_requests()[0].prompt_ids, *range(3, 12)]
-    assert len(longest) == MAX_LENGTH - 1
-    return [longest, longest[:150], longest[40:57], longest[7:9], longest[:1]]
-
-
-def plain_logprobs(model: Any, ids: list[int], temperature: float = 1.0) -> list[float]:
-    """Log-probability of each token but the first, from one forward pass without anything around it."""
-    return _plain_distributions(model, ids, temperature)[range(len(ids) - 1), ids[1:]].tolist()
-
-
-def _plain_distributions(model: Any, ids: list[int], temperature: float) -> Any:
-    """Log-probabilities of what comes after each token but the last. (T - 1, V)"""
-    import torch
-
-    with torch.no_grad():
-        return (model(torch.tensor([ids])).logits[0, :-1] / temperature).log_softmax(-1)
-
-
 def can_be_drawn(model: Any, ids: list[int], sampling: Sampling) -> list[bool]:
     """Whether top-k and top-p leave each token but the first, given those before it."""
     found = []
-    for token, logprobs in zip(ids[1:], _plain_distributions(model, ids, sampling.temperature).tolist(), strict=True):
+    for token, logprobs in zip(ids[1:], plain_distributions(model, ids, sampling.temperature).tolist(), strict=True):
         ordered = sorted(range(len(logprobs)), key=lambda i: -logprobs[i])[: sampling.top_k or None]
         p = [math.exp(logprobs[i]) for i in ordered]
         needed = next(n for n in range(1, len(p) + 1) if n == len(p) or sum(p[:n]) >= sampling.top_p * sum(p))
         found.append(token in ordered[:needed])
     return found
-
-
-def start(run: Path) -> tuple[Any, Any, Any]:
-    """The engine of a run directory's configuration, the model it was made for, the tokenizer."""
-    import torch
-
-    from grpo_core.config.files import load_config
-    from grpo_core.data.prompts import load_tokenizer
-    from grpo_core.model.loading import load_model, with_adapter
-    from grpo_core.rollout.factory import make_engine
-
-    config = load_config(run / "config.toml")
-    torch.manual_seed(0)
-    model, tokenizer = with_adapter(load_model(config.model.name_or_path), config.model), load_tokenizer(config.model)
-    return make_engine(config, config.model.name_or_path, model, tokenizer, MAX_LENGTH), model, tokenizer
 
 
 def sample(run: Path, other: Path) -> dict[str, list[Any]]:
@@ -368,138 +311,6 @@ def test_a_new_process_draws_the_same_bits_as_one_that_has_served_before(drawn: 
     resumed = forked.call(resume, drawn.run, drawn.other)
     assert len(resumed["long synced"]) == 48
     assert resumed == {name: drawn.values[name] for name in resumed}
-
-
-def follow(run: Path) -> tuple[list[float], list[str]]:
-    """Distances of an engine's scores from the model's, before and after it takes each of several updates, and how each
-    got there."""
-    import copy
-
-    import torch
-
-    engine, model, _ = start(run)
-
-    def distance(model: Any) -> float:
-        rows = zip(
-            engine.compute_logprobs(sequences()), (plain_logprobs(model, ids) for ids in sequences()), strict=True
-        )
-        return max(abs(a - b) for row in rows for a, b in zip(*row, strict=True))
-
-    def change(model: Any) -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-
-    distances, how = [distance(model)], []
-    another = copy.deepcopy(model)
-    for updated in (model, model, another, model):
-        change(updated)
-        before = distance(updated)
-        others = [(m, [p.clone() for p in m.parameters()]) for m in (model, another) if m is not updated]
-        how.append(engine.sync_weights(updated))
-        distances += [before, distance(updated)]
-        for other, weights in others:
-            assert all(torch.equal(p, kept) for p, kept in zip(other.parameters(), weights, strict=True))
-    engine.close()
-    return distances, how
-
-
-@pytest.mark.parametrize(
-    ("architecture", "tied"),
-    [
-        ("Qwen2", True),
-        ("Qwen3", False),
-        *(
-            pytest.param(*case, marks=pytest.mark.e2e)
-            for case in [("Qwen2", False), ("Qwen3", True), ("Llama", True), ("Llama", False)]
-        ),
-    ],
-)
-def test_an_update_is_there_as_it_is_made_and_another_models_by_copies(
-    tmp_path: Path, architecture: str, tied: bool
-) -> None:
-    """Qwen2 has biases, Llama none, Qwen3 norms of heads."""
-    options = {"tie_word_embeddings": tied, "max_position_embeddings": 512, **PACKED}
-    folder = make_model(tmp_path / "model", architecture=architecture, initializer_range=0.1, **options)
-    run = make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm"))
-    (first, *others), how = forked.call(follow, run)
-    assert how == ["shared", "shared", "copied", "copied"]
-    assert first < 1e-4
-    assert [before > 0.1 for before in others[::2]] == [False, False, True, True]  # the third is of another model
-    assert all(before < 1e-4 for before in others[:4:2])
-    assert all(after < 1e-4 for after in others[1::2])
-
-
-def test_a_packed_bf16_engine_is_reloaded(tmp_path: Path) -> None:
-    options = {"tie_word_embeddings": True, "max_position_embeddings": 512, **PACKED}
-    folder = make_model(tmp_path / "model", initializer_range=0.1, **options)
-    run = make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm", mixed_precision="bf16"))
-    (_, *others), how = forked.call(follow, run)
-    assert set(how) == {"reloaded"}
-    assert all(after < before / 3 for before, after in zip(others[::2], others[1::2], strict=True))
-
-
-def adapt(run: Path) -> list[dict[str, Any]]:
-    """What an engine says of adapters that it was and was not handed, and what the model itself says."""
-    import torch
-
-    engine, model, _ = start(run)
-    requests, sampling = long_requests()[:4], Sampling(9, temperature=0.7)
-    steps = []
-
-    def step(name: str) -> None:
-        samples = sampled(engine.generate(requests, sampling))
-        prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
-        steps.append(
-            {
-                "name": name,
-                "scores": engine.compute_logprobs(sequences()),
-                "model's scores": [plain_logprobs(model, ids) for ids in sequences()],
-                "samples": [sample.logprobs for sample in samples],
-                "model's samples": [
-                    plain_logprobs(model, prompt + sample.ids, 0.7)[len(prompt) - 1 :]
-                    for prompt, sample in zip(prompts, samples, strict=True)
-                ],
-                "loaded": len(engine.llm.llm_engine.list_loras()),
-            }
-        )
-
-    step("base")
-    engine.sync_weights(model)
-    step("fresh adapter")
-    for i in range(3):
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                torch.nn.init.normal_(parameter, std=0.1)
-        step(f"changed {i}")
-        engine.sync_weights(model)
-        step(f"synced {i}")
-    engine.close()
-    return steps
-
-
-def test_the_engine_follows_an_adapter_over_a_base_that_stays(tmp_path: Path) -> None:
-    folder = make_model(
-        tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=512, **PACKED
-    )
-    values = config_values(folder, tmp_path, engine="vllm", use_peft=True, lora_r=5, lora_alpha=15)
-    steps = forked.call(adapt, make_run(tmp_path / "run", values))
-    names = ["base", "fresh adapter", "changed 0", "synced 0", "changed 1", "synced 1", "changed 2", "synced 2"]
-    assert [step["name"] for step in steps] == names
-    assert [step["loaded"] for step in steps] == [0] + [1] * 7
-
-    def distance(step: dict[str, Any], other: dict[str, Any], what: str, whose: str) -> float:
-        rows = zip(step[what], other[whose + what], strict=True)
-        return max(abs(a - b) for row in rows for a, b in zip(*row, strict=True))
-
-    for previous, step in zip([None, *steps], steps, strict=False):
-        if step["name"].startswith("changed"):
-            assert distance(step, previous, "scores", "") == 0
-            assert distance(step, step, "scores", "model's ") > 0.1
-        else:
-            assert distance(step, step, "scores", "model's ") < 1e-4
-            assert distance(step, step, "samples", "model's ") < 1e-4
-    assert distance(steps[1], steps[0], "scores", "model's ") < 1e-4
 
 
 def test_the_room_for_adapters_is_the_next_that_vllm_knows() -> None:

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from tests.conftest import config_values, make_model, make_run
-from tests.grpo_core.rollout.test_vllm import PACKED
+from tests.grpo_core.rollout.vllm_engine import PACKED
 from tests.serving import free_ports, policy_server
 
 ROOT = Path(__file__).parents[3]

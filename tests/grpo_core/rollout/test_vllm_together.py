@@ -14,7 +14,7 @@ import pytest
 from grpo_core.rollout.types import Request, Sampling
 from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.rollout.sampling import sampled
-from tests.grpo_core.rollout.test_vllm import PACKED, plain_logprobs, start
+from tests.grpo_core.rollout.vllm_engine import PACKED, plain_logprobs, start
 from tests.grpo_core.training.launching import TWO_PROCESSES
 
 ROOT = Path(__file__).parents[3]
