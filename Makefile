@@ -60,7 +60,7 @@ fast: setup ## the tests that take a moment each, for the edit loop
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow and not e2e'
 
 test: setup check ## everything that CI checks
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 e2e: setup ## the long tests: servers, browser, faults
 	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15

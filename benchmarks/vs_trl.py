@@ -149,7 +149,7 @@ def run(side: str, settings: Settings, folder: Path) -> dict[str, Any]:
 def environment() -> dict[str, str]:
     """The same for every side."""
     quiet = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**os.environ, **quiet, "OMP_NUM_THREADS": str(os.cpu_count())}
+    return {**os.environ, **quiet, "OMP_NUM_THREADS": str(os.cpu_count()), "PYTHONPATH": str(ROOT)}
 
 
 def summary(

@@ -336,6 +336,7 @@ def test_a_reward_that_raises_fails_train_by_name_and_keeps_its_checkpoints(
     assert json.loads((folder / "training" / "result.json").read_text())["counted"]["updates"] == 4
 
 
+@pytest.mark.e2e
 def test_a_damaged_model_fails_evaluate_and_leaves_the_training_as_it_is(finished: Path, inputs: Path) -> None:
     weights = finished / "training" / "model" / "model.safetensors"
     whole = weights.rename(weights.with_suffix(".whole"))  # it is the registered version's file too

@@ -106,6 +106,7 @@ def test_what_serving_needs_is_there_and_the_schedule_waits_to_be_switched_on(se
     assert (schedule["active"], schedule["slug"], schedule["schedule"]["timezone"]) == (False, "nightly", "UTC")
 
 
+@pytest.mark.e2e
 def test_a_schedule_that_is_switched_on_makes_runs(served: Served) -> None:
     deployment = served.get("/deployments/name/pipeline/local")
     path = f"/deployments/{deployment['id']}/schedules/{deployment['schedules'][0]['id']}"

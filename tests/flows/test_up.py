@@ -85,7 +85,7 @@ def _ports(served: Served) -> list[str]:
     return [url.rsplit(":", 1)[1] for url in (served.prefect_url, served.mlflow_url)]
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_promoting_and_rolling_back_need_no_server_and_say_one_sentence(storage: Path) -> None:
     for arguments, status, said in [
         (("promote", "sums", "--version", "1"), 0, "sums version 1: promoted: accuracy on held-out 80.0% against 0.0%"),

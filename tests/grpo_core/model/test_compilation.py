@@ -25,7 +25,7 @@ from tests.grpo_core.model.exactness import distance
 LORA = {"use_peft": True, "bf16": True, "gradient_checkpointing": True}
 OPTIONS = [
     # Backend, options of the policy, and the relative difference allowed. Users get inductor, which takes minutes here.
-    pytest.param("aot_eager", {"gradient_checkpointing": True}, 2e-6, id="recomputed"),
+    pytest.param("aot_eager", {"gradient_checkpointing": True}, 2e-6, id="recomputed", marks=pytest.mark.e2e),
     pytest.param("aot_eager", LORA, 0.03, id="LoRA in bfloat16", marks=pytest.mark.e2e),
     pytest.param("inductor", {}, 2e-6, id="inductor", marks=pytest.mark.e2e),
 ]

@@ -16,6 +16,7 @@ from tests.grpo_core.rollout.vllm_engine import PACKED, long_requests, plain_log
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.e2e
 def test_the_engine_follows_a_tied_head_through_every_update(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
     values = config_values(model, tmp_path, max_steps=5)

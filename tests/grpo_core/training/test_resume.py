@@ -59,7 +59,13 @@ ADAPTER = {"use_peft": True, "lora_r": 4, "beta": 0.1, "num_iterations": 2, "max
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("keys", "kills"), [(ALL_AT_ONCE, 12), (ADAPTER, 4)], ids=["all at once", "adapter"])
+@pytest.mark.parametrize(
+    ("keys", "kills"),
+    [
+        pytest.param(ALL_AT_ONCE, 12, id="all at once"),
+        pytest.param(ADAPTER, 4, id="adapter", marks=pytest.mark.e2e),
+    ],
+)
 def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
     values: dict[str, Any], tmp_path: Path, keys: dict[str, Any], kills: int
 ) -> None:

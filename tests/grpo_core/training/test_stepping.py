@@ -31,19 +31,21 @@ def accelerator() -> Iterator[Accelerator]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 300), marks=pytest.mark.e2e)])
 def test_one_process_does_what_was_planned(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seeds: range
 ) -> None:
     monkeypatch.setattr("builtins.print", lambda *_, **__: None)
-    for seed in range(140):
+    for seed in seeds:
         settings = random_settings(seed, 1)
         _expect_as_planned(settings, [step_through(settings, accelerator, tmp_path / str(seed))])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [pytest.param(2, marks=pytest.mark.e2e), 3])
-def test_several_processes_do_together_what_was_planned(tmp_path: Path, num_processes: int) -> None:
-    count = 40
+@pytest.mark.parametrize(
+    ("num_processes", "count"), [(3, 20), *(pytest.param(n, 60, marks=pytest.mark.e2e) for n in (2, 3))]
+)
+def test_several_processes_do_together_what_was_planned(tmp_path: Path, num_processes: int, count: int) -> None:
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(num_processes)]
     done = subprocess.run(
         [

@@ -125,19 +125,9 @@ def test_without_a_lost_sync_nothing_stops(
     assert train(run, run / "training")["metrics"]["sampling/sync_drift"] < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "precision"),
-    [
-        ("vllm", "bf16"),
-        *(
-            pytest.param(engine, precision, marks=pytest.mark.e2e)
-            for engine in ("vllm", "vllm-lora", "vllm-server", "vllm-server-lora")
-            for precision in ("no", "bf16")
-            if (engine, precision) != ("vllm", "bf16")
-        ),
-    ],
-)
+@pytest.mark.e2e
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("engine", ["vllm", "vllm-lora", "vllm-server", "vllm-server-lora"])
 def test_vllm_that_no_longer_gets_the_weights_stops_the_training_in_the_first_update(
     tmp_path: Path, engine: str, precision: str
 ) -> None:
