@@ -254,6 +254,7 @@ def pretend_gpu() -> Iterator[Gpu]:
     What cannot exist here is plain torch: flash attention's kernel, Triton's, a captured CUDA graph.
     """
     global active
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test's may be on the CPU
     with ExitStack() as patches:
         active = patches.enter_context(Gpu())
         for owner, changes in (

@@ -27,6 +27,7 @@ from grpo_core.training import loop as trainer
 from grpo_core.training.checkpoint import CheckpointError
 from grpo_core.training.interrupt import Stopped
 from grpo_core.training.loop import train
+from grpo_core.training.random_state import random_state, set_random_state
 from tests.conftest import make_run, with_keys, write_sums
 from tests.grpo_core.training.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
 from tests.grpo_core.training.training import assert_same, figures_of, interrupted
@@ -137,7 +138,19 @@ def _interrupt(*_: Any) -> None:
 
 
 def drawing(completions: list[str]) -> list[float | None]:
-    return [random.random() + np.random.rand() + float(torch.rand(())) for _ in completions]
+    """Not from Python's own generator, from which threads that earlier tests have left may draw at any time."""
+    return [np.random.rand() + float(torch.rand(())) for _ in completions]
+
+
+def test_all_generators_that_a_reward_may_draw_from_are_set_back() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), np.random.rand(), float(torch.rand(()))
+
+    before = random_state()
+    drawn = draw()
+    assert draw() != drawn
+    set_random_state(before)
+    assert draw() == drawn
 
 
 @pytest.mark.slow
