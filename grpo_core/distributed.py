@@ -8,15 +8,21 @@ over gloo: a process that waits for one keeps no GPU busy, and NCCL's watchdog d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, gather, reduce
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 LARGE = 2**20  # elements of a gradient that is sent by itself; smaller ones are sent together
 
@@ -81,6 +87,57 @@ def any_process(flag: bool) -> bool:
     return bool(raised)
 
 
+def most(count: int) -> int:
+    """The largest of the processes' counts."""
+    found = torch.tensor(count)
+    if PartialState().num_processes > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=_control)
+    return int(found)
+
+
+def sharing_processes(*, within_machine: bool) -> DeviceMesh:
+    """The processes that share one copy of a model: all of them, or those of each machine."""
+    state = PartialState()
+    if not within_machine:
+        return init_device_mesh(state.device.type, (state.num_processes,), mesh_dim_names=("share",))
+    machine = int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes))
+    shape = (state.num_processes // machine, machine)
+    return init_device_mesh(state.device.type, shape, mesh_dim_names=("copy", "share"))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor, gathered if the processes share it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_share(tensor: Tensor) -> Tensor:
+    """This process's part of the tensor: all of it, unless the processes share it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def write_shares(tensors: dict[str, Any], folder: Path) -> None:
+    """Write nested dicts of tensors into the folder, which is there: each process its own share, and what all have
+    whole, one of them. Raises OSError on every process if one cannot write."""
+    with _one_error():
+        checkpoint.save(tensors, checkpoint_id=folder, process_group=_control)
+
+
+def read_shares(tensors: dict[str, Any], folder: Path) -> None:
+    """Fill the tensors, in place, with what `write_shares` wrote; the number of processes may be another one."""
+    with _one_error():
+        checkpoint.load(tensors, checkpoint_id=folder, process_group=_control)
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """An error of one process, as all have it: the OSError that it was, or one with its words."""
+    try:
+        yield
+    except checkpoint.CheckpointException as failures:
+        error = next(iter(failures.failures.values()))[0]
+        raise (error if isinstance(error, OSError) else OSError(str(error))) from failures
+
+
 def total(values: Tensor) -> Tensor:
     """Sum over the processes, element by element."""
     return reduce(values, "sum")
@@ -93,7 +150,8 @@ def largest(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Replace each gradient by its mean over the processes, summed in its own precision.
+    """Replace each gradient by its mean over the processes, summed in its own precision. Those of parameters that the
+    processes share are that already: the backward pass has left each share's mean.
 
     A parameter without a gradient on every process gets none, as with one process: the optimizer leaves it alone.
     Large gradients are summed where they are, all messages under way together; only small ones are copied into one.
@@ -101,6 +159,7 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
     processes = PartialState().num_processes
     if processes == 1:
         return
+    parameters = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)  # known without the device
     dist.all_reduce(used, group=_control)
     trained = [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count]
@@ -122,4 +181,4 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
 
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients so that their common norm is at most `max_norm`; returns the norm before, on the device."""
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm))

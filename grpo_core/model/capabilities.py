@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from grpo_core.model.packed_attention import Kind, pack_batch, packed_states, use_attention
 from grpo_core.model.sequences import Sequences
+from grpo_core.model.sharded import within
 from grpo_core.model.transfer import to_device
 
 PROBED = 100  # tokens that ways to compute a sequence are compared over: several blocks of flex attention
@@ -40,8 +41,8 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         return None
     ids = torch.arange(4, device=layer.weight.device)[None]
-    same = torch.allclose(layer(decoder(model)(input_ids=ids).last_hidden_state), model(input_ids=ids).logits)
-    return layer if same else None
+    found = within(model, lambda ids: layer(decoder(model)(input_ids=ids).last_hidden_state), ids)
+    return layer if torch.allclose(found, model(input_ids=ids).logits) else None
 
 
 def attends_to_all(config: Any, max_length: float = math.inf) -> bool:
@@ -58,7 +59,7 @@ def attends_to_all(config: Any, max_length: float = math.inf) -> bool:
 @torch.no_grad()
 def check_padding(model: Any, max_length: float) -> None:
     """Raises ValueError if padding on the right changes the hidden states of a row, as it can in sparse attention when
-    sequences are longer than the number of keys that it selects. `model`: in float32, where rounding explains less."""
+    sequences are longer than the number of keys that it selects. Rounding explains least in float32."""
     config = decoder(model).config
     selected = getattr(config, "index_topk", None) or 0  # keys that DeepSeek's sparse attention selects
     width = _probe_width(config, max_length, max(PROBED, 2 * selected))
@@ -66,9 +67,12 @@ def check_padding(model: Any, max_length: float) -> None:
     row = torch.arange(width, device=model.device).remainder(config.vocab_size)[None]
     padded = row.repeat(2, 1)
     padded[1, length:] = 0
-    bare = decoder(model)(input_ids=row[:, :length], use_cache=False).last_hidden_state[0]
-    states = decoder(model)(input_ids=padded, use_cache=False).last_hidden_state[1, :length]
-    if not (states - bare).norm() < TOLERANCE[torch.float32] * bare.norm():
+
+    def states(ids: Tensor) -> Tensor:
+        return decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+
+    bare, found = within(model, states, row[:, :length])[0], within(model, states, padded)[1, :length]
+    if not (found - bare).norm() < TOLERANCE[bare.dtype] * bare.norm():
         raise ValueError(
             f"{type(model).__name__} gives a sequence of {length} tokens other hidden states when it is padded to "
             f"{width}: its log-probabilities would depend on what shares a forward pass with it. Choose another "
@@ -102,20 +106,20 @@ def make_packable(model: Any, kinds: Sequence[Kind], *, max_length: float = math
         found = decoder(model)(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
         return found[:, prompt - 1 : -1].flatten(0, 1)
 
-    plain, usual = states(), config._attn_implementation
+    plain, usual = within(model, states), config._attn_implementation
     reasons: list[str] = []
     for kind in kinds:
         try:
             use_attention(config)
             batch = to_device(pack_batch(sequences, kind), model.device)
             with torch.set_grad_enabled(kind != "padded"):  # a kernel that cannot be compiled is to fail here
-                packed = packed_states(decoder(model), batch)
+                packed = within(model, packed_states, decoder(model), batch)
                 if packed.requires_grad:
                     packed.sum().backward()
             difference, allowed = _difference(packed, plain), TOLERANCE[plain.dtype]
             if not difference < allowed:
                 config._attn_implementation = "eager"
-                allowed = max(allowed, ROUNDING * _difference(states(), plain))
+                allowed = max(allowed, ROUNDING * _difference(within(model, states), plain))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever another architecture, a kernel or a compiler raises

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig, mixin
 
 from grpo_core.config.inputs import ModelConfig
+from grpo_core.distributed import own_share, whole
 from grpo_core.model.precision import in_bfloat16
 
 
@@ -20,23 +24,50 @@ def load_model(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    shard: Callable[[Any], None] | None = None,
 ) -> Any:
     """A causal LM with weights of `dtype` (float32 or bfloat16), dropout off: the ratio of an on-policy update must be
-    exactly 1. Each weight goes straight from the file to the device, without a copy in another dtype or place."""
+    exactly 1. Each weight goes straight from the file to the device, without a copy in another dtype or place.
+
+    `shard`: applied to the model while it has no weights yet; then each process reads its own share of them only.
+    """
     device = torch.device(device)
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        revision=revision,
-        dtype=dtype,
-        device_map=None if device.type == "cpu" else {"": device},  # of the CPU, transformers would speak of offloading
-        attn_implementation=attention_of(path, revision),
-    ).eval()
-    if dtype == torch.bfloat16:
+    options: dict[str, Any] = {}
+    if shard is not None:
+        options["distributed_config"] = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
+    elif device.type != "cpu":  # of which transformers would speak as offloading
+        options["device_map"] = {"": device}
+    with _sharding_by(shard):
+        model = AutoModelForCausalLM.from_pretrained(
+            path, revision=revision, dtype=dtype, attn_implementation=attention_of(path, revision), **options
+        ).eval()
+    if shard is not None:
+        del model.config.distributed_config  # it would be saved with the model
+    elif dtype == torch.bfloat16:
         in_bfloat16(model)  # also what transformers leaves in float32
     for module in model.modules():  # some layers apply dropout by a rate of their own
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)
     return model
+
+
+@contextmanager
+def _sharding_by(shard: Callable[[Any], None] | None) -> Iterator[None]:
+    """Inside, transformers shards what it loads in this way, not in its own: its own way has a head that is tied to the
+    embedding in a unit of which the head is no part, so that the head cannot be read."""
+    own: Any = mixin.apply_fully_sharded_data_parallelism
+
+    def apply(model: Any, _: Any) -> Any:
+        assert shard is not None
+        shard(model)
+        return model
+
+    module: Any = mixin
+    module.apply_fully_sharded_data_parallelism = apply
+    try:
+        yield
+    finally:
+        module.apply_fully_sharded_data_parallelism = own
 
 
 def attention_of(path: Path | str, revision: str | None = None) -> str | None:
@@ -55,9 +86,10 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
         return model
     from peft import LoraConfig, get_peft_model
 
-    base = [(parameter, parameter.data) for parameter in model.parameters()]
-    for parameter, _ in base:  # an adapter is drawn in the precision of what it adapts
-        parameter.data = parameter.new_empty((), dtype=torch.float32).expand(parameter.shape)
+    base = [(module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None]
+    for module, name, parameter in base:  # an adapter is drawn in the precision of what it adapts
+        like = torch.empty((), device=parameter.device).expand(parameter.shape)
+        module._parameters[name] = nn.Parameter(like, requires_grad=False)
     adapter = LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora_r,
@@ -66,8 +98,8 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
         target_modules=config.lora_target_modules or "all-linear",
     )
     adapted = get_peft_model(model, adapter).eval()
-    for parameter, data in base:
-        parameter.data = data
+    for module, name, parameter in base:
+        module._parameters[name] = parameter.requires_grad_(False)
     return adapted
 
 
@@ -91,36 +123,38 @@ def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
         parameter.copy_(state[name])
 
 
-def save_model(model: Any, tokenizer: Any, folder: Path, config: ModelConfig) -> None:
-    """Write a model that transformers and vLLM load as it is. An adapter is written to a folder `adapter` beside it,
-    and merged into the float32 base, which is loaded for that: the training may hold a bfloat16 one."""
-    if config.use_peft:
-        from peft import PeftModel
-
-        adapter = folder.with_name("adapter")
-        # Left to itself, peft asks the hub whether the embedding was resized.
-        model.save_pretrained(adapter, save_embedding_layers=False)
-        base = load_model(config.name_or_path, config.revision)
-        model = PeftModel.from_pretrained(base, adapter).merge_and_unload()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 @torch.no_grad()
-def plain_weights(model: Any) -> dict[str, Tensor]:
-    """Copies of the weights as they are now, by their names in the base model; an adapter's change is added to what it
-    adapts.
+def whole_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The weights as they are now, one after the other, by their names in the base model; an adapter's change is added
+    to what it adapts. Of a sharded model each is gathered when its turn comes: all processes go through them.
 
-    What shares its memory is copied once, a head that is tied to the embedding under both names: vLLM on a CPU, when it
-    gets only the embedding, goes on with a packed copy of the old head.
+    `dtype`: that they are wanted in; default: the model's. What is not changed by that is the model's own memory. A
+    head that is tied to the embedding comes under both names: vLLM on a CPU, when it gets only the embedding, goes on
+    with a packed copy of the old head.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    weights = {name: tensor for name, tensor in base.state_dict().items() if ".lora_" not in name}
-    copies = {tensor.data_ptr(): tensor.clone() for tensor in weights.values()}
+    changes: dict[int, list[Tensor]] = defaultdict(list)
     for module in base.modules():
         if hasattr(module, "get_delta_weight"):
             # Of experts that are one tensor, peft adapts the parameter and names which; else it is a layer's weight.
             parameter = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
-            for adapter in module.active_adapters:
-                copies[parameter.data_ptr()] += module.get_delta_weight(adapter)
-    return {name.replace(".base_layer", ""): copies[tensor.data_ptr()] for name, tensor in weights.items()}
+            changes[id(parameter)] += [module.get_delta_weight(adapter) for adapter in module.active_adapters]
+    for name, tensor in base.state_dict(keep_vars=True).items():
+        if ".lora_" not in name:
+            weights = whole(tensor.detach().to(dtype or tensor.dtype))
+            for change in changes.get(id(tensor), ()):
+                weights = weights + change
+            yield name.replace(".base_layer", ""), weights
+
+
+def plain_weights(model: Any) -> dict[str, Tensor]:
+    """All `whole_weights`, in memory of their own; what shares its memory does so here too."""
+    live = {own_share(parameter).data_ptr() for parameter in model.parameters()}
+    copies: dict[int, Tensor] = {}
+    found = {}
+    for name, tensor in whole_weights(model):
+        place = tensor.data_ptr()
+        if place not in copies:
+            copies[place] = tensor.clone() if place in live else tensor
+        found[name] = copies[place]
+    return found

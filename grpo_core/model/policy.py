@@ -20,6 +20,7 @@ from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
+from grpo_core.model.sharded import is_sharded, within
 from grpo_core.model.transfer import to_device
 
 
@@ -51,7 +52,8 @@ class PassInputs:
 class Policy(nn.Module):
     """A causal LM whose forward gives what the loss needs.
 
-    `master` has the weights that an optimizer moves; `model` computes, and is the same, or a bfloat16 copy of it.
+    `master` has the weights that an optimizer moves; `model` computes, and is the same, or a bfloat16 copy of it. A
+    sharded model is the same in any precision: its weights are gathered in the one that it computes in.
     `max_length`: tokens of the longest sequence that it is asked about.
     """
 
@@ -67,7 +69,8 @@ class Policy(nn.Module):
     ):
         super().__init__()
         self.master = master
-        self.model = model = working_copy(master) if bf16 else master
+        sharded = is_sharded(master)
+        self.model = model = working_copy(master) if bf16 and not sharded else master
         self.temperature = temperature
         self.output_layer = plain_output_layer(model)
         on_gpu = next(model.parameters()).is_cuda
@@ -75,7 +78,7 @@ class Policy(nn.Module):
         found, self.why_not = None, "its logits are not those of a linear layer alone"
         if self.output_layer is not None:
             # In float32, where routing of experts does not differ by rounding; kernels are tried in their own dtype.
-            with nullcontext() if on_gpu else in_float32(model):
+            with nullcontext() if on_gpu or sharded else in_float32(model):
                 found, self.why_not = make_packable(model, kinds, max_length=max_length)
         self.packs, self.attention = found is not None, found or kinds[0]
         self.zero_grad()
@@ -125,17 +128,24 @@ class Policy(nn.Module):
                 logits = self.model(input_ids=tokens.input_ids, use_cache=False).logits.flatten(0, 1)
                 logprobs, entropy = _of_logits(logits[tokens.predicts].float() / self.temperature, targets)
             else:
-                if isinstance(tokens, PackedBatch):
-                    hidden = packed_states(decoder(self.model), tokens)  # (N, h)
-                else:
-                    states = decoder(self.model)(input_ids=tokens.input_ids, use_cache=False).last_hidden_state
-                    hidden = states.flatten(0, 1).index_select(0, tokens.predicts)
-                logprobs, entropy = chosen_logprobs(hidden, self.output_layer.weight, targets, self.temperature)
+                logprobs, entropy = within(self.model, self._chosen_logprobs, tokens, targets)
         if not entropy_gradient:
             entropy = entropy.detach()
         empty = torch.zeros(math.prod(inputs.shape), device=targets.device)
         filled = [empty.index_copy(0, inputs.places, values).view(inputs.shape) for values in (logprobs, entropy)]
         return filled[0], filled[1]
+
+    def _chosen_logprobs(
+        self, tokens: PackedBatch | PaddedRows, targets: Int64[Tensor, " N"]
+    ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
+        """Log-probabilities of the targets and entropies, past the model's own forward pass."""
+        assert self.output_layer is not None
+        if isinstance(tokens, PackedBatch):
+            hidden = packed_states(decoder(self.model), tokens)  # (N, h)
+        else:
+            states = decoder(self.model)(input_ids=tokens.input_ids, use_cache=False).last_hidden_state
+            hidden = states.flatten(0, 1).index_select(0, tokens.predicts)
+        return chosen_logprobs(hidden, self.output_layer.weight, targets, self.temperature)
 
     def refresh(self) -> None:
         """Bring the copy that computes up to date with the masters."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from grpo_core.config.run import RunConfig
+from grpo_core.model.loading import load_model
+from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.types import Engine
 
 
@@ -21,6 +24,12 @@ def make_engine(
     if name == "transformers":
         from grpo_core.rollout.transformers_engine import TransformersEngine
 
+        if is_sharded(
+            model
+        ):  # sampling would gather all layers for each token, and the processes sample unequally many
+            dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
+            device = next(model.parameters()).device
+            model = load_model(model_path, config.model.revision, dtype=dtype, device=device)
         return TransformersEngine(model, tokenizer, max_length)
     if name == "vllm-server":
         from grpo_core.rollout.vllm.server import VLLMServerEngine

@@ -1,4 +1,5 @@
-"""Sampling with the training model itself: nothing to install, nothing to synchronise; the default on a CPU.
+"""Sampling with the training model itself: nothing to install, nothing to synchronise; the default on a CPU. Beside a
+sharded model it has a whole one of its own.
 
 Each completion draws from its own stream of uniforms, so its tokens depend on its seed alone and not on the batch.
 """
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from grpo_core.config.memory_bounds import MAX_ROWS
+from grpo_core.model.loading import whole_weights
 from grpo_core.model.precision import in_float32
+from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.group_cache import GroupCache, can_share_cache, says_the_same
 from grpo_core.rollout.sampling import draw, uniforms
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling
@@ -37,7 +40,13 @@ class TransformersEngine:
         named = named if isinstance(named, list) else [named]
         self.end_ids = torch.tensor([end for end in {*named, tokenizer.eos_token_id} if end is not None])
 
+    @torch.no_grad()
     def sync_weights(self, model: nn.Module) -> str:
+        if is_sharded(model):
+            own = self.model.state_dict()
+            for name, weights in whole_weights(model, self.model.dtype):
+                own[name].copy_(weights)
+            return "copied"
         if model is not self.model:
             self._take(model)
         return "shared"

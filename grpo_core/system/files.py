@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,14 @@ def publish(partial: Path, final: Path) -> None:
     sync_to_disk(partial)
     partial.rename(final)
     _sync(final.parent)
+
+
+def replace_folder(partial: Path, final: Path) -> None:
+    """Publish a folder in place of one that may exist, which is `final` with the suffix .old in between."""
+    if final.exists():
+        final.rename(final.with_suffix(".old"))
+    publish(partial, final)
+    shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
 
 
 def sync_to_disk(path: Path) -> None:

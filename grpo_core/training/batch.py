@@ -147,11 +147,14 @@ def own_rows(
         # A row that no gradient needs has no old log-probabilities of its own: the current ones stand in for them.
         batch = replace(batch, old_logprobs=None)
     mine = balanced(batch.sequences, needed.nonzero().flatten(), processes, share_prompts=share_prompts)[process]
-    if len(mine):
-        return take(batch, mine)
-    idle = take(batch, torch.where(needed, batch.sequences.lengths, torch.iinfo(torch.int64).max).argmin()[None])
-    nothing = torch.zeros_like(idle.mask)
-    return replace(idle, mask=nothing, weights=nothing, entropy_weights=nothing)
+    return take(batch, mine) if len(mine) else idle(take(batch, needed.nonzero().flatten()))
+
+
+def idle(batch: MicroBatch) -> MicroBatch:
+    """The shortest row of the batch, without weight: a pass that adds nothing to the gradient or to any figure."""
+    row = take(batch, batch.sequences.lengths.argmin()[None])
+    nothing = torch.zeros_like(row.mask)
+    return replace(row, mask=nothing, weights=nothing, entropy_weights=nothing)
 
 
 def balanced(sequences: Sequences, rows: Tensor, processes: int, *, share_prompts: bool) -> list[Tensor]:

@@ -22,15 +22,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
-from grpo_core.distributed import from_main, gathered, wait_for_all
+from grpo_core.distributed import from_main, gathered, read_shares, wait_for_all, write_shares
 from grpo_core.errors import GrpoError
 from grpo_core.fingerprint import determining
-from grpo_core.model.loading import load_trainable_state, trainable_state
+from grpo_core.model.loading import trainable_state
 from grpo_core.model.policy import Policy
+from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.plan import Plan
 from grpo_core.rewards.contract import source_of
 from grpo_core.rollout.types import Rollout
-from grpo_core.system.files import publish
+from grpo_core.system.files import replace_folder
 from grpo_core.training.random_state import random_state, set_random_state
 from grpo_core.training.state import TrainingState
 
@@ -100,14 +101,13 @@ class Checkpoints:
         temporary = final.with_suffix(".tmp")
         temporary.mkdir(parents=True, exist_ok=True)
         _write(random_state(), temporary / f"random-{self.accelerator.process_index}.pt")
+        tensors = self._tensors()
+        if is_sharded(self.model):
+            write_shares(tensors, temporary)
+            tensors = {}
         if self.accelerator.is_main_process:
-            content = {
-                "model": trainable_state(self.model),
-                "optimizer": self.optimizer.state_dict(),
-                "reference": None if self.reference is None else self.reference.master.state_dict(),
-                "state": {**dataclasses.asdict(state), "seen_in_epoch": sorted(state.seen_in_epoch)},
-            }
-            _write(content, temporary / "state.pt")
+            fields = {**dataclasses.asdict(state), "seen_in_epoch": sorted(state.seen_in_epoch)}
+            _write({**tensors, "state": fields}, temporary / "state.pt")
         wait_for_all()
         if self.accelerator.is_main_process:
             sums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
@@ -115,7 +115,7 @@ class Checkpoints:
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
             if healthy or (final / HEALTHY).exists():  # written again, of the same weights
                 (temporary / HEALTHY).touch()
-            _replace(temporary, final)
+            replace_folder(temporary, final)
             self._prune(keep)
         wait_for_all()
 
@@ -135,10 +135,11 @@ class Checkpoints:
             return None
         # Mapped: the processes of a machine read the same pages, and none holds the whole.
         content = torch.load(folder / "state.pt", weights_only=True, map_location="cpu", mmap=True)
-        load_trainable_state(self.model, content["model"])
-        _load_optimizer(self.optimizer, content["optimizer"])
+        if is_sharded(self.model):
+            read_shares(self._tensors(), folder)
+        else:
+            _copy(content, self._tensors())
         if self.reference is not None:
-            self.reference.master.load_state_dict(content["reference"])
             self.reference.refresh()
         set_random_state(torch.load(folder / f"random-{self.accelerator.process_index}.pt", weights_only=True))
         fields = content["state"]
@@ -146,6 +147,13 @@ class Checkpoints:
         fields["seen_in_epoch"] = frozenset(fields["seen_in_epoch"])
         wait_for_all()
         return TrainingState(**fields)
+
+    def _tensors(self) -> dict[str, Any]:
+        """All that a training changes on the device, by name: weights, the optimizer's moments, a moving reference."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        moments = {names[parameter]: values for parameter, values in self.optimizer.state.items()}
+        reference = {} if self.reference is None else self.reference.master.state_dict()
+        return {"model": trainable_state(self.model), "optimizer": moments, "reference": reference}
 
     def best_steps(self) -> set[int]:
         """Best evaluated step of each checkpoint: a training that continues from one of them may load that policy."""
@@ -155,7 +163,7 @@ class Checkpoints:
         for replaced in self.directory.glob("*.old"):
             if replaced.with_suffix("").exists():
                 shutil.rmtree(replaced)
-            else:  # killed between the two renames of `_replace`
+            else:  # killed between the two renames of `replace_folder`
                 replaced.rename(replaced.with_suffix(""))
         for left_over in self.directory.glob("*.tmp"):
             shutil.rmtree(left_over)
@@ -207,17 +215,14 @@ class Checkpoints:
 
 
 @torch.no_grad()
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Copy the saved state into the optimizer's own; `load_state_dict` would hold both on the device. Settings are the
-    configuration's, which is the same."""
-    own = optimizer.state_dict()["state"]
-    if own.keys() != saved["state"].keys():
-        raise ValueError(
-            f"the saved optimizer has the state of {len(saved['state'])} parameters, this one of {len(own)}"
-        )
-    for parameter, values in own.items():
-        for name, value in values.items():
-            value.copy_(saved["state"][parameter][name])
+def _copy(saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Copy saved tensors into those of the same names. Loaded by their objects' own ways, an optimizer's would be on
+    the device twice."""
+    for name, value in own.items():
+        if isinstance(value, Tensor):
+            value.copy_(saved[name])
+        else:
+            _copy(saved[name], value)
 
 
 def _unmapped(values: dict[str, Any]) -> dict[str, Any]:
@@ -261,14 +266,6 @@ def _write(state: object, path: Path) -> None:
         if isinstance(cause := error.__context__, OSError):
             raise OSError(cause.errno, cause.strerror, str(path)) from None
         raise
-
-
-def _replace(temporary: Path, final: Path) -> None:
-    """Rename over a folder that may exist."""
-    if final.exists():
-        final.rename(final.with_suffix(".old"))
-    publish(temporary, final)
-    shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 from safetensors.torch import load_file, save_file
 
-from grpo_core.distributed import share
+from grpo_core.distributed import read_shares, share, write_shares
 from grpo_core.model.loading import load_trainable_state, trainable_state
+from grpo_core.model.sharded import is_sharded
 from grpo_core.rewards.composition import weighted_sum
 from grpo_core.rollout.collect import sample_and_score, share_samples
 from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
-from grpo_core.system.files import publish
+from grpo_core.system.files import replace_folder
 from grpo_core.training.checkpoint import Checkpoints
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.weight_sync import sync_weights
+
+WEIGHTS = "weights.safetensors"
 
 
 def evaluate_policy(session: Session, state: TrainingState) -> dict[str, float]:
@@ -47,23 +51,31 @@ def evaluate_policy(session: Session, state: TrainingState) -> dict[str, float]:
 
 def keep_best(session: Session, state: TrainingState, folder: Path, checkpoints: Checkpoints) -> None:
     """Write the policy under `folder` when this evaluation is the best so far; drop older ones but those that a
-    checkpoint names as its best."""
-    if state.best_step != state.updates or not session.accelerator.is_main_process:
+    checkpoint names as its best. Called by every process."""
+    if state.best_step != state.updates:
         return
     final = _best(folder, state.best_step)
     temporary = final.with_suffix(".tmp")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.contiguous() for name, value in trainable_state(session.model).items()}, temporary)
-    publish(temporary, final)
-    needed = {final, *(_best(folder, step) for step in checkpoints.best_steps())}
-    for old in set(folder.iterdir()) - needed:
-        old.unlink()
+    temporary.mkdir(parents=True, exist_ok=True)
+    weights, is_main = trainable_state(session.model), session.accelerator.is_main_process
+    if is_sharded(session.model):
+        write_shares(weights, temporary)
+    elif is_main:
+        save_file({name: value.contiguous() for name, value in weights.items()}, temporary / WEIGHTS)
+    if is_main:
+        replace_folder(temporary, final)
+        needed = {final, *(_best(folder, step) for step in checkpoints.best_steps())}
+        for old in set(folder.iterdir()) - needed:
+            shutil.rmtree(old)
 
 
 def load_best(session: Session, step: int, folder: Path) -> None:
     """Take the policy as it was evaluated after `step` back into the model."""
-    load_trainable_state(session.model, load_file(_best(folder, step)))
+    if is_sharded(session.model):
+        read_shares(trainable_state(session.model), _best(folder, step))
+    else:
+        load_trainable_state(session.model, load_file(_best(folder, step) / WEIGHTS))
 
 
 def _best(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:06d}.safetensors"
+    return folder / f"step-{step:06d}"

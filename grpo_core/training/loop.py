@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_core.distributed import wait_for_all
 from grpo_core.errors import NotFiniteError, RewardError, TrainingError
-from grpo_core.model.loading import save_model
+from grpo_core.model.saving import save_model
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import sync_to_disk
 from grpo_core.training import health
@@ -26,6 +26,7 @@ from grpo_core.training.health import Finding
 from grpo_core.training.held_out import evaluate_policy, keep_best, load_best
 from grpo_core.training.interrupt import Stopped, interruptible, stop_if_asked, stop_signals
 from grpo_core.training.log import TrainingLog
+from grpo_core.training.parallelize import sharding
 from grpo_core.training.recovery import must_roll_back, resume, roll_back
 from grpo_core.training.roll_out import roll_out
 from grpo_core.training.session import Session, load_session
@@ -152,8 +153,9 @@ def _finish(session: Session, state: TrainingState, log: TrainingLog) -> dict[st
     if session.config.train.load_best_model_at_end and state.best_step is not None:
         wait_for_all()  # until the main process has written it
         load_best(session, state.best_step, log.output / "best")
+    shard = sharding(session.config.train, frozen=True)
+    save_model(session.model, session.tokenizer, log.output / "model", session.config.model, shard)
     if session.accelerator.is_main_process:
-        save_model(session.model, session.tokenizer, log.output / "model", session.config.model)
         sync_to_disk(log.output)  # before result.json says that everything is there
     result = log.finish(state)
     # While this thread waits, gloo's can let go of the last tensors, for which it needs the GIL; destroying the process

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from grpo_core.algorithm.losses import top_entropy_mask
-from grpo_core.distributed import total
+from grpo_core.distributed import most, total
 from grpo_core.model.loading import without_adapter
 from grpo_core.model.policy import Policy
+from grpo_core.model.sharded import is_sharded
 from grpo_core.model.transfer import move
 from grpo_core.rollout.collect import Sample, begin, collect
 from grpo_core.rollout.types import GenerationBatch, Rollout
@@ -77,9 +78,15 @@ def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, n
         passes = [(policy.prepare(own.take(part)), move([mine[part]], device)[0]) for part in parts]  # all ahead
         for inputs, places in passes:
             found[:, places, : inputs.shape[1]] = torch.stack(policy(inputs))
+        if is_sharded(policy.model):  # all processes gather the weights for each pass
+            idle = policy.prepare(sequences.take(sequences.lengths.argmin()[None]))
+            for _ in range(most(len(parts)) - len(parts)):
+                policy(idle)
 
     if len(mine):
         own = sequences.take(mine)
         session.memory.run(own, work, share_prompts=policy.packs)
+    else:
+        work([])
     logprobs, entropy = total(found).cpu()  # each row is 0 on all processes except one
     return logprobs, entropy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,7 @@ from grpo_core.model.loading import load_model, with_adapter
 from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
 from grpo_core.model.precision import in_float32, on_device
+from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rewards.isolated import START_SECONDS
@@ -32,6 +34,7 @@ from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.rollout.vllm.client import ATTEMPTS
 from grpo_core.training.memory import OutOfMemoryRetry
+from grpo_core.training.parallelize import sharding
 from grpo_core.training.probe import SHORTEST, Probe, probe_batch
 
 # In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
@@ -108,9 +111,9 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         lengths.append(held_out.max_length + config.evaluation_length)
     max_length = max(lengths)
     bf16 = config.train.mixed_precision == "bf16"
-    base = _load_model(config, accelerator, in_bf16=bf16 and config.model.use_peft)
+    base = _load_model(config, accelerator, frozen=config.model.use_peft, in_bf16=bf16 and config.model.use_peft)
     check_context(base.config, max_length)
-    with in_float32(base):
+    with nullcontext() if is_sharded(base) else in_float32(base):
         check_padding(base, max_length)
     model = with_adapter(base, config.model)
     policy = Policy(
@@ -170,10 +173,15 @@ def longest_wait(config: RunConfig) -> timedelta:
     return UNLIMITED_WORK + timedelta(seconds=min(scoring + sampling, LONGEST_WAIT.total_seconds()))
 
 
-def _load_model(config: RunConfig, accelerator: Accelerator, *, in_bf16: bool) -> Any:
-    """The base model, on this process's device."""
-    dtype = torch.bfloat16 if in_bf16 else torch.float32
-    return load_model(config.model.name_or_path, config.model.revision, dtype=dtype, device=accelerator.device)
+def _load_model(config: RunConfig, accelerator: Accelerator, *, frozen: bool, in_bf16: bool) -> Any:
+    """The base model, or this process's share of it, on this process's device."""
+    return load_model(
+        config.model.name_or_path,
+        config.model.revision,
+        dtype=torch.bfloat16 if in_bf16 else torch.float32,
+        device=accelerator.device,
+        shard=sharding(config.train, frozen=frozen),
+    )
 
 
 def _reference(config: RunConfig, accelerator: Accelerator, max_length: int) -> Policy | None:
@@ -181,7 +189,7 @@ def _reference(config: RunConfig, accelerator: Accelerator, max_length: int) -> 
     if config.algorithm.beta == 0 or config.model.use_peft:
         return None
     bf16, moves = config.train.mixed_precision == "bf16", config.algorithm.sync_ref_model
-    model = _load_model(config, accelerator, in_bf16=bf16 and not moves)
+    model = _load_model(config, accelerator, frozen=True, in_bf16=bf16 and not moves)
     return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length, bf16=bf16 and moves)
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from grpo_core.algorithm.losses import token_losses
 from grpo_core.config.algorithm import AlgorithmConfig
-from grpo_core.distributed import average_gradients, clip_gradients, largest, total
+from grpo_core.distributed import any_process, average_gradients, clip_gradients, largest, most, own_share, total
 from grpo_core.errors import NotFiniteError
 from grpo_core.model.policy import PassInputs
-from grpo_core.training.batch import MicroBatch, own_rows, take
+from grpo_core.model.sharded import is_sharded
+from grpo_core.training.batch import MicroBatch, idle, own_rows, take
 from grpo_core.training.interrupt import commit
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
@@ -44,6 +45,8 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         session.policy.zero_grad()  # of both copies: memory may have run out between the two
         tally = _Tally(accelerator.device)
         rows = [take(batch, part) for part in parts]
+        if is_sharded(session.model):  # all processes gather the weights for each pass
+            rows += [idle(batch)] * (most(len(rows)) - len(rows))
         # All ahead, so that no pass waits for the CPU: what the model reads, and what the loss reads.
         passes = [(session.policy.prepare(some.sequences), some.to(accelerator.device)) for some in rows]
         for inputs, some in passes:
@@ -64,7 +67,8 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
-    if not torch.stack([parameter.isfinite().all() for parameter in parameters]).all():
+    finite = bool(torch.stack([own_share(parameter).isfinite().all() for parameter in parameters]).all())
+    if any_process(not finite):
         raise NotFiniteError(f"step {state.updates + 1}: the weights after the update are not finite", metrics)
     if config.algorithm.has_entropy_bonus:
         metrics["entropy_coef"] = entropy_coef

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from grpo_core.config.run import RunConfig
 from grpo_core.distributed import gathered_in_block
 from grpo_core.errors import TrainingError
+from grpo_core.model.loading import whole_weights
+from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE, ignore_truncation
@@ -89,7 +91,7 @@ class VLLMEngine:
         self.copies: Copies | None = None  # how weights get there; None: vLLM's own loader has to bring them
         self.copied_from: list[int] = []
         self.shares_with: nn.Module | None = None  # its weights are the engine's own
-        if not adapted:
+        if not adapted and not is_sharded(model):
             weights = model.state_dict()
             copies = self._find_copies(weights)
             if copies is not None and are_done(copies):
@@ -157,6 +159,9 @@ class VLLMEngine:
         return "adapter"
 
     def _take_weights(self, model: nn.Module) -> str:
+        if is_sharded(model):
+            self._reload(whole_weights(model, self.llm.llm_engine.model_config.dtype))
+            return "reloaded"
         # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM, when it
         # reloads, would then go on with its packed copy of the old head, without a word.
         weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
@@ -168,10 +173,14 @@ class VLLMEngine:
         if self.copies is not None and self.copied_from != _places(weights):  # another model, or one that was moved
             self.copies, self.copied_from = self._find_copies(weights), _places(weights)
         if self.copies is None:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+            self._reload(iter(weights.items()))
             return "reloaded"
         do(self.copies)
         return "copied"
+
+    def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Have vLLM's own loader take the weights, layer by layer."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
     def _find_copies(self, weights: dict[str, Tensor]) -> Copies | None:
         (copies,) = self.llm.apply_model(lambda engine_model: find_copies(engine_model, weights))

@@ -1,0 +1,93 @@
+"""Write a trained model as transformers and vLLM load it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from grpo_core.config.inputs import ModelConfig
+from grpo_core.distributed import gathered, wait_for_all
+from grpo_core.model.loading import (
+    load_model,
+    load_trainable_state,
+    trainable_state,
+    whole_weights,
+    with_adapter,
+)
+from grpo_core.model.sharded import is_sharded
+
+FILE_BYTES = 4 * 2**30  # of weights, in one file
+
+
+def save_model(
+    model: Any, tokenizer: Any, folder: Path, config: ModelConfig, shard: Callable[[Any], None] | None = None
+) -> None:
+    """Write the model and its tokenizer. Called by every process.
+
+    An adapter is written to a folder `adapter` beside it, and merged into the float32 base, which is loaded for that:
+    the training may hold a bfloat16 one. `shard`: how the model is sharded, for that base. A sharded model is never
+    whole in one process: each writes files of its own, of weights that are gathered one by one.
+    """
+    is_main = PartialState().is_main_process
+    if config.use_peft and is_main:
+        # Left to itself, peft asks the hub whether the embedding was resized.
+        model.save_pretrained(folder.with_name("adapter"), save_embedding_layers=False)
+    if config.use_peft and (is_main or shard is not None):
+        merged = with_adapter(load_model(config.name_or_path, config.revision, shard=shard), config)
+        load_trainable_state(merged, trainable_state(model))
+        model = merged if shard is not None else merged.merge_and_unload()
+    if is_sharded(model):
+        _save_sharded(model, folder)
+    elif is_main:
+        model.save_pretrained(folder)
+    if is_main:
+        tokenizer.save_pretrained(folder)
+    wait_for_all()
+
+
+def _save_sharded(model: Any, folder: Path) -> None:
+    """Files of consecutive weights of at most FILE_BYTES or one weight, the processes in turn one each."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    left_out = set(base.all_tied_weights_keys)  # which transformers ties when it loads
+    files: dict[str, int] = {}  # weight → number of its file
+    number = filled = 0
+    for name, tensor in base.state_dict().items():
+        size = tensor.numel() * torch.float32.itemsize
+        if filled and filled + size > FILE_BYTES:
+            number, filled = number + 1, 0
+        files[name.replace(".base_layer", "")] = number
+        filled += size
+    folder.mkdir(parents=True, exist_ok=True)
+    process, count = PartialState(), number + 1
+    written: list[tuple[str, str, int]] = []  # name, file and bytes of each weight
+    weights = ((name, tensor) for name, tensor in whole_weights(model, torch.float32) if name not in left_out)
+    for number, group in itertools.groupby(weights, key=lambda item: files[item[0]]):
+        mine = number % process.num_processes == process.process_index
+        kept: dict[str, Tensor] = {}
+        for name, tensor in group:
+            if mine:
+                kept[name] = tensor.cpu()
+        if mine:
+            own = {name: value.contiguous() for name, value in revert_weight_conversion(base, kept).items()}
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            save_file(own, folder / file, metadata={"format": "pt"})
+            written += [(name, file, value.numel() * value.itemsize) for name, value in own.items()]
+    written = gathered(written)
+    if process.is_main_process:
+        index = {
+            "metadata": {"total_size": sum(size for _, _, size in written)},
+            "weight_map": {name: file for name, file, _ in sorted(written)},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        base.config.save_pretrained(folder)
+        if base.generation_config is not None:
+            base.generation_config.save_pretrained(folder)

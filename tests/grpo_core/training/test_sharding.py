@@ -1,0 +1,79 @@
+"""A sharded training, by real processes over gloo: it ends with the weights of one process that holds the whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.conftest import config_values, make_model, make_run, write_sums
+from tests.grpo_core.training.launching import REWARD, finish, processes, started
+from tests.grpo_core.training.test_loop import CALM_ADAM, EVERYTHING
+from tests.grpo_core.training.training import metrics_of, trained_run, with_keys
+
+pytestmark = pytest.mark.slow
+
+TOGETHER = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "beta": 0.1}
+TIED = {"tie_word_embeddings": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
+LORA = {"use_peft": True, "lora_r": 4, "beta": 0.1}
+RECOMPUTED = {"gradient_checkpointing": True, "num_iterations": 2}
+
+
+@pytest.fixture
+def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "patience.py").write_text(REWARD)
+    monkeypatch.setenv("STUCK_AT", "0")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("patience", None)
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    """Of the trained model, whatever files it is in."""
+    return {
+        name: tensor
+        for file in (run / "training" / "model").glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Largest difference of a weight; the names are the same."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.usefixtures("reward")
+@pytest.mark.parametrize(
+    ("architecture", "shape", "keys", "num_processes", "sharding"),
+    [
+        pytest.param("Qwen2", TIED, TOGETHER, 2, "full", id="tied head, KL, two updates a rollout"),
+        pytest.param("Qwen3Moe", EXPERTS, EVERYTHING, 2, "full", id="experts, entropy mask and bonus, evaluation"),
+        pytest.param("Qwen2", {}, LORA, 2, "full", id="adapter"),
+        pytest.param("Llama", {}, RECOMPUTED, 2, "full", id="recomputed activations"),
+    ],
+)
+def test_a_sharded_training_ends_with_the_weights_of_one_process(
+    tmp_path: Path, architecture: str, shape: dict[str, Any], keys: dict[str, Any], num_processes: int, sharding: str
+) -> None:
+    model = make_model(tmp_path / "model", architecture, **shape)
+    write_sums(tmp_path / "train.parquet", 10, 34)
+    write_sums(tmp_path / "eval.parquet", 60, 76)
+    values = config_values(model, tmp_path, engine="transformers")
+    values["rewards"] = [{"function": "patience:patient"}]
+    values = with_keys(values, **CALM_ADAM, **keys)
+    b = 24 // num_processes
+    one = trained_run(tmp_path / "one", values, per_device_train_batch_size=24)
+    both = with_keys(values, per_device_train_batch_size=b, num_processes=num_processes, sharding=sharding)
+    shared = make_run(tmp_path / "shared", both)
+    with started(shared, tmp_path, 0, *processes(num_processes)) as process:
+        finish(process)
+    assert distance(weights(one), weights(shared)) < 2e-6
