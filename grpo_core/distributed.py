@@ -167,6 +167,8 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
         found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = found.contiguous()  # as messages have to be
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    if not gradients:
+        return
     torch._foreach_div_(gradients, processes)
     small = [gradient for gradient in gradients if gradient.numel() < LARGE]
     messages = [gradient for gradient in gradients if gradient.numel() >= LARGE]

@@ -69,7 +69,7 @@ class _ChosenLogprobs(torch.autograd.Function):
     ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
         ctx.set_materialize_grads(False)
         keep = any(ctx.needs_input_grad) and len(targets) * len(weight) <= KEPT_LOGITS
-        logprobs, entropy = torch.empty(2, len(targets), device=hidden.device)
+        logprobs, entropy = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
         kept: list[Tensor] = []
         for part in _chunks(len(targets), len(weight)):
             log_p = _log_softmax(hidden[part], weight, temperature)

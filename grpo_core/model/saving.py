@@ -39,8 +39,7 @@ def save_model(
     """
     is_main = PartialState().is_main_process
     if config.use_peft and is_main:
-        # Left to itself, peft asks the hub whether the embedding was resized.
-        model.save_pretrained(folder.with_name("adapter"), save_embedding_layers=False)
+        save_adapter(model, folder.with_name("adapter"))
     if config.use_peft and (is_main or shard is not None):
         merged = with_adapter(load_model(config.name_or_path, config.revision, shard=shard), config)
         load_trainable_state(merged, trainable_state(model))
@@ -52,6 +51,12 @@ def save_model(
     if is_main:
         tokenizer.save_pretrained(folder)
     wait_for_all()
+
+
+def save_adapter(model: Any, folder: Path | str) -> None:
+    """Write the adapter of a model as peft and vLLM load it."""
+    # Left to itself, peft asks the hub whether the embedding was resized, and gathers a sharded base.
+    model.save_pretrained(folder, state_dict=trainable_state(model), save_embedding_layers=False)
 
 
 def _save_sharded(model: Any, folder: Path) -> None:

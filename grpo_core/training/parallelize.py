@@ -40,6 +40,7 @@ def sharding(config: TrainConfig, *, frozen: bool) -> Callable[[Any], None] | No
                 "such, so its weights could only be gathered all at the same time; set train.sharding to 'none', or "
                 "take another model"
             )
+        model.tie_weights()  # which transformers does after loading: a head that is tied later is sharded twice
         model.requires_grad_(not frozen)
         for module in (*layers, model):
             fully_shard(module, mesh=mesh, mp_policy=precision)

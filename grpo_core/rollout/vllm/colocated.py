@@ -27,6 +27,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.distributed import gathered_in_block
 from grpo_core.errors import TrainingError
 from grpo_core.model.loading import whole_weights
+from grpo_core.model.saving import save_adapter
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling
@@ -151,8 +152,7 @@ class VLLMEngine:
 
         number = next(self.adapter_ids)  # under a number that it knows, vLLM would not read the adapter again
         with tempfile.TemporaryDirectory(prefix="grpo-adapter-") as folder:
-            # Left to itself, peft asks the hub at every sync whether the embedding was resized.
-            model.save_pretrained(folder, save_embedding_layers=False)
+            save_adapter(model, folder)
             self.adapter = LoRARequest(f"policy-{number}", number, folder)
             # Now and not with the first request, when the folder is gone. There is room for one: the former one goes.
             self.llm.llm_engine.add_lora(self.adapter)

@@ -141,7 +141,7 @@ def test_without_being_asked_the_last_model_is_handed_on(values: dict[str, Any],
     run = trained_run(tmp_path / "run", values, eval_steps=1, max_steps=4)
     result = result_of(run)
     assert (result["best_step"], result["stopped_early_at_step"]) == (2, None)
-    best = load_file(run / "training" / "best" / "step-000002.safetensors")
+    best = load_file(run / "training" / "best" / "step-000002" / "weights.safetensors")
     assert not all(torch.equal(weights_of(run)[name], best[name]) for name in best)
 
 

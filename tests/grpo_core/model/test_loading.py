@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.model.loading import load_model, save_model, trainable_state, with_adapter
+from grpo_core.model.loading import load_model, trainable_state, with_adapter
 from grpo_core.model.policy import Policy
 from grpo_core.model.precision import in_float32
+from grpo_core.model.saving import save_model
 from tests.conftest import make_model, make_tokenizer
 from tests.grpo_core.allocations import Allocations
 

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import psutil
 
-TWO_PROCESSES = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+
+def processes(count: int) -> list[str]:
+    """The launcher of several processes."""
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(count)]
+    return [*launch, "--main_process_port", "0"]
+
+
+TWO_PROCESSES = processes(2)
 
 # Blocks for good at the scoring that $STUCK_AT numbers.
 REWARD = """

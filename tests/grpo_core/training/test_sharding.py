@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ from torch import Tensor
 from tests.conftest import config_values, make_model, make_run, write_sums
 from tests.grpo_core.training.launching import REWARD, finish, processes, started
 from tests.grpo_core.training.test_loop import CALM_ADAM, EVERYTHING
-from tests.grpo_core.training.training import metrics_of, trained_run, with_keys
+from tests.grpo_core.training.training import trained_run, with_keys
 
 pytestmark = pytest.mark.slow
 

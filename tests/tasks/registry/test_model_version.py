@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.model.loading import load_model, save_model, with_adapter
+from grpo_core.model.loading import load_model, with_adapter
+from grpo_core.model.saving import save_model
 from tasks.registry.model_version import Example, log_version
 from tests.conftest import make_tokenizer
 from tests.serving import START_SECONDS, free_ports, vllm_serve
