@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 LARGE = 2**20  # elements of a gradient that is sent by itself; smaller ones are sent together
 
@@ -108,6 +108,13 @@ def sharing_processes(*, within_machine: bool) -> DeviceMesh:
 def whole(tensor: Tensor) -> Tensor:
     """The tensor, gathered if the processes share it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def copy_whole(values: Tensor, tensor: Tensor) -> None:
+    """Copy values that every process has whole into the tensor, or its share of them if the processes share it."""
+    if isinstance(tensor, DTensor):
+        values = distribute_tensor(values.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(values)
 
 
 def own_share(tensor: Tensor) -> Tensor:

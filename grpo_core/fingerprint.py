@@ -16,6 +16,17 @@ from grpo_core.rewards.registry import BUILTIN
 SERVERS = {key for key in RolloutConfig.model_fields if key.startswith("vllm_")}
 
 
+# Keys of `train` that divide a batch into parts: with the same batch, results differ by rounding alone.
+DIVISION = {
+    "num_processes",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+    "sharding",
+}
+
+
 def content_hash(source: str) -> str:
     """Hash of a file's or folder's content; of the name itself if it is no path (a hub name).
 
@@ -51,16 +62,18 @@ def determining(config: RunConfig) -> dict[str, Any]:
     """The values that results follow from: all except those that only watch, rehearse, or limit memory and disk.
     `held_out`: the values of `evaluation` that a training depends on.
 
-    So a limit that has stopped a training may be changed, and the training continues where it was.
+    So a limit that has stopped a training may be changed, and the training continues where it was; so it does with
+    another number of processes, if the batch stays the same.
     """
     others: Any = {
         "health": True,
         "rewards": {"__all__": {"timeout", "range", "isolated", "memory_gib"}},
         "rollout": {"max_sync_drift", "gpu_memory_utilization", "cpu_kv_cache_gib", *SERVERS},
         "data": {"answer_column"},
-        "train": {"save_steps", "save_total_limit", "gradient_checkpointing", "torch_compile"},
+        "train": {"save_steps", "save_total_limit", "gradient_checkpointing", "torch_compile", *DIVISION},
     }
     values = config.model_dump(mode="json", exclude=others)
+    values["train"] |= _batch(config)
     for reward in values["rewards"]:
         record = BUILTIN.get(reward["function"])
         left_out = record.operational if record else ()
@@ -68,6 +81,20 @@ def determining(config: RunConfig) -> dict[str, Any]:
     reported = {"confidence", "sets", "category_column", "num_samples", "answer_pattern"}
     sampled = {key: value for key, value in values["evaluation"].items() if key not in reported}
     return {**values, "held_out": sampled if config.train.eval_steps else None}
+
+
+def _batch(config: RunConfig) -> dict[str, int]:
+    """Completions per update and per generation batch; for bnpo, whose weights follow from it, the micro-batch too."""
+    keys = config.train
+    micro_step = keys.per_device_train_batch_size * keys.num_processes
+    steps = keys.steps_per_generation or keys.gradient_accumulation_steps
+    found = {
+        "completions_per_update": micro_step * keys.gradient_accumulation_steps,
+        "completions_per_generation": keys.generation_batch_size or micro_step * steps,
+    }
+    if config.algorithm.loss_type == "bnpo":
+        found["per_device_train_batch_size"] = keys.per_device_train_batch_size
+    return found
 
 
 def reward_parts(config: RunConfig) -> list[dict[str, Any]]:

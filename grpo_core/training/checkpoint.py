@@ -22,9 +22,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
-from grpo_core.distributed import from_main, gathered, read_shares, wait_for_all, write_shares
+from grpo_core.distributed import copy_whole, from_main, gathered, read_shares, wait_for_all, write_shares
 from grpo_core.errors import GrpoError
-from grpo_core.fingerprint import determining
+from grpo_core.fingerprint import DIVISION, determining
 from grpo_core.model.loading import trainable_state
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
@@ -50,7 +50,8 @@ def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
     continued only under the same one."""
     sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
     values = [determining(config)[section] for section in sections]
-    digest = hashlib.blake2b(json.dumps([values, vars(plan)], sort_keys=True).encode())
+    planned = {name: value for name, value in vars(plan).items() if name not in (*DIVISION, "micro_steps_per_epoch")}
+    digest = hashlib.blake2b(json.dumps([values, planned], sort_keys=True).encode())
     for reward in config.rewards:
         digest.update(hashlib.blake2b(source_of(reward)).digest())
     for name in ("train", "eval") if config.train.eval_steps else ("train",):
@@ -135,13 +136,16 @@ class Checkpoints:
             return None
         # Mapped: the processes of a machine read the same pages, and none holds the whole.
         content = torch.load(folder / "state.pt", weights_only=True, map_location="cpu", mmap=True)
-        if is_sharded(self.model):
-            read_shares(self._tensors(), folder)
+        if "model" in content:
+            tensors = self._tensors()
+            _copy({name: content[name] for name in tensors}, tensors)
         else:
-            _copy(content, self._tensors())
+            read_shares(self._tensors(), folder)
         if self.reference is not None:
             self.reference.refresh()
-        set_random_state(torch.load(folder / f"random-{self.accelerator.process_index}.pt", weights_only=True))
+        random = folder / f"random-{self.accelerator.process_index}.pt"
+        if random.exists():  # else there are more processes now
+            set_random_state(torch.load(random, weights_only=True))
         fields = content["state"]
         fields["rollout"] = None if fields["rollout"] is None else Rollout(**_unmapped(fields["rollout"]))
         fields["seen_in_epoch"] = frozenset(fields["seen_in_epoch"])
@@ -218,9 +222,11 @@ class Checkpoints:
 def _copy(saved: dict[str, Any], own: dict[str, Any]) -> None:
     """Copy saved tensors into those of the same names. Loaded by their objects' own ways, an optimizer's would be on
     the device twice."""
+    if own.keys() != saved.keys():
+        raise ValueError(f"the saved state is that of other tensors: {sorted(own.keys() ^ saved.keys())[:5]}")
     for name, value in own.items():
         if isinstance(value, Tensor):
-            value.copy_(saved[name])
+            copy_whole(saved[name], value)
         else:
             _copy(saved[name], value)
 

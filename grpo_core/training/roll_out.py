@@ -76,11 +76,13 @@ def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, n
 
     def work(parts: list[Tensor]) -> None:
         passes = [(policy.prepare(own.take(part)), move([mine[part]], device)[0]) for part in parts]  # all ahead
+        # All processes gather a sharded model's weights for each pass.
+        missing = most(len(parts)) - len(parts) if is_sharded(policy.model) else 0
         for inputs, places in passes:
             found[:, places, : inputs.shape[1]] = torch.stack(policy(inputs))
-        if is_sharded(policy.model):  # all processes gather the weights for each pass
+        if missing:
             idle = policy.prepare(sequences.take(sequences.lengths.argmin()[None]))
-            for _ in range(most(len(parts)) - len(parts)):
+            for _ in range(missing):
                 policy(idle)
 
     if len(mine):

@@ -15,7 +15,7 @@ from typing import Any
 import grpo_core
 from grpo_core.config.base import flatten
 from grpo_core.config.run import RunConfig
-from grpo_core.fingerprint import content_hash, determining, reward_parts
+from grpo_core.fingerprint import DIVISION, content_hash, determining, reward_parts
 
 Named = dict[str, Any]  # what outputs depend on, by the name that a person knows it by
 
@@ -79,8 +79,9 @@ class Parts:
 
     @cached_property
     def memory(self) -> Named:
-        """Keys that only the forecast of memory looks at."""
-        return {
+        """Keys that only the plan looks at: those of memory, and of how a batch is divided."""
+        division = {f"train.{key}": getattr(self.config.train, key) for key in sorted(DIVISION)}
+        return division | {
             "algorithm.beta": self.config.algorithm.beta,
             "train.gradient_checkpointing": self.config.train.gradient_checkpointing,
         }

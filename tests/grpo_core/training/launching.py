@@ -14,7 +14,9 @@ import psutil
 
 
 def processes(count: int) -> list[str]:
-    """The launcher of several processes."""
+    """The launcher of that many processes; of one, none."""
+    if count == 1:
+        return []
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(count)]
     return [*launch, "--main_process_port", "0"]
 
@@ -64,6 +66,8 @@ def started(run: Path, python_path: Path, stuck_at: int, *launcher: str) -> Iter
         process.wait()
 
 
-def finish(process: subprocess.Popen[str]) -> None:
+def finish(process: subprocess.Popen[str]) -> str:
+    """Wait for the end of a training that succeeds; what it has said."""
     output, _ = process.communicate()
     assert process.returncode == 0, output
+    return output

@@ -319,7 +319,7 @@ def test_every_weight_and_count_of_a_run_is_in_its_checkpoint(values: dict[str, 
     assert state["model"].keys() == load_file(run / "training" / "model" / "model.safetensors").keys()
     assert state["state"]["updates"] == 3
     assert state["state"]["rollout"]["index"] == plan.counts(3)["rollouts"] - 1
-    assert len(state["optimizer"]["state"]) == len(state["model"])
+    assert state["optimizer"].keys() == state["model"].keys()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,10 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.conftest import config_values, make_model, make_run, write_sums
-from tests.grpo_core.training.launching import REWARD, finish, processes, started
+from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
+from tests.grpo_core.training.launching import REWARD, finish, kill_tree, processes, started
 from tests.grpo_core.training.test_loop import CALM_ADAM, EVERYTHING
-from tests.grpo_core.training.training import trained_run, with_keys
+from tests.grpo_core.training.training import trained_run
 
 pytestmark = pytest.mark.slow
 
@@ -75,3 +76,38 @@ def test_a_sharded_training_ends_with_the_weights_of_one_process(
     with started(shared, tmp_path, 0, *processes(num_processes)) as process:
         finish(process)
     assert distance(weights(one), weights(shared)) < 2e-6
+
+
+def test_a_sharded_training_that_was_killed_goes_on_bit_for_bit_and_by_other_numbers_of_processes_too(
+    tmp_path: Path, reward: None
+) -> None:
+    model = make_model(tmp_path / "model", **TIED)
+    values = config_values(model, tmp_path, engine="transformers", save_steps=2, max_steps=6, sharding="full")
+    values["rewards"] = [{"function": "patience:patient"}]
+    keys = {**CALM_ADAM, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "eval_steps": 3, "beta": 0.1}
+    keys |= {"sync_ref_model": True, "ref_model_sync_steps": 2, "load_best_model_at_end": True}
+    values = with_keys(values, **keys, per_device_train_batch_size=6, num_processes=2)
+    whole = make_run(tmp_path / "whole", values)
+    with started(whole, tmp_path, 0, *processes(2)) as process:
+        finish(process)
+    run = make_run(tmp_path / "run", values)
+    with started(run, tmp_path, 4, *processes(2)) as process:
+        assert process.stdout is not None
+        assert any("stuck" in line for line in process.stdout)
+        kill_tree(process.pid)
+    names = [folder.name for folder in (run / "training" / "checkpoints").iterdir() if not folder.suffix]
+    assert "step-000002" in names
+
+    others = {
+        "one": {"num_processes": 1, "sharding": "none", "per_device_train_batch_size": 12},
+        "three": {"num_processes": 3, "per_device_train_batch_size": 4},
+    }
+    for name, division in others.items():
+        copy = make_run(tmp_path / name, with_keys(values, **division))
+        shutil.copytree(run / "training", copy / "training")
+        with started(copy, tmp_path, 0, *processes(division["num_processes"])) as process:
+            assert "continuing after step" in finish(process)
+        assert distance(weights(whole), weights(copy)) < 5e-6
+    with started(run, tmp_path, 0, *processes(2)) as process:
+        assert "continuing after step" in finish(process)
+    assert distance(weights(whole), weights(run)) == 0
