@@ -95,6 +95,10 @@ class TrainConfig(Section):
     torch_compile: bool = False
     """Compile the decoder layers by torch.compile when training starts; needs a C compiler. Hardly faster on a CPU;
     not measured on a GPU."""
+    sharding: Literal["none", "full", "hybrid"] = "none"
+    """What each process holds of weights, gradients and optimizer state. `none`: all. `full`: an equal share; the
+    weights of a layer are gathered while that layer computes. `hybrid`: a share within its machine, so that weights
+    are gathered within a machine, and only gradients go from one machine to another."""
     save_steps: int = Field(100, ge=1)
     """Updates between two checkpoints."""
     save_total_limit: int = Field(2, ge=1)
@@ -122,6 +126,11 @@ class TrainConfig(Section):
             raise ValueError(
                 f"lr_scheduler_type='constant' ignores warmup_steps={self.warmup_steps:g}; "
                 "use 'constant_with_warmup' or remove warmup_steps"
+            )
+        if self.sharding != "none" and self.num_processes == 1:
+            raise ValueError(
+                f"sharding={self.sharding!r} with num_processes=1: a single process holds everything; raise "
+                "num_processes, or set sharding to 'none'"
             )
         needs_evaluation = {
             "load_best_model_at_end": self.load_best_model_at_end,
