@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_core.config.run import RunConfig
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 class ForecastError(ValueError):
@@ -19,15 +19,19 @@ class ForecastError(ValueError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of the Llama family: grouped-query attention, gated MLP. Sizes in elements."""
+    """A decoder of the Llama family: grouped-query attention, gated MLP or a mixture of such. Sizes in elements."""
 
     layers: int
     hidden: int
     attention: int  # query heads · head size
     key_value: int  # key-value heads · head size
-    intermediate: int
+    intermediate: int  # of a mixture: of the experts that a token takes together, or of a plain MLP if that is larger
     vocabulary: int
     parameters: int
+    plain_mlps: int  # layers that have one MLP, not a mixture
+    largest_layer: int  # parameters of the largest layer
+    outside: int  # parameters that are in no layer: embedding, last norm and head; a tied head counts once
+    active: int  # parameters that a token passes: of a mixture, the experts that it takes
 
 
 @dataclass(frozen=True)
@@ -89,17 +93,42 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     intermediate, vocabulary = config["intermediate_size"], config["vocab_size"]
     biased = family == "qwen2" or config.get("attention_bias", False)
     attention = 2 * h * q + 2 * h * kv + (q + 2 * kv) * biased + h * (biased and family != "qwen2")
-    attention += 2 * size * (family == "qwen3")  # norms of queries and keys
+    attention += 2 * size * family.startswith("qwen3")  # norms of queries and keys
     mlp = 3 * h * intermediate + (2 * intermediate + h) * config.get("mlp_bias", False)
-    embeddings = vocabulary * h * (1 if config.get("tie_word_embeddings", False) else 2)
-    parameters = layers * (attention + mlp + 2 * h) + h + embeddings
-    return ModelShape(layers, h, q, kv, intermediate, vocabulary, parameters)
+    outside = vocabulary * h * (1 if config.get("tie_word_embeddings", False) else 2) + h
+    mixtures = _mixtures(config) if family == "qwen3_moe" else 0
+    experts, taken = (config["num_experts"], config["num_experts_per_tok"]) if mixtures else (0, 0)
+    expert, router = (3 * h * config["moe_intermediate_size"], experts * h) if mixtures else (0, 0)
+    plain = layers - mixtures
+    parameters = outside + layers * (attention + 2 * h) + plain * mlp + mixtures * (experts * expert + router)
+    widths = [intermediate] * (plain > 0) + [taken * expert // (3 * h)] * (mixtures > 0)
+    return ModelShape(
+        layers=layers,
+        hidden=h,
+        attention=q,
+        key_value=kv,
+        intermediate=max(widths),
+        vocabulary=vocabulary,
+        parameters=parameters,
+        plain_mlps=plain,
+        largest_layer=attention + 2 * h + max(mlp * (plain > 0), experts * expert + router),
+        outside=outside,
+        active=parameters - mixtures * (experts - taken) * expert,
+    )
+
+
+def _mixtures(config: Mapping[str, Any]) -> int:
+    """Layers of a Qwen3 MoE that are a mixture of experts; the others have one MLP."""
+    plain, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    found = [it for it in range(config["num_hidden_layers"]) if it not in plain and (it + 1) % every == 0]
+    return len(found) * (config["num_experts"] > 0)
 
 
 def adapter_parameters(shape: ModelShape, config: RunConfig) -> int:
-    """Parameters of the LoRA adapter: r·(in + out) for each adapted linear layer."""
+    """Parameters of the LoRA adapter: r·(in + out) for each adapted linear layer. Experts are not adapted."""
     h, q, kv, i = shape.hidden, shape.attention, shape.key_value, shape.intermediate
-    sizes = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h}
-    sizes |= {"gate_proj": h + i, "up_proj": h + i, "down_proj": i + h}
+    sizes = dict.fromkeys(("q_proj", "o_proj"), shape.layers * (h + q))
+    sizes |= dict.fromkeys(("k_proj", "v_proj"), shape.layers * (h + kv))
+    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), shape.plain_mlps * (h + i))
     adapted = config.model.lora_target_modules or list(sizes)
-    return shape.layers * config.model.lora_r * sum(sizes.get(name, 0) for name in adapted)
+    return config.model.lora_r * sum(sizes.get(name, 0) for name in adapted)
