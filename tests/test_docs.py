@@ -21,11 +21,12 @@ from grpo_core.config.files import describe_keys, load_config
 from grpo_core.planning.hardware import named_gpu
 from grpo_core.planning.memory import check_engine_memory, peak_memory
 from grpo_core.planning.plan import make_plan, plan_inputs
-from grpo_core.planning.shapes import ModelShape, PromptLengths
+from grpo_core.planning.shapes import PromptLengths
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.training.loop import train
 from tests.command_line import fenced, grpo_commands, parse
 from tests.conftest import config_values, make_run, with_keys
+from tests.qwen import qwen
 
 ROOT = Path(__file__).parents[1]
 REFERENCE, EXPLANATION = ROOT / "docs" / "reference", ROOT / "docs" / "explanation"
@@ -37,10 +38,6 @@ PREFIXES = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", key
 NO_KEYS = re.compile(
     r"promotion\.(decision|reason|at|against|gain|p_value|attempt|changes|rolled_back_\w+)|.*\.(parquet|jsonl?|md|py)"
 )
-SHAPES = {  # of Qwen2 and Qwen2.5, from their config.json
-    "0.5B": ModelShape(24, 896, 896, 128, 4864, 151_936, 494_032_768),
-    "1.5B": ModelShape(28, 1536, 1536, 256, 8960, 151_936, 1_543_714_304),
-}
 
 
 def _pages() -> list[Path]:
@@ -155,7 +152,7 @@ def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recip
     config = load_config(
         ROOT / path, ["rollout.engine=vllm", *(it for it in overrides if not it.startswith(elsewhere))]
     )
-    shape = SHAPES["1.5B" if "1.5B" in config.model.name_or_path else "0.5B"]
+    shape = qwen("1.5B" if "1.5B" in config.model.name_or_path else "0.5B")
     plan = make_plan(plan_inputs(config, 5000))
     lengths, gpu = PromptLengths(256, 256, "assumed"), named_gpu("A100-SXM4-80GB")
     check_engine_memory(config, shape, lengths, gpu)

@@ -112,10 +112,10 @@ class RunConfig(Section):
         found, engine = [], self.rollout.engine_on(has_gpu=True)
         if self.train.mixed_precision == "no" and engine != "transformers":
             found.append(
-                "train.mixed_precision is 'no', with vLLM on a GPU: its fast attention kernels take no float32, and the "
-                "one that does multiplies in TF32, so sampling is slow and its log-probabilities are off by more than "
-                "float32's rounding; set train.mixed_precision to 'bf16' on a GPU of compute capability 8.0 or higher, "
-                "or rollout.engine to 'transformers'"
+                "train.mixed_precision is 'no', with vLLM on a GPU: its fast attention kernels take no float32, and "
+                "the one that does multiplies in TF32, so sampling is slow and its log-probabilities are off by more "
+                "than float32's rounding; set train.mixed_precision to 'bf16' on a GPU of compute capability 8.0 or "
+                "higher, or rollout.engine to 'transformers'"
             )
         if self.train.sharding != "none" and engine == "transformers":
             found.append(

@@ -18,8 +18,8 @@ GIB = 2**30
 def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu) -> dict[str, Any]:
     """Bytes between GPUs per update, for completions of full length, and the seconds that they take by themselves.
 
-    `gathered_gib`: weights that a process receives; `reduced_gib`: gradients that it sends, in float32;
-    `between_machines_gib`: what a machine receives from the others. A pass gathers the layers twice (forward, backward)
+    Parts: `gathered`, the weights that a process receives; `reduced`, the gradients that it sends, in float32;
+    `between_machines`, what a machine receives from the others. A pass gathers the layers twice (forward, backward)
     and the rest once, and reduces all gradients; without sharding, and of an adapter, they are reduced once per update.
     Scoring (old and reference log-probabilities) and the hand-over to the engine gather every weight once.
     """

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
 from grpo_core.planning.communication import communication
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import check_engine_memory, peak_memory
@@ -49,10 +50,13 @@ def forecast(
     try:
         shape = load_shape(config.model.name_or_path, config.model.revision)
         if gpu:
-            check_engine_memory(config, shape, lengths, gpu)
-            found["memory"] = peak_memory(config, plan, shape, lengths, gpu)
-            if "warning" in found["memory"]:
-                found["memory"]["remedies"] = remedies(config, plan, shape, lengths, gpu)
+            found["memory"] = memory = peak_memory(config, plan, shape, lengths, gpu)
+            if "warning" in memory:
+                memory["remedies"] = remedies(config, plan, shape, lengths, gpu)
+            try:
+                check_engine_memory(config, shape, lengths, gpu)
+            except ConfigError as error:
+                raise ConfigError("\n".join([str(error), *map(_would_fit, memory.get("remedies", []))])) from error
             if plan.num_processes > 1:
                 found["communication"] = communication(config, plan, shape, gpu)
     except ForecastError as error:
@@ -115,6 +119,10 @@ def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
                 yield "GPU hours", f"{found['gpu_hours']:.2f}", ""
         else:
             yield title, f"{found['share']:.1%}", found["how"]
+
+
+def _would_fit(remedy: Mapping[str, Any]) -> str:
+    return f"would fit, with {_size(remedy['peak_memory_gib'])} per GPU: {remedy['change']}"
 
 
 def _sizes(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

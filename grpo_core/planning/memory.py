@@ -55,7 +55,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         else:
             sampled += f"a memory that is not known; counted is a cache for {in_flight} completions"
     # Bytes per token that a layer keeps for the backward pass: norms and residuals in float32, the rest as computed.
-    per_layer = FLOAT * 6 * shape.hidden + w * (5 * shape.attention + 4 * shape.intermediate)
+    per_layer = FLOAT * 6 * shape.hidden + w * (5 * shape.attention + 4 * shape.widest)
     # Recomputing holds one layer's activations and about as much of their gradients.
     kept_layers = 2 if config.train.gradient_checkpointing else shape.layers
     checkpoints = FLOAT * shape.layers * shape.hidden if config.train.gradient_checkpointing else 0

@@ -136,7 +136,7 @@ def _changed(config: RunConfig, changes: Changes) -> RunConfig:
 
 
 def _in_words(changes: Changes, before: Plan, after: Plan) -> str:
-    settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in changes.items())
+    settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in changes.items()).replace('"', "'")
     kept = "the same" if after.effective_batch_size == before.effective_batch_size else "a"
     gpus = f"{after.num_processes} GPU{'s' * (after.num_processes > 1)}"
     return f"{settings} ({gpus}, {kept} batch of {after.effective_batch_size})"

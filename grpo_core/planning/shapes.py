@@ -18,6 +18,16 @@ class ForecastError(ValueError):
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of one MLP."""
+
+    layers: int  # that have it
+    number: int  # experts per layer
+    taken: int  # by a token
+    intermediate: int  # of one expert
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """A decoder of the Llama family: grouped-query attention, gated MLP or a mixture of such. Sizes in elements."""
 
@@ -25,13 +35,24 @@ class ModelShape:
     hidden: int
     attention: int  # query heads · head size
     key_value: int  # key-value heads · head size
-    intermediate: int  # of a mixture: of the experts that a token takes together, or of a plain MLP if that is larger
+    intermediate: int  # of the MLP
     vocabulary: int
     parameters: int
-    plain_mlps: int  # layers that have one MLP, not a mixture
-    largest_layer: int  # parameters of the largest layer
     outside: int  # parameters that are in no layer: embedding, last norm and head; a tied head counts once
-    active: int  # parameters that a token passes: of a mixture, the experts that it takes
+    largest_layer: int  # its parameters
+    experts: Experts = Experts(0, 0, 0, 0)
+
+    @property
+    def widest(self) -> int:
+        """Intermediate size that a token passes in one layer: of an MLP, or of all experts that it takes."""
+        plain = self.intermediate if self.experts.layers < self.layers else 0
+        return max(plain, self.experts.taken * self.experts.intermediate)
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token passes: all but those of the experts that it does not take."""
+        it = self.experts
+        return self.parameters - it.layers * (it.number - it.taken) * 3 * self.hidden * it.intermediate
 
 
 @dataclass(frozen=True)
@@ -96,39 +117,41 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     attention += 2 * size * family.startswith("qwen3")  # norms of queries and keys
     mlp = 3 * h * intermediate + (2 * intermediate + h) * config.get("mlp_bias", False)
     outside = vocabulary * h * (1 if config.get("tie_word_embeddings", False) else 2) + h
-    mixtures = _mixtures(config) if family == "qwen3_moe" else 0
-    experts, taken = (config["num_experts"], config["num_experts_per_tok"]) if mixtures else (0, 0)
-    expert, router = (3 * h * config["moe_intermediate_size"], experts * h) if mixtures else (0, 0)
-    plain = layers - mixtures
-    parameters = outside + layers * (attention + 2 * h) + plain * mlp + mixtures * (experts * expert + router)
-    widths = [intermediate] * (plain > 0) + [taken * expert // (3 * h)] * (mixtures > 0)
+    experts = _experts(config) if family == "qwen3_moe" else Experts(0, 0, 0, 0)
+    mixture = experts.number * (3 * h * experts.intermediate + h)  # with the router
+    mlps = [mlp] * (layers - experts.layers) + [mixture] * experts.layers
     return ModelShape(
         layers=layers,
         hidden=h,
         attention=q,
         key_value=kv,
-        intermediate=max(widths),
+        intermediate=intermediate,
         vocabulary=vocabulary,
-        parameters=parameters,
-        plain_mlps=plain,
-        largest_layer=attention + 2 * h + max(mlp * (plain > 0), experts * expert + router),
+        parameters=outside + layers * (attention + 2 * h) + sum(mlps),
         outside=outside,
-        active=parameters - mixtures * (experts - taken) * expert,
+        largest_layer=attention + 2 * h + max(mlps),
+        experts=experts,
     )
 
 
-def _mixtures(config: Mapping[str, Any]) -> int:
-    """Layers of a Qwen3 MoE that are a mixture of experts; the others have one MLP."""
+def _experts(config: Mapping[str, Any]) -> Experts:
+    """The mixtures of a Qwen3 MoE; its other layers have one MLP."""
     plain, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
-    found = [it for it in range(config["num_hidden_layers"]) if it not in plain and (it + 1) % every == 0]
-    return len(found) * (config["num_experts"] > 0)
+    number = config["num_experts" if "num_experts" in config else "num_local_experts"]  # of transformers 4, and 5
+    mixtures = [it for it in range(config["num_hidden_layers"]) if it not in plain and (it + 1) % every == 0]
+    return Experts(len(mixtures), number, config["num_experts_per_tok"], config["moe_intermediate_size"])
 
 
 def adapter_parameters(shape: ModelShape, config: RunConfig) -> int:
-    """Parameters of the LoRA adapter: r·(in + out) for each adapted linear layer. Experts are not adapted."""
-    h, q, kv, i = shape.hidden, shape.attention, shape.key_value, shape.intermediate
-    sizes = dict.fromkeys(("q_proj", "o_proj"), shape.layers * (h + q))
-    sizes |= dict.fromkeys(("k_proj", "v_proj"), shape.layers * (h + kv))
-    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), shape.plain_mlps * (h + i))
+    """Parameters of the LoRA adapter: r·(in + out) for each adapted linear layer.
+
+    peft fuses the gate and up projections of each expert, with twice the rank, and adapts the router by default.
+    """
+    h, q, kv, i, experts = shape.hidden, shape.attention, shape.key_value, shape.intermediate, shape.experts
+    each, plain, mixed = shape.layers, shape.layers - experts.layers, experts.layers * experts.number
+    sizes = {"q_proj": each * (h + q), "k_proj": each * (h + kv), "v_proj": each * (h + kv), "o_proj": each * (q + h)}
+    sizes |= dict.fromkeys(("gate_proj", "up_proj"), plain * (h + i) + mixed * (h + 2 * experts.intermediate))
+    sizes |= {"down_proj": plain * (i + h) + mixed * (experts.intermediate + h)}
+    sizes |= {"gate": experts.layers * (h + experts.number)}
     adapted = config.model.lora_target_modules or list(sizes)
     return config.model.lora_r * sum(sizes.get(name, 0) for name in adapted)

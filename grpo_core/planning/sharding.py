@@ -46,19 +46,39 @@ def working_set(
     """Bytes of a sharded pass beside the shares, at its worst moment, by their parts.
 
     `logits`: those of a chunk; `head_gradient`: the float32 sum of the output layer's gradient, 0 if it is frozen.
+    Tests hold the moments against what torch counts in FSDP2.
     """
-    w, layer = width(config), shape.largest_layer
-    gathered: dict[str, float] = {"gathered": w * (shape.outside + PREFETCHED * layer)}
-    output_layer = gathered | {"activations": activations, "logits": logits + head_gradient}
-    if config.model.use_peft:  # the base is frozen
-        return output_layer
-    head = w * shape.vocabulary * shape.hidden  # its gradient, from its sum to the end of the pass
-    moments: tuple[dict[str, float], ...] = (
-        output_layer | {"unsharded_gradients": head},
-        # In a layer, while the gradients of the one before are reduced.
-        gathered
-        | {"activations": activations, "unsharded_gradients": head + w * layer, "reduce_scatter": FLOAT * layer},
-        # At the end, when activations and weights are given back.
-        {"unsharded_gradients": w * shape.outside, "reduce_scatter": FLOAT * shape.outside},
-    )
+    w, outside, layer = width(config), shape.outside, shape.largest_layer
+    gathered = w * (outside + PREFETCHED * layer)
+    lora = config.model.use_peft  # then what is gathered is frozen
+    head = w * shape.vocabulary * shape.hidden * (not lora)  # its gradient, from its sum to the end of the pass
+    tied = outside < 2 * shape.vocabulary * shape.hidden
+    moments: list[dict[str, float]] = [
+        # At the beginning, when the first weights are copied out of the buffer that they arrived in.
+        {"gathered": 2 * w * (outside + layer)},
+        {
+            "gathered": gathered,
+            "activations": activations,
+            "logits": logits + head_gradient,
+            "unsharded_gradients": head,
+        },
+    ]
+    if not lora:
+        moments += [
+            # In a layer, while the gradients of the one before are reduced.
+            {
+                "gathered": gathered,
+                "activations": activations,
+                "unsharded_gradients": head + w * layer,
+                "reduce_scatter": FLOAT * layer,
+            },
+            # In the embedding; a tied head's gradient is added to its own, out of place.
+            {
+                "gathered": w * outside,
+                "unsharded_gradients": head * (3 if tied else 2),
+                "reduce_scatter": FLOAT * layer,
+            },
+            # At the end, when the weights are given back.
+            {"unsharded_gradients": w * outside, "reduce_scatter": FLOAT * outside},
+        ]
     return max(moments, key=lambda parts: sum(parts.values()))
