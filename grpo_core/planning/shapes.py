@@ -138,7 +138,8 @@ def _experts(config: Mapping[str, Any]) -> Experts:
     """The mixtures of a Qwen3 MoE; its other layers have one MLP."""
     plain, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
     number = config["num_experts" if "num_experts" in config else "num_local_experts"]  # of transformers 4, and 5
-    mixtures = [it for it in range(config["num_hidden_layers"]) if it not in plain and (it + 1) % every == 0]
+    layers = range(config["num_hidden_layers"]) if number else ()
+    mixtures = [it for it in layers if it not in plain and (it + 1) % every == 0]
     return Experts(len(mixtures), number, config["num_experts_per_tok"], config["moe_intermediate_size"])
 
 
