@@ -1,0 +1,58 @@
+"""The tables of docs/how-to/scale.md are what the forecast says today."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_core.config.files import parse_config
+from grpo_core.errors import ConfigError
+from grpo_core.planning.hardware import named_gpu
+from grpo_core.planning.memory import MOST_UTILISATION, check_engine_memory, peak_memory
+from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.planning.shapes import PromptLengths
+from tests.conftest import config_values
+from tests.qwen import qwen
+
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "scale.md"
+GPU = named_gpu("H100")
+MODELS = ("7B", "14B", "32B", "72B")
+COMPLETIONS, PER_PASS = 256, 4
+
+
+def _cell(size: str, processes: int, keys: dict[str, Any]) -> str:
+    """GiB per GPU of 80 GB and whether that fits: 256 completions of 512 tokens after prompts of 256, 4 per pass."""
+    values = {"sharding": "full", "num_processes": processes, "mixed_precision": "bf16", "engine": "vllm"}
+    values |= {"per_device_train_batch_size": PER_PASS, "num_generations": 8, "max_completion_length": 512}
+    values |= {"gradient_accumulation_steps": COMPLETIONS // (PER_PASS * processes), "gradient_checkpointing": True}
+    values |= {"vllm_tensor_parallel_size": min(processes, 8)} | ({"sharding": "none"} if processes == 1 else {})
+    config = parse_config(config_values(Path("model"), Path("data"), **(values | keys)))
+    lengths = PromptLengths(256, 256, "given")
+    try:
+        check_engine_memory(config, qwen(size), lengths, GPU)
+    except ConfigError:
+        return "no"
+    plan = make_plan(plan_inputs(config, 5000))
+    peak, whole = peak_memory(config, plan, qwen(size), lengths, GPU)["peak_memory_gib"], GPU.memory_gib
+    assert whole
+    verdict = "fits" if peak <= MOST_UTILISATION * whole else "tight" if peak <= whole else "no"
+    return f"{peak:.0f} {verdict}" if verdict != "fits" else f"**{peak:.0f}** fits"
+
+
+@pytest.mark.parametrize(
+    ("keys", "numbers"),
+    [({}, (8, 16, 32, 64)), ({"use_peft": True, "gpu_memory_utilization": 0.5}, (1, 2, 4, 8))],
+    ids=["all weights", "LoRA"],
+)
+def test_the_tables_of_what_fits_are_the_forecast_s(keys: dict[str, Any], numbers: tuple[int, ...]) -> None:
+    table = [
+        "| Qwen2.5 | " + " | ".join(f"{number} GPU{'s' * (number > 1)}" for number in numbers) + " | how it is known |",
+        "|---" * (len(numbers) + 2) + "|",
+        *(
+            f"| {size} | " + " | ".join(_cell(size, number, keys) for number in numbers) + " | estimated |"
+            for size in MODELS
+        ),
+    ]
+    assert "\n".join(table) in PAGE.read_text(), "put this table into the page:\n" + "\n".join(table)
