@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from grpo_core.config.files import parse_config
+from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
+from grpo_core.planning.communication import communication
 from grpo_core.planning.hardware import named_gpu
 from grpo_core.planning.memory import MOST_UTILISATION, check_engine_memory, peak_memory
 from grpo_core.planning.plan import make_plan, plan_inputs
@@ -22,13 +24,17 @@ MODELS = ("7B", "14B", "32B", "72B")
 COMPLETIONS, PER_PASS = 256, 4
 
 
-def _cell(size: str, processes: int, keys: dict[str, Any]) -> str:
-    """GiB per GPU of 80 GB and whether that fits: 256 completions of 512 tokens after prompts of 256, 4 per pass."""
-    values = {"sharding": "full", "num_processes": processes, "mixed_precision": "bf16", "engine": "vllm"}
+def _config(processes: int, keys: dict[str, Any]) -> RunConfig:
+    values = {"sharding": "full" if processes > 1 else "none", "num_processes": processes, "mixed_precision": "bf16"}
     values |= {"per_device_train_batch_size": PER_PASS, "num_generations": 8, "max_completion_length": 512}
     values |= {"gradient_accumulation_steps": COMPLETIONS // (PER_PASS * processes), "gradient_checkpointing": True}
-    values |= {"vllm_tensor_parallel_size": min(processes, 8)} | ({"sharding": "none"} if processes == 1 else {})
-    config = parse_config(config_values(Path("model"), Path("data"), **(values | keys)))
+    values |= {"engine": "vllm", "vllm_tensor_parallel_size": min(processes, 8)}
+    return parse_config(config_values(Path("model"), Path("data"), **(values | keys)))
+
+
+def _cell(size: str, processes: int, keys: dict[str, Any]) -> str:
+    """GiB per GPU of 80 GB and whether that fits: 256 completions of 512 tokens after prompts of 256, 4 per pass."""
+    config = _config(processes, keys)
     lengths = PromptLengths(256, 256, "given")
     try:
         check_engine_memory(config, qwen(size), lengths, GPU)
@@ -56,3 +62,11 @@ def test_the_tables_of_what_fits_are_the_forecast_s(keys: dict[str, Any], number
         ),
     ]
     assert "\n".join(table) in PAGE.read_text(), "put this table into the page:\n" + "\n".join(table)
+
+
+def test_the_page_s_example_of_communication_is_the_forecast_s() -> None:
+    config = _config(8, {})
+    found = communication(config, make_plan(plan_inputs(config, 5000)), qwen("7B"), GPU)
+    parts, page = found["parts_gib"], " ".join(PAGE.read_text().split())
+    said = f"{parts['gathered']:.0f} GiB gathered and {parts['reduced']:.0f} GiB reduced per process and update"
+    assert f"{said}, {found['seconds_per_update']:.1f} s at an assumed 300 GB/s per GPU" in page
