@@ -148,4 +148,5 @@ def _assumed(
         f"no earlier run is known; assumed, not measured: {ASSUMED_UTILISATION:.0%} ({UTILISATION_SOURCE}) of the "
         f"{peak / 1e12:.0f} TFLOP/s of one {gpu.name} per process, completions of full length ({longest} tokens), "
         "without start, evaluations and checkpoints"
+        + ("; communication may come on top" if plan.num_processes > 1 else "")
     )
