@@ -112,8 +112,8 @@ def test_memory_of_a_sharded_pass_is_what_torch_counts_at_its_peak(
     keys = {"mixed_precision": "bf16" if bf16 else "no", "gradient_checkpointing": recomputed}
     keys |= {"per_device_train_batch_size": 1, "num_generations": 4, "gradient_accumulation_steps": 1}
     run, shape = _config(**keys, max_completion_length=1), model_shape(config.to_dict())
-    forecast = peak_memory(run, _plan(run), shape, PromptLengths(tokens, tokens - 1, "given"), Gpu("GPU"))["parts_gib"]
-    held = sum(forecast[name] for name in ("weights", "optimizer", "gradients")) * GIB
+    parts = peak_memory(run, _plan(run), shape, LENGTHS, Gpu("GPU"))["parts_gib"]
+    held = sum(parts[name] for name in ("weights", "optimizer", "gradients")) * GIB
     # Here the logits are those of one token, and their gradient is the output layer's, without a float32 sum.
     activations = _activations(run, shape, tokens)
     passes = working_set(run, shape, activations, 8 * config.vocab_size, 0)
