@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from flows.cli.terminal import print_refusal
 from grpo_core.config.files import load_config, parse_config
@@ -308,7 +308,7 @@ def _show(answer: Mapping[str, Any]) -> None:
     for note in answer["notes"]:
         console.print(note, style="yellow", markup=False, highlight=False)
     if answer["forecasts"]:
-        table = Table("forecast", "value", "how")
+        table = Table("forecast", "value", Column("how", overflow="fold"))  # keys are long
         for row in forecast_rows(answer["forecasts"]):
             table.add_row(*map(escape, row))
         console.print(table)

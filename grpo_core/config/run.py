@@ -109,14 +109,21 @@ class RunConfig(Section):
     @property
     def gpu_notes(self) -> list[str]:
         """Sentences on what may surprise about this configuration on a GPU."""
-        if self.train.mixed_precision != "no" or self.rollout.engine_on(has_gpu=True) == "transformers":
-            return []
-        return [
-            "train.mixed_precision is 'no', with vLLM on a GPU: its fast attention kernels take no float32, and the "
-            "one that does multiplies in TF32, so sampling is slow and its log-probabilities are off by more than "
-            "float32's rounding; set train.mixed_precision to 'bf16' on a GPU of compute capability 8.0 or higher, "
-            "or rollout.engine to 'transformers'"
-        ]
+        found, engine = [], self.rollout.engine_on(has_gpu=True)
+        if self.train.mixed_precision == "no" and engine != "transformers":
+            found.append(
+                "train.mixed_precision is 'no', with vLLM on a GPU: its fast attention kernels take no float32, and "
+                "the one that does multiplies in TF32, so sampling is slow and its log-probabilities are off by more "
+                "than float32's rounding; set train.mixed_precision to 'bf16' on a GPU of compute capability 8.0 or "
+                "higher, or rollout.engine to 'transformers'"
+            )
+        if self.train.sharding != "none" and engine == "transformers":
+            found.append(
+                f"train.sharding is {self.train.sharding!r}, with rollout.engine = 'transformers': each process also "
+                "holds a whole copy of the model to sample with, which is what sharding avoids; set rollout.engine to "
+                "'vllm'"
+            )
+        return found
 
     @property
     def accuracy_reward(self) -> str:

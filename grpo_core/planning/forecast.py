@@ -9,13 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
+from grpo_core.planning.communication import communication
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import check_engine_memory, peak_memory
 from grpo_core.planning.pace import Pace, Throughput
 from grpo_core.planning.plan import Plan
+from grpo_core.planning.remedies import NOTHING_FITS, remedies
 from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape
 from grpo_core.planning.wall_time import wall_time
 
+TITLES = {
+    "memory": "peak memory per GPU",
+    "communication": "communication per update",
+    "time": "wall time",
+    "useful_groups": "groups with a signal",
+}
 PARTS_FROM = 0.01  # of the whole time; smaller parts are not shown
 
 
@@ -30,7 +39,8 @@ def forecast(
     held_out_prompts: int | None = None,
     reward_seconds: float | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Time, useful groups and, on a GPU, memory: each with `how` it was made, or with the `error` that prevented it.
+    """Time, useful groups and, on GPUs, memory and communication: each with `how` it was made, or with the `error` that
+    prevented it. Memory that is not there comes with the `remedies` that would fit.
 
     `source`: the pace of earlier runs, or the one measured, or the reason why there is neither. `gpu`: the one to train
     on; None for a CPU. Raises ConfigError if vLLM's share of the GPU is certainly too small.
@@ -40,8 +50,15 @@ def forecast(
     try:
         shape = load_shape(config.model.name_or_path, config.model.revision)
         if gpu:
-            check_engine_memory(config, shape, lengths, gpu)
-            found["memory"] = peak_memory(config, plan, shape, lengths, gpu)
+            found["memory"] = memory = peak_memory(config, plan, shape, lengths, gpu)
+            if "warning" in memory:
+                memory["remedies"] = remedies(config, plan, shape, lengths, gpu)
+            try:
+                check_engine_memory(config, shape, lengths, gpu)
+            except ConfigError as error:
+                raise ConfigError("\n".join([str(error), *map(_would_fit, memory.get("remedies", []))])) from error
+            if plan.num_processes > 1:
+                found["communication"] = communication(config, plan, shape, gpu)
     except ForecastError as error:
         if gpu:
             found["memory"] = {"error": str(error)}
@@ -81,13 +98,19 @@ def useful_groups(pass_rates: Sequence[float], num_generations: int) -> dict[str
 def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """The forecasts in words: quantity, value, how it was made."""
     for name, found in forecasts.items():
-        title = {"memory": "peak memory per GPU", "time": "wall time", "useful_groups": "groups with a signal"}[name]
+        title = TITLES[name]
         if "error" in found:
             yield title, "unknown until a first run" if name == "time" else "unknown", found["error"]
         elif name == "memory":
             warning = f": {found['warning']}" if "warning" in found else ""
             yield title, _size(found["peak_memory_gib"]) + warning, found["how"]
-            yield from ((f"  {part}", _size(size), "") for part, size in found["parts_gib"].items() if size)
+            yield from _sizes(found)
+            if "remedies" in found:
+                fitting = [("  would fit", _size(it["peak_memory_gib"]), it["change"]) for it in found["remedies"]]
+                yield from fitting or [("  would fit", "nothing", NOTHING_FITS)]
+        elif name == "communication":
+            yield title, _duration(found["seconds_per_update"] / 3600), found["how"]
+            yield from _sizes(found)
         elif name == "time":
             yield title, _duration(found["wall_time_hours"]), found["how"]
             parts, least = found["parts_hours"], PARTS_FROM * found["wall_time_hours"]
@@ -96,6 +119,14 @@ def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
                 yield "GPU hours", f"{found['gpu_hours']:.2f}", ""
         else:
             yield title, f"{found['share']:.1%}", found["how"]
+
+
+def _would_fit(remedy: Mapping[str, Any]) -> str:
+    return f"would fit, with {_size(remedy['peak_memory_gib'])} per GPU: {remedy['change']}"
+
+
+def _sizes(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    return ((f"  {part}", _size(size), "") for part, size in found["parts_gib"].items() if size)
 
 
 def _size(gib: float) -> str:

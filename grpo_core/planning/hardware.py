@@ -36,6 +36,10 @@ MEMORY_MIB = {
     "L4": 23_034,
     "T4": 15_360,
 }
+GPUS_PER_MACHINE = 8  # assumed of a machine that is not this one
+# Bytes per second and direction, assumed: of a GPU within its machine (NVLink by the data sheet of an A100), and of a
+# whole machine to the others (one network adapter of 200 Gbit/s).
+WITHIN_MACHINE, BETWEEN_MACHINES = 300e9, 25e9
 Value = TypeVar("Value")
 BEFORE_BF16 = {"T4": (7, 5), "V100": (7, 0), "P100": (6, 0)}  # compute capability
 
@@ -43,11 +47,13 @@ BEFORE_BF16 = {"T4": (7, 5), "V100": (7, 0), "P100": (6, 0)}  # compute capabili
 @dataclass(frozen=True)
 class Gpu:
     """A GPU's name and its memory; `memory_gib` is None if it is not known. `among`: the kinds of GPU of a machine that
-    has several, of which this one has the least memory; otherwise ""."""
+    has several, of which this one has the least memory; otherwise "". `per_machine`: GPUs of its machine that a
+    training sees; None if the machine is not this one."""
 
     name: str
     memory_gib: float | None = None
     among: str = ""
+    per_machine: int | None = None
 
 
 def find_gpu() -> Gpu | None:
@@ -65,7 +71,7 @@ def find_gpu() -> Gpu | None:
     smallest = min(gpus, key=lambda gpu: gpu.memory_gib or 0)
     names = [gpu.name for gpu in gpus]
     kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
-    return Gpu(smallest.name, smallest.memory_gib, ", ".join(kinds) if len(kinds) > 1 else "")
+    return Gpu(smallest.name, smallest.memory_gib, ", ".join(kinds) if len(kinds) > 1 else "", len(gpus))
 
 
 def query_gpus(quantities: str) -> list[str]:

@@ -11,9 +11,9 @@ from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_parameters
+from grpo_core.planning.sharding import FLOAT, HALF, how_shared, sharing_processes, width, working_set
 
 GIB = 2**30
-FLOAT, HALF = 4, 2  # bytes
 KV_BLOCK = 16  # tokens per block of vLLM's KV cache, one of which it never gives to a sequence
 MOST_UTILISATION = 0.95  # beyond it, what CUDA itself needs is no longer there
 
@@ -21,24 +21,29 @@ MOST_UTILISATION = 0.95  # beyond it, what CUDA itself needs is no longer there
 def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> dict[str, Any]:
     """Peak memory per GPU in bytes, by its parts, for completions of full length.
 
-    Sampling and training take turns: of gradients, activations and logits on one side and the KV cache on the other,
-    only the larger counts. vLLM in the training process takes its share of the GPU for weights, workspace and cache; it
+    Sampling and training take turns: of gradients and what a pass needs on one side and the KV cache on the other, only
+    the larger counts. vLLM in the training process takes its share of the GPU for weights, workspace and cache; it
     keeps the weights, which in full fine-tuning are also the ones that the training computes with, and lends the rest
     to the training. Memory of separate vLLM servers is not included.
     """
     weights, prompt, engine = shape.parameters, lengths.longest, config.rollout.engine_on(has_gpu=True)
-    lora = config.model.use_peft
+    lora, sharded = config.model.use_peft, config.train.sharding != "none"
     trained, frozen = (adapter_parameters(shape, config), weights) if lora else (weights, 0)
     half = config.train.mixed_precision == "bf16"
-    width = _width(config)
+    w, sharing = width(config), sharing_processes(config, gpu)
     rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
     tokens = rows * (prompt + completion)
     per_process = -(-plan.generation_batch_size // plan.num_processes)
     in_flight = {"vllm": per_process, "vllm-server": 0}.get(engine, min(per_process, MAX_ROWS))
     cache: float = in_flight * (prompt + completion) * _kv_bytes(config, shape)
     sampled = f"{in_flight} completions sampled together by {engine}"
-    # For a server, the weights that are sent to it: a copy that stays as it is while the policy moves.
-    engine_weights = {"vllm": _vllm_weights(config, shape), "vllm-server": width * weights}.get(engine, 0.0)
+    # For a server, the weights that are sent to it: a copy that stays as it is while the policy moves, which shares
+    # have in the host's memory. The transformers engine samples with the trained weights, or, of shares, a whole copy.
+    engine_weights = {
+        "vllm": _vllm_weights(config, shape),
+        "vllm-server": w * weights * (not sharded),
+        "transformers": w * weights * sharded,
+    }[engine]
     if engine == "vllm-server":
         sampled = "sampled by servers elsewhere"
     elif engine == "vllm":
@@ -50,26 +55,29 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         else:
             sampled += f"a memory that is not known; counted is a cache for {in_flight} completions"
     # Bytes per token that a layer keeps for the backward pass: norms and residuals in float32, the rest as computed.
-    per_layer = FLOAT * 6 * shape.hidden + width * (5 * shape.attention + 4 * shape.intermediate)
+    per_layer = FLOAT * 6 * shape.hidden + w * (5 * shape.attention + 4 * shape.widest)
     # Recomputing holds one layer's activations and about as much of their gradients.
     kept_layers = 2 if config.train.gradient_checkpointing else shape.layers
     checkpoints = FLOAT * shape.layers * shape.hidden if config.train.gradient_checkpointing else 0
-    shared = engine == "vllm" and not lora and config.rollout.vllm_tensor_parallel_size == 1
+    logits = w * min(rows * completion, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary
+    # Of a chunk, which their gradient overwrites, and the float32 sum of the output layer's gradient.
+    head_gradient = FLOAT * shape.vocabulary * shape.hidden * (not lora)
+    activations = tokens * (kept_layers * per_layer + checkpoints)
+    each = FLOAT * trained / (1 if lora else sharing)  # a float32 number per trained parameter; adapters stay whole
+    shared = engine == "vllm" and not lora and not sharded and config.rollout.vllm_tensor_parallel_size == 1
     held = {
         # Of a LoRA base, bf16 keeps no float32 weights on the GPU.
-        "weights": FLOAT * trained if half else FLOAT * (frozen + trained) * (not shared),
-        "optimizer": 2 * FLOAT * trained,
-        "reference": width * weights * (config.algorithm.beta > 0 and not lora),
-        "bf16_copy": HALF * (frozen + trained) * (half and not shared),
+        "weights": (each + FLOAT * frozen / sharing * (not half)) * (half or not shared),
+        "optimizer": 2 * each,
+        "reference": _reference(config, shape) / sharing,
+        # What is gathered layer by layer needs no copy.
+        "bf16_copy": HALF * (frozen / sharing + trained * (lora or not sharded)) * (half and not shared),
         "engine_weights": engine_weights,
     }
-    training = {
-        "gradients": FLOAT * trained,
-        "activations": tokens * (kept_layers * per_layer + checkpoints),
-        # Of a chunk, which their gradient overwrites, and the float32 sum of the output layer's gradient.
-        "logits": width * min(rows * completion, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary
-        + FLOAT * shape.vocabulary * shape.hidden * (not lora),
-    }
+    passes: dict[str, float] = {"activations": activations, "logits": logits + head_gradient}
+    if sharded:
+        passes = working_set(config, shape, activations, logits, head_gradient)
+    training = {"gradients": each} | passes
     total = sum(held.values()) + max(sum(training.values()), cache)
     found = {
         "peak_memory_gib": total / GIB,
@@ -79,8 +87,8 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
             f"estimate for one {gpu.name}"
             + (f" (this machine has {gpu.among})" if gpu.among else "")
             + f", from the model's config: {rows} completions per micro-step, prompts of {prompt} tokens "
-            f"({lengths.how}), completions of {completion}; {sampled}; of gradients, activations and logits together, "
-            "and KV cache, the larger counts"
+            f"({lengths.how}), completions of {completion}; {how_shared(config, gpu)}{sampled}; of gradients and "
+            "what a pass needs together, and KV cache, the larger counts"
         ),
     }
     if gpu.memory_gib:
@@ -112,7 +120,7 @@ def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLen
         f"set it to at least {least:g} (more, if vLLM then says that its own workspace lacks room)"
         if least <= MOST_UTILISATION
         else "take a GPU with more memory, a smaller model"
-        + (", train.mixed_precision = 'bf16'" if _width(config) == FLOAT else "")
+        + (", train.mixed_precision = 'bf16'" if width(config) == FLOAT else "")
         + ", or rollout.vllm_tensor_parallel_size, for training processes that sample together"
     )
     raise ConfigError(
@@ -122,19 +130,25 @@ def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLen
     )
 
 
-def _width(config: RunConfig) -> int:
-    """Bytes per number that passes compute with."""
-    return HALF if config.train.mixed_precision == "bf16" else FLOAT
+def _reference(config: RunConfig, shape: ModelShape) -> int:
+    """Bytes of the reference policy. One that moves is float32; unless it is shared, with a copy to compute with."""
+    algorithm = config.algorithm
+    if algorithm.beta == 0 or config.model.use_peft:
+        return 0
+    w = width(config)
+    if not algorithm.sync_ref_model:
+        return w * shape.parameters
+    return (FLOAT + w * (w == HALF and config.train.sharding == "none")) * shape.parameters
 
 
 def _vllm_weights(config: RunConfig, shape: ModelShape) -> float:
     """Bytes of the weights of vLLM in the training processes, per GPU."""
-    return _width(config) * shape.parameters / config.rollout.vllm_tensor_parallel_size
+    return width(config) * shape.parameters / config.rollout.vllm_tensor_parallel_size
 
 
 def _kv_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Bytes of keys and values per token."""
-    return 2 * shape.layers * shape.key_value * _width(config)
+    return 2 * shape.layers * shape.key_value * width(config)
 
 
 def _gib(gib: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_core.config.run import RunConfig
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 class ForecastError(ValueError):
@@ -18,16 +18,41 @@ class ForecastError(ValueError):
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of one MLP."""
+
+    layers: int  # that have it
+    number: int  # experts per layer
+    taken: int  # by a token
+    intermediate: int  # of one expert
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """A decoder of the Llama family: grouped-query attention, gated MLP. Sizes in elements."""
+    """A decoder of the Llama family: grouped-query attention, gated MLP or a mixture of such. Sizes in elements."""
 
     layers: int
     hidden: int
     attention: int  # query heads · head size
     key_value: int  # key-value heads · head size
-    intermediate: int
+    intermediate: int  # of the MLP
     vocabulary: int
     parameters: int
+    outside: int  # parameters that are in no layer: embedding, last norm and head; a tied head counts once
+    largest_layer: int  # its parameters
+    experts: Experts = Experts(0, 0, 0, 0)
+
+    @property
+    def widest(self) -> int:
+        """Intermediate size that a token passes in one layer: of an MLP, or of all experts that it takes."""
+        plain = self.intermediate if self.experts.layers < self.layers else 0
+        return max(plain, self.experts.taken * self.experts.intermediate)
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token passes: all but those of the experts that it does not take."""
+        it = self.experts
+        return self.parameters - it.layers * (it.number - it.taken) * 3 * self.hidden * it.intermediate
 
 
 @dataclass(frozen=True)
@@ -89,17 +114,45 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     intermediate, vocabulary = config["intermediate_size"], config["vocab_size"]
     biased = family == "qwen2" or config.get("attention_bias", False)
     attention = 2 * h * q + 2 * h * kv + (q + 2 * kv) * biased + h * (biased and family != "qwen2")
-    attention += 2 * size * (family == "qwen3")  # norms of queries and keys
+    attention += 2 * size * family.startswith("qwen3")  # norms of queries and keys
     mlp = 3 * h * intermediate + (2 * intermediate + h) * config.get("mlp_bias", False)
-    embeddings = vocabulary * h * (1 if config.get("tie_word_embeddings", False) else 2)
-    parameters = layers * (attention + mlp + 2 * h) + h + embeddings
-    return ModelShape(layers, h, q, kv, intermediate, vocabulary, parameters)
+    outside = vocabulary * h * (1 if config.get("tie_word_embeddings", False) else 2) + h
+    experts = _experts(config) if family == "qwen3_moe" else Experts(0, 0, 0, 0)
+    mixture = experts.number * (3 * h * experts.intermediate + h)  # with the router
+    mlps = [mlp] * (layers - experts.layers) + [mixture] * experts.layers
+    return ModelShape(
+        layers=layers,
+        hidden=h,
+        attention=q,
+        key_value=kv,
+        intermediate=intermediate,
+        vocabulary=vocabulary,
+        parameters=outside + layers * (attention + 2 * h) + sum(mlps),
+        outside=outside,
+        largest_layer=attention + 2 * h + max(mlps),
+        experts=experts,
+    )
+
+
+def _experts(config: Mapping[str, Any]) -> Experts:
+    """The mixtures of a Qwen3 MoE; its other layers have one MLP."""
+    plain, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    number = config["num_experts" if "num_experts" in config else "num_local_experts"]  # of transformers 4, and 5
+    layers = range(config["num_hidden_layers"]) if number else ()
+    mixtures = [it for it in layers if it not in plain and (it + 1) % every == 0]
+    return Experts(len(mixtures), number, config["num_experts_per_tok"], config["moe_intermediate_size"])
 
 
 def adapter_parameters(shape: ModelShape, config: RunConfig) -> int:
-    """Parameters of the LoRA adapter: r·(in + out) for each adapted linear layer."""
-    h, q, kv, i = shape.hidden, shape.attention, shape.key_value, shape.intermediate
-    sizes = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h}
-    sizes |= {"gate_proj": h + i, "up_proj": h + i, "down_proj": i + h}
+    """Parameters of the LoRA adapter: r·(in + out) for each adapted linear layer.
+
+    peft fuses the gate and up projections of each expert, with twice the rank, and adapts the router by default.
+    """
+    h, q, kv, i, experts = shape.hidden, shape.attention, shape.key_value, shape.intermediate, shape.experts
+    each, plain, mixed = shape.layers, shape.layers - experts.layers, experts.layers * experts.number
+    sizes = {"q_proj": each * (h + q), "k_proj": each * (h + kv), "v_proj": each * (h + kv), "o_proj": each * (q + h)}
+    sizes |= dict.fromkeys(("gate_proj", "up_proj"), plain * (h + i) + mixed * (h + 2 * experts.intermediate))
+    sizes |= {"down_proj": plain * (i + h) + mixed * (experts.intermediate + h)}
+    sizes |= {"gate": experts.layers * (h + experts.number)}
     adapted = config.model.lora_target_modules or list(sizes)
-    return shape.layers * config.model.lora_r * sum(sizes.get(name, 0) for name in adapted)
+    return config.model.lora_r * sum(sizes.get(name, 0) for name in adapted)

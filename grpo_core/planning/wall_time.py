@@ -65,6 +65,13 @@ def wall_time(
     return found | ({"gpu_hours": hours * plan.num_processes} if gpu else {})
 
 
+def scorings(config: RunConfig, plan: Plan) -> int:
+    """Forward passes over each completion before it is trained on: for the reference's log-probabilities, and for the
+    policy's old ones or its entropies."""
+    algorithm = config.algorithm
+    return (algorithm.beta > 0) + (not plan.on_policy or algorithm.top_entropy_quantile < 1)
+
+
 def _measured(
     config: RunConfig,
     plan: Plan,
@@ -79,10 +86,7 @@ def _measured(
     per_process = plan.generation_batch_size / plan.num_processes
     completion_seconds = pace.sample_seconds / pace.completions
     scored = (reward_seconds or 0.0) * rounds * per_process * plan.rollouts
-    # Passes before the updates: the reference's log-probabilities, and the policy's old ones or entropies.
-    algorithm = config.algorithm
-    before = (algorithm.beta > 0) + (not plan.on_policy or algorithm.top_entropy_quantile < 1)
-    slices = plan.rollouts * plan.steps_per_generation * (plan.num_iterations + FORWARD * before)
+    slices = plan.rollouts * plan.steps_per_generation * (plan.num_iterations + FORWARD * scorings(config, plan))
     updates = {
         "updates": plan.rollouts * rounds * per_process * completion_seconds
         + scored
@@ -137,11 +141,12 @@ def _assumed(
         raise ForecastError("no earlier run is known, and a pace is assumed only with train.mixed_precision = 'bf16'")
     if shape is None:
         raise ForecastError("neither an earlier run nor the model's size is known")
-    flops = shape.parameters * (FLOPS_PER_PARAMETER + FLOPS_RECOMPUTED * config.train.gradient_checkpointing)
+    flops = shape.active * (FLOPS_PER_PARAMETER + FLOPS_RECOMPUTED * config.train.gradient_checkpointing)
     longest = config.rollout.max_completion_length
     tokens = plan.completions * (lengths.mean + longest) / plan.num_processes
     return {"updates": tokens * flops / (peak * ASSUMED_UTILISATION)}, (
         f"no earlier run is known; assumed, not measured: {ASSUMED_UTILISATION:.0%} ({UTILISATION_SOURCE}) of the "
         f"{peak / 1e12:.0f} TFLOP/s of one {gpu.name} per process, completions of full length ({longest} tokens), "
         "without start, evaluations and checkpoints"
+        + ("; communication may come on top" if plan.num_processes > 1 else "")
     )

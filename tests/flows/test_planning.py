@@ -14,6 +14,7 @@ import pytest
 import tomli_w
 
 from tests.conftest import config_values, make_model
+from tests.qwen import QWEN
 from tests.serving import free_ports
 
 FIGURES = [
@@ -112,6 +113,19 @@ def test_float32_in_vllm_is_named_for_a_gpu_only(config: Path) -> None:
         keys = ["--set", "train.mixed_precision=no", "--set", "rollout.engine=vllm"]
         notes = _json(config, "--gpu", gpu, *keys)["notes"]
         assert sum("train.mixed_precision is 'no', with vLLM on a GPU" in note for note in notes) == named
+
+
+@pytest.mark.slow
+def test_what_would_fit_is_shown_whole_on_a_narrow_screen(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN["7B"]))
+    keys = {"model.name_or_path": tmp_path, "rollout.engine": "vllm", "train.mixed_precision": "bf16"}
+    changes = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    options = ("--gpu", "H100", "--num-prompts", 100, *changes)
+    shown = _grpo(config, *options, COLUMNS="80", GRPO_STORAGE=str(tmp_path)).stdout
+    assert "would fit" in shown and "…" not in shown
+    remedies = _json(config, *options, GRPO_STORAGE=str(tmp_path))["forecasts"]["memory"]["remedies"]
+    assert shown.count("would fit") == len(remedies) > 0
+    assert all(remedy["changes"] and remedy["peak_memory_gib"] < 79.6 for remedy in remedies)
 
 
 def test_a_completion_longer_than_the_model_s_positions_is_refused(config: Path) -> None:

@@ -311,6 +311,22 @@ def test_float32_in_vllm_on_a_gpu_is_named_with_what_to_set(engine: str, precisi
     assert all("set train.mixed_precision to 'bf16'" in note for note in notes)
 
 
+@pytest.mark.parametrize("engine", ["auto", "vllm", "vllm-server", "transformers"])
+@pytest.mark.parametrize("sharding", ["none", "full", "hybrid"])
+def test_a_whole_copy_to_sample_with_is_named_where_the_model_is_sharded(engine: str, sharding: str) -> None:
+    train = {"num_processes": 2, "mixed_precision": "bf16", "sharding": sharding}
+    notes = parse_config(_with("rollout.engine", engine) | {"train": train}).gpu_notes
+    assert bool(notes) == (engine == "transformers" and sharding != "none")
+    assert all("a whole copy of the model" in note and "rollout.engine to 'vllm'" in note for note in notes)
+
+
+@pytest.mark.parametrize("sharding", ["full", "hybrid"])
+def test_sharding_needs_several_processes(sharding: str) -> None:
+    with pytest.raises(ConfigError, match=f"sharding='{sharding}' with num_processes=1: a single process holds"):
+        parse_config(VALUES | {"train": {"sharding": sharding}})
+    parse_config(VALUES | {"train": {"sharding": sharding, "num_processes": 2}})
+
+
 def test_a_configuration_cannot_be_changed_by_accident() -> None:
     config: Any = RunConfig.model_validate(VALUES)
     with pytest.raises(Exception, match="frozen"):

@@ -1,0 +1,64 @@
+"""Bytes that training processes send each other per update. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from grpo_core.config.run import RunConfig
+from grpo_core.planning.hardware import BETWEEN_MACHINES, WITHIN_MACHINE, Gpu
+from grpo_core.planning.plan import Plan
+from grpo_core.planning.shapes import ModelShape, adapter_parameters
+from grpo_core.planning.sharding import FLOAT, per_machine, sharing_processes, width
+from grpo_core.planning.wall_time import scorings
+
+GIB = 2**30
+
+
+def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu) -> dict[str, Any]:
+    """Bytes between GPUs per update, for completions of full length, and the seconds that they take by themselves.
+
+    Parts: `gathered`, the weights that a process receives; `reduced`, the gradients that it sends, in float32;
+    `between_machines`, what a machine receives from the others. A pass gathers the layers twice (forward, backward)
+    and the rest once, and reduces all gradients; without sharding, and of an adapter, they are reduced once per update.
+    Scoring (old and reference log-probabilities) and the hand-over to the engine gather every weight once.
+    """
+    lora, sharding = config.model.use_peft, config.train.sharding
+    processes, sharing = plan.num_processes, sharing_processes(config, gpu)
+    machines = math.ceil(processes / per_machine(config, gpu))
+    passes, rollouts = plan.gradient_accumulation_steps, plan.rollouts / plan.max_steps
+    scored = plan.steps_per_generation * scorings(config, plan)
+    weights = 0.0
+    if sharding != "none":
+        numbers: float = passes * (2 * shape.parameters - shape.outside)
+        numbers += rollouts * (scored + (not lora)) * shape.parameters
+        weights = width(config) * numbers
+    trained = adapter_parameters(shape, config) if lora else shape.parameters
+    gradients = FLOAT * trained * (1 if lora or sharding == "none" else passes)
+    if lora or sharding == "none":  # an all-reduce: everything goes around twice
+        reduced, crossing = 2 * _of_others(processes) * gradients, 2.0 * gradients
+    elif sharding == "full":
+        reduced, crossing = _of_others(processes) * gradients, gradients
+    else:
+        reduced = _of_others(sharing) * gradients + 2 * _of_others(machines) * gradients / sharing
+        crossing = 2 * gradients
+    crossing = _of_others(machines) * (crossing + weights * (sharding == "full"))
+    gathered = _of_others(sharing) * weights
+    found = {"gathered": gathered, "reduced": reduced, "between_machines": crossing}
+    return {
+        "seconds_per_update": (gathered + reduced) / WITHIN_MACHINE + crossing / BETWEEN_MACHINES,
+        "parts_gib": {name: size / GIB for name, size in found.items()},
+        "passes_per_update": passes,
+        "how": (
+            f"estimate for {processes} processes on {machines} machine{'s' * (machines > 1)}, per process; "
+            f"{passes} passes per update, fewer if completions are short; assumed, not measured: "
+            f"{WITHIN_MACHINE / 1e9:g} GB/s per GPU within a machine"
+            + f", {BETWEEN_MACHINES / 1e9:g} GB/s per machine to the others" * (machines > 1)
+            + "; computation hides part of it"
+        ),
+    }
+
+
+def _of_others(processes: int) -> float:
+    """Part of an array that is the other processes' when all hold equal parts of it."""
+    return (processes - 1) / processes

@@ -1,0 +1,142 @@
+"""What would fit, if the forecast memory does not: fewer bytes per GPU, each by the same forecast. Imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_core.config.files import parse_config
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
+from grpo_core.planning.hardware import Gpu
+from grpo_core.planning.memory import MOST_UTILISATION, check_engine_memory, peak_memory
+from grpo_core.planning.plan import Plan, PlanError, make_plan, plan_inputs
+from grpo_core.planning.shapes import ModelShape, PromptLengths
+
+Changes = dict[str, Any]  # section.key → new value
+
+PROCESSES = (2, 4, 8, 16, 32, 64)
+TOGETHER = (2, 4, 8)  # vllm_tensor_parallel_size
+SHARES = tuple(tenths / 10 for tenths in range(9, 0, -1))  # gpu_memory_utilization
+SHOWN = 6
+NOTHING_FITS = (
+    f"neither sharding over up to {PROCESSES[-1]} processes nor recomputing, LoRA, sampling together, a smaller share "
+    "for vLLM, or all of these: take a smaller model, a GPU with more memory, a smaller "
+    "train.per_device_train_batch_size, or shorter completions"
+)
+
+
+def remedies(
+    config: RunConfig, plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu
+) -> list[dict[str, Any]]:
+    """Changes of the configuration whose forecast fits the GPU, with the `peak_memory_gib` and `num_processes` of each;
+    `change`: in words.
+
+    Of the numbers of processes, and of those that sample together, the smallest that fits; of vLLM's shares the
+    largest. Several kinds of change go together only if fewer of them do not fit, or only on more processes. Where it
+    can be, the batch of an update stays the same.
+    """
+    kinds = {
+        "sharding": [*_sharding(config)],
+        "recomputing": [*_recomputing(config)],
+        "lora": [*_lora(config)],
+        "together": [*_together(config)],
+        "share": [*_smaller_share(config)],
+    }
+    found: dict[frozenset[str], dict[str, Any]] = {}
+    for size in range(1, len(kinds) + 1):
+        for chosen in map(frozenset, itertools.combinations(kinds, size)):
+            less = [it["num_processes"] for parts, it in found.items() if parts < chosen]
+            tried = map(_merged, itertools.product(*(values for kind, values in kinds.items() if kind in chosen)))
+            fits = next(_fitting(config, tried, plan, shape, lengths, gpu), None)
+            if fits and all(fits["num_processes"] < processes for processes in less):
+                found[chosen] = fits
+    return [*found.values()][:SHOWN]
+
+
+def _sharding(config: RunConfig) -> Iterator[Changes]:
+    """Sharding over the present processes, then over more of them, with the same batch if that can be divided."""
+    train, present = config.train, config.train.num_processes
+    batch = train.per_device_train_batch_size * present * train.gradient_accumulation_steps
+    for processes in (present, *(it for it in PROCESSES if it > present)):
+        changes: Changes = {} if train.sharding == "full" else {"train.sharding": "full"}
+        if processes != present:
+            changes["train.num_processes"] = processes
+            if batch % processes == 0:
+                rows = math.gcd(train.per_device_train_batch_size, batch // processes)
+                changes["train.per_device_train_batch_size"] = rows
+                changes["train.gradient_accumulation_steps"] = batch // processes // rows
+        if changes and processes > 1:
+            yield {key: value for key, value in changes.items() if _present(config, key) != value}
+
+
+def _recomputing(config: RunConfig) -> Iterator[Changes]:
+    if not config.train.gradient_checkpointing:
+        yield {"train.gradient_checkpointing": True}
+
+
+def _lora(config: RunConfig) -> Iterator[Changes]:
+    if not config.model.use_peft:
+        yield {"model.use_peft": True}
+
+
+def _together(config: RunConfig) -> Iterator[Changes]:
+    """More training processes that sample together, each with its part of vLLM's weights."""
+    if config.rollout.engine_on(has_gpu=True) == "vllm":
+        present = config.rollout.vllm_tensor_parallel_size
+        yield from ({"rollout.vllm_tensor_parallel_size": it} for it in TOGETHER if it > present)
+
+
+def _smaller_share(config: RunConfig) -> Iterator[Changes]:
+    """Less of the GPU for vLLM in the training process."""
+    if config.rollout.engine_on(has_gpu=True) == "vllm":
+        present = config.rollout.gpu_memory_utilization
+        yield from ({"rollout.gpu_memory_utilization": it} for it in SHARES if it < present)
+
+
+def _merged(parts: tuple[Changes, ...]) -> Changes:
+    return {key: value for changes in parts for key, value in changes.items()}
+
+
+def _fitting(
+    config: RunConfig, tried: Iterator[Changes], plan: Plan, shape: ModelShape, lengths: PromptLengths, gpu: Gpu
+) -> Iterator[dict[str, Any]]:
+    """Those of the changes that are valid, and fit with what CUDA itself needs."""
+    for changes in tried:
+        try:
+            changed = _changed(config, changes)
+            figures = make_plan(plan_inputs(changed, plan.num_prompts))
+            check_engine_memory(changed, shape, lengths, gpu)
+        except (ConfigError, PlanError):
+            continue
+        memory = peak_memory(changed, figures, shape, lengths, gpu)
+        if memory["peak_memory_gib"] <= MOST_UTILISATION * memory["gpu_memory_gib"]:
+            yield {
+                "changes": changes,
+                "num_processes": figures.num_processes,
+                "peak_memory_gib": memory["peak_memory_gib"],
+                "change": _in_words(changes, plan, figures),
+            }
+
+
+def _present(config: RunConfig, place: str) -> Any:
+    section, _, key = place.partition(".")
+    return getattr(getattr(config, section), key)
+
+
+def _changed(config: RunConfig, changes: Changes) -> RunConfig:
+    values = config.model_dump(exclude_none=True)
+    for place, value in changes.items():
+        section, _, key = place.partition(".")
+        values[section][key] = value
+    return parse_config(values)
+
+
+def _in_words(changes: Changes, before: Plan, after: Plan) -> str:
+    settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in changes.items()).replace('"', "'")
+    kept = "the same" if after.effective_batch_size == before.effective_batch_size else "a"
+    gpus = f"{after.num_processes} GPU{'s' * (after.num_processes > 1)}"
+    return f"{settings} ({gpus}, {kept} batch of {after.effective_batch_size})"

@@ -1,0 +1,84 @@
+"""By how many processes a model is shared, and the memory of weights and gradients that are whole for a moment.
+
+As FSDP2 shards: each decoder layer is gathered while it computes, and one more ahead; what is in no layer (embedding,
+last norm, head) from the beginning of a pass to its end. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from grpo_core.config.run import RunConfig
+from grpo_core.planning.hardware import GPUS_PER_MACHINE, Gpu
+from grpo_core.planning.shapes import ModelShape
+
+FLOAT, HALF = 4, 2  # bytes
+PREFETCHED = 2  # layers whose weights are whole together
+
+
+def width(config: RunConfig) -> int:
+    """Bytes per number that passes compute with."""
+    return HALF if config.train.mixed_precision == "bf16" else FLOAT
+
+
+def per_machine(config: RunConfig, gpu: Gpu) -> int:
+    """Training processes per machine, one per GPU: as this machine has them, otherwise an assumption."""
+    return min(config.train.num_processes, gpu.per_machine or GPUS_PER_MACHINE)
+
+
+def sharing_processes(config: RunConfig, gpu: Gpu) -> int:
+    """Processes that hold one copy of weights, gradients and optimizer state together."""
+    if config.train.sharding == "hybrid":
+        return per_machine(config, gpu)
+    return config.train.num_processes if config.train.sharding == "full" else 1
+
+
+def how_shared(config: RunConfig, gpu: Gpu) -> str:
+    """By how many processes the model is shared, as part of a sentence; "" if each holds all of it."""
+    if config.train.sharding == "none":
+        return ""
+    assumed = "" if gpu.per_machine else f" ({GPUS_PER_MACHINE} GPUs per machine are assumed)"
+    assumed *= config.train.sharding == "hybrid"
+    return f"the model shared by {sharing_processes(config, gpu)} processes{assumed}; "
+
+
+def working_set(
+    config: RunConfig, shape: ModelShape, activations: float, logits: float, head_gradient: float
+) -> dict[str, float]:
+    """Bytes of a sharded pass beside the shares, at its worst moment, by their parts.
+
+    `logits`: those of a chunk; `head_gradient`: the float32 sum of the output layer's gradient, 0 if it is frozen.
+    Tests hold the moments against what torch counts in FSDP2.
+    """
+    w, outside, layer = width(config), shape.outside, shape.largest_layer
+    gathered = w * (outside + PREFETCHED * layer)
+    lora = config.model.use_peft  # then what is gathered is frozen
+    head = w * shape.vocabulary * shape.hidden * (not lora)  # its gradient, from its sum to the end of the pass
+    tied = outside < 2 * shape.vocabulary * shape.hidden
+    moments: list[dict[str, float]] = [
+        # At the beginning, when the first weights are copied out of the buffer that they arrived in.
+        {"gathered": 2 * w * (outside + layer)},
+        {
+            "gathered": gathered,
+            "activations": activations,
+            "logits": logits + head_gradient,
+            "unsharded_gradients": head,
+        },
+    ]
+    if not lora:
+        moments += [
+            # In a layer, while the gradients of the one before are reduced.
+            {
+                "gathered": gathered,
+                "activations": activations,
+                "unsharded_gradients": head + w * layer,
+                "reduce_scatter": FLOAT * layer,
+            },
+            # In the embedding; a tied head's gradient is added to its own, out of place.
+            {
+                "gathered": w * outside,
+                "unsharded_gradients": head * (3 if tied else 2),
+                "reduce_scatter": FLOAT * layer,
+            },
+            # At the end, when the weights are given back.
+            {"unsharded_gradients": w * outside, "reduce_scatter": FLOAT * outside},
+        ]
+    return max(moments, key=lambda parts: sum(parts.values()))

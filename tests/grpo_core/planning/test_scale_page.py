@@ -1,0 +1,72 @@
+"""The tables of docs/how-to/scale.md are what the forecast says today."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_core.config.files import parse_config
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
+from grpo_core.planning.communication import communication
+from grpo_core.planning.hardware import named_gpu
+from grpo_core.planning.memory import MOST_UTILISATION, check_engine_memory, peak_memory
+from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.planning.shapes import PromptLengths
+from tests.conftest import config_values
+from tests.qwen import qwen
+
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "scale.md"
+GPU = named_gpu("H100")
+MODELS = ("7B", "14B", "32B", "72B")
+COMPLETIONS, PER_PASS = 256, 4
+
+
+def _config(processes: int, keys: dict[str, Any]) -> RunConfig:
+    values = {"sharding": "full" if processes > 1 else "none", "num_processes": processes, "mixed_precision": "bf16"}
+    values |= {"per_device_train_batch_size": PER_PASS, "num_generations": 8, "max_completion_length": 512}
+    values |= {"gradient_accumulation_steps": COMPLETIONS // (PER_PASS * processes), "gradient_checkpointing": True}
+    values |= {"engine": "vllm", "vllm_tensor_parallel_size": min(processes, 8)}
+    return parse_config(config_values(Path("model"), Path("data"), **(values | keys)))
+
+
+def _cell(size: str, processes: int, keys: dict[str, Any]) -> str:
+    """GiB per GPU of 80 GB and whether that fits: 256 completions of 512 tokens after prompts of 256, 4 per pass."""
+    config = _config(processes, keys)
+    lengths = PromptLengths(256, 256, "given")
+    try:
+        check_engine_memory(config, qwen(size), lengths, GPU)
+    except ConfigError:
+        return "no"
+    plan = make_plan(plan_inputs(config, 5000))
+    peak, whole = peak_memory(config, plan, qwen(size), lengths, GPU)["peak_memory_gib"], GPU.memory_gib
+    assert whole
+    verdict = "fits" if peak <= MOST_UTILISATION * whole else "tight" if peak <= whole else "no"
+    return f"{peak:.0f} {verdict}" if verdict != "fits" else f"**{peak:.0f}** fits"
+
+
+@pytest.mark.parametrize(
+    ("keys", "numbers"),
+    [({}, (8, 16, 32, 64)), ({"use_peft": True, "gpu_memory_utilization": 0.5}, (1, 2, 4, 8))],
+    ids=["all weights", "LoRA"],
+)
+def test_the_tables_of_what_fits_are_the_forecast_s(keys: dict[str, Any], numbers: tuple[int, ...]) -> None:
+    table = [
+        "| Qwen2.5 | " + " | ".join(f"{number} GPU{'s' * (number > 1)}" for number in numbers) + " | how it is known |",
+        "|---" * (len(numbers) + 2) + "|",
+        *(
+            f"| {size} | " + " | ".join(_cell(size, number, keys) for number in numbers) + " | estimated |"
+            for size in MODELS
+        ),
+    ]
+    assert "\n".join(table) in PAGE.read_text(), "put this table into the page:\n" + "\n".join(table)
+
+
+def test_the_page_s_example_of_communication_is_the_forecast_s() -> None:
+    config = _config(8, {})
+    found = communication(config, make_plan(plan_inputs(config, 5000)), qwen("7B"), GPU)
+    parts, page = found["parts_gib"], " ".join(PAGE.read_text().split())
+    said = f"{parts['gathered']:.0f} GiB gathered and {parts['reduced']:.0f} GiB reduced per process and update"
+    assert f"{said}, {found['seconds_per_update']:.1f} s at an assumed 300 GB/s per GPU" in page

@@ -1,0 +1,35 @@
+"""config.json of the Qwen2.5 models, as far as forecasts read it, and the sizes that follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_core.planning.shapes import ModelShape, model_shape
+
+
+def _config(hidden: int, layers: int, heads: int, intermediate: int, *, small: bool = False) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": {896: 2, 1536: 2, 3584: 4}.get(hidden, 8),
+        "intermediate_size": intermediate,
+        "vocab_size": 151_936 if small else 152_064,
+        "tie_word_embeddings": small,
+    }
+
+
+QWEN = {
+    "0.5B": _config(896, 24, 14, 4864, small=True),
+    "1.5B": _config(1536, 28, 12, 8960, small=True),
+    "7B": _config(3584, 28, 28, 18944),
+    "14B": _config(5120, 48, 40, 13824),
+    "32B": _config(5120, 64, 40, 27648),
+    "72B": _config(8192, 80, 64, 29568),
+}
+
+
+def qwen(size: str) -> ModelShape:
+    """Sizes of Qwen2.5 of this size ("7B")."""
+    return model_shape(QWEN[size])
