@@ -132,7 +132,7 @@ def write_shares(tensors: dict[str, Any], folder: Path) -> None:
 def read_shares(tensors: dict[str, Any], folder: Path) -> None:
     """Fill the tensors, in place, with what `write_shares` wrote; the number of processes may be another one."""
     with _one_error():
-        checkpoint.load(tensors, checkpoint_id=folder, process_group=_control)
+        checkpoint.load(tensors, checkpoint_id=folder, process_group=_control, no_dist=not dist.is_initialized())
 
 
 @contextmanager

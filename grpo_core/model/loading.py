@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig, mixin
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.distributed import own_share, whole
+from grpo_core.distributed import copy_whole, own_share, whole
 from grpo_core.model.precision import in_bfloat16
 
 
@@ -120,7 +120,7 @@ def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     if own.keys() != state.keys():
         raise ValueError(f"the saved parameters are others than the model's: {sorted(own.keys() ^ state.keys())[:5]}")
     for name, parameter in own.items():
-        parameter.copy_(state[name])
+        copy_whole(state[name], parameter)
 
 
 @torch.no_grad()

@@ -71,10 +71,11 @@ def keep_best(session: Session, state: TrainingState, folder: Path, checkpoints:
 
 def load_best(session: Session, step: int, folder: Path) -> None:
     """Take the policy as it was evaluated after `step` back into the model."""
-    if is_sharded(session.model):
-        read_shares(trainable_state(session.model), _best(folder, step))
+    weights = _best(folder, step) / WEIGHTS
+    if weights.exists():
+        load_trainable_state(session.model, load_file(weights))
     else:
-        load_trainable_state(session.model, load_file(_best(folder, step) / WEIGHTS))
+        read_shares(trainable_state(session.model), weights.parent)
 
 
 def _best(folder: Path, step: int) -> Path:
