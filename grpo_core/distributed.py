@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, gather, reduce
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -110,11 +110,26 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """True if each process has a part of the tensor."""
+    return isinstance(tensor, DTensor)
+
+
+def sharers(model: nn.Module) -> int:
+    """The number of processes that share one copy of a sharded model: blocks of consecutive ones."""
+    return next(tensor.device_mesh.size(-1) for tensor in model.parameters() if isinstance(tensor, DTensor))
+
+
+def share_like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Values that every process has whole, shared as the tensor is; themselves if it is not."""
+    if isinstance(tensor, DTensor):
+        return distribute_tensor(values.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+    return values
+
+
 def copy_whole(values: Tensor, tensor: Tensor) -> None:
     """Copy values that every process has whole into the tensor, or its share of them if the processes share it."""
-    if isinstance(tensor, DTensor):
-        values = distribute_tensor(values.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.copy_(values)
+    tensor.copy_(share_like(tensor, values))
 
 
 def own_share(tensor: Tensor) -> Tensor:

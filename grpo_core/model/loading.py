@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig, mixin
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.distributed import copy_whole, own_share, whole
+from grpo_core.distributed import copy_whole, is_shared, own_share, share_like, whole
 from grpo_core.model.precision import in_bfloat16
 
 
@@ -132,6 +133,29 @@ def whole_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
     head that is tied to the embedding comes under both names: vLLM on a CPU, when it gets only the embedding, goes on
     with a packed copy of the old head.
     """
+    for name, tensor, changes in _named_weights(model):
+        weights = whole(tensor.to(dtype or tensor.dtype))
+        for change in changes:
+            weights = weights + change
+        yield name, weights
+
+
+@torch.no_grad()
+def weight_shares(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """This process's shares of `whole_weights`, rows of each; nothing is gathered. What the processes do not share is
+    whole in the main one and left out in the others."""
+    for name, tensor, changes in _named_weights(model):
+        found = tensor.to(dtype)
+        for change in changes:
+            found = found + share_like(found, change)
+        if is_shared(found):
+            yield name, own_share(found)
+        elif PartialState().is_main_process:
+            yield name, found
+
+
+def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
+    """Each weight by its name in the base model, with the changes that adapters add to it."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     changes: dict[int, list[Tensor]] = defaultdict(list)
     for module in base.modules():
@@ -141,10 +165,7 @@ def whole_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
             changes[id(parameter)] += [module.get_delta_weight(adapter) for adapter in module.active_adapters]
     for name, tensor in base.state_dict(keep_vars=True).items():
         if ".lora_" not in name:
-            weights = whole(tensor.detach().to(dtype or tensor.dtype))
-            for change in changes.get(id(tensor), ()):
-                weights = weights + change
-            yield name.replace(".base_layer", ""), weights
+            yield name.replace(".base_layer", ""), tensor.detach(), changes.get(id(tensor), [])
 
 
 def plain_weights(model: Any) -> dict[str, Tensor]:

@@ -180,7 +180,8 @@ class VLLMEngine:
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Have vLLM's own loader take the weights, layer by layer."""
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        with unpacked_linear_layers():  # as they were made
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
     def _find_copies(self, weights: dict[str, Tensor]) -> Copies | None:
         (copies,) = self.llm.apply_model(lambda engine_model: find_copies(engine_model, weights))

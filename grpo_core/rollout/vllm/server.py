@@ -18,17 +18,20 @@ from collections.abc import Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
+import torch
 from accelerate import PartialState
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, wait_for_all
 from grpo_core.model.loading import plain_weights
+from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Weights
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm.serve import ADDRESSES, largest_group, wrong_vllm
+from grpo_core.rollout.vllm.snapshot import take_snapshot
 
 TURN_SECONDS = 0.05  # after which a caller that waits for completions may do something else
 NOT_A_NUMBER = -9999.0  # vLLM's answers have it for a log-probability of NaN or -inf
@@ -58,6 +61,7 @@ class VLLMServerEngine:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each open request is a connection
         process = PartialState()
         self.sends = process.is_main_process
+        self.dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
         self.token = from_main(uuid.uuid4().hex)
         holder = f"run {config.name!r} on {socket.gethostname()}, process {os.getpid()}"
         on_cpu = next(model.parameters()).device.type == "cpu"
@@ -85,7 +89,11 @@ class VLLMServerEngine:
         for server in self.servers:
             server.wanted = NO_WEIGHTS  # which frees the last copy before there is another
         version = f"{self.token}-{next(self.versions)}"
-        weights = Weights(version, plain_weights(model) if self.sends else None)
+        if is_sharded(model):
+            snapshot: Mapping[str, Tensor] | None = take_snapshot(model, self.dtype, mine=self.sends)
+        else:
+            snapshot = plain_weights(model) if self.sends else None
+        weights = Weights(version, snapshot)
         for server in self.servers:
             server.wanted = weights
         self._run(_all(server.restore() for server in self.servers))

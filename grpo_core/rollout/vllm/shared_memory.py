@@ -7,11 +7,13 @@ it: however the trainer ends, the memory goes with it. Both sides import this mo
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from vllm.distributed.weight_transfer import (
     TrainerWeightTransferEngine,
     VLLMWeightSyncClient,
@@ -24,6 +26,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransfe
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 BACKEND = "shared_memory"
+PART_BYTES = 2**29  # of weights, that are sent with one request
 
 
 def pid_namespace_id() -> str:
@@ -64,12 +67,27 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine[SharedMemoryTrainerI
 
     def send_weights(self) -> None:
         assert self.source is not None
-        with os.fdopen(os.memfd_create("grpo-weights"), "wb") as file:
-            torch.save(dict(self.source), file)
-            file.flush()
-            self.client.start_weight_update()
-            self.client.update_weights({"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"})
-            self.client.finish_weight_update()
+        self.client.start_weight_update()
+        for part in _parts(self.source):
+            with os.fdopen(os.memfd_create("grpo-weights"), "wb") as file:
+                torch.save(part, file)
+                file.flush()
+                self.client.update_weights({"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"})
+        self.client.finish_weight_update()
+
+
+def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The weights in parts of about PART_BYTES: a part is what exists twice."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        part[name] = tensor
+        size += tensor.numel() * tensor.itemsize
+        if size >= PART_BYTES:
+            yield part
+            part, size = {}, 0
+    if part:
+        yield part
 
 
 class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):

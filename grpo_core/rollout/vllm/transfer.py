@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer import (
 )
 
 from grpo_core.rollout.vllm.client import Server, Unavailable
+from grpo_core.rollout.vllm.snapshot import Snapshot
 
 PACKED_BYTES = 2**29  # of each of the two buffers that NCCL sends from, per server
 
@@ -35,6 +36,9 @@ class Source(WeightSource):
         self.snapshot: Mapping[str, Tensor] = {}
 
     def metadata(self) -> list[ParamMeta]:
+        weights = self.snapshot
+        if isinstance(weights, Snapshot):
+            return [ParamMeta(name, weights.shares[0][name].dtype, weights.shape(name)) for name in weights]
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,57 @@
+"""The weights of a sharded model as they were, for a server that may want them at any time.
+
+Each process writes its share into host memory that has a file descriptor but no name; the process that sends maps them
+all, and puts each weight together when its turn comes. So a server that returns in the middle of an update is sent the
+right weights without any other process, and no process holds the whole model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_core.distributed import gathered_in_block, sharers, wait_for_all
+from grpo_core.model.loading import weight_shares
+
+
+class Snapshot(Mapping[str, Tensor]):
+    """Name → whole weight, made on `device` whenever it is asked for."""
+
+    def __init__(self, shares: list[dict[str, Tensor]], device: torch.device):
+        self.shares, self.device = shares, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = [share[name] for share in self.shares if name in share]
+        return torch.cat([part.to(self.device) for part in found])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shares[0])
+
+    def __len__(self) -> int:
+        return len(self.shares[0])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole weight."""
+        found = [share[name].shape for share in self.shares if name in share]
+        return (sum(shape[0] for shape in found), *found[0][1:])
+
+
+@torch.no_grad()
+def take_snapshot(model: Any, dtype: torch.dtype, *, mine: bool) -> Snapshot | None:
+    """The weights of a sharded model, as `dtype`, for the process that asks with `mine`; None for the others. Called by
+    every process. Those that share one copy of the model see each other's file descriptors: they are on one machine."""
+    parameter = next(model.parameters())
+    with os.fdopen(os.memfd_create("grpo-share"), "wb") as file:
+        torch.save({name: share.cpu() for name, share in weight_shares(model, dtype)}, file)
+        file.flush()
+        paths = gathered_in_block([f"/proc/{os.getpid()}/fd/{file.fileno()}"], sharers(model))
+        found = None
+        if mine:
+            shares = [torch.load(path, mmap=True, weights_only=True) for (path,) in paths]
+            found = Snapshot(shares, parameter.device)
+        wait_for_all()  # the memory lives on as long as it is mapped
+    return found
