@@ -19,6 +19,7 @@ from prefect.exceptions import ObjectNotFound
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.planning.plan import Plan, load_plan
+from grpo_core.training.pass_limit import read_limit
 from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.run import run_process
 from tasks.processes.vllm_servers import servers
@@ -53,14 +54,25 @@ def _work(context: Context) -> dict[str, Any]:
             sending(folder, tracked, log),
             _shown(folder, plan) as on_line,
         ):
-            run_process(
-                [*launcher(context.config.train), "-m", "grpo_core.train", str(context.run), "--output", str(folder)],
-                on_line,
-                env=process_environment(context.config) | addresses,
-            )
+            _run(context, on_line, process_environment(context.config) | addresses)
     result = json.loads((folder / "result.json").read_text())
     check_result(result, folder / "metrics.jsonl", plan)
     return result
+
+
+def _run(context: Context, on_line: Callable[[str], None], environment: dict[str, str]) -> None:
+    """Run the training's processes. Those that share a model are started again when one of them has run out of memory,
+    as long as each time leaves the next one fewer tokens per pass."""
+    folder = context.partial
+    command = [*launcher(context.config.train), "-m", "grpo_core.train", str(context.run), "--output", str(folder)]
+    while True:
+        limit = read_limit(folder)
+        try:
+            return run_process(command, on_line, env=environment)
+        except StageError:
+            if (lower := read_limit(folder)) == limit:
+                raise
+            get_run_logger().warning("memory ran out: the training starts again with %d tokens per pass", lower)
 
 
 @contextmanager

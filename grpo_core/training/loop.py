@@ -26,7 +26,9 @@ from grpo_core.training.health import Finding
 from grpo_core.training.held_out import evaluate_policy, keep_best, load_best
 from grpo_core.training.interrupt import Stopped, interruptible, stop_if_asked, stop_signals
 from grpo_core.training.log import TrainingLog
+from grpo_core.training.memory import SharedModelError
 from grpo_core.training.parallelize import sharding
+from grpo_core.training.pass_limit import write_limit
 from grpo_core.training.recovery import must_roll_back, resume, roll_back
 from grpo_core.training.roll_out import roll_out
 from grpo_core.training.session import Session, load_session
@@ -51,7 +53,11 @@ def train(run: Path, output: Path) -> dict[str, Any]:
     state = resume(session, checkpoints)
     log = TrainingLog(session, output, state)
     with stop_signals():
-        state = _train_until_done(session, state, checkpoints, log)
+        try:
+            state = _train_until_done(session, state, checkpoints, log)
+        except SharedModelError as error:
+            write_limit(output, error.tokens)
+            raise
         return _finish(session, state, log)
 
 

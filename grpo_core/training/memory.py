@@ -12,10 +12,24 @@ from torch import Tensor
 from grpo_core.errors import TrainingError
 from grpo_core.model.policy import Policy
 from grpo_core.model.sequences import Sequences, pack
+from grpo_core.model.sharded import is_sharded
 
 CPU_TOKENS = 2048  # per pass on a CPU; with more, what a layer computes leaves the cache before the next layer reads it
 
 Result = TypeVar("Result")
+
+
+class SharedModelError(TrainingError):
+    """Memory has run out in a process that shares its model: the others wait for it in the middle of a layer, so that
+    all have to be started again. `tokens`: per pass, that they are to go on with."""
+
+    def __init__(self, used: int, tokens: int, error: torch.OutOfMemoryError):
+        super().__init__(
+            f"memory runs out with {used} tokens in a forward pass, and processes that share a model cannot go back "
+            f"alone. Started again, the training goes on from its last checkpoint with {tokens} tokens in a pass "
+            f"({error})"
+        )
+        self.tokens = tokens
 
 
 @dataclass
@@ -38,7 +52,7 @@ class OutOfMemoryRetry:
 
         Tried again as long as memory runs out, from the beginning each time: with half the tokens per pass, until none
         has more than the longest sequence; then recomputing the activations of half of the layers, then of all. Raises
-        TrainingError if that does not help either.
+        TrainingError if that does not help either. With a sharded model, the first time raises SharedModelError.
         """
         on_cpu = next(self.policy.parameters()).device.type == "cpu"
         longest = int(sequences.lengths.max())
@@ -49,13 +63,19 @@ class OutOfMemoryRetry:
                 return work(parts)
             except torch.OutOfMemoryError as error:
                 largest = max(sequences.tokens_of(part, share_prompts=share_prompts) for part in parts)
-                keeps = torch.is_grad_enabled() and self.policy.recomputed < len(self.policy.recomputable)
+                keeps = (
+                    torch.is_grad_enabled()
+                    and not is_sharded(self.policy.master)
+                    and self.policy.recomputed < len(self.policy.recomputable)
+                )
                 if largest <= longest and not keeps:
                     raise TrainingError(
                         f"memory runs out with a single completion ({longest} tokens with its prompt) in a forward "
                         "pass; shorten max_completion_length, set model.use_peft, or take a smaller model "
                         f"({error})"
                     ) from error
+                if is_sharded(self.policy.master) and largest > longest:
+                    raise SharedModelError(largest, max(largest // 2, longest), error) from error
             # After the exception is gone: it holds the activations of the attempt that failed.
             if largest > longest:
                 self.tokens = max(largest // 2, longest)

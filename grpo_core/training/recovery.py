@@ -10,6 +10,7 @@ from grpo_core.training import health
 from grpo_core.training.checkpoint import Checkpoints, require_shared
 from grpo_core.training.health import Finding
 from grpo_core.training.log import TrainingLog
+from grpo_core.training.pass_limit import read_limit
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.weight_sync import begin_probing
@@ -26,7 +27,8 @@ def resume(session: Session, checkpoints: Checkpoints) -> TrainingState:
         if health.may_roll_back(config.health):
             # Nothing older exists to go back to, whatever the first step finds.
             checkpoints.save(state, config.train.save_total_limit, healthy=True)
-    session.memory.tokens = state.tokens_per_pass
+    limit = read_limit(checkpoints.directory.parent)
+    session.memory.tokens = state.tokens_per_pass if limit is None else min(limit, state.tokens_per_pass)
     return state
 
 

@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from grpo_core.training.pass_limit import read_limit
 from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
 from tests.grpo_core.training.launching import REWARD, finish, kill_tree, processes, started
 from tests.grpo_core.training.test_loop import CALM_ADAM, EVERYTHING
@@ -48,6 +49,21 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """Largest difference of a weight; the names are the same."""
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+# A reward's module, in which the process of rank 1 runs out of memory in training passes of more than 40 completion tokens.
+SMALL = """
+import os, torch
+from grpo_core.model import policy
+computed = policy.chosen_logprobs
+def in_little_memory(hidden, weight, targets, temperature):
+    if os.environ["RANK"] == "1" and torch.is_grad_enabled() and len(targets) > 40:
+        raise torch.OutOfMemoryError("pretended")
+    return computed(hidden, weight, targets, temperature)
+policy.chosen_logprobs = in_little_memory
+def score(completion_ids):
+    return [-float(len(ids)) for ids in completion_ids]
+"""
 
 
 @pytest.mark.usefixtures("reward")
@@ -111,3 +127,29 @@ def test_a_sharded_training_that_was_killed_goes_on_bit_for_bit_and_by_other_num
     with started(run, tmp_path, 0, *processes(2)) as process:
         assert "continuing after step" in finish(process)
     assert distance(weights(whole), weights(run)) == 0
+
+
+@pytest.mark.e2e
+def test_memory_that_runs_out_in_one_process_is_spared_by_all_from_the_next_start_on(
+    tmp_path: Path, model_folder: Path, reward: None
+) -> None:
+    (tmp_path / "small.py").write_text(SMALL)
+    values = config_values(model_folder, tmp_path, engine="transformers", save_steps=1, **CALM_ADAM)
+    values["rewards"] = [{"function": "patience:patient"}]
+    one = trained_run(tmp_path / "one", values, per_device_train_batch_size=24)
+    values["rewards"] = [{"function": "small:score"}]
+    both = with_keys(values, per_device_train_batch_size=12, num_processes=2, sharding="full")
+    run = make_run(tmp_path / "run", both)
+    limits: list[int | None] = []
+    for _ in range(4):
+        limits.append(read_limit(run / "training"))
+        with started(run, tmp_path, 0, *processes(2)) as process:
+            output, _ = process.communicate()
+        if process.returncode == 0:
+            break
+        assert "processes that share a model cannot go back alone" in output, output
+    assert process.returncode == 0
+    assert limits[0] is None
+    assert [*limits[1:]] == sorted({limit for limit in limits[1:] if limit}, reverse=True)
+    assert len(limits) > 1
+    assert distance(weights(one), weights(run)) < 2e-6

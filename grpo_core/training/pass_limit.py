@@ -1,0 +1,22 @@
+"""What one start of a training leaves to the next when memory has run out in a process that shares its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from grpo_core.system.files import publish
+
+FILE = "tokens_per_pass"  # of a training's output
+
+
+def write_limit(output: Path, tokens: int) -> None:
+    """Have the next start of the training use at most that many tokens per pass."""
+    temporary = output / f"{FILE}.tmp"
+    temporary.write_text(str(tokens))
+    publish(temporary, output / FILE)
+
+
+def read_limit(output: Path) -> int | None:
+    """What `write_limit` wrote; None if memory has not run out."""
+    file = output / FILE
+    return int(file.read_text()) if file.exists() else None
