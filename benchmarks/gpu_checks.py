@@ -37,7 +37,7 @@ from grpo_core.model.sequences import Sequences, pad
 from grpo_core.planning.hardware import find_gpu
 from grpo_core.planning.memory import peak_memory
 from grpo_core.planning.plan import load_plan
-from tasks.train import launcher, process_environment
+from tasks.processes.launcher import launcher, process_environment
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

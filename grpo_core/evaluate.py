@@ -31,7 +31,8 @@ def main() -> None:
         report = evaluate(arguments.run, output, arguments.champion)
     except GrpoError as error:
         sys.exit(str(error))
-    (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    if report:
+        (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,10 +16,10 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
 from grpo_core.config.run import RunConfig
-from grpo_core.config.training import TrainConfig
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.training.pass_limit import read_limit
 from tasks.processes.gpu import check_gpu_machine
+from tasks.processes.launcher import launcher, process_environment
 from tasks.processes.run import run_process
 from tasks.processes.vllm_servers import servers
 from tasks.stages.errors import StageError
@@ -33,8 +32,6 @@ from tasks.tracking.sending import sending
 
 TRAINING_LIMIT = "grpo-training"  # global concurrency limit: as many concurrent trainings as there are GPUs for
 LEASE_SECONDS = 60.0
-LAUNCH = Path(__file__).parent / "processes" / "accelerate.yaml"
-ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # by which a user sets up torch's allocator
 
 
 @task(name="train")
@@ -129,40 +126,3 @@ def check_result(result: dict[str, Any], metrics: Path, plan: Plan) -> None:
             raise StageError(
                 f"step {step['step']}: {broken[0]} is {step[broken[0]]}; a model with such a step is not used"
             )
-
-
-def launcher(train: TrainConfig) -> list[str]:
-    """Arguments of `python` that start the configured number of processes, whatever the user's Accelerate configuration
-    says.
-
-    Empty for one process: the launcher would import torch before it starts the process, and do nothing else.
-    """
-    if train.num_processes == 1:
-        return []
-    return [
-        *("-m", "accelerate.commands.launch", "--config_file", str(LAUNCH)),
-        *("--num_processes", str(train.num_processes), "--mixed_precision", "no"),
-        *("--num_cpu_threads_per_process", _threads(train)),
-    ]
-
-
-def process_environment(config: RunConfig) -> dict[str, str]:
-    """Variables of the training's processes: one process gets those that Accelerate's launcher would set, several get
-    the one that lets the launcher start them without a GPU (gloo).
-
-    On a GPU, the allocator's segments grow, since every batch has another length. Not with ipc: memory in such segments
-    is shared in another way, which has not been tried.
-    """
-    train, environment = config.train, {}
-    if config.rollout.vllm_weight_transfer != "ipc" and not ALLOCATOR & os.environ.keys():
-        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    if train.num_processes == 1:
-        return environment | {"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": _threads(train)}
-    import torch
-
-    return environment if torch.cuda.is_available() else environment | {"ACCELERATE_USE_CPU": "true"}
-
-
-def _threads(train: TrainConfig) -> str:
-    """CPU threads per process."""
-    return os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // train.num_processes)))

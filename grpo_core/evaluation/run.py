@@ -6,8 +6,10 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -18,9 +20,16 @@ from grpo_core.evaluation.samples import answer_columns, prompt_columns, samples
 from grpo_core.fingerprint import reward_parts
 from grpo_core.system.processes import importing
 
+if TYPE_CHECKING:
+    from grpo_core.data.prompts import Prompts
+    from grpo_core.rollout.collect import Sample
+
 
 def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str, Any]:
     """Report of all policies. Writes samples.parquet (one row per completion) under `output`.
+
+    Several processes hold each policy as train.sharding says, and each samples its share of the prompts; the report is
+    the main one's, the others' is empty.
 
     A champion with another architecture or tokenizer than the run's base model is left out: the engine cannot sample
     from it. The caller, which knows what the folder is, fills in "champion" of the report.
@@ -30,20 +39,27 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
         import torch
 
         from grpo_core.data.prompts import load_prompts, load_tokenizer
+        from grpo_core.distributed import share, start_processes, wait_for_all
         from grpo_core.evaluation.comparison import compare_policies
         from grpo_core.evaluation.outcomes import deciding_metric
         from grpo_core.model.capabilities import check_padding
         from grpo_core.model.divergence import mean_kl
         from grpo_core.model.loading import load_model
+        from grpo_core.model.parallelize import sharding
         from grpo_core.model.positions import check_context
         from grpo_core.model.precision import in_float32, on_device
+        from grpo_core.model.sharded import is_sharded
         from grpo_core.rewards.contract import resolve
-        from grpo_core.rollout.collect import sample_and_score
+        from grpo_core.rollout.collect import sample_and_score, share_samples
         from grpo_core.rollout.factory import make_engine
         from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
+        from grpo_core.rollout.waiting import longest_wait
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = on_device(load_config(run / "config.toml"), device)
+    config = load_config(run / "config.toml")
+    processes = start_processes(longest_wait(config))
+    device, is_main = processes.device, processes.is_main_process
+    config = on_device(config, device)
+    shard = sharding(config.train, frozen=True) if processes.num_processes > 1 else None
     tokenizer = load_tokenizer(config.model)
     files = {name: run / "dataset" / f"{file}.parquet" for name, file in config.evaluation_files.items()}
     sets = {name: load_prompts(path, tokenizer) for name, path in files.items()}
@@ -52,22 +68,26 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
 
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
 
-    base = load_model(config.model.name_or_path, config.model.revision, dtype=dtype, device=device)
+    base = load_model(config.model.name_or_path, config.model.revision, dtype=dtype, device=device, shard=shard)
     max_length = max(prompts.max_length for prompts in sets.values()) + config.evaluation_length
     check_context(base.config, max_length)
-    with in_float32(base):
+    with nullcontext() if is_sharded(base) else in_float32(base):
         check_padding(base, max_length)
     engine = make_engine(config, config.model.name_or_path, base, tokenizer, max_length)
     columns = {name: prompt_columns(name, prompts.rows, config) for name, prompts in sets.items()}
     policies: list[str] = []
 
+    def sample_share(prompts: Prompts) -> tuple[list[Sample], float]:
+        rows = share(len(prompts.ids))
+        requests = [evaluation_request(config, row, prompts.ids[row], n) for row in rows]
+        return sample_and_score(engine, requests, rows, sampling, prompts, tokenizer, rewards)
+
     def sample(policy: str, model: Any) -> None:
         policies.append(policy)
         for name, prompts in sets.items():
-            print(f"evaluating the {policy} policy on {len(prompts.ids)} prompts ({name})", flush=True)
-            requests = [evaluation_request(config, row, ids, n) for row, ids in enumerate(prompts.ids)]
-            rows = range(len(requests))
-            samples, _ = sample_and_score(engine, requests, rows, sampling, prompts, tokenizer, rewards)
+            if is_main:
+                print(f"evaluating the {policy} policy on {len(prompts.ids)} prompts ({name})", flush=True)
+            samples, _ = share_samples(partial(sample_share, prompts))
             columns[name] |= answer_columns(policy, samples, rewards)
             if model is not base:
                 asked = [prompts.ids[sample.row] for sample in samples]
@@ -77,17 +97,22 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     start_seconds = time.monotonic() - begun
     sample("base", base)
     if champion is not None:
-        model = load_model(champion, dtype=dtype, device=device)
+        model = load_model(champion, dtype=dtype, device=device, shard=shard)
         if unlike := _unlike(base, model, tokenizer, champion):
-            print(f"the champion is left out: it has another {unlike} than {config.model.name_or_path}", flush=True)
+            if is_main:
+                print(f"the champion is left out: it has another {unlike} than {config.model.name_or_path}", flush=True)
         else:
             engine.sync_weights(model)
             sample("champion", model)
         del model  # one beside the base is enough
-    trained = load_model(run / "training" / "model", dtype=dtype, device=device)
+    trained = load_model(run / "training" / "model", dtype=dtype, device=device, shard=shard)
     engine.sync_weights(trained)
     sample("trained", trained)
+    wait_for_all()
     engine.close()
+    if not is_main:
+        processes.end_training()
+        return {}
 
     scores = [f"{policy}/rewards/{reward.name}" for policy in policies for reward in rewards]
     table = pl.concat([samples_table(values, scores) for values in columns.values()], how="diagonal")
@@ -99,6 +124,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     for name, of_set in found.items():
         means = [f"{policy} {of_set['policies'][policy][metric]['mean']:{unit}}" for policy in policies]
         print(f"{metric} on {name}: {', '.join(means)}", flush=True)
+    processes.end_training()
     return {
         "key": outcomes_key(config, files),
         "policies": policies,

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from grpo_core.config.memory_bounds import CHUNK_LOGITS
+from grpo_core.distributed import gathered, most, share
 from grpo_core.model.capabilities import decoder, plain_output_layer
 from grpo_core.model.logprobs import divergence, kl_of_logs
 from grpo_core.model.sequences import pad
+from grpo_core.model.sharded import is_sharded, within
 
 TOKENS = 8192  # of a forward pass, padding included; one sequence may be longer
 
@@ -24,15 +26,16 @@ def mean_kl(
 
     KL(p ‖ q) = Σ_v p(v) (log p(v) − log q(v)) over the whole vocabulary, at temperature 1: nothing is estimated from
     the sampled token, as k3 is. The models' passes have the dtype of their weights, logarithms and sums are float32.
+    With several processes each computes its share, and all get the whole.
     """
     layers = [plain_output_layer(policy), plain_output_layer(base)]
     budget = TOKENS
     if None in layers:
         layers = [None, None]
         budget = min(TOKENS, CHUNK_LOGITS // policy.config.get_text_config().vocab_size)
-    found = torch.empty(len(completion_ids))
     lengths = [len(x) + len(y) for x, y in zip(prompt_ids, completion_ids, strict=True)]
-    for rows in _batches(lengths, budget):
+
+    def of_rows(rows: list[int]) -> list[float]:
         ids = pad([prompt_ids[row] + completion_ids[row] for row in rows], torch.int64).to(policy.device)
         spans = [(len(prompt_ids[row]) - 1, lengths[row] - 1) for row in rows]  # each state predicts the token after it
         states = [_states(model, layer, ids, spans) for model, layer in zip((policy, base), layers, strict=True)]
@@ -41,9 +44,20 @@ def mean_kl(
             kl = kl_of_logs(log_p, log_q)
         else:
             kl = divergence(states[0], layers[0].weight, states[1], layers[1].weight)
-        parts = kl.split([stop - start for start, stop in spans])
-        found[rows] = torch.stack([part.mean() for part in parts]).cpu()
-    return found.tolist()
+        return [float(part.mean()) for part in kl.split([stop - start for start, stop in spans])]
+
+    def computed(rows: list[int]) -> list[float]:
+        if layers[0] is None:  # the models' own forward passes
+            return of_rows(rows)
+        return within(policy, within, base, of_rows, rows)
+
+    mine = share(len(lengths))
+    batches = [[mine[row] for row in rows] for rows in _batches([lengths[row] for row in mine], budget)]
+    missing = most(len(batches)) - len(batches) if is_sharded(policy) else 0  # all gather the weights for each
+    found = [(row, value) for rows in batches for row, value in zip(rows, computed(rows), strict=True)]
+    for _ in range(missing):
+        computed([0])
+    return [value for _, value in sorted(gathered(found))]
 
 
 def _states(model: Any, layer: Any, ids: Tensor, spans: list[tuple[int, int]]) -> Tensor:

@@ -1,6 +1,6 @@
 """A model of which each process holds a share: what those who compute with it have to do.
 
-It is sharded from outside, by `training.parallelize`. Each layer gathers its weights while it computes; the others
+It is sharded from outside, by `model.parallelize`. Each layer gathers its weights while it computes; the others
 (embedding, last norm, head) are gathered around a call of the model itself.
 """
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo_core.distributed import wait_for_all
 from grpo_core.errors import NotFiniteError, RewardError, TrainingError
+from grpo_core.model.parallelize import sharding
 from grpo_core.model.saving import save_model
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import sync_to_disk
@@ -27,7 +28,6 @@ from grpo_core.training.held_out import evaluate_policy, keep_best, load_best
 from grpo_core.training.interrupt import Stopped, interruptible, stop_if_asked, stop_signals
 from grpo_core.training.log import TrainingLog
 from grpo_core.training.memory import SharedModelError
-from grpo_core.training.parallelize import sharding
 from grpo_core.training.pass_limit import write_limit
 from grpo_core.training.recovery import must_roll_back, resume, roll_back
 from grpo_core.training.roll_out import roll_out

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +22,23 @@ from grpo_core.distributed import any_process, from_main, start_processes
 from grpo_core.errors import TrainingError
 from grpo_core.model.capabilities import check_padding
 from grpo_core.model.loading import load_model, with_adapter
+from grpo_core.model.parallelize import sharding
 from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
 from grpo_core.model.precision import in_float32, on_device
 from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.contract import Reward, resolve
-from grpo_core.rewards.isolated import START_SECONDS
 from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.types import Engine, Lookahead
-from grpo_core.rollout.vllm.client import ATTEMPTS
+from grpo_core.rollout.waiting import longest_wait
 from grpo_core.training.memory import OutOfMemoryRetry
-from grpo_core.training.parallelize import sharding
 from grpo_core.training.probe import SHORTEST, Probe, probe_batch
 
 # In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
 BIASES_AND_NORMS = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 DATA_PARALLEL = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
-UNLIMITED_WORK = timedelta(hours=1)  # for what no key limits: loading, compiling, sampling, writing a checkpoint
-LONGEST_WAIT = timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -157,20 +153,6 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
             config.rollout.max_sync_drift,
         ),
     )
-
-
-def longest_wait(config: RunConfig) -> timedelta:
-    """How long one process may wait for another before that counts as an error: longer than the configuration lets
-    sampling and scoring of a batch take, with UNLIMITED_WORK for what it does not limit.
-
-    A failing call of a reward is repeated to find the completion that makes it fail. A process that dies is not waited
-    for that long: the launcher ends the others.
-    """
-    rollout = config.rollout
-    scoring = sum(2 * (reward.timeout + START_SECONDS) for reward in config.rewards)
-    answer = ATTEMPTS * (rollout.vllm_server_timeout + 2 * rollout.vllm_request_timeout)
-    sampling = answer if rollout.engine == "vllm-server" else 0.0
-    return UNLIMITED_WORK + timedelta(seconds=min(scoring + sampling, LONGEST_WAIT.total_seconds()))
 
 
 def _load_model(config: RunConfig, accelerator: Accelerator, *, frozen: bool, in_bf16: bool) -> Any:

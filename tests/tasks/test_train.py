@@ -16,8 +16,9 @@ from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.planning.plan import Plan, make_plan
 from grpo_core.planning.rules import PlanInputs
+from tasks.processes.launcher import launcher, process_environment
 from tasks.stages.errors import StageError
-from tasks.train import check_result, launcher, process_environment
+from tasks.train import check_result
 from tests.conftest import config_values
 
 

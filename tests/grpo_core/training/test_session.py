@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from grpo_core.config.files import parse_config
 from grpo_core.errors import TrainingError
+from grpo_core.rollout.waiting import longest_wait
 from grpo_core.training import session as sessions
-from grpo_core.training.session import _optimizer, load_session, longest_wait
+from grpo_core.training.session import _optimizer, load_session
 from tests.conftest import config_values, make_run, with_keys
 
 SECONDS = st.floats(0.1, 1e6)

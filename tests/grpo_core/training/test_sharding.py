@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from grpo_core.evaluation.run import evaluate
 from grpo_core.training.pass_limit import read_limit
 from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
 from tests.grpo_core.training.launching import REWARD, finish, kill_tree, processes, started
@@ -51,7 +56,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-# A reward's module, in which the process of rank 1 runs out of memory in training passes of more than 40 completion tokens.
+# The module of a reward, in which rank 1 runs out of memory in training passes of more than 40 completion tokens.
 SMALL = """
 import os, torch
 from grpo_core.model import policy
@@ -153,3 +158,24 @@ def test_memory_that_runs_out_in_one_process_is_spared_by_all_from_the_next_star
     assert [*limits[1:]] == sorted({limit for limit in limits[1:] if limit}, reverse=True)
     assert len(limits) > 1
     assert distance(weights(one), weights(run)) < 2e-6
+
+
+def test_a_sharded_evaluation_finds_what_one_process_finds(tmp_path: Path, reward: None) -> None:
+    model = make_model(tmp_path / "model", "Qwen3Moe", **EXPERTS)
+    values = config_values(model, tmp_path, engine="transformers", max_steps=2)
+    values["evaluation"] = {"num_samples": 3, "temperature": 0.7}
+    run = trained_run(tmp_path / "run", values)
+    expected = evaluate(run, run)
+    shared = make_run(tmp_path / "shared", with_keys(values, num_processes=2, sharding="full"))
+    shutil.copytree(run / "training", shared / "training")
+    command = [*processes(2), "-m", "grpo_core.evaluate", str(shared), "--output", str(shared)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "ACCELERATE_USE_CPU": "true"}
+    subprocess.run([sys.executable, *command], env=environment, check=True)
+    found = json.loads((shared / "report.json").read_text())
+    assert found["key"] == expected["key"]
+    one, both = (pl.read_parquet(folder / "samples.parquet") for folder in (run, shared))
+    divergences = [name for name in one.columns if name.endswith("/kl")]
+    assert divergences
+    assert both.drop(divergences).equals(one.drop(divergences))
+    for name in divergences:
+        assert both[name].to_list() == pytest.approx(one[name].to_list(), abs=1e-5)
