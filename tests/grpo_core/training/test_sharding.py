@@ -30,6 +30,16 @@ TIED = {"tie_word_embeddings": True}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
 LORA = {"use_peft": True, "lora_r": 4, "beta": 0.1}
 RECOMPUTED = {"gradient_checkpointing": True, "num_iterations": 2}
+BNPO = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 4}  # its weights follow from the micro-batch
+LOSSES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "bnpo": {},
+    "dr_grpo": {},
+    "sapo": {},
+    "cispo": {"epsilon_high": 5.0},
+    "luspo": {"importance_sampling_level": "sequence"},
+    "vespo": {"vllm_importance_sampling_mode": "token_truncate", "importance_sampling_level": "token"},
+}
 
 
 @pytest.fixture
@@ -78,12 +88,23 @@ def score(completion_ids):
         pytest.param("Qwen2", TIED, TOGETHER, 2, "full", id="tied head, KL, two updates a rollout"),
         pytest.param("Qwen3Moe", EXPERTS, EVERYTHING, 2, "full", id="experts, entropy mask and bonus, evaluation"),
         pytest.param("Qwen2", {}, LORA, 2, "full", id="adapter"),
-        pytest.param("Llama", {}, RECOMPUTED, 2, "full", id="recomputed activations"),
+        *(
+            pytest.param(*case, id=name, marks=pytest.mark.e2e)
+            for name, case in {
+                "recomputed activations": ("Llama", {}, RECOMPUTED, 2, "full"),
+                "four processes, experts, KL": ("Qwen3Moe", EXPERTS, TOGETHER, 4, "full"),
+                "two machines, tied head": ("Qwen2", TIED, EVERYTHING | TOGETHER, 4, "hybrid"),
+                "two machines, adapter": ("Qwen3", {}, LORA, 4, "hybrid"),
+                **{loss: ("Qwen3", {}, {"loss_type": loss, **changes}, 2, "full") for loss, changes in LOSSES.items()},
+            }.items()
+        ),
     ],
 )
 def test_a_sharded_training_ends_with_the_weights_of_one_process(
     tmp_path: Path, architecture: str, shape: dict[str, Any], keys: dict[str, Any], num_processes: int, sharding: str
 ) -> None:
+    if sharding == "hybrid":
+        (tmp_path / "patience.py").write_text(f"{REWARD}os.environ['LOCAL_WORLD_SIZE'] = '2'\n")
     model = make_model(tmp_path / "model", architecture, **shape)
     write_sums(tmp_path / "train.parquet", 10, 34)
     write_sums(tmp_path / "eval.parquet", 60, 76)
@@ -91,7 +112,8 @@ def test_a_sharded_training_ends_with_the_weights_of_one_process(
     values["rewards"] = [{"function": "patience:patient"}]
     values = with_keys(values, **CALM_ADAM, **keys)
     b = 24 // num_processes
-    one = trained_run(tmp_path / "one", values, per_device_train_batch_size=24)
+    alone = {"per_device_train_batch_size": 24} if keys.get("loss_type") != "bnpo" else BNPO
+    one = trained_run(tmp_path / "one", values, **alone)
     both = with_keys(values, per_device_train_batch_size=b, num_processes=num_processes, sharding=sharding)
     shared = make_run(tmp_path / "shared", both)
     with started(shared, tmp_path, 0, *processes(num_processes)) as process:
