@@ -132,6 +132,10 @@ class TrainConfig(Section):
                 f"sharding={self.sharding!r} with num_processes=1: a single process holds everything; raise "
                 "num_processes, or set sharding to 'none'"
             )
+        if self.sharding != "none" and self.torch_compile:
+            raise ValueError(
+                f"sharding={self.sharding!r} with torch_compile=true: the two have not been run together; turn one off"
+            )
         needs_evaluation = {
             "load_best_model_at_end": self.load_best_model_at_end,
             "early_stopping_patience": self.early_stopping_patience,
