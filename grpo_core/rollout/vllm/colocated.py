@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
+import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -24,7 +25,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
-from grpo_core.distributed import gathered_in_block
+from grpo_core.distributed import from_main, gathered_in_block
 from grpo_core.errors import TrainingError
 from grpo_core.model.loading import whole_weights
 from grpo_core.model.saving import save_adapter
@@ -68,6 +69,8 @@ class VLLMEngine:
             # The process group exists: engines are parts of it. An evaluation has none, and one process.
             self.block = config.rollout.vllm_tensor_parallel_size
             options |= {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": self.block}
+            if on_cpu and self.block > 1:
+                _name_shared_memory()
         threads = torch.get_num_threads()
         with nullcontext() if adapted else unpacked_linear_layers():
             self.llm: Any = LLM(
@@ -245,6 +248,18 @@ class VLLMEngine:
                 use_tqdm=False,
             )
         return [output.prompt_logprobs.logprobs for output in outputs]  # the first token has none
+
+
+def _name_shared_memory() -> None:
+    """Give this training a name of its own in the memory by which processes on a CPU sample together. vLLM's name is
+    the same for all trainings of a machine under an external launcher, also for one that was killed and left its
+    memory."""
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    communicator: Any = cpu_communicator._CPUSHMDistributed
+    name = from_main(uuid.uuid4().hex)
+    plain = communicator.make_group_name
+    communicator.make_group_name = staticmethod(lambda group: f"{plain(group)}-{name}")
 
 
 def _completions(output: Any) -> list[Completion]:
