@@ -73,7 +73,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
         "train": {"save_steps", "save_total_limit", "gradient_checkpointing", "torch_compile", *DIVISION},
     }
     values = config.model_dump(mode="json", exclude=others)
-    values["train"] |= _batch(config)
+    values["train"] |= batch_of(config)
     for reward in values["rewards"]:
         record = BUILTIN.get(reward["function"])
         left_out = record.operational if record else ()
@@ -83,7 +83,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
     return {**values, "held_out": sampled if config.train.eval_steps else None}
 
 
-def _batch(config: RunConfig) -> dict[str, int]:
+def batch_of(config: RunConfig) -> dict[str, int]:
     """Completions per update and per generation batch; for bnpo, whose weights follow from it, the micro-batch too."""
     keys = config.train
     micro_step = keys.per_device_train_batch_size * keys.num_processes

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from grpo_core.config.run import RunConfig
 from grpo_core.distributed import copy_whole, from_main, gathered, read_shares, wait_for_all, write_shares
 from grpo_core.errors import GrpoError
-from grpo_core.fingerprint import DIVISION, determining
+from grpo_core.fingerprint import DIVISION, batch_of, determining
 from grpo_core.model.loading import trainable_state
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
+from grpo_core.planning.division import division
 from grpo_core.planning.plan import Plan
 from grpo_core.rewards.contract import source_of
 from grpo_core.rollout.types import Rollout
@@ -86,6 +87,7 @@ class Checkpoints:
 
     directory: Path
     fingerprint: str  # of what they belong to: configuration, plan, data, reward functions
+    config: RunConfig
     accelerator: Accelerator
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -112,7 +114,12 @@ class Checkpoints:
         wait_for_all()
         if self.accelerator.is_main_process:
             sums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
-            manifest = {"fingerprint": self.fingerprint, "best_step": state.best_step, "checksums": sums}
+            manifest = {
+                "fingerprint": self.fingerprint,
+                "batch": batch_of(self.config),
+                "best_step": state.best_step,
+                "checksums": sums,
+            }
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
             if healthy or (final / HEALTHY).exists():  # written again, of the same weights
                 (temporary / HEALTHY).touch()
@@ -183,6 +190,8 @@ class Checkpoints:
                 continue
             manifest = _manifest(folder)
             if manifest["fingerprint"] != self.fingerprint:
+                if (batch := manifest.get("batch")) and batch != batch_of(self.config):
+                    raise CheckpointError(_other_batch(folder, batch, self.config))
                 raise CheckpointError(
                     f"{folder} was written under another configuration or plan, with other data or other reward "
                     "functions, or in another precision (train.mixed_precision = 'auto' is bf16 on a GPU, float32 on a "
@@ -229,6 +238,23 @@ def _copy(saved: dict[str, Any], own: dict[str, Any]) -> None:
             copy_whole(saved[name], value)
         else:
             _copy(saved[name], value)
+
+
+def _other_batch(folder: Path, batch: dict[str, int], config: RunConfig) -> str:
+    """Sentence on a checkpoint of another batch, with the keys that keep it."""
+    processes = config.train.num_processes
+    keys = division(batch, processes, config.train.per_device_train_batch_size)
+    way_out = f"no values divide that batch among train.num_processes={processes}; take another number"
+    if keys is not None:
+        way_out = f"with train.num_processes={processes}, set " + ", ".join(f"{key}={n}" for key, n in keys.items())
+    return (
+        f"{folder} was written with {_in_words(batch)}; this configuration has {_in_words(batch_of(config))}. A "
+        f"training goes on with the same batch: {way_out}; to train with another one, move {folder.parents[1]} away"
+    )
+
+
+def _in_words(batch: dict[str, int]) -> str:
+    return ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in batch.items())
 
 
 def _unmapped(values: dict[str, Any]) -> dict[str, Any]:

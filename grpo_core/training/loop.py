@@ -48,7 +48,13 @@ def train(run: Path, output: Path) -> dict[str, Any]:
     reference = session.reference if session.config.algorithm.sync_ref_model else None
     identity = fingerprint(run, session.config, session.plan)
     checkpoints = Checkpoints(
-        output / "checkpoints", identity, session.accelerator, session.model, session.optimizer, reference
+        output / "checkpoints",
+        identity,
+        session.config,
+        session.accelerator,
+        session.model,
+        session.optimizer,
+        reference,
     )
     state = resume(session, checkpoints)
     log = TrainingLog(session, output, state)

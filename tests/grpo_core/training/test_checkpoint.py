@@ -11,18 +11,22 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from grpo_core.config.files import parse_config
 from grpo_core.rollout.types import Rollout
 from grpo_core.training.checkpoint import CheckpointError, Checkpoints, require_shared
 from grpo_core.training.random_state import random_state, set_random_state
 from grpo_core.training.state import TrainingState
+from tests.conftest import config_values
 from tests.grpo_core.allocations import Allocations
 from tests.grpo_core.training.several import in_two_processes
+
+CONFIG = parse_config(config_values(Path("model"), Path("data")))
 
 
 def _checkpoints(folder: Path, size: int = 4) -> Checkpoints:
     model = torch.nn.Linear(size, size)
     optimizer = torch.optim.AdamW(model.parameters())
-    return Checkpoints(folder, "this run", Accelerator(cpu=True), model, optimizer, None)
+    return Checkpoints(folder, "this run", CONFIG, Accelerator(cpu=True), model, optimizer, None)
 
 
 def test_a_checkpoint_that_does_not_fit_names_its_file_and_leaves_the_one_before_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 
 from grpo_core.config.files import dump_config, load_config
 from grpo_core.errors import NotFiniteError
-from grpo_core.planning.plan import load_plan
+from grpo_core.planning.plan import load_plan, make_plan, plan_inputs
 from grpo_core.training import held_out, update
 from grpo_core.training import loop as trainer
 from grpo_core.training.checkpoint import CheckpointError
@@ -30,7 +31,7 @@ from grpo_core.training.loop import train
 from grpo_core.training.random_state import random_state, set_random_state
 from tests.conftest import make_run, with_keys, write_sums
 from tests.grpo_core.training.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
-from tests.grpo_core.training.training import assert_same, figures_of, interrupted
+from tests.grpo_core.training.training import are_close, assert_same, figures_of, interrupted
 
 ROOT = Path(__file__).parents[3]
 
@@ -242,6 +243,25 @@ def test_a_checkpoint_of_another_configuration_is_refused(values: dict[str, Any]
     (run / "config.toml").write_text(dump_config(config))
     with pytest.raises(CheckpointError, match="another configuration"):
         train(run, run / "training")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_batch_is_refused_with_the_values_that_keep_it(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    run, whole = interrupted(with_keys(values, adam_epsilon=1e-3), tmp_path)  # 8 completions in each of 2 micro-steps
+    change = ["train.per_device_train_batch_size=4"]
+    (run / "config.toml").write_text(dump_config(load_config(run / "config.toml", change)))
+    with pytest.raises(CheckpointError, match="per_device_train_batch_size=4, gradient_accumulation_steps=4") as caught:
+        train(run, run / "training")
+    assert "completions per update: 16" in str(caught.value)
+    change = ["train.gradient_accumulation_steps=4"]
+    config = load_config(run / "config.toml", change)
+    plan = make_plan(plan_inputs(config, 24))
+    (run / "config.toml").write_text(dump_config(config))
+    (run / "plan.json").write_text(json.dumps({"plan": dataclasses.asdict(plan)}))
+    train(run, run / "training")
+    assert are_close(run, whole)
 
 
 @pytest.mark.slow
