@@ -201,3 +201,19 @@ def test_a_sharded_evaluation_finds_what_one_process_finds(tmp_path: Path, rewar
     assert both.drop(divergences).equals(one.drop(divergences))
     for name in divergences:
         assert both[name].to_list() == pytest.approx(one[name].to_list(), abs=1e-5)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("keys", [{"beta": 0.1}, LORA], ids=["whole model", "adapter"])
+def test_sharding_changes_an_update_in_bfloat16_by_less_than_bfloat16_does(
+    tmp_path: Path, model_folder: Path, reward: None, keys: dict[str, Any]
+) -> None:
+    values = config_values(model_folder, tmp_path, engine="transformers", max_steps=1, **CALM_ADAM, **keys)
+    values["rewards"] = [{"function": "patience:patient"}]
+    alone = {"per_device_train_batch_size": 16}
+    plain = trained_run(tmp_path / "plain", values, **alone)
+    one = trained_run(tmp_path / "one", values, mixed_precision="bf16", **alone)
+    shared = make_run(tmp_path / "shared", with_keys(values, mixed_precision="bf16", num_processes=2, sharding="full"))
+    with started(shared, tmp_path, 0, *processes(2)) as process:
+        finish(process)
+    assert 0 < distance(weights(one), weights(shared)) < distance(weights(one), weights(plain))
