@@ -83,17 +83,20 @@ def determining(config: RunConfig) -> dict[str, Any]:
     return {**values, "held_out": sampled if config.train.eval_steps else None}
 
 
-def _batch(config: RunConfig) -> dict[str, int]:
-    """Completions per update and per generation batch; for bnpo, whose weights follow from it, the micro-batch too."""
+def _batch(config: RunConfig) -> dict[str, int | str]:
+    """Completions per update and per generation batch; for bnpo, whose weights follow from it, the micro-batch too; for
+    moments of 8 bits, whose blocks are cut within a share, the shares."""
     keys = config.train
     micro_step = keys.per_device_train_batch_size * keys.num_processes
     steps = keys.steps_per_generation or keys.gradient_accumulation_steps
-    found = {
+    found: dict[str, int | str] = {
         "completions_per_update": micro_step * keys.gradient_accumulation_steps,
         "completions_per_generation": keys.generation_batch_size or micro_step * steps,
     }
     if config.algorithm.loss_type == "bnpo":
         found["per_device_train_batch_size"] = keys.per_device_train_batch_size
+    if config.train.optim == "adamw_8bit" and config.train.sharding != "none":
+        found |= {"sharding": keys.sharding, "num_processes": keys.num_processes}
     return found
 
 
