@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from grpo_core.training.loop import train
 from grpo_core.training.optimizer import AdamW8bit, make_optimizer
 from grpo_core.training.state import TrainingState
 from tests.conftest import config_values, with_keys
-from tests.grpo_core.training.several import in_two_processes
+from tests.grpo_core.training.several import WORLD, in_two_processes
 from tests.grpo_core.training.training import assert_same, interrupted, trained_run, weights_of
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -146,7 +147,8 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -
     optimizer.step()
 
 
-def test_shares_are_moved_as_the_whole_and_their_moments_are_restored_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("copies", [1, 2])
+def test_shares_are_moved_as_the_whole_and_their_moments_are_restored_bit_for_bit(tmp_path: Path, copies: int) -> None:
     alone = _model()
     settings = SETTINGS | {"lr": 0.01}
     plain = AdamW8bit([{"params": [*alone.parameters()]}], **settings)
@@ -154,8 +156,9 @@ def test_shares_are_moved_as_the_whole_and_their_moments_are_restored_bit_for_bi
         _step(alone, plain, step)
 
     def start(rank: int) -> None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(WORLD // copies)
         model = _model()
-        fully_shard(model, mesh=sharing_processes(within_machine=False))
+        fully_shard(model, mesh=sharing_processes(within_machine=copies > 1))
         optimizer = AdamW8bit([{"params": [*model.parameters()]}], **settings)
         checkpoints = Checkpoints(tmp_path / "run", "this run", Accelerator(cpu=True), model, optimizer, None)
         for step in range(2):
