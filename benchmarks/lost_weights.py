@@ -54,8 +54,9 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
 
     from grpo_core.errors import TrainingError
     from grpo_core.training.batch import update_batch
+    from grpo_core.training.optimizer import make_optimizer
     from grpo_core.training.roll_out import roll_out
-    from grpo_core.training.session import _optimizer, load_session
+    from grpo_core.training.session import load_session
     from grpo_core.training.state import TrainingState
     from grpo_core.training.update import update
     from grpo_core.training.weight_sync import probe_logprobs, sync_weights
@@ -78,7 +79,7 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
 
         def train(learning_rate: float) -> tuple[int | None, float, float]:
             """The update after which it stops, mean movement per update, largest drift."""
-            optimizer = _optimizer(session.model, session.config.train)
+            optimizer = make_optimizer(session.model, session.config.train)
             at_rate = replace(session, optimizer=optimizer, learning_rate=lambda updates: learning_rate)
             movements: list[float] = []
             drifts, before = [0.0], probe_logprobs(session).trainer

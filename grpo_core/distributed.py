@@ -137,6 +137,11 @@ def own_share(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def share_name(tensor: Tensor) -> str:
+    """What names this process's part of the tensor, in each copy of the model; "" if the processes do not share it."""
+    return f".share-{tensor.device_mesh.get_local_rank('share')}" if isinstance(tensor, DTensor) else ""
+
+
 def write_shares(tensors: dict[str, Any], folder: Path) -> None:
     """Write nested dicts of tensors into the folder, which is there: each process its own share, and what all have
     whole, one of them. Raises OSError on every process if one cannot write."""

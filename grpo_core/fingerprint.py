@@ -73,7 +73,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
         "train": {"save_steps", "save_total_limit", "gradient_checkpointing", "torch_compile", *DIVISION},
     }
     values = config.model_dump(mode="json", exclude=others)
-    values["train"] |= batch_of(config)
+    values["train"] |= batch_of(config) | _shares(config)
     for reward in values["rewards"]:
         record = BUILTIN.get(reward["function"])
         left_out = record.operational if record else ()
@@ -95,6 +95,14 @@ def batch_of(config: RunConfig) -> dict[str, int]:
     if config.algorithm.loss_type == "bnpo":
         found["per_device_train_batch_size"] = keys.per_device_train_batch_size
     return found
+
+
+def _shares(config: RunConfig) -> dict[str, int | str]:
+    """How the processes share the optimizer's state, if its values follow from that: blocks of 8-bit moments are cut
+    within a share."""
+    if config.train.optim == "adamw" or config.train.sharding == "none":
+        return {}
+    return {"sharding": config.train.sharding, "num_processes": config.train.num_processes}
 
 
 def reward_parts(config: RunConfig) -> list[dict[str, Any]]:

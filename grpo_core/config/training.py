@@ -74,6 +74,9 @@ class TrainConfig(Section):
     """Passes over the prompts; may be fractional."""
     max_steps: int | None = Field(None, ge=1)
     """Optimizer updates; overrides num_train_epochs."""
+    optim: Literal["adamw", "adamw_8bit"] = "adamw"
+    """The optimizer. `adamw_8bit`: AdamW whose moments have 8 bits, with a float32 scale per 256 of them: about 2 bytes
+    per trained parameter instead of 8. Sharded, it continues only with the same number of processes."""
     learning_rate: float = Field(1e-6, gt=0)
     """AdamW's peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"

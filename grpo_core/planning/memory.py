@@ -15,6 +15,9 @@ from grpo_core.planning.sharding import FLOAT, HALF, how_shared, sharing_process
 
 GIB = 2**30
 KV_BLOCK = 16  # tokens per block of vLLM's KV cache, one of which it never gives to a sequence
+# Bytes of AdamW's two moments per byte of a float32 weight. If they have 8 bits, 256 have a float32 scale; small
+# parameters, whose moments stay float32, are not counted apart.
+MOMENTS = {"adamw": 2.0, "adamw_8bit": 2 * (1 + FLOAT / 256) / FLOAT}
 MOST_UTILISATION = 0.95  # beyond it, what CUDA itself needs is no longer there
 
 
@@ -68,7 +71,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     held = {
         # Of a LoRA base, bf16 keeps no float32 weights on the GPU.
         "weights": (each + FLOAT * frozen / sharing * (not half)) * (half or not shared),
-        "optimizer": 2 * each,
+        "optimizer": each * MOMENTS[config.train.optim],
         "reference": _reference(config, shape) / sharing,
         # What is gathered layer by layer needs no copy.
         "bf16_copy": HALF * (frozen / sharing + trained * (lora or not sharded)) * (half and not shared),

@@ -23,8 +23,8 @@ TOGETHER = (2, 4, 8)  # vllm_tensor_parallel_size
 SHARES = tuple(tenths / 10 for tenths in range(9, 0, -1))  # gpu_memory_utilization
 SHOWN = 6
 NOTHING_FITS = (
-    f"neither sharding over up to {PROCESSES[-1]} processes nor recomputing, LoRA, sampling together, a smaller share "
-    "for vLLM, or all of these: take a smaller model, a GPU with more memory, a smaller "
+    f"neither sharding over up to {PROCESSES[-1]} processes nor recomputing, moments of 8 bits, LoRA, sampling "
+    "together, a smaller share for vLLM, or all of these: take a smaller model, a GPU with more memory, a smaller "
     "train.per_device_train_batch_size, or shorter completions"
 )
 
@@ -42,6 +42,7 @@ def remedies(
     kinds = {
         "sharding": [*_sharding(config)],
         "recomputing": [*_recomputing(config)],
+        "8 bits": [*_moments_of_8_bits(config)],
         "lora": [*_lora(config)],
         "together": [*_together(config)],
         "share": [*_smaller_share(config)],
@@ -76,6 +77,11 @@ def _sharding(config: RunConfig) -> Iterator[Changes]:
 def _recomputing(config: RunConfig) -> Iterator[Changes]:
     if not config.train.gradient_checkpointing:
         yield {"train.gradient_checkpointing": True}
+
+
+def _moments_of_8_bits(config: RunConfig) -> Iterator[Changes]:
+    if config.train.optim == "adamw":
+        yield {"train.optim": "adamw_8bit"}
 
 
 def _lora(config: RunConfig) -> Iterator[Changes]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.hardware import Gpu
+from grpo_core.planning.memory import MOMENTS
 from grpo_core.planning.pace import Pace, Throughput
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ForecastError, ModelShape, PromptLengths, adapter_parameters
@@ -19,7 +20,7 @@ UTILISATION_SOURCE = "published for RL training on one H100 by prime-rl, Qwen3-0
 FLOPS_PER_PARAMETER = 8  # a token is sampled (2) and trained on, forward and backward (6)
 FLOPS_RECOMPUTED = 2  # gradient_checkpointing repeats the forward pass
 FORWARD = 1 / 3  # of the time of a forward and backward pass
-CHECKPOINT_BYTES, WEIGHT_BYTES = 12, 4  # per trained parameter, with AdamW's state; per parameter of a saved model
+WEIGHT_BYTES = 4  # per parameter of a saved model, or trained one of a checkpoint; there AdamW's moments come on top
 VLLM_START_SECONDS = 60.0  # assumed: nothing short of starting vLLM measures it
 
 
@@ -101,7 +102,8 @@ def _measured(
         others["evaluations"] = plan.evaluations * own * (completion_seconds * longer + (reward_seconds or 0.0))
     if shape:
         trained = adapter_parameters(shape, config) if config.model.use_peft else shape.parameters
-        saved = (plan.max_steps - 1) // config.train.save_steps * CHECKPOINT_BYTES * trained
+        each = WEIGHT_BYTES * (1 + MOMENTS[config.train.optim]) * trained
+        saved = (plan.max_steps - 1) // config.train.save_steps * each
         others["checkpoints"] = (saved + WEIGHT_BYTES * shape.parameters) * pace.byte_seconds
     return updates | others
 

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
-from grpo_core.distributed import copy_whole, from_main, gathered, read_shares, wait_for_all, write_shares
+from grpo_core.distributed import copy_whole, from_main, gathered, read_shares, share_name, wait_for_all, write_shares
 from grpo_core.errors import GrpoError
 from grpo_core.fingerprint import DIVISION, batch_of, determining
 from grpo_core.model.loading import trainable_state
@@ -33,6 +33,7 @@ from grpo_core.planning.plan import Plan
 from grpo_core.rewards.contract import source_of
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import replace_folder
+from grpo_core.training.optimizer import AdamW8bit
 from grpo_core.training.random_state import random_state, set_random_state
 from grpo_core.training.state import TrainingState
 
@@ -162,7 +163,10 @@ class Checkpoints:
     def _tensors(self) -> dict[str, Any]:
         """All that a training changes on the device, by name: weights, the optimizer's moments, a moving reference."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
-        moments = {names[parameter]: values for parameter, values in self.optimizer.state.items()}
+        # Moments of 8 bits are no DTensors: those of a share lie beside the other shares'.
+        apart = isinstance(self.optimizer, AdamW8bit)
+        state = self.optimizer.state
+        moments = {names[parameter] + share_name(parameter) * apart: values for parameter, values in state.items()}
         reference = {} if self.reference is None else self.reference.master.state_dict()
         return {"model": trainable_state(self.model), "optimizer": moments, "reference": reference}
 

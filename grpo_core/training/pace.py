@@ -180,7 +180,7 @@ def _measure_model(
     requests = [Request(ids, group, seed=group * number) for number, ids in enumerate(prompts)]
     sampling = Sampling(longest, rollout["temperature"], rollout["top_p"], rollout["top_k"])
     sample_seconds, lengths = _sample(engine, requests, sampling)
-    train_seconds, step_seconds = _train(policy, prompts, lengths, group, train["per_device_train_batch_size"])
+    train_seconds, step_seconds = _train(policy, prompts, lengths, group, train)
     return _Seconds(sample_seconds, train_seconds, step_seconds), statistics.mean(lengths), ready
 
 
@@ -210,13 +210,17 @@ def _sample(engine: Any, requests: list[Any], sampling: Any) -> tuple[float, lis
     return best, lengths
 
 
-def _train(policy: Any, prompts: list[list[int]], lengths: list[int], group: int, rows: int) -> tuple[float, float]:
-    """Seconds of the forward and backward pass over `rows` completions, and of the optimizer's step."""
+def _train(
+    policy: Any, prompts: list[list[int]], lengths: list[int], group: int, train: dict[str, Any]
+) -> tuple[float, float]:
+    """Seconds of the forward and backward pass over the completions of a micro-step, and of the optimizer's step."""
     import torch
 
     from grpo_core.model.sequences import Sequences, pack, pad
     from grpo_core.training.memory import CPU_TOKENS
+    from grpo_core.training.optimizer import AdamW8bit
 
+    rows = train["per_device_train_batch_size"]
     owners = [row // group % len(prompts) for row in range(rows)]
     completions = list(islice(cycle(lengths), rows))
     ids = [prompts[owner] + [0] * length for owner, length in zip(owners, completions, strict=True)]
@@ -244,7 +248,9 @@ def _train(policy: Any, prompts: list[list[int]], lengths: list[int], group: int
         return (time.perf_counter() - start) * rows / done
 
     trained = [parameter for parameter in policy.master.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True)
+    if train["optim"] == "adamw_8bit":
+        optimizer = AdamW8bit([{"params": trained}], lr=0.0, betas=(0.9, 0.999), eps=1e-8)
 
     def step() -> float:
         start = time.perf_counter()

@@ -12,7 +12,6 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import set_seed
 from transformers import get_scheduler
-from transformers.trainer_pt_utils import get_parameter_names
 
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
@@ -33,10 +32,8 @@ from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.rollout.waiting import longest_wait
 from grpo_core.training.memory import OutOfMemoryRetry
+from grpo_core.training.optimizer import make_optimizer
 from grpo_core.training.probe import SHORTEST, Probe, probe_batch
-
-# In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
-BIASES_AND_NORMS = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 DATA_PARALLEL = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
@@ -88,7 +85,7 @@ def load_session(run: Path) -> Session:
     except torch.OutOfMemoryError as error:
         raise TrainingError(
             "memory runs out before the first step: the device does not hold the weights, their gradients and AdamW's "
-            "state, beside the engine. Set model.use_peft, take a smaller model, lower "
+            "state, beside the engine. Set train.optim = 'adamw_8bit' or model.use_peft, take a smaller model, lower "
             "rollout.gpu_memory_utilization, or sample on other GPUs (rollout.engine = 'vllm-server'); `grpo plan` "
             f"forecasts what is needed ({error})"
         ) from error
@@ -124,7 +121,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     engine = make_engine(config, config.model.name_or_path, policy.model, tokenizer, max_length)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     reference = _reference(config, accelerator, max_length)
-    optimizer = _optimizer(model, config.train)
+    optimizer = make_optimizer(model, config.train)
     if accelerator.is_main_process:
         if not policy.packs:
             why = policy.why_not or "another process cannot pack them"
@@ -173,28 +170,6 @@ def _reference(config: RunConfig, accelerator: Accelerator, max_length: int) -> 
     bf16, moves = config.train.mixed_precision == "bf16", config.algorithm.sync_ref_model
     model = _load_model(config, accelerator, frozen=True, in_bf16=bf16 and not moves)
     return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length, bf16=bf16 and moves)
-
-
-def _optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices, except those that transformers' Trainer takes for biases or norms, such as
-    the biases of fused experts and the norms of single heads. Its state is there, as before a first step."""
-    weights = {*get_parameter_names(model, [torch.nn.LayerNorm], BIASES_AND_NORMS)}
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = [p for name, p in trained.items() if name in weights and p.ndim >= 2]
-    others = [p for name, p in trained.items() if not (name in weights and p.ndim >= 2)]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    betas = (config.adam_beta1, config.adam_beta2)
-    groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_epsilon, fused=True)
-    # Its memory, and the gradients', runs out now or never, not after the first rollout: one step at the rate 0, which
-    # changes nothing. Each update sets its own rate.
-    for parameter in trained.values():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for state in optimizer.state.values():
-        state["step"].zero_()
-    return optimizer
 
 
 def _learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, plan: Plan) -> Callable[[int], float]:

@@ -180,6 +180,7 @@ def test_communication_is_what_fsdp_sends(
         ({"engine": "transformers", "sharding": "none"}, {"weights": 4, "bf16_copy": 2, "engine_weights": 0}),
         ({"beta": 0.1}, {"reference": 0.5}),
         ({"beta": 0.1, "sync_ref_model": True}, {"reference": 1}),
+        ({"optim": "adamw_8bit"}, {"weights": 1, "gradients": 1, "optimizer": (2 + 2 * 4 / 256) / 4}),
         ({"sharding": "hybrid"}, {"weights": 2, "gradients": 2, "optimizer": 4}),  # two processes per machine
     ],
 )

@@ -217,3 +217,29 @@ def test_sharding_changes_an_update_in_bfloat16_by_less_than_bfloat16_does(
     with started(shared, tmp_path, 0, *processes(2)) as process:
         finish(process)
     assert 0 < distance(weights(one), weights(shared)) < distance(weights(one), weights(plain))
+
+
+@pytest.mark.e2e
+def test_moments_of_8_bits_go_on_bit_for_bit_with_the_same_shares_and_other_shares_are_refused(
+    tmp_path: Path, reward: None
+) -> None:
+    model = make_model(tmp_path / "model", **TIED)
+    values = config_values(model, tmp_path, engine="transformers", save_steps=2, max_steps=6, sharding="full")
+    values["rewards"] = [{"function": "patience:patient"}]
+    values = with_keys(values, **TOGETHER, optim="adamw_8bit", per_device_train_batch_size=6, num_processes=2)
+    whole, run = (make_run(tmp_path / name, values) for name in ("whole", "run"))
+    with started(whole, tmp_path, 0, *processes(2)) as process:
+        finish(process)
+    with started(run, tmp_path, 3, *processes(2)) as process:
+        assert process.stdout is not None
+        assert any("stuck" in line for line in process.stdout)
+        kill_tree(process.pid)
+    three = make_run(tmp_path / "three", with_keys(values, num_processes=3, per_device_train_batch_size=4))
+    shutil.copytree(run / "training", three / "training")
+    with started(run, tmp_path, 0, *processes(2)) as process:
+        assert "continuing after step" in finish(process)
+    assert distance(weights(whole), weights(run)) == 0
+    with started(three, tmp_path, 0, *processes(3)) as process:
+        output, _ = process.communicate()
+    assert process.returncode
+    assert "was written under another configuration" in output

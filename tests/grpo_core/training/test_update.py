@@ -18,7 +18,7 @@ from grpo_core import distributed
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.training import update
-from grpo_core.training.session import _optimizer
+from grpo_core.training.optimizer import make_optimizer
 from grpo_core.training.state import TrainingState
 from tests.grpo_core.training.several import in_two_processes
 
@@ -57,7 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_weight_decay_is_on_the_matrices_that_the_trainer_of_transformers_decays(name: str) -> None:
     model = AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**MODELS[name]))
-    optimizer = _optimizer(model, TrainConfig(weight_decay=0.1, max_steps=1))
+    optimizer = make_optimizer(model, TrainConfig(weight_decay=0.1, max_steps=1))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decays = {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays.keys() == {*names.values()}

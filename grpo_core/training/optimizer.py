@@ -1,0 +1,143 @@
+"""The optimizer of a training: AdamW, with moments of 32 or of 8 bits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.trainer_pt_utils import get_parameter_names
+
+from grpo_core.config.training import TrainConfig
+from grpo_core.distributed import own_share
+
+# In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
+BIASES_AND_NORMS = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+BLOCK = 256  # moments that have one scale
+SMALLEST = 4096  # elements of a parameter, or of a process's share of it, whose moments have 8 bits
+TOGETHER = 2**22  # elements whose moments are float32 at the same time, a multiple of BLOCK
+
+
+def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices, except those that transformers' Trainer takes for biases or norms, such as
+    the biases of fused experts and the norms of single heads. Its state is there, as before a first step."""
+    weights = {*get_parameter_names(model, [torch.nn.LayerNorm], BIASES_AND_NORMS)}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = [p for name, p in trained.items() if name in weights and p.ndim >= 2]
+    others = [p for name, p in trained.items() if not (name in weights and p.ndim >= 2)]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    betas = (config.adam_beta1, config.adam_beta2)
+    optimizer: torch.optim.Optimizer
+    if config.optim == "adamw_8bit":
+        optimizer = AdamW8bit(groups, lr=0.0, betas=betas, eps=config.adam_epsilon)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_epsilon, fused=True)
+    # Its memory, and the gradients', runs out now or never, not after the first rollout: one step at the rate 0, which
+    # changes nothing. Each update sets its own rate.
+    for parameter in trained.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    return optimizer
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW (arXiv:1711.05101) whose moments have 8 bits and, per block of 256, a float32 scale (arXiv:2110.02861).
+
+    It computes in float32, with the moments as they are before they are rounded. Moments of parameters with fewer than
+    4,096 elements, or with a number that is no multiple of 256, stay float32. Each process moves its own share of a
+    sharded parameter, which blocks do not cross: with other shares, other numbers have a common scale.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    weights = own_share(parameter).view(-1)
+                    if not self.state[parameter]:
+                        self.state[parameter] = _no_moments(weights)
+                    _step(weights, own_share(parameter.grad).reshape(-1), self.state[parameter], group)
+
+
+def _no_moments(weights: Tensor) -> dict[str, Tensor]:
+    """State before the first step. A moment of 8 bits is a code per element, and a scale per block."""
+    state = {"step": torch.zeros(())}  # on the CPU, so that reading it waits for no device
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name] = torch.zeros_like(weights)
+        if len(weights) >= SMALLEST and len(weights) % BLOCK == 0:
+            state[name] = torch.zeros_like(weights, dtype=torch.uint8)
+            state[f"{name}_scale"] = weights.new_zeros(len(weights) // BLOCK)
+    return state
+
+
+def _step(weights: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    """Move a parameter's weights and moments, some at a time: all moments of one in float32 would need what the 8 bits
+    save."""
+    state["step"] += 1
+    step, rate, (beta1, beta2) = int(state["step"]), group["lr"], group["betas"]
+    for start in range(0, len(weights), TOGETHER):
+        part = slice(start, start + TOGETHER)
+        values, gradients = weights[part], gradient[part]
+        first = _read(state, "exp_avg", part).lerp_(gradients, 1 - beta1)
+        second = _read(state, "exp_avg_sq", part).mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+        _write(state, "exp_avg", part, first)
+        _write(state, "exp_avg_sq", part, second)
+        deviation = second.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+        values.mul_(1 - rate * group["weight_decay"]).addcdiv_(first, deviation, value=-rate / (1 - beta1**step))
+
+
+def _read(state: dict[str, Tensor], name: str, part: slice) -> Tensor:
+    """A part of a moment in float32: the moment's own memory, unless it has 8 bits."""
+    found = state[name][part]
+    if found.dtype != torch.uint8:
+        return found
+    values = _code_values(name, found.device).index_select(0, found.int())
+    return (values.view(-1, BLOCK) * state[f"{name}_scale"][_blocks(part)][:, None]).flatten()
+
+
+def _write(state: dict[str, Tensor], name: str, part: slice, values: Tensor) -> None:
+    """Round to the nearest code, after dividing by the largest absolute value of the block."""
+    if state[name].dtype != torch.uint8:
+        return  # `_read` gave the moment itself
+    blocks = values.view(-1, BLOCK)
+    scale = blocks.abs().amax(1)
+    coded = _code_values(name, values.device)
+    between = (coded[1:] + coded[:-1]) / 2
+    relative = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    state[name][part] = torch.bucketize(relative.flatten(), between, out_int32=True).to(torch.uint8)
+    state[f"{name}_scale"][_blocks(part)] = scale
+
+
+def _blocks(part: slice) -> slice:
+    return slice(part.start // BLOCK, part.stop // BLOCK)
+
+
+@functools.cache
+def _code_values(name: str, device: torch.device) -> Tensor:
+    """What the 256 codes stand for, ascending: 0, 1, and in each of seven decades below 1 the middles of equal
+    intervals, twice as many as in the decade before (the dynamic data type of arXiv:2110.02861). The second moment has
+    no sign, and intervals of half the width."""
+    signed = name == "exp_avg"
+    values = [0.0, 1.0]
+    for decade in range(7):
+        count = 2**decade * (1 if signed else 2)
+        middles = [(0.1 + 0.9 * (place + 0.5) / count) * 10.0 ** (decade - 6) for place in range(count)]
+        values += [*middles, *(-value for value in middles if signed)]
+    return torch.tensor(sorted(values), device=device)
