@@ -37,7 +37,7 @@ def measured(folder: Path, run: Path, turns: int, tokens: int | None = None) -> 
     """Figures of this process, in bytes of anonymous memory beyond what it had before, and seconds.
 
     `loading`: most while the policy's weights were loaded; `held`: with weights and optimizer state, before the first
-    update; `peak`: most in any update. `updates`, `scorings`: seconds of each of the `turns` after a warm-up. `sent`:
+    update; `peak`: most in any update. `updates`, `scorings`: seconds of each of the `turns` after a first update. `sent`:
     bytes of an update that come from other processes, by kind. `tokens`: per pass, at most.
     """
     from grpo_core.rollout.collect import collect
@@ -48,8 +48,10 @@ def measured(folder: Path, run: Path, turns: int, tokens: int | None = None) -> 
     from grpo_core.training.state import TrainingState
     from grpo_core.training.update import update
 
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
-    figures: dict[str, Any] = {"updates": [], "scorings": []}
+    allocator = ctypes.CDLL(None)
+    allocator.mallopt(M_MMAP_THRESHOLD, LARGE)
+    #allocator.malloc_trim(0)
+    figures: dict[str, Any] = {"peak": 0, "updates": [], "scorings": []}
     load, engine = sessions.load_model, SimpleNamespace(generate=stored(folder))
 
     def watched(*arguments: Any, **keys: Any) -> Any:
@@ -72,16 +74,22 @@ def measured(folder: Path, run: Path, turns: int, tokens: int | None = None) -> 
     rollout = Rollout(**vars(generated), old_logprobs=None, ref_logprobs=None, keep=None)
     batch = update_batch([(rollout, 0)], session.plan, session.config)
     all_of_them = torch.ones(len(generated.prompt_ids), dtype=torch.bool)
-    for _ in range(turns + 1):
-        figures["scorings"].append(_seconds(compute_logprobs, session, session.policy, generated, all_of_them))
-        with _counted() as sent:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
-            figures["updates"].append(_seconds(update, session, batch, state))
-        figures["peak"] = _status("VmHWM") - _status("RssFile") - _status("RssShmem") - before
-    figures["sent"] = dict(sent)
-    figures["parameters"] = sum(parameter.numel() for parameter in session.model.parameters())
-    figures |= {name: figures[name][1:] for name in ("updates", "scorings")}
-    return figures
+
+    def one_update() -> float:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+        seconds = _seconds(update, session, batch, state)
+        peak = _status("VmHWM") - _status("RssFile") - _status("RssShmem") - before
+        figures["peak"] = max(figures["peak"], peak)
+        return seconds
+
+    with _counted() as sent:
+        one_update()
+    for _ in range(turns):
+        scored = _seconds(compute_logprobs, session, session.policy, generated, all_of_them)
+        figures["scorings"].append(scored)
+        figures["updates"].append(one_update())
+    parameters = sum(parameter.numel() for parameter in session.model.parameters())
+    return figures | {"sent": dict(sent), "parameters": parameters}
 
 
 def _seconds(work: Any, *arguments: Any) -> float:
