@@ -1,14 +1,14 @@
 """One process of a training, sharded or not, that measures itself: memory, seconds per update, bytes sent.
 
-    accelerate launch … -m benchmarks.side_sharding FOLDER RUN RESULTS TURNS
+    python -m benchmarks.side_sharding FOLDER RUN RESULTS TURNS [TOKENS]
 
-FOLDER is a workload's, RUN a run directory; one JSON file per process is written into RESULTS. The training has no
-engine: its completions are stored, so that only what trains takes memory. Linux only.
+`benchmarks.sharding` starts it, with the variables of a process group. FOLDER is a workload's, RUN a run directory; one
+JSON file per process is written into RESULTS. The training has no engine: its completions are stored, so that only what
+trains takes memory. Linux only.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -27,10 +27,15 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.side_ours import stored
+from grpo_core.rollout.collect import collect
+from grpo_core.rollout.types import Rollout
+from grpo_core.training import session as sessions
+from grpo_core.training.batch import update_batch
+from grpo_core.training.roll_out import compute_logprobs
+from grpo_core.training.state import TrainingState
+from grpo_core.training.update import update
 
 EVERY = 0.0005  # seconds between two readings while weights are loaded
-LARGE = 2**16  # bytes of an allocation that gets pages of its own, and gives them back when it is freed
-M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
 
 def measured(folder: Path, run: Path, turns: int, tokens: int | None = None) -> dict[str, Any]:
@@ -40,17 +45,6 @@ def measured(folder: Path, run: Path, turns: int, tokens: int | None = None) -> 
     update; `peak`: most in any update. `updates`, `scorings`: seconds of each of the `turns` after a first update. `sent`:
     bytes of an update that come from other processes, by kind. `tokens`: per pass, at most.
     """
-    from grpo_core.rollout.collect import collect
-    from grpo_core.rollout.types import Rollout
-    from grpo_core.training import session as sessions
-    from grpo_core.training.batch import update_batch
-    from grpo_core.training.roll_out import compute_logprobs
-    from grpo_core.training.state import TrainingState
-    from grpo_core.training.update import update
-
-    allocator = ctypes.CDLL(None)
-    allocator.mallopt(M_MMAP_THRESHOLD, LARGE)
-    #allocator.malloc_trim(0)
     figures: dict[str, Any] = {"peak": 0, "updates": [], "scorings": []}
     load, engine = sessions.load_model, SimpleNamespace(generate=stored(folder))
 
@@ -151,5 +145,5 @@ def _counted() -> Iterator[Counter[str]]:
 
 
 if __name__ == "__main__":
-    found = measured(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[4]))
+    found = measured(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[4:]))
     Path(sys.argv[3], f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))

@@ -11,13 +11,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks.side_ours import run_directory
-from benchmarks.side_sharding import measured
+from benchmarks.sharding import figures
 from benchmarks.workload import Workload, write
 from grpo_core.config.files import parse_config
 from grpo_core.planning.shapes import model_shape
 from grpo_core.planning.sharding import working_set
 from tests.conftest import config_values
-from tests.grpo_core.training.several import in_processes
 
 SMALL = Workload(  # 24 million parameters
     hidden=384,
@@ -38,20 +37,14 @@ TOKENS = 48  # of a pass of one process: about half of what it trains
 FLOAT = 4  # bytes
 
 
-def _figures(workload: Workload, folder: Path, processes: int, precision: str) -> list[dict[str, Any]]:
+def _measured(workload: Workload, folder: Path, processes: int, precision: str) -> list[dict[str, Any]]:
     """Figures of each process. The model is in bfloat16, as most are published: loading makes every float32 weight."""
     write(workload, folder / "workload")
     file = folder / "workload" / "model" / "model.safetensors"
     save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     settings = {"precision": precision, "processes": processes, "sharding": "full" if processes > 1 else "none"}
     run_directory(workload, folder / "workload", folder / "run", settings)
-
-    def work(rank: int) -> None:
-        found = measured(folder / "workload", folder / "run", 0, TOKENS // processes)
-        (folder / f"{rank}.json").write_text(json.dumps(found))
-
-    in_processes(processes, folder, work)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+    return figures(folder / "workload", folder / "run", processes, 0, TOKENS // processes)
 
 
 @pytest.mark.slow
@@ -70,7 +63,7 @@ def test_each_process_takes_the_memory_of_its_share_and_never_loads_more(
     workload: Workload, processes: int, precision: str, tmp_path: Path
 ) -> None:
     """Anonymous memory, as the kernel counts it: while the weights are loaded, before an update, at an update's peak."""
-    figures = _figures(workload, tmp_path, processes, precision)
+    measured = _measured(workload, tmp_path, processes, precision)
     shape = model_shape(json.loads((tmp_path / "workload" / "model" / "config.json").read_text()))
     share, layer = FLOAT * shape.parameters / processes, FLOAT * shape.largest_layer
     # Per token and layer: norms and residuals, and what is computed between them.
@@ -78,8 +71,8 @@ def test_each_process_takes_the_memory_of_its_share_and_never_loads_more(
     if processes > 1:
         keys = {"sharding": "full", "num_processes": processes, "mixed_precision": precision}
         config = parse_config(config_values(tmp_path, tmp_path, **keys))
-        working = sum(working_set(config, shape, working, 0, 0).values())
-    for found in figures:
+        working = sum(working_set(config, shape, working, 0, 0, 0).values())
+    for found in measured:
         print(processes, precision, {k: v if isinstance(v, (list, dict)) else v / 2**20 for k, v in found.items()}, share / 2**20, (4*share+working)/2**20, working/2**20)
         assert found["parameters"] == shape.parameters
         assert found["loading"] <= share + layer
