@@ -82,9 +82,7 @@ def _peak_of_update(model: dict[str, Any], config: RunConfig) -> dict[str, int]:
         assert shard is not None
         shard(master)
         optimizer = session._optimizer(master, config.train)
-        policy = policies.Policy(
-            master, 1.0, bf16=True, gradient_checkpointing=config.train.gradient_checkpointing
-        )
+        policy = policies.Policy(master, 1.0, bf16=True, gradient_checkpointing=config.train.gradient_checkpointing)
     rows = torch.arange(PER_PASS)
     prompts, completions = torch.full_like(rows, PROMPT), torch.full_like(rows, COMPLETION)
     ids = torch.zeros(PER_PASS, PROMPT + COMPLETION, dtype=torch.int64)

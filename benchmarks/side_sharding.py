@@ -62,9 +62,7 @@ def measured(folder: Path, run: Path, turns: int, tokens: int | None = None) -> 
     if tokens is not None:
         session.memory.tokens = tokens
     state = TrainingState(tokens_per_pass=session.memory.tokens)
-    generated, _ = collect(
-        0, session.config, session.plan, session.prompts, session.tokenizer, session.rewards, engine
-    )
+    generated, _ = collect(0, session.config, session.plan, session.prompts, session.tokenizer, session.rewards, engine)
     rollout = Rollout(**vars(generated), old_logprobs=None, ref_logprobs=None, keep=None)
     batch = update_batch([(rollout, 0)], session.plan, session.config)
     all_of_them = torch.ones(len(generated.prompt_ids), dtype=torch.bool)
@@ -130,12 +128,18 @@ def _counted() -> Iterator[Counter[str]]:
     sent: Counter[str] = Counter()
     processes = dist.get_world_size() if dist.is_initialized() else 1
     # An all-reduce sends every byte twice: to be summed, and the sum.
-    times = {"all_gather_single": ("gathered", 1), "reduce_scatter_single": ("reduced", 1), "all_reduce": ("reduced", 2)}
+    times = {
+        "all_gather_single": ("gathered", 1),
+        "reduce_scatter_single": ("reduced", 1),
+        "all_reduce": ("reduced", 2),
+    }
     with ExitStack() as stack:
         for name, (kind, factor) in times.items():
             collective = getattr(dist, name)
 
-            def counted(*args: Any, collective: Any = collective, kind: str = kind, factor: int = factor, **keys: Any) -> Any:
+            def counted(
+                *args: Any, collective: Any = collective, kind: str = kind, factor: int = factor, **keys: Any
+            ) -> Any:
                 tensors = [it for it in (*args, *keys.values()) if isinstance(it, torch.Tensor)]
                 sent[kind] += factor * max(it.nbytes for it in tensors) * (processes - 1) // processes
                 return collective(*args, **keys)

@@ -23,7 +23,7 @@ from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, named_gpu
 from grpo_core.planning.memory import GIB, activations, peak_memory
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
-from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_parameters, model_shape
+from grpo_core.planning.shapes import PromptLengths, adapter_parameters, model_shape
 from grpo_core.planning.sharding import working_set
 from tests.conftest import config_values
 from tests.qwen import QWEN, qwen

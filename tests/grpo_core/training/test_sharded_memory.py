@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from benchmarks.side_ours import run_directory
 from benchmarks.sharding import figures
+from benchmarks.side_ours import run_directory
 from benchmarks.workload import Workload, write
 from grpo_core.config.files import parse_config
 from grpo_core.planning.shapes import model_shape
@@ -73,7 +73,6 @@ def test_each_process_takes_the_memory_of_its_share_and_never_loads_more(
         config = parse_config(config_values(tmp_path, tmp_path, **keys))
         working = sum(working_set(config, shape, working, 0, 0, 0).values())
     for found in measured:
-        print(processes, precision, {k: v if isinstance(v, (list, dict)) else v / 2**20 for k, v in found.items()}, share / 2**20, (4*share+working)/2**20, working/2**20)
         assert found["parameters"] == shape.parameters
         assert found["loading"] <= share + layer
         assert found["held"] == pytest.approx(3 * share, rel=0.15)
