@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,28 +36,28 @@ def figures(folder: Path, run: Path, processes: int, turns: int, tokens: int | N
     fails."""
     results = run / "measured"
     results.mkdir()
-    [port] = free_ports(1)
-    shared = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    threads = max(1, (os.cpu_count() or 1) // processes)
     # An allocation has pages of its own from the beginning on, and gives them back when it is freed.
-    shared |= {"OMP_NUM_THREADS": threads, "ACCELERATE_USE_CPU": "true", "MALLOC_MMAP_THRESHOLD_": 2**16}
+    shared = {"MALLOC_MMAP_THRESHOLD_": 2**16, "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // processes)}
+    if processes > 1:
+        [port] = free_ports(1)
+        shared |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_PORT": port}
     command = [sys.executable, "-m", "benchmarks.side_sharding", str(folder), str(run), str(results), str(turns)]
     command += [] if tokens is None else [str(tokens)]
     started = []
     for rank in range(processes):
-        own = {**shared, "RANK": rank, "LOCAL_RANK": rank} if processes > 1 else {"OMP_NUM_THREADS": threads}
-        variables = environment() | {name: str(value) for name, value in (shared | own).items()}
-        if processes == 1:
-            variables = {name: value for name, value in variables.items() if "WORLD_SIZE" not in name}
+        numbers = shared | ({"RANK": rank, "LOCAL_RANK": rank} if processes > 1 else {})
+        variables = environment() | {name: str(value) for name, value in numbers.items()}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
         with (results / f"{rank}.log").open("w") as log:
             started.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log))
     try:
-        failed = [rank for rank, process in enumerate(started) if process.wait()]
+        while None in (ended := [process.poll() for process in started]) and not any(ended):
+            time.sleep(0.05)
     finally:
         for process in started:
             process.kill()
-    if failed:
-        raise RuntimeError("\n".join((results / f"{rank}.log").read_text()[-4000:] for rank in failed))
+    if any(ended):
+        raise RuntimeError("\n".join((results / f"{rank}.log").read_text()[-4000:] for rank in range(processes)))
     return [json.loads((results / f"{rank}.json").read_text()) for rank in range(processes)]
 
 

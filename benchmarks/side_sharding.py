@@ -42,8 +42,8 @@ def measured(folder: Path, run: Path, turns: int, tokens: int | None = None) -> 
     """Figures of this process, in bytes of anonymous memory beyond what it had before, and seconds.
 
     `loading`: most while the policy's weights were loaded; `held`: with weights and optimizer state, before the first
-    update; `peak`: most in any update. `updates`, `scorings`: seconds of each of the `turns` after a first update. `sent`:
-    bytes of an update that come from other processes, by kind. `tokens`: per pass, at most.
+    update; `peak`: most in any update. `updates`, `scorings`: seconds of each of the `turns` after a first update.
+    `sent`: bytes of an update that come from other processes, by kind. `tokens`: per pass, at most.
     """
     figures: dict[str, Any] = {"peak": 0, "updates": [], "scorings": []}
     load, engine = sessions.load_model, SimpleNamespace(generate=stored(folder))

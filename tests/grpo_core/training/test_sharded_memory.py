@@ -18,7 +18,7 @@ from grpo_core.planning.shapes import model_shape
 from grpo_core.planning.sharding import working_set
 from tests.conftest import config_values
 
-SMALL = Workload(  # 24 million parameters
+SMALL = Workload(  # 23 million parameters
     hidden=384,
     intermediate=1536,
     layers=10,
@@ -32,7 +32,7 @@ SMALL = Workload(  # 24 million parameters
     steps=1,
     warm_up=0,
 )
-LARGE = replace(SMALL, hidden=768, intermediate=3072, heads=12, kv_heads=12)  # 95 million
+LARGE = replace(SMALL, hidden=768, intermediate=3072, heads=12, kv_heads=12)  # 90 million
 TOKENS = 48  # of a pass of one process: about half of what it trains
 FLOAT = 4  # bytes
 
@@ -62,7 +62,7 @@ def _measured(workload: Workload, folder: Path, processes: int, precision: str) 
 def test_each_process_takes_the_memory_of_its_share_and_never_loads_more(
     workload: Workload, processes: int, precision: str, tmp_path: Path
 ) -> None:
-    """Anonymous memory, as the kernel counts it: while the weights are loaded, before an update, at an update's peak."""
+    """Anonymous memory, as the kernel counts it: while weights are loaded, before an update, at an update's peak."""
     measured = _measured(workload, tmp_path, processes, precision)
     shape = model_shape(json.loads((tmp_path / "workload" / "model" / "config.json").read_text()))
     share, layer = FLOAT * shape.parameters / processes, FLOAT * shape.largest_layer
