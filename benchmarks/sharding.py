@@ -27,7 +27,15 @@ from tests.serving import free_ports
 MIB = 2**20
 SIDES = {"sharded": "full", "whole": "none"}  # train.sharding
 MEASURED = Workload(
-    hidden=512, intermediate=2048, layers=12, heads=8, kv_heads=8, prompts=8, prompt_lengths=(16, 64), completion=64
+    hidden=512,
+    intermediate=2048,
+    layers=12,
+    heads=8,
+    kv_heads=8,
+    prompts=8,
+    prompt_lengths=(8, 32),
+    group=4,
+    completion=32,
 )
 
 
