@@ -109,7 +109,7 @@ def _as_on_a_gpu() -> Iterator[None]:
     def statistics(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
         return torch.empty(4, len(targets))
 
-    nothing = {"_overwrite_by_gradient": lambda *_: None, "_add_product": lambda *_: None}
+    nothing: dict[str, Any] = {"_overwrite_by_gradient": lambda *_: None, "_add_product": lambda *_: None}
     with (
         mock.patch.object(logprobs, "FUSED", ("cpu",)),
         mock.patch.multiple(fused_logprobs, _statistics=statistics, **nothing),

@@ -54,7 +54,7 @@ def measured(folder: Path, run: Path, turns: int, tokens: int | None = None) -> 
         figures["loading"] = max(readings) - readings[0]
         return model
 
-    without_engine = {"make_engine": lambda *_: engine, "probe_batch": lambda *_: ([[0]], [[0]])}
+    without_engine: dict[str, Any] = {"make_engine": lambda *_: engine, "probe_batch": lambda *_: ([[0]], [[0]])}
     before = _anonymous()
     with mock.patch.multiple(sessions, load_model=watched, **without_engine):
         session = sessions.load_session(run)
