@@ -2,8 +2,8 @@
 
     python -m benchmarks.side_ours FOLDER SETTINGS RESULT
 
-SETTINGS is JSON: `precision` ("no" or "bf16"); `engine`, `seed` and `processes` where they
-are not "transformers", 0 and 1.
+SETTINGS is JSON: `precision` ("no" or "bf16"); `engine`, `seed`, `processes` and `sharding` where they are not
+"transformers", 0, 1 and "none".
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -49,6 +49,7 @@ def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[st
             "train": {
                 "mixed_precision": settings["precision"],
                 "num_processes": settings.get("processes", 1),
+                "sharding": settings.get("sharding", "none"),
                 "per_device_train_batch_size": workload.completions // settings.get("processes", 1),
                 "max_steps": workload.steps,
                 "learning_rate": 1e-4,
@@ -66,24 +67,31 @@ def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[st
 def replayed(workload: Workload, folder: Path) -> Iterator[None]:
     """The stored completions, where there are any, in place of those that the engine would sample."""
     from grpo_core.rollout.transformers_engine import TransformersEngine
-    from grpo_core.rollout.types import Completion, Finished, Request, Sampling
 
     if workload.mode != "replay":
         yield
         return
+    answer = stored(folder)
+    with mock.patch.object(TransformersEngine, "generate", lambda _, *arguments: answer(*arguments)):
+        yield
+
+
+def stored(folder: Path) -> Callable[..., Any]:
+    """`Engine.generate`, answering with the workload's stored completions: one step's per call."""
+    from grpo_core.rollout.types import Completion, Finished, Request, Sampling
+
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     steps = iter(json.loads((folder / "completions.json").read_text()))
 
-    def generate(self: Any, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Finished]]:
-        stored = next(steps)
-        groups = [stored[int(str(tokenizer.decode(request.prompt_ids[:4])))] for request in requests]
+    def generate(requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Finished]]:
+        step = next(steps)
+        groups = [step[int(str(tokenizer.decode(request.prompt_ids[:4])))] for request in requests]
         yield [
             (number, [Completion(ids, [0.0] * len(ids), truncated=len(ids) == sampling.max_tokens) for ids in group])
             for number, group in enumerate(groups)
         ]
 
-    with mock.patch.object(TransformersEngine, "generate", generate):
-        yield
+    return generate
 
 
 def main(folder: Path, settings: dict[str, Any], result: Path) -> None:

@@ -57,15 +57,10 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
             cache = max(share * gpu.memory_gib * GIB - engine_weights, 0.0)
         else:
             sampled += f"a memory that is not known; counted is a cache for {in_flight} completions"
-    # Bytes per token that a layer keeps for the backward pass: norms and residuals in float32, the rest as computed.
-    per_layer = FLOAT * 6 * shape.hidden + w * (5 * shape.attention + 4 * shape.widest)
-    # Recomputing holds one layer's activations and about as much of their gradients.
-    kept_layers = 2 if config.train.gradient_checkpointing else shape.layers
-    checkpoints = FLOAT * shape.layers * shape.hidden if config.train.gradient_checkpointing else 0
     logits = w * min(rows * completion, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary
     # Of a chunk, which their gradient overwrites, and the float32 sum of the output layer's gradient.
     head_gradient = FLOAT * shape.vocabulary * shape.hidden * (not lora)
-    activations = tokens * (kept_layers * per_layer + checkpoints)
+    kept, recomputed = activations(config, shape, tokens)
     each = FLOAT * trained / (1 if lora else sharing)  # a float32 number per trained parameter; adapters stay whole
     shared = engine == "vllm" and not lora and not sharded and config.rollout.vllm_tensor_parallel_size == 1
     held = {
@@ -77,9 +72,9 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         "bf16_copy": HALF * (frozen / sharing + trained * (lora or not sharded)) * (half and not shared),
         "engine_weights": engine_weights,
     }
-    passes: dict[str, float] = {"activations": activations, "logits": logits + head_gradient}
+    passes: dict[str, float] = {"activations": kept + recomputed, "logits": logits + head_gradient}
     if sharded:
-        passes = working_set(config, shape, activations, logits, head_gradient)
+        passes = working_set(config, shape, kept, recomputed, logits, head_gradient)
     training = {"gradients": each} | passes
     total = sum(held.values()) + max(sum(training.values()), cache)
     found = {
@@ -99,6 +94,19 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         if total > gpu.memory_gib * GIB:
             found["warning"] = f"more than the {_gib(gpu.memory_gib)} of one {gpu.name}"
     return found
+
+
+def activations(config: RunConfig, shape: ModelShape, tokens: int) -> tuple[float, float]:
+    """Bytes that a pass of this many tokens keeps from its forward to its backward pass, and bytes of the layers that
+    it computes again on the way back."""
+    w = width(config)
+    # Per token: two norms, each with its input in float32, its result and what the weight makes of it; queries, what
+    # attention makes of them, keys and values, these once more for each sequence that attends to them; four of the MLP.
+    layer = 2 * (FLOAT + 2 * w) * shape.hidden + w * (2 * shape.attention + 4 * shape.key_value + 4 * shape.widest)
+    if not config.train.gradient_checkpointing:
+        return tokens * shape.layers * layer, 0.0
+    # One layer's activations and about as much of their gradients.
+    return tokens * shape.layers * w * shape.hidden, tokens * 2 * layer
 
 
 def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> None:

@@ -41,12 +41,13 @@ def how_shared(config: RunConfig, gpu: Gpu) -> str:
 
 
 def working_set(
-    config: RunConfig, shape: ModelShape, activations: float, logits: float, head_gradient: float
+    config: RunConfig, shape: ModelShape, kept: float, recomputed: float, logits: float, head_gradient: float
 ) -> dict[str, float]:
     """Bytes of a sharded pass beside the shares, at its worst moment, by their parts.
 
-    `logits`: those of a chunk; `head_gradient`: the float32 sum of the output layer's gradient, 0 if it is frozen.
-    Tests hold the moments against what torch counts in FSDP2.
+    `kept`, `recomputed`: activations, see `memory.activations`. `logits`: those of a chunk. `head_gradient`: the
+    float32 sum of the output layer's gradient, 0 if it is frozen. Tests hold the moments against what torch counts in
+    FSDP2.
     """
     w, outside, layer = width(config), shape.outside, shape.largest_layer
     gathered = w * (outside + PREFETCHED * layer)
@@ -56,19 +57,18 @@ def working_set(
     moments: list[dict[str, float]] = [
         # At the beginning, when the first weights are copied out of the buffer that they arrived in.
         {"gathered": 2 * w * (outside + layer)},
-        {
-            "gathered": gathered,
-            "activations": activations,
-            "logits": logits + head_gradient,
-            "unsharded_gradients": head,
-        },
+        # In the output layer: the last chunk, and then the sum of its gradient in the precision of the pass.
+        {"gathered": gathered, "activations": kept, "logits": logits + head_gradient},
+        {"gathered": gathered, "activations": kept, "logits": head_gradient, "unsharded_gradients": head},
+        # In a layer.
+        {"gathered": gathered, "activations": kept + recomputed},
     ]
     if not lora:
         moments += [
-            # In a layer, while the gradients of the one before are reduced.
+            # The same, while the gradients of the one before are reduced.
             {
                 "gathered": gathered,
-                "activations": activations,
+                "activations": kept + recomputed,
                 "unsharded_gradients": head + w * layer,
                 "reduce_scatter": FLOAT * layer,
             },

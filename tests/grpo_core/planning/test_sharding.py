@@ -21,9 +21,9 @@ from grpo_core.config.run import RunConfig
 from grpo_core.planning.communication import communication
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, named_gpu
-from grpo_core.planning.memory import GIB, peak_memory
+from grpo_core.planning.memory import GIB, activations, peak_memory
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
-from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_parameters, model_shape
+from grpo_core.planning.shapes import PromptLengths, adapter_parameters, model_shape
 from grpo_core.planning.sharding import working_set
 from tests.conftest import config_values
 from tests.qwen import QWEN, qwen
@@ -115,19 +115,8 @@ def test_memory_of_a_sharded_pass_is_what_torch_counts_at_its_peak(
     parts = peak_memory(run, _plan(run), shape, LENGTHS, Gpu("GPU"))["parts_gib"]
     held = sum(parts[name] for name in ("weights", "optimizer", "gradients")) * GIB
     # Here the logits are those of one token, and their gradient is the output layer's, without a float32 sum.
-    activations = _activations(run, shape, tokens)
-    passes = working_set(run, shape, activations, 8 * config.vocab_size, 0)
+    passes = working_set(run, shape, *activations(run, shape, tokens), 8 * config.vocab_size, 0)
     assert measured - SMALL <= held + sum(passes.values()) <= 1.3 * measured
-
-
-def _activations(config: RunConfig, shape: ModelShape, tokens: int) -> float:
-    """By the forecast of a training of this many tokens per pass without sharding, which has them at its peak."""
-    values = config.model_dump(exclude_none=True)
-    values["train"] |= {"sharding": "none"}
-    values["rollout"] |= {"vllm_tensor_parallel_size": 1}
-    whole = parse_config(values)
-    lengths = PromptLengths(tokens - 1, tokens - 1, "given")
-    return peak_memory(whole, _plan(whole), shape, lengths, Gpu("GPU"))["parts_gib"]["activations"] * GIB
 
 
 @pytest.mark.slow

@@ -1,0 +1,150 @@
+"""Memory of a sharded update, simulated beside forecast: every tensor is made, and none has memory.
+
+    python -m benchmarks.sharded_memory [--models 7B 14B] [--gpus 8 16]
+
+The sharding, the policy's pass and AdamW are the training's own. The tensors are torch's FakeTensors, the process group
+is its `fake` one, and its FSDPMemTracker counts what FSDP2 holds at the peak. GPU kernels of the output layer allocate
+what they allocate, and compute nothing. Beside it: what `grpo plan` forecasts for the same, without an engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from grpo_core.config.files import parse_config
+from grpo_core.config.run import RunConfig
+from grpo_core.model import fused_logprobs, logprobs
+from grpo_core.model import policy as policies
+from grpo_core.model.capabilities import use_attention
+from grpo_core.model.sequences import Sequences
+from grpo_core.planning.hardware import Gpu
+from grpo_core.planning.memory import GIB, peak_memory
+from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.planning.shapes import PromptLengths, model_shape
+from grpo_core.training import parallelize, session
+from tests.conftest import config_values
+from tests.qwen import QWEN
+
+PROMPT, COMPLETION, PER_PASS = 256, 512, 4
+MODELS = ("7B", "14B", "32B", "72B")
+GPUS = (8, 16, 32, 64)
+PASSES = 2  # the first one's gradients are held in the second
+NOT_OF_THE_UPDATE = {"engine_weights", "kv_cache", "reference"}
+
+
+def run_config(processes: int, *, recomputed: bool) -> RunConfig:
+    """bf16, all weights trained, 4 completions of 512 tokens after prompts of 256 per pass."""
+    values = {"sharding": "full", "num_processes": processes, "mixed_precision": "bf16", "engine": "vllm"}
+    values |= {"per_device_train_batch_size": PER_PASS, "num_generations": 4, "max_completion_length": COMPLETION}
+    values |= {"gradient_accumulation_steps": PASSES, "gradient_checkpointing": recomputed}
+    return parse_config(config_values(Path("model"), Path("data"), **values))
+
+
+def forecast(model: dict[str, Any], processes: int, *, recomputed: bool) -> float:
+    """Bytes of weights, gradients, optimizer and passes, as `grpo plan` forecasts them."""
+    config = run_config(processes, recomputed=recomputed)
+    plan, lengths = make_plan(plan_inputs(config, 1000)), PromptLengths(PROMPT, PROMPT, "given")
+    parts = peak_memory(config, plan, model_shape(model), lengths, Gpu("GPU"))["parts_gib"]
+    return GIB * sum(size for part, size in parts.items() if part not in NOT_OF_THE_UPDATE)
+
+
+def simulated(model: dict[str, Any], processes: int, *, recomputed: bool) -> dict[str, int]:
+    """Bytes at the peak of an update of one process, by torch's kinds; "Total" is their sum."""
+    config = run_config(processes, recomputed=recomputed)
+    dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (processes,))
+        with mock.patch.object(parallelize, "sharing_processes", lambda **_: mesh), _as_on_a_gpu():
+            return _peak_of_update(model, config)
+    finally:
+        dist.destroy_process_group()
+
+
+def _peak_of_update(model: dict[str, Any], config: RunConfig) -> dict[str, int]:
+    fake = FakeTensorMode()
+    with fake:
+        master = AutoModelForCausalLM.from_config(Qwen2Config(**model), dtype=torch.float32).eval()
+        shard = parallelize.sharding(config.train, frozen=False)
+        assert shard is not None
+        shard(master)
+        optimizer = session._optimizer(master, config.train)
+        policy = policies.Policy(master, 1.0, bf16=True, gradient_checkpointing=config.train.gradient_checkpointing)
+    rows = torch.arange(PER_PASS)
+    prompts, completions = torch.full_like(rows, PROMPT), torch.full_like(rows, COMPLETION)
+    ids = torch.zeros(PER_PASS, PROMPT + COMPLETION, dtype=torch.int64)
+    inputs = _in(fake, policy.prepare(Sequences(ids, prompts, completions, rows)))
+    tracker = FSDPMemTracker(master, optimizer)
+    with fake, tracker:
+        for number in range(PASSES):
+            chosen, _ = policy(inputs)
+            chosen.sum().backward()
+            if number < PASSES - 1:
+                tracker.reset_mod_stats()
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    return {getattr(kind, "value", kind): size for kind, size in peak.items()}
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """What a GPU computes with: flash attention over sequences, and kernels that overwrite logits in place."""
+
+    def packed(model: Any, kinds: Any, **_: Any) -> tuple[str, str]:
+        use_attention(model.model.config)
+        return "varlen", ""
+
+    def statistics(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        return torch.empty(4, len(targets))
+
+    nothing: dict[str, Any] = {"_overwrite_by_gradient": lambda *_: None, "_add_product": lambda *_: None}
+    with (
+        mock.patch.object(logprobs, "FUSED", ("cpu",)),
+        mock.patch.multiple(fused_logprobs, _statistics=statistics, **nothing),
+        mock.patch.multiple(policies, make_packable=packed, plain_output_layer=lambda it: it.get_output_embeddings()),
+    ):
+        yield
+
+
+def _in(fake: FakeTensorMode, value: Any) -> Any:
+    """The tensors of nested dataclasses without memory."""
+    if isinstance(value, torch.Tensor):
+        return fake.from_tensor(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: _in(fake, getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.sharded_memory", description="GiB per GPU of a sharded update, simulated beside forecast."
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="sizes of Qwen2.5")
+    parser.add_argument("--gpus", nargs="+", type=int, default=GPUS, help="processes that share a model")
+    arguments = parser.parse_args()
+    print("model   GPUs  activations   simulated GiB  forecast GiB  ratio")
+    for size in arguments.models:
+        for processes in arguments.gpus:
+            for recomputed in (False, True):
+                found = simulated(QWEN[size], processes, recomputed=recomputed)["Total"]
+                expected = forecast(QWEN[size], processes, recomputed=recomputed)
+                how = "recomputed" if recomputed else "kept"
+                figures = f"{found / GIB:14.1f} {expected / GIB:13.1f} {expected / found:6.2f}"
+                print(f"{size:6} {processes:5}  {how:11} {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
