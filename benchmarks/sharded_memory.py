@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
-from grpo_core.model import fused_logprobs, logprobs
+from grpo_core.model import fused_logprobs, logprobs, parallelize
 from grpo_core.model import policy as policies
 from grpo_core.model.capabilities import use_attention
 from grpo_core.model.sequences import Sequences
@@ -35,7 +35,7 @@ from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import GIB, peak_memory
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths, model_shape
-from grpo_core.training import parallelize, session
+from grpo_core.training.optimizer import make_optimizer
 from tests.conftest import config_values
 from tests.qwen import QWEN
 
@@ -81,7 +81,7 @@ def _peak_of_update(model: dict[str, Any], config: RunConfig) -> dict[str, int]:
         shard = parallelize.sharding(config.train, frozen=False)
         assert shard is not None
         shard(master)
-        optimizer = session._optimizer(master, config.train)
+        optimizer = make_optimizer(master, config.train)
         policy = policies.Policy(master, 1.0, bf16=True, gradient_checkpointing=config.train.gradient_checkpointing)
     rows = torch.arange(PER_PASS)
     prompts, completions = torch.full_like(rows, PROMPT), torch.full_like(rows, COMPLETION)

@@ -45,7 +45,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         session.policy.zero_grad()  # of both copies: memory may have run out between the two
         tally = _Tally(accelerator.device)
         rows = [take(batch, part) for part in parts]
-        if is_sharded(session.model):  # all processes gather the weights for each pass
+        if is_sharded(session.policy.master):  # all processes gather the weights for each pass
             rows += [idle(batch)] * (most(len(rows)) - len(rows))
         # All ahead, so that no pass waits for the CPU: what the model reads, and what the loss reads.
         passes = [(session.policy.prepare(some.sequences), some.to(accelerator.device)) for some in rows]
@@ -68,7 +68,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     optimizer.step()
     optimizer.zero_grad()
     finite = bool(torch.stack([own_share(parameter).isfinite().all() for parameter in parameters]).all())
-    if any_process(not finite):
+    if any_process(not finite) if is_sharded(session.policy.master) else not finite:
         raise NotFiniteError(f"step {state.updates + 1}: the weights after the update are not finite", metrics)
     if config.algorithm.has_entropy_bonus:
         metrics["entropy_coef"] = entropy_coef

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +73,27 @@ def _accuracy(report: dict[str, Any]) -> dict[str, float]:
     return report["sets"]["held-out"]["policies"]["trained"]["accuracy"]
 
 
-def _task_states(flow_run_name: str) -> list[tuple[str, str]]:
-    """(task, state) of the newest flow run of that name, in the order in which they ran."""
+def _task_states(flow_run_name: str, count: int = len(STAGES)) -> list[tuple[str, str]]:
+    """(task, state) of the newest flow run of that name, in the order in which they ran, once `count` of them have
+    ended for the server, which learns of it a little later than the flow."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, TaskRunFilter, TaskRunFilterFlowRunId
     from prefect.client.schemas.sorting import FlowRunSort
 
+    deadline = time.monotonic() + 60
     with get_client(sync_client=True) as client:
         [flow_run] = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[flow_run_name])),
             sort=FlowRunSort.EXPECTED_START_TIME_DESC,
             limit=1,
         )
-        runs = client.read_task_runs(
-            task_run_filter=TaskRunFilter(flow_run_id=TaskRunFilterFlowRunId(any_=[flow_run.id]))
-        )
+        of_flow_run = TaskRunFilter(flow_run_id=TaskRunFilterFlowRunId(any_=[flow_run.id]))
+        while True:
+            runs = client.read_task_runs(task_run_filter=of_flow_run)
+            ended = len(runs) >= count and all(run.state and run.state.is_final() for run in runs)
+            if ended or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
     runs.sort(key=lambda run: run.expected_start_time)
     return [(run.name.split("-")[0], run.state_name) for run in runs]
 
@@ -225,13 +232,13 @@ def test_a_stage_rerun_alone_meets_the_champion_and_the_pipeline_reruns_just_wha
 
     _run(inputs)
     evaluate_run("small")
-    assert _task_states("small-evaluate") == [("evaluate", "Skipped")]
+    assert _task_states("small-evaluate", 1) == [("evaluate", "Skipped")]
     before = json.loads((finished / "evaluation" / "report.json").read_text())
     assert (before["policies"], before["champion"]) == (["base", "trained"], None)
     version = json.loads((finished / "registration.json").read_text())["version"]
     connect().set_registered_model_alias("arithmetic", "champion", version)
     evaluate_run("small", force=True)
-    assert _task_states("small-evaluate") == [("evaluate", "Completed")]
+    assert _task_states("small-evaluate", 1) == [("evaluate", "Completed")]
     after = json.loads((finished / "evaluation" / "report.json").read_text())
     assert (_accuracy(after), after["lineage_key"]) == (_accuracy(before), before["lineage_key"])
     assert after["made"] != before["made"]
@@ -267,7 +274,7 @@ def test_the_real_prompts_and_plan_made_again_come_out_the_same_and_nothing_is_t
     _run(inputs)
     validate_run("small", force=True)
     plan_run("small", force=True)
-    assert _task_states("small-plan") == [("plan", "Completed")]
+    assert _task_states("small-plan", 1) == [("plan", "Completed")]
     assert all(found.is_up_to_date for found in conditions(finished, read_config(finished)).values())
 
 
@@ -289,7 +296,7 @@ def test_a_stage_alone_refuses_to_work_on_what_an_edit_made_stale(finished: Path
 def test_a_promotion_is_tried_once_for_each_version(finished: Path, inputs: Path) -> None:
     _run(inputs, "promotion.automatic=true")
     skipped = [(stage, "Skipped") for stage in STAGES]
-    *before, (task, state) = _task_states("small")
+    *before, (task, state) = _task_states("small", len(STAGES) + 1)
     assert (before, task, state in ("Promoted", "Refused")) == (skipped, "promote", True)
     _run(inputs, "promotion.automatic=true")
     assert _task_states("small") == skipped

@@ -47,7 +47,7 @@ def _measured(workload: Workload, folder: Path, processes: int, precision: str) 
     return figures(folder / "workload", folder / "run", processes, 0, TOKENS // processes)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("workload", "processes", "precision"),
     [
