@@ -8,6 +8,7 @@ over gloo: a process that waits for one keeps no GPU busy, and NCCL's watchdog d
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,6 +96,7 @@ def most(count: int) -> int:
     return int(found)
 
 
+@functools.cache  # each makes communicators of its own
 def sharing_processes(*, within_machine: bool) -> DeviceMesh:
     """The processes that share one copy of a model: all of them, or those of each machine."""
     state = PartialState()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,11 @@ def _shares(config: RunConfig) -> dict[str, int | str]:
     if config.train.optim == "adamw" or config.train.sharding == "none":
         return {}
     return {"sharding": config.train.sharding, "num_processes": config.train.num_processes}
+
+
+def planned_values(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a plan that results follow from: all except how a batch is divided."""
+    return {name: value for name, value in plan.items() if name not in (*DIVISION, "micro_steps_per_epoch")}
 
 
 def reward_parts(config: RunConfig) -> list[dict[str, Any]]:

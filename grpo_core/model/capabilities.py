@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from grpo_core.model.packed_attention import Kind, pack_batch, packed_states, use_attention
 from grpo_core.model.sequences import Sequences
-from grpo_core.model.sharded import within
+from grpo_core.model.sharded import forward, within
 from grpo_core.model.transfer import to_device
 
 PROBED = 100  # tokens that ways to compute a sequence are compared over: several blocks of flex attention
@@ -42,7 +42,7 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
         return None
     ids = torch.arange(4, device=layer.weight.device)[None]
     found = within(model, lambda ids: layer(decoder(model)(input_ids=ids).last_hidden_state), ids)
-    return layer if torch.allclose(found, model(input_ids=ids).logits) else None
+    return layer if torch.allclose(found, forward(model, input_ids=ids).logits) else None
 
 
 def attends_to_all(config: Any, max_length: float = math.inf) -> bool:
@@ -71,8 +71,17 @@ def check_padding(model: Any, max_length: float) -> None:
     def states(ids: Tensor) -> Tensor:
         return decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
 
-    bare, found = within(model, states, row[:, :length])[0], within(model, states, padded)[1, :length]
-    if not (found - bare).norm() < TOLERANCE[bare.dtype] * bare.norm():
+    def differ() -> tuple[Tensor, Tensor]:
+        bare, found = within(model, states, row[:, :length])[0], within(model, states, padded)[1, :length]
+        return bare, found - bare
+
+    bare, difference = differ()
+    allowed = TOLERANCE[bare.dtype] * bare.norm()
+    if bare.dtype != torch.float32 and not difference.norm() < allowed:  # rounding may send a token to other experts
+        usual, config._attn_implementation = config._attn_implementation, "eager"
+        allowed = torch.maximum(allowed, ROUNDING * (differ()[0] - bare).norm())
+        config._attn_implementation = usual
+    if not difference.norm() < allowed:
         raise ValueError(
             f"{type(model).__name__} gives a sequence of {length} tokens other hidden states when it is padded to "
             f"{width}: its log-probabilities would depend on what shares a forward pass with it. Choose another "

@@ -13,7 +13,7 @@ from grpo_core.distributed import gathered, most, share
 from grpo_core.model.capabilities import decoder, plain_output_layer
 from grpo_core.model.logprobs import divergence, kl_of_logs
 from grpo_core.model.sequences import pad
-from grpo_core.model.sharded import is_sharded, within
+from grpo_core.model.sharded import forward, is_sharded, within
 
 TOKENS = 8192  # of a forward pass, padding included; one sequence may be longer
 
@@ -44,7 +44,8 @@ def mean_kl(
             kl = kl_of_logs(log_p, log_q)
         else:
             kl = divergence(states[0], layers[0].weight, states[1], layers[1].weight)
-        return [float(part.mean()) for part in kl.split([stop - start for start, stop in spans])]
+        parts = kl.split([stop - start for start, stop in spans])
+        return torch.stack([part.mean() for part in parts]).tolist()
 
     def computed(rows: list[int]) -> list[float]:
         if layers[0] is None:  # the models' own forward passes
@@ -64,7 +65,7 @@ def _states(model: Any, layer: Any, ids: Tensor, spans: list[tuple[int, int]]) -
     """Last hidden states of the spans, or logits where the model has to make them itself. Padding is on the right,
     where a causal model does not see it."""
     if layer is None:
-        states = model(input_ids=ids, use_cache=False).logits
+        states = forward(model, input_ids=ids, use_cache=False).logits
     else:
         states = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
     return torch.cat([row[start:stop] for row, (start, stop) in zip(states, spans, strict=True)])

@@ -127,16 +127,17 @@ def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 @torch.no_grad()
 def whole_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """The weights as they are now, one after the other, by their names in the base model; an adapter's change is added
-    to what it adapts. Of a sharded model each is gathered when its turn comes: all processes go through them.
+    to what it adapts. A sharded model's are gathered one by one: all processes go through them.
 
     `dtype`: that they are wanted in; default: the model's. What is not changed by that is the model's own memory. A
     head that is tied to the embedding comes under both names: vLLM on a CPU, when it gets only the embedding, goes on
     with a packed copy of the old head.
     """
     for name, tensor, changes in _named_weights(model):
-        weights = whole(tensor.to(dtype or tensor.dtype))
+        wanted = dtype if dtype and isinstance(tensor, nn.Parameter) else tensor.dtype  # buffers stay as they are
+        weights = whole(tensor.detach().to(wanted))
         for change in changes:
-            weights = weights + change
+            weights = (weights + change).to(wanted)
         yield name, weights
 
 
@@ -145,9 +146,10 @@ def weight_shares(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
     """This process's shares of `whole_weights`, rows of each; nothing is gathered. What the processes do not share is
     whole in the main one and left out in the others."""
     for name, tensor, changes in _named_weights(model):
-        found = tensor.to(dtype)
+        wanted = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
+        found = tensor.detach().to(wanted)
         for change in changes:
-            found = found + share_like(found, change)
+            found = (found + share_like(found, change)).to(wanted)
         if is_shared(found):
             yield name, own_share(found)
         elif PartialState().is_main_process:
@@ -165,7 +167,7 @@ def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
             changes[id(parameter)] += [module.get_delta_weight(adapter) for adapter in module.active_adapters]
     for name, tensor in base.state_dict(keep_vars=True).items():
         if ".lora_" not in name:
-            yield name.replace(".base_layer", ""), tensor.detach(), changes.get(id(tensor), [])
+            yield name.replace(".base_layer", ""), tensor, changes.get(id(tensor), [])
 
 
 def plain_weights(model: Any) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
 from grpo_core.model.precision import in_float32, refresh, working_copy
 from grpo_core.model.sequences import Sequences
-from grpo_core.model.sharded import is_sharded, within
+from grpo_core.model.sharded import forward, is_sharded, within
 from grpo_core.model.transfer import to_device
 
 
@@ -125,7 +125,7 @@ class Policy(nn.Module):
         tokens, targets = inputs.tokens, inputs.targets
         with self._checkpointing():
             if self.output_layer is None:
-                logits = self.model(input_ids=tokens.input_ids, use_cache=False).logits.flatten(0, 1)
+                logits = forward(self.model, input_ids=tokens.input_ids, use_cache=False).logits.flatten(0, 1)
                 logprobs, entropy = _of_logits(logits[tokens.predicts].float() / self.temperature, targets)
             else:
                 logprobs, entropy = within(self.model, self._chosen_logprobs, tokens, targets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ def save_model(
     whole in one process: each writes files of its own, of weights that are gathered one by one.
     """
     is_main = PartialState().is_main_process
+    if is_main:
+        shutil.rmtree(folder, ignore_errors=True)  # of an end that was killed: its files may have other names
+    wait_for_all()
     if config.use_peft and is_main:
         save_adapter(model, folder.with_name("adapter"))
     if config.use_peft and (is_main or shard is not None):

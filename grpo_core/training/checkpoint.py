@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from grpo_core.config.run import RunConfig
 from grpo_core.distributed import copy_whole, from_main, gathered, read_shares, share_name, wait_for_all, write_shares
 from grpo_core.errors import GrpoError
-from grpo_core.fingerprint import DIVISION, batch_of, determining
+from grpo_core.fingerprint import batch_of, determining, planned_values
 from grpo_core.model.loading import trainable_state
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
@@ -52,8 +52,7 @@ def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
     continued only under the same one."""
     sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
     values = [determining(config)[section] for section in sections]
-    planned = {name: value for name, value in vars(plan).items() if name not in (*DIVISION, "micro_steps_per_epoch")}
-    digest = hashlib.blake2b(json.dumps([values, planned], sort_keys=True).encode())
+    digest = hashlib.blake2b(json.dumps([values, planned_values(vars(plan))], sort_keys=True).encode())
     for reward in config.rewards:
         digest.update(hashlib.blake2b(source_of(reward)).digest())
     for name in ("train", "eval") if config.train.eval_steps else ("train",):

@@ -56,8 +56,9 @@ def keep_best(session: Session, state: TrainingState, folder: Path, checkpoints:
         return
     final = _best(folder, state.best_step)
     temporary = final.with_suffix(".tmp")
-    temporary.mkdir(parents=True, exist_ok=True)
     weights, is_main = trainable_state(session.model), session.accelerator.is_main_process
+    if is_main or is_sharded(session.model):
+        temporary.mkdir(parents=True, exist_ok=True)
     if is_sharded(session.model):
         write_shares(weights, temporary)
     elif is_main:

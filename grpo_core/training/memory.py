@@ -52,7 +52,8 @@ class OutOfMemoryRetry:
 
         Tried again as long as memory runs out, from the beginning each time: with half the tokens per pass, until none
         has more than the longest sequence; then recomputing the activations of half of the layers, then of all. Raises
-        TrainingError if that does not help either. With a sharded model, the first time raises SharedModelError.
+        TrainingError if that does not help either. With a sharded model nothing is tried again: it raises
+        SharedModelError, or TrainingError at one completion.
         """
         on_cpu = next(self.policy.parameters()).device.type == "cpu"
         longest = int(sequences.lengths.max())
@@ -71,8 +72,8 @@ class OutOfMemoryRetry:
                 if largest <= longest and not keeps:
                     raise TrainingError(
                         f"memory runs out with a single completion ({longest} tokens with its prompt) in a forward "
-                        "pass; shorten max_completion_length, set model.use_peft, or take a smaller model "
-                        f"({error})"
+                        "pass; shorten max_completion_length, set train.gradient_checkpointing or model.use_peft, or "
+                        f"take a smaller model ({error})"
                     ) from error
                 if is_sharded(self.policy.master) and largest > longest:
                     raise SharedModelError(largest, max(largest // 2, longest), error) from error

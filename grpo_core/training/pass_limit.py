@@ -1,7 +1,9 @@
-"""What one start of a training leaves to the next when memory has run out in a process that shares its model."""
+"""Tokens per pass that one start of a training leaves to the next, when memory has run out with a sharded model."""
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
 from grpo_core.system.files import publish
@@ -10,9 +12,9 @@ FILE = "tokens_per_pass"  # of a training's output
 
 
 def write_limit(output: Path, tokens: int) -> None:
-    """Have the next start of the training use at most that many tokens per pass."""
-    temporary = output / f"{FILE}.tmp"
-    temporary.write_text(str(tokens))
+    """Have the next start of the training use at most that many tokens per pass. Several processes may call it."""
+    temporary = output / f"{FILE}.{socket.gethostname()}-{os.getpid()}.tmp"
+    temporary.write_text(str(min(tokens, read_limit(output) or tokens)))
     publish(temporary, output / FILE)
 
 

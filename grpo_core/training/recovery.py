@@ -27,8 +27,8 @@ def resume(session: Session, checkpoints: Checkpoints) -> TrainingState:
         if health.may_roll_back(config.health):
             # Nothing older exists to go back to, whatever the first step finds.
             checkpoints.save(state, config.train.save_total_limit, healthy=True)
-    limit = read_limit(checkpoints.directory.parent)
-    session.memory.tokens = state.tokens_per_pass if limit is None else min(limit, state.tokens_per_pass)
+    limits = [session.memory.planned, state.tokens_per_pass, read_limit(checkpoints.directory.parent)]
+    session.memory.tokens = min(limit for limit in limits if limit is not None)
     return state
 
 

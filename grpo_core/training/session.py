@@ -67,8 +67,8 @@ def load_session(run: Path) -> Session:
     accelerator = start_processes(longest_wait(config))
     if accelerator.distributed_type not in DATA_PARALLEL:
         raise TrainingError(
-            f"Accelerate is configured for {accelerator.distributed_type.value}, and here each process holds the whole "
-            "model: start the processes with `accelerate launch --multi_gpu`"
+            f"Accelerate is configured for {accelerator.distributed_type.value}, and this training divides model and "
+            "batch by itself (train.sharding): start the processes with `accelerate launch --multi_gpu`"
         )
     if accelerator.num_processes != plan.num_processes:
         raise TrainingError(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
-from grpo_core.fingerprint import content_hash
+from grpo_core.fingerprint import content_hash, planned_values
 from tasks.rendering import figures
 from tasks.stages.files import read_json
 from tasks.stages.parts import Named, Parts, key_of
@@ -118,7 +118,7 @@ PLAN = Stage(
     key_figure=lambda config, receipt: f"{receipt['plan']['max_steps']:,} updates planned",
     reads=(VALIDATE,),
     prompts=lambda config: ("train",),
-    content=lambda output, receipt: key_of(receipt["plan"]),  # no stage reads the forecasts
+    content=lambda output, receipt: key_of(planned_values(receipt["plan"])),  # no stage reads the forecasts
 )
 TRAIN = Stage(
     name="train",

@@ -66,7 +66,7 @@ class VLLMEngine:
             options["enable_sleep_mode"] = True  # so that the KV cache's memory can be given back
         self.block = 1  # processes that share an engine
         if torch.distributed.is_initialized():
-            # The process group exists: engines are parts of it. An evaluation has none, and one process.
+            # The process group exists: engines are parts of it. An evaluation by one process has none.
             self.block = config.rollout.vllm_tensor_parallel_size
             options |= {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": self.block}
             if on_cpu and self.block > 1:

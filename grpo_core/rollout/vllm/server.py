@@ -23,7 +23,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
-from grpo_core.distributed import from_main, wait_for_all
+from grpo_core.distributed import from_main, sharers, wait_for_all
 from grpo_core.model.loading import plain_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
@@ -90,6 +90,12 @@ class VLLMServerEngine:
             server.wanted = NO_WEIGHTS  # which frees the last copy before there is another
         version = f"{self.token}-{next(self.versions)}"
         if is_sharded(model):
+            if sharers(model) > (here := int(os.environ.get("LOCAL_WORLD_SIZE", sharers(model)))):
+                raise ServerError(
+                    f"train.sharding='full' over {sharers(model)} processes, {here} of them on this machine: weights "
+                    "are sent to servers from the memory of one machine; set train.sharding to 'hybrid', or "
+                    "rollout.engine to 'vllm'"
+                )
             snapshot: Mapping[str, Tensor] | None = take_snapshot(model, self.dtype, mine=self.sends)
         else:
             snapshot = plain_weights(model) if self.sends else None

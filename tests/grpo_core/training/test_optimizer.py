@@ -127,6 +127,9 @@ def test_the_state_of_the_optimizer_is_what_its_first_step_would_start_from(seed
     assert all(torch.equal(own, other) for own, other in zip(parameters, copies, strict=True))
 
 
+CONFIG = parse_config(config_values(Path("model"), Path("data")))
+
+
 def _model() -> torch.nn.Module:
     """Shares of two processes: blocks as in the whole; float32 in one process only; none in the second process."""
     torch.manual_seed(0)
@@ -160,7 +163,7 @@ def test_shares_are_moved_as_the_whole_and_their_moments_are_restored_bit_for_bi
         model = _model()
         fully_shard(model, mesh=sharing_processes(within_machine=copies > 1))
         optimizer = AdamW8bit([{"params": [*model.parameters()]}], **settings)
-        checkpoints = Checkpoints(tmp_path / "run", "this run", Accelerator(cpu=True), model, optimizer, None)
+        checkpoints = Checkpoints(tmp_path / "run", "this run", CONFIG, Accelerator(cpu=True), model, optimizer, None)
         for step in range(2):
             _step(model, optimizer, step)
         checkpoints.save(TrainingState(tokens_per_pass=1, updates=2), keep=1)

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 TOGETHER = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "beta": 0.1}
 TIED = {"tie_word_embeddings": True}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
+WINDOWED = {"head_dim": 32, "sliding_window": 4}
 LORA = {"use_peft": True, "lora_r": 4, "beta": 0.1}
 RECOMPUTED = {"gradient_checkpointing": True, "num_iterations": 2}
 BNPO = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 4}  # its weights follow from the micro-batch
@@ -87,11 +88,13 @@ def score(completion_ids):
     [
         pytest.param("Qwen2", TIED, TOGETHER, 2, "full", id="tied head, KL, two updates a rollout"),
         pytest.param("Qwen3Moe", EXPERTS, EVERYTHING, 2, "full", id="experts, entropy mask and bonus, evaluation"),
-        pytest.param("Qwen2", {}, LORA, 2, "full", id="adapter"),
         *(
             pytest.param(*case, id=name, marks=pytest.mark.e2e)
             for name, case in {
+                "adapter": ("Qwen2", {}, LORA, 2, "full"),
                 "recomputed activations": ("Llama", {}, RECOMPUTED, 2, "full"),
+                "layers that attend to a window": ("Gemma3Text", WINDOWED, TOGETHER, 2, "full"),
+                "scaled logits": ("Granite", {"logits_scaling": 3.0}, TOGETHER, 2, "full"),
                 "four processes, experts, KL": ("Qwen3Moe", EXPERTS, TOGETHER, 4, "full"),
                 "two machines, tied head": ("Qwen2", TIED, EVERYTHING | TOGETHER, 4, "hybrid"),
                 "two machines, adapter": ("Qwen3", {}, LORA, 4, "hybrid"),
@@ -118,7 +121,7 @@ def test_a_sharded_training_ends_with_the_weights_of_one_process(
     shared = make_run(tmp_path / "shared", both)
     with started(shared, tmp_path, 0, *processes(num_processes)) as process:
         finish(process)
-    assert distance(weights(one), weights(shared)) < 2e-6
+    assert distance(weights(one), weights(shared)) < 1e-5
 
 
 def test_a_sharded_training_that_was_killed_goes_on_bit_for_bit_and_by_other_numbers_of_processes_too(
@@ -182,6 +185,7 @@ def test_memory_that_runs_out_in_one_process_is_spared_by_all_from_the_next_star
     assert distance(weights(one), weights(run)) < 2e-6
 
 
+@pytest.mark.e2e
 def test_a_sharded_evaluation_finds_what_one_process_finds(tmp_path: Path, reward: None) -> None:
     model = make_model(tmp_path / "model", "Qwen3Moe", **EXPERTS)
     values = config_values(model, tmp_path, engine="transformers", max_steps=2)

@@ -28,7 +28,7 @@ from tasks.stages.files import write_text
 from tasks.stages.run import ERRORS, Context, run_stage
 from tasks.stages.run_directory import UnknownRunError, find_run, read_config
 from tasks.stages.table import EVALUATE, PLAN, REGISTER, STAGES, TRAIN, VALIDATE, Stage
-from tests.conftest import config_values, write_sums
+from tests.conftest import config_values, with_keys, write_sums
 from tests.grpo_core.training.disk import Disk
 
 Values = dict[str, Any]
@@ -148,6 +148,14 @@ def test_an_edit_makes_stale_what_depends_on_it_and_the_pipeline_runs_just_that(
     assert _outdated(run) == dict.fromkeys(stale, f"changed: {section}.{key}")
     assert _pipeline(run) == stale
     assert _outdated(run) == {}
+
+
+def test_a_batch_that_is_divided_otherwise_is_planned_again_and_not_trained(run: Path, values: Values) -> None:
+    divided = {"per_device_train_batch_size": 4, "num_processes": 2, "sharding": "full"}
+    _configure(run, with_keys(values, **divided))
+    assert _pipeline(run) == ["plan"]
+    _configure(run, with_keys(values, **divided, gradient_accumulation_steps=4))
+    assert _pipeline(run) == ["plan", "train", "evaluate", "register"]
 
 
 def test_a_limit_of_a_reward_is_validated_anew_and_trains_nothing_again(run: Path, values: Values) -> None:
