@@ -67,11 +67,10 @@ def follow(run: Path) -> tuple[list[float], list[str]]:
 @pytest.mark.parametrize(
     ("architecture", "tied"),
     [
-        ("Qwen2", True),
         ("Qwen3", False),
         *(
             pytest.param(*case, marks=pytest.mark.e2e)
-            for case in [("Qwen2", False), ("Qwen3", True), ("Llama", True), ("Llama", False)]
+            for case in [("Qwen2", True), ("Qwen2", False), ("Qwen3", True), ("Llama", True), ("Llama", False)]
         ),
     ],
 )

@@ -124,8 +124,16 @@ def test_a_sharded_training_ends_with_the_weights_of_one_process(
     assert distance(weights(one), weights(shared)) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "division",
+    [
+        {"num_processes": 1, "sharding": "none", "per_device_train_batch_size": 12},
+        pytest.param({"num_processes": 3, "per_device_train_batch_size": 4}, marks=pytest.mark.e2e),
+    ],
+    ids=["one whole", "three"],
+)
 def test_a_sharded_training_that_was_killed_goes_on_bit_for_bit_and_by_other_numbers_of_processes_too(
-    tmp_path: Path, reward: None
+    tmp_path: Path, reward: None, division: dict[str, Any]
 ) -> None:
     model = make_model(tmp_path / "model", **TIED)
     values = config_values(model, tmp_path, engine="transformers", save_steps=2, max_steps=6, sharding="full")
@@ -144,16 +152,11 @@ def test_a_sharded_training_that_was_killed_goes_on_bit_for_bit_and_by_other_num
     names = [folder.name for folder in (run / "training" / "checkpoints").iterdir() if not folder.suffix]
     assert "step-000002" in names
 
-    others = {
-        "one": {"num_processes": 1, "sharding": "none", "per_device_train_batch_size": 12},
-        "three": {"num_processes": 3, "per_device_train_batch_size": 4},
-    }
-    for name, division in others.items():
-        copy = make_run(tmp_path / name, with_keys(values, **division))
-        shutil.copytree(run / "training", copy / "training")
-        with started(copy, tmp_path, 0, *processes(division["num_processes"])) as process:
-            assert "continuing after step" in finish(process)
-        assert distance(weights(whole), weights(copy)) < 5e-6
+    copy = make_run(tmp_path / "copy", with_keys(values, **division))
+    shutil.copytree(run / "training", copy / "training")
+    with started(copy, tmp_path, 0, *processes(division["num_processes"])) as process:
+        assert "continuing after step" in finish(process)
+    assert distance(weights(whole), weights(copy)) < 5e-6
     with started(run, tmp_path, 0, *processes(2)) as process:
         assert "continuing after step" in finish(process)
     assert distance(weights(whole), weights(run)) == 0
