@@ -53,7 +53,7 @@ REAL = Workload(**QWEN["0.5B"], prompts=16, prompt_lengths=(60, 220), completion
 LARGE = REAL if ON_GPU else replace(SMALL, mode="replay")
 PROMPTS = {"train": "workload", "eval": "held-out"}  # folders
 MOST_WAITS = 4  # of the host for the device in an update
-EXACT = 1e-4  # relative distance of float32 gradients that are the same but for rounding
+EXACT = 1e-4  # relative distance of float32 gradients that are the same except for rounding
 ROUNDING = 2.0  # times the distance that plain bfloat16 rows have from float32
 MISSING = "needs a GPU"
 

@@ -20,6 +20,16 @@ def _config(hidden: int, layers: int, heads: int, intermediate: int, *, small: b
     }
 
 
+# A model that can be built here, with several layers, heads and groups of heads.
+SIZES = {
+    "vocab_size": 2000,
+    "hidden_size": 256,
+    "intermediate_size": 700,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
 QWEN = {
     "0.5B": _config(896, 24, 14, 4864, small=True),
     "1.5B": _config(1536, 28, 12, 8960, small=True),

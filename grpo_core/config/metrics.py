@@ -50,7 +50,7 @@ def _by_name(metrics: Iterable[Metric]) -> dict[str, Metric]:
     return {metric.name: metric for metric in metrics}
 
 
-# Of an evaluation, in the order of its tables; promotion.guards may name them.
+# An evaluation's figures, in the order of its tables; promotion.guards may name them.
 EVALUATED = _by_name(
     [
         Metric("accuracy", "accuracy", "share", more_is_better=True),
@@ -61,7 +61,7 @@ EVALUATED = _by_name(
     ]
 )
 
-# Of a training, one value per update; docs/reference/metrics.md has all of them, these are those with a chart.
+# A training's figures, one value per update; docs/reference/metrics.md has all of them, these are those with a chart.
 TRAINED = _by_name(
     [
         Metric("reward", "reward", more_is_better=True),

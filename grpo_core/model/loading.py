@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def load_model(
         options["distributed_config"] = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
     elif device.type != "cpu":  # of which transformers would speak as offloading
         options["device_map"] = {"": device}
-    with _sharding_by(shard):
+    with nullcontext() if shard is None else _sharding_by(shard):
         model = AutoModelForCausalLM.from_pretrained(
             path, revision=revision, dtype=dtype, attn_implementation=attention_of(path, revision), **options
         ).eval()
@@ -53,13 +53,12 @@ def load_model(
 
 
 @contextmanager
-def _sharding_by(shard: Callable[[Any], None] | None) -> Iterator[None]:
+def _sharding_by(shard: Callable[[Any], None]) -> Iterator[None]:
     """Inside, transformers shards what it loads in this way, not in its own: its own way has a head that is tied to the
     embedding in a unit of which the head is no part, so that the head cannot be read."""
     own: Any = mixin.apply_fully_sharded_data_parallelism
 
     def apply(model: Any, _: Any) -> Any:
-        assert shard is not None
         shard(model)
         return model
 
@@ -162,7 +161,7 @@ def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
     changes: dict[int, list[Tensor]] = defaultdict(list)
     for module in base.modules():
         if hasattr(module, "get_delta_weight"):
-            # Of experts that are one tensor, peft adapts the parameter and names which; else it is a layer's weight.
+            # peft names the parameter that it adapts where experts are one tensor; elsewhere it is a layer's weight.
             parameter = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
             changes[id(parameter)] += [module.get_delta_weight(adapter) for adapter in module.active_adapters]
     for name, tensor in base.state_dict(keep_vars=True).items():

@@ -58,13 +58,13 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         else:
             sampled += f"a memory that is not known; counted is a cache for {in_flight} completions"
     logits = w * min(rows * completion, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary
-    # Of a chunk, which their gradient overwrites, and the float32 sum of the output layer's gradient.
+    # The logits of a chunk, overwritten by their gradient, and the float32 sum of the output layer's gradient.
     head_gradient = FLOAT * shape.vocabulary * shape.hidden * (not lora)
     kept, recomputed = activations(config, shape, tokens)
     each = FLOAT * trained / (1 if lora else sharing)  # a float32 number per trained parameter; adapters stay whole
     shared = engine == "vllm" and not lora and not sharded and config.rollout.vllm_tensor_parallel_size == 1
     held = {
-        # Of a LoRA base, bf16 keeps no float32 weights on the GPU.
+        # With bf16, a LoRA base has no float32 weights on the GPU.
         "weights": (each + FLOAT * frozen / sharing * (not half)) * (half or not shared),
         "optimizer": each * MOMENTS[config.train.optim],
         "reference": _reference(config, shape) / sharing,

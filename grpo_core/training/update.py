@@ -67,8 +67,10 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
-    finite = bool(torch.stack([own_share(parameter).isfinite().all() for parameter in parameters]).all())
-    if any_process(not finite) if is_sharded(session.policy.master) else not finite:
+    broken = not torch.stack([own_share(parameter).isfinite().all() for parameter in parameters]).all()
+    if is_sharded(session.policy.master):  # else all processes have the same weights
+        broken = any_process(broken)
+    if broken:
         raise NotFiniteError(f"step {state.updates + 1}: the weights after the update are not finite", metrics)
     if config.algorithm.has_entropy_bonus:
         metrics["entropy_coef"] = entropy_coef

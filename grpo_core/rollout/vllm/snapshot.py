@@ -25,8 +25,8 @@ class Snapshot(Mapping[str, Tensor]):
         self.shares, self.device = shares, device
 
     def __getitem__(self, name: str) -> Tensor:
-        found = [share[name] for share in self.shares if name in share]
-        return torch.cat([part.to(self.device) for part in found])
+        parts = [share[name].to(self.device) for share in self.shares if name in share]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]  # one: perhaps a number, which has no rows
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shares[0])
@@ -35,9 +35,9 @@ class Snapshot(Mapping[str, Tensor]):
         return len(self.shares[0])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole weight."""
-        found = [share[name].shape for share in self.shares if name in share]
-        return (sum(shape[0] for shape in found), *found[0][1:])
+        """Shape of the whole weight."""
+        first, *others = [share[name].shape for share in self.shares if name in share]
+        return (first[0] + sum(shape[0] for shape in others), *first[1:]) if others else tuple(first)
 
 
 @torch.no_grad()

@@ -140,7 +140,7 @@ def test_a_deep_model_in_bfloat16_packs_and_a_wrong_kernel_still_shows(
 
 
 def _seeing_another(*lengths: Any) -> Any:
-    """As `_varlen`, but for the second completion, whose own keys are those of the first."""
+    """What `_varlen` gives, except that the second completion reads the first one's keys instead of its own."""
     sequences = VARLEN(*lengths)
     keys, starts, queries = sequences.keys.clone(), sequences.key_starts, sequences.query_starts
     second, size = len(lengths[0]) + 1, int(queries[len(lengths[0]) + 1] - queries[len(lengths[0])])

@@ -32,16 +32,7 @@ from grpo_core.planning.shapes import (
 )
 from grpo_core.planning.wall_time import wall_time
 from tests.conftest import config_values
-from tests.qwen import qwen
-
-SIZES = {
-    "vocab_size": 2000,
-    "hidden_size": 256,
-    "intermediate_size": 700,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+from tests.qwen import SIZES, qwen
 
 
 def _config(**keys: Any) -> RunConfig:

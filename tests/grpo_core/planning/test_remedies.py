@@ -119,8 +119,8 @@ def _found(size: str, **keys: Any) -> list[dict[str, Any]]:
 
 
 def test_a_model_larger_than_its_gpu_is_offered_what_fits() -> None:
-    """Of 7B, 8 completions per pass keep 36 GiB of activations, which are not shared: recomputing them takes fewer
-    processes, and sampling together fewer still."""
+    """Eight completions per pass keep 36 GiB of a 7B model's activations, which are not shared: recomputing them takes
+    fewer processes, and sampling together fewer still."""
     found = _found("7B")
     recomputing = {"train.gradient_checkpointing": True}
     assert [remedy["changes"] for remedy in found] == [
@@ -146,7 +146,7 @@ def test_sharding_over_the_present_processes_comes_before_more_of_them() -> None
 
 
 def test_kinds_go_together_where_no_single_one_is_enough() -> None:
-    """Of 32B, vLLM's weights alone are 61 GiB: processes have to sample together, whatever else is done."""
+    """vLLM's weights of a 32B model alone are 61 GiB: processes have to sample together, whatever else is done."""
     found = _found("32B", num_processes=8, gradient_accumulation_steps=4, gpu_memory_utilization=0.8)
     assert found
     assert all(len(remedy["changes"]) > 1 for remedy in found)

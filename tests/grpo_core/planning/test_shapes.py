@@ -13,17 +13,9 @@ from grpo_core.config.files import parse_config
 from grpo_core.model.loading import with_adapter
 from grpo_core.planning.shapes import adapter_parameters, model_shape
 from tests.conftest import config_values
-from tests.qwen import qwen
+from tests.qwen import SIZES, qwen
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 64}
-SIZES = {
-    "vocab_size": 2000,
-    "hidden_size": 256,
-    "intermediate_size": 700,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def _interrupt(*_: Any) -> None:
 
 
 def drawing(completions: list[str]) -> list[float | None]:
-    """Not from Python's own generator, from which threads that earlier tests have left may draw at any time."""
+    """Draws from NumPy and torch: threads that earlier tests left may draw from Python's own generator at any time."""
     return [np.random.rand() + float(torch.rand(())) for _ in completions]
 
 

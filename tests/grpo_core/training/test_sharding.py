@@ -53,7 +53,7 @@ def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def weights(run: Path) -> dict[str, Tensor]:
-    """Of the trained model, whatever files it is in."""
+    """The trained model's weights by name, whatever files they are in."""
     return {
         name: tensor
         for file in (run / "training" / "model").glob("*.safetensors")
