@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
+from xdist.scheduler import LoadFileScheduling
 
 # Before any library is imported: tests reach no network and report nothing.
 os.environ.update(
@@ -46,6 +47,25 @@ if "PYTEST_VERSION" in os.environ:
 # A busy machine must not fail a property.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+# Files whose tests share what takes long to start: an import of vLLM that they fork from, a Prefect server.
+SHARING = {
+    "vllm": ("rollout/test_vllm.py", "rollout/test_vllm_weights.py", "training/test_weight_sync.py"),
+    "prefect": ("e2e/test_pipeline.py", "e2e/test_promotion.py", "e2e/test_validate.py"),
+}
+
+
+class OneWorkerPerFile(LoadFileScheduling):
+    """Each file's tests run in one of pytest's workers, and those of files that share a start in the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return next((name for name, files in SHARING.items() if file.endswith(files)), file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneWorkerPerFile:
+    return OneWorkerPerFile(config, log)
+
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic" / "make.py"
 

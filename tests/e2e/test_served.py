@@ -39,20 +39,28 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
+def test_a_run_triggered_by_the_api_ends_with_a_registered_model(served: Served, changes: dict[str, Any]) -> None:
+    run = served.wait(served.trigger("pipeline/local", preset="quickstart", changes=changes))
+    assert (run["state_type"], run["name"]) == ("COMPLETED", "small"), served.messages(run["id"])
+    assert "grpo" in run["tags"]
+    assert served.tasks(run["id"], 5) == [(stage, "Completed") for stage in STAGES]
+    folder = served.storage / "runs" / "small"
+    assert json.loads((folder / "registration.json").read_text())["version"] == "1"
+
+
+@pytest.mark.e2e
 def test_a_second_flow_run_of_a_configuration_waits_for_the_first_and_skips_every_stage(
     served: Served, changes: dict[str, Any]
 ) -> None:
     """Scheduled runs that came due while nothing served start like this."""
-    ids = [served.trigger("pipeline/local", preset="quickstart", changes=changes) for _ in range(2)]
-    runs = [served.wait(run_id) for run_id in ids]
-    for run in runs:
-        assert (run["state_type"], run["name"]) == ("COMPLETED", "small"), served.messages(run["id"])
-        assert "grpo" in run["tags"]
+    twice = {**changes, "name": "twice"}
+    ids = [served.trigger("pipeline/local", preset="quickstart", changes=twice) for _ in range(2)]
+    for run_id in ids:
+        run = served.wait(run_id)
+        assert (run["state_type"], run["name"]) == ("COMPLETED", "twice"), served.messages(run_id)
     tasks = sorted(served.tasks(run_id, 5) for run_id in ids)
     assert tasks == sorted([(stage, state) for stage in STAGES] for state in ("Completed", "Skipped"))
     assert sum("waiting until it is free" in served.messages(run_id) for run_id in ids) == 1
-    folder = served.storage / "runs" / "small"
-    assert json.loads((folder / "registration.json").read_text())["version"] == "1"
 
 
 def test_a_value_out_of_bounds_and_an_unknown_key_are_refused_before_there_is_a_run(served: Served) -> None:

@@ -45,7 +45,7 @@ def quantizing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_stage_added_to_the_table_runs_in_its_place_and_is_seen_everywhere(quantizing: dict[str, Any]) -> None:
     assert quantizing["ran"] == quantizing["lineage"] == ORDER
     assert quantizing["ran by itself"] == ["quantize"]
@@ -57,7 +57,7 @@ def test_a_stage_added_to_the_table_runs_in_its_place_and_is_seen_everywhere(qua
     assert quantizing["handed over"] == ["train", "evaluate", "quantize"]
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_run_validates_its_configuration_once_in_the_process_of_the_pipeline(quantizing: dict[str, Any]) -> None:
     assert quantizing["parsed"] == 1
 

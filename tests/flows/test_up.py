@@ -231,7 +231,7 @@ def test_a_file_of_another_version_or_a_folder_is_no_known_up(tmp_path: Path, mo
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_command_s_own_server_has_the_limit_of_one_training_before_the_first_run(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "test", config_values(tmp_path / "model", tmp_path))
     refused = _grpo(tmp_path, "stage", "validate", "--run", "test")

@@ -89,6 +89,7 @@ def test_an_update_is_there_as_it_is_made_and_another_models_by_copies(
     assert all(after < 1e-4 for after in others[1::2])
 
 
+@pytest.mark.e2e
 def test_a_packed_bf16_engine_is_reloaded(tmp_path: Path) -> None:
     options = {"tie_word_embeddings": True, "max_position_embeddings": 512, **PACKED}
     folder = make_model(tmp_path / "model", initializer_range=0.1, **options)

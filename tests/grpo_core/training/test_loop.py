@@ -213,6 +213,7 @@ def parity(completion_ids: list[list[int]]) -> list[float | None]:
                 "beta": 0.1,
             },
             id="two updates a rollout, KL",
+            marks=pytest.mark.e2e,
         ),
         pytest.param(
             {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1},

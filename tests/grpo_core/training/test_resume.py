@@ -342,7 +342,7 @@ def test_every_weight_and_count_of_a_run_is_in_its_checkpoint(values: dict[str, 
     assert state["optimizer"].keys() == state["model"].keys()
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_two_processes_killed_and_started_again_end_with_the_same_weights(
     values: dict[str, Any], tmp_path: Path
 ) -> None:

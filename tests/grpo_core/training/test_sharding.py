@@ -87,10 +87,10 @@ def score(completion_ids):
     ("architecture", "shape", "keys", "num_processes", "sharding"),
     [
         pytest.param("Qwen2", TIED, TOGETHER, 2, "full", id="tied head, KL, two updates a rollout"),
-        pytest.param("Qwen3Moe", EXPERTS, EVERYTHING, 2, "full", id="experts, entropy mask and bonus, evaluation"),
         *(
             pytest.param(*case, id=name, marks=pytest.mark.e2e)
             for name, case in {
+                "experts, entropy mask and bonus, evaluation": ("Qwen3Moe", EXPERTS, EVERYTHING, 2, "full"),
                 "adapter": ("Qwen2", {}, LORA, 2, "full"),
                 "recomputed activations": ("Llama", {}, RECOMPUTED, 2, "full"),
                 "layers that attend to a window": ("Gemma3Text", WINDOWED, TOGETHER, 2, "full"),

@@ -140,7 +140,7 @@ def test_vllm_that_no_longer_gets_the_weights_stops_the_training_in_the_first_up
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.e2e)])
 def test_prompts_and_completions_of_one_token_are_probed_too(
     values: dict[str, Any], tmp_path: Path, engine: str
 ) -> None:
@@ -151,7 +151,7 @@ def test_prompts_and_completions_of_one_token_are_probed_too(
     assert [step["sampling/sync_drift"] < 1e-4 for step in steps] == [True] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_vllm_follows_an_adapter_in_a_training_whose_completions_are_one_token_long(
     values: dict[str, Any], tmp_path: Path
 ) -> None:

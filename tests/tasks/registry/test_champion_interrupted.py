@@ -145,6 +145,7 @@ def _promote_at_once(barrier: Barrier, versions: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.e2e
 def test_of_two_at_once_the_second_meets_the_first_as_champion() -> None:
     races = {f"race-{right[0]}-{right[1]}": right for right in [(16, 16), (16, 30)]}
     candidates: dict[str, list[str]] = {}
