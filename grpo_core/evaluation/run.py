@@ -97,14 +97,14 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     start_seconds = time.monotonic() - begun
     sample("base", base)
     if champion is not None:
-        model = load_model(champion, dtype=dtype, device=device, shard=shard)
-        if unlike := _unlike(base, model, tokenizer, champion):
+        if unlike := _unlike(base, champion, tokenizer):
             if is_main:
                 print(f"the champion is left out: it has another {unlike} than {config.model.name_or_path}", flush=True)
         else:
+            model = load_model(champion, dtype=dtype, device=device, shard=shard)
             engine.sync_weights(model)
             sample("champion", model)
-        del model  # one beside the base is enough
+            del model  # one beside the base is enough
     trained = load_model(run / "training" / "model", dtype=dtype, device=device, shard=shard)
     engine.sync_weights(trained)
     sample("trained", trained)
@@ -150,12 +150,15 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
     return digest.hexdigest()
 
 
-def _unlike(base: Any, model: Any, tokenizer: Any, folder: Path) -> str:
-    """Part of a policy that keeps the base's engine from sampling from it; "" if there is none."""
-    from transformers import AutoTokenizer
+def _unlike(base: Any, folder: Path, tokenizer: Any) -> str:
+    """Part of the policy in `folder` that keeps the base's engine from sampling from it; "" if there is none."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    shapes = ({name: weights.shape for name, weights in each.named_parameters()} for each in (base, model))
-    if next(shapes) != next(shapes):
+    with torch.device("meta"):  # the weights of another architecture are not even read
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    shapes = [{name: weights.shape for name, weights in each.named_parameters()} for each in (base, model)]
+    if shapes[0] != shapes[1]:
         return "architecture"
     own = AutoTokenizer.from_pretrained(folder)
     same = (own.get_vocab(), own.chat_template) == (tokenizer.get_vocab(), tokenizer.chat_template)
