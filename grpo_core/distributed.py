@@ -30,11 +30,13 @@ LARGE = 2**20  # elements of a gradient that is sent by itself; smaller ones are
 T = TypeVar("T")
 
 _control: dist.ProcessGroup | None = None  # of control messages; None: the group that holds all processes
+_limit: timedelta | None = None  # after which a wait for another process is an error
 
 
 def start_processes(limit: timedelta) -> Accelerator:
     """Join the processes that the launcher has started. `limit`: after which a wait for another process is an error."""
-    global _control
+    global _control, _limit
+    _limit = limit
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
     if accelerator.num_processes > 1 and dist.get_backend() != "gloo":
         _control = dist.new_group(backend="gloo", timeout=limit)
@@ -103,8 +105,10 @@ def sharing_processes(*, within_machine: bool) -> DeviceMesh:
     if not within_machine:
         return init_device_mesh(state.device.type, (state.num_processes,), mesh_dim_names=("share",))
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes))
-    shape = (state.num_processes // machine, machine)
-    return init_device_mesh(state.device.type, shape, mesh_dim_names=("copy", "share"))
+    numbers = torch.arange(state.num_processes).view(-1, machine)  # a machine's processes in a row
+    # Made here, since the groups of init_device_mesh have torch's own time limit.
+    groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout=_limit)[0] for each in (numbers.T, numbers)]
+    return DeviceMesh.from_group(groups, state.device.type, numbers, mesh_dim_names=("copy", "share"))
 
 
 def whole(tensor: Tensor) -> Tensor:

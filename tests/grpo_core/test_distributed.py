@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -98,6 +99,20 @@ def test_the_limit_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatch)
     distributed.start_processes(timedelta(hours=7))
     [handler] = made[0]["kwargs_handlers"]
     assert handler.to_kwargs()["timeout"] == timedelta(hours=7)
+
+
+def test_the_limit_is_that_of_a_machine_s_processes_and_of_their_counterparts_too(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        distributed.start_processes(LIMIT)
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):  # as if each process had a machine to itself
+            mesh = distributed.sharing_processes(within_machine=True)
+        assert mesh.mesh.tolist() == [[0], [1]]
+        for name, members in {"copy": [0, 1], "share": [rank]}.items():
+            group = mesh.get_group(name)
+            assert dist.get_process_group_ranks(group) == members
+            assert group._get_backend(torch.device("cpu")).options._timeout == LIMIT
+
+    in_two_processes(tmp_path, work)
 
 
 def _drawn(seed: int) -> tuple[list[Tensor], list[list[Tensor | None]]]:
