@@ -111,7 +111,7 @@ def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
                 yield (
                     "  host's memory",
                     _size(found["host_memory_gib"]),
-                    "AdamW's moments, of all processes of a machine",
+                    "AdamW's moments of a machine's processes",
                 )
             if "remedies" in found:
                 fitting = [("  would fit", _size(it["peak_memory_gib"]), it["change"]) for it in found["remedies"]]

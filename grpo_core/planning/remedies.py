@@ -23,9 +23,9 @@ TOGETHER = (2, 4, 8)  # vllm_tensor_parallel_size
 SHARES = tuple(tenths / 10 for tenths in range(9, 0, -1))  # gpu_memory_utilization
 SHOWN = 8
 NOTHING_FITS = (
-    f"neither sharding over up to {PROCESSES[-1]} processes nor recomputing, moments of 8 bits or in the host's memory, "
-    "LoRA, sampling together, a smaller share for vLLM, or all of these: take a smaller model, a GPU with more memory, "
-    "a smaller train.per_device_train_batch_size, or shorter completions"
+    f"neither sharding over up to {PROCESSES[-1]} processes nor recomputing, moments in the host's memory or of 8 "
+    "bits, LoRA, sampling together, a smaller share for vLLM, or all of these: take a smaller model, a GPU with more "
+    "memory, a smaller train.per_device_train_batch_size, or shorter completions"
 )
 
 
