@@ -35,7 +35,7 @@ from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import GIB, peak_memory
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths, model_shape
-from grpo_core.training.optimizer import make_optimizer
+from grpo_core.training import optimizer as optimizers
 from tests.conftest import config_values
 from tests.qwen import QWEN
 
@@ -46,25 +46,25 @@ PASSES = 2  # the first one's gradients are held in the second
 NOT_OF_THE_UPDATE = {"engine_weights", "kv_cache", "reference"}
 
 
-def run_config(processes: int, *, recomputed: bool) -> RunConfig:
+def run_config(processes: int, *, recomputed: bool, offload: str = "none") -> RunConfig:
     """bf16, all weights trained, 4 completions of 512 tokens after prompts of 256 per pass."""
     values = {"sharding": "full", "num_processes": processes, "mixed_precision": "bf16", "engine": "vllm"}
     values |= {"per_device_train_batch_size": PER_PASS, "num_generations": 4, "max_completion_length": COMPLETION}
-    values |= {"gradient_accumulation_steps": PASSES, "gradient_checkpointing": recomputed}
+    values |= {"gradient_accumulation_steps": PASSES, "gradient_checkpointing": recomputed, "offload": offload}
     return parse_config(config_values(Path("model"), Path("data"), **values))
 
 
-def forecast(model: dict[str, Any], processes: int, *, recomputed: bool) -> float:
+def forecast(model: dict[str, Any], processes: int, *, recomputed: bool, offload: str = "none") -> float:
     """Bytes of weights, gradients, optimizer and passes, as `grpo plan` forecasts them."""
-    config = run_config(processes, recomputed=recomputed)
+    config = run_config(processes, recomputed=recomputed, offload=offload)
     plan, lengths = make_plan(plan_inputs(config, 1000)), PromptLengths(PROMPT, PROMPT, "given")
     parts = peak_memory(config, plan, model_shape(model), lengths, Gpu("GPU"))["parts_gib"]
     return GIB * sum(size for part, size in parts.items() if part not in NOT_OF_THE_UPDATE)
 
 
-def simulated(model: dict[str, Any], processes: int, *, recomputed: bool) -> dict[str, int]:
+def simulated(model: dict[str, Any], processes: int, *, recomputed: bool, offload: str = "none") -> dict[str, int]:
     """Bytes at the peak of an update of one process, by torch's kinds; "Total" is their sum."""
-    config = run_config(processes, recomputed=recomputed)
+    config = run_config(processes, recomputed=recomputed, offload=offload)
     dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (processes,))
@@ -81,7 +81,7 @@ def _peak_of_update(model: dict[str, Any], config: RunConfig) -> dict[str, int]:
         shard = parallelize.sharding(config.train, frozen=False)
         assert shard is not None
         shard(master)
-        optimizer = make_optimizer(master, config.train)
+        optimizer = optimizers.make_optimizer(master, config.train)
         policy = policies.Policy(master, 1.0, bf16=True, gradient_checkpointing=config.train.gradient_checkpointing)
     rows = torch.arange(PER_PASS)
     prompts, completions = torch.full_like(rows, PROMPT), torch.full_like(rows, COMPLETION)
@@ -94,13 +94,15 @@ def _peak_of_update(model: dict[str, Any], config: RunConfig) -> dict[str, int]:
             chosen.sum().backward()
             if number < PASSES - 1:
                 tracker.reset_mod_stats()
+        optimizer.step()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     return {getattr(kind, "value", kind): size for kind, size in peak.items()}
 
 
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    """What a GPU computes with: flash attention over sequences, and kernels that overwrite logits in place."""
+    """What a GPU computes with: flash attention over sequences, and kernels that overwrite logits in place. What is
+    offloaded goes to another device, which is not counted."""
 
     def packed(model: Any, kinds: Any, **_: Any) -> tuple[str, str]:
         use_attention(model.model.config)
@@ -112,6 +114,7 @@ def _as_on_a_gpu() -> Iterator[None]:
     nothing: dict[str, Any] = {"_overwrite_by_gradient": lambda *_: None, "_add_product": lambda *_: None}
     with (
         mock.patch.object(logprobs, "FUSED", ("cpu",)),
+        mock.patch.object(optimizers, "HOST", torch.device("meta")),
         mock.patch.multiple(fused_logprobs, _statistics=statistics, **nothing),
         mock.patch.multiple(policies, make_packable=packed, plain_output_layer=lambda it: it.get_output_embeddings()),
     ):
@@ -135,15 +138,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="sizes of Qwen2.5")
     parser.add_argument("--gpus", nargs="+", type=int, default=GPUS, help="processes that share a model")
     arguments = parser.parse_args()
-    print("model   GPUs  activations   simulated GiB  forecast GiB  ratio")
+    print("model   GPUs  activations  moments  simulated GiB  forecast GiB  ratio")
     for size in arguments.models:
         for processes in arguments.gpus:
-            for recomputed in (False, True):
-                found = simulated(QWEN[size], processes, recomputed=recomputed)["Total"]
-                expected = forecast(QWEN[size], processes, recomputed=recomputed)
-                how = "recomputed" if recomputed else "kept"
-                figures = f"{found / GIB:14.1f} {expected / GIB:13.1f} {expected / found:6.2f}"
-                print(f"{size:6} {processes:5}  {how:11} {figures}", flush=True)
+            for recomputed, offload in ((False, "none"), (True, "none"), (True, "optimizer")):
+                found = simulated(QWEN[size], processes, recomputed=recomputed, offload=offload)["Total"]
+                expected = forecast(QWEN[size], processes, recomputed=recomputed, offload=offload)
+                how, where = "recomputed" if recomputed else "kept", "GPU" if offload == "none" else "host"
+                figures = f"{found / GIB:13.1f} {expected / GIB:13.1f} {expected / found:6.2f}"
+                print(f"{size:6} {processes:5}  {how:11}  {where:7} {figures}", flush=True)
 
 
 if __name__ == "__main__":

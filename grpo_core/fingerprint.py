@@ -71,7 +71,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
         "rewards": {"__all__": {"timeout", "range", "isolated", "memory_gib"}},
         "rollout": {"max_sync_drift", "gpu_memory_utilization", "cpu_kv_cache_gib", *SERVERS},
         "data": {"answer_column"},
-        "train": {"save_steps", "save_total_limit", "gradient_checkpointing", "torch_compile", *DIVISION},
+        "train": {"save_steps", "save_total_limit", "gradient_checkpointing", "torch_compile", "offload", *DIVISION},
     }
     values = config.model_dump(mode="json", exclude=others)
     values["train"] |= batch_of(config) | _shares(config)

@@ -133,6 +133,8 @@ class Gpu(TorchFunctionMode):
             made = to_gpu(func(*args, **{**kwargs, "device": "cpu"}))
             return made.requires_grad_() if requires_grad else made
         made = func(*args, **kwargs)
+        if kwargs.get("device") is not None and is_on_gpu(made):  # like a tensor of the device, made elsewhere
+            made = to_cpu(made)
         return self._pin(made) if pin else made
 
     def check(self, func: Any, args: Any, kwargs: Any) -> None:

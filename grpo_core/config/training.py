@@ -77,6 +77,10 @@ class TrainConfig(Section):
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
     """The optimizer. `adamw_8bit`: AdamW whose moments have 8 bits, with a float32 scale per 256 of them: about 2 bytes
     per trained parameter instead of 8. Sharded, it continues only with the same number of processes."""
+    offload: Literal["none", "optimizer"] = "none"
+    """What rests in the host's memory between updates. `optimizer`: AdamW's moments; they come to the GPU for each
+    update, one parameter after the other, which takes time. Results are the same bit for bit, and a training may go on
+    with another value. On a CPU it changes nothing."""
     learning_rate: float = Field(1e-6, gt=0)
     """AdamW's peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"

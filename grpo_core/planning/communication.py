@@ -1,4 +1,4 @@
-"""Bytes that training processes send each other per update. Imports no torch."""
+"""Bytes that training processes send each other, and their hosts, per update. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from grpo_core.config.run import RunConfig
-from grpo_core.planning.hardware import BETWEEN_MACHINES, WITHIN_MACHINE, Gpu
+from grpo_core.planning.hardware import BETWEEN_MACHINES, TO_HOST, WITHIN_MACHINE, Gpu
+from grpo_core.planning.memory import moments
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ModelShape, adapter_parameters
 from grpo_core.planning.sharding import FLOAT, per_machine, sharing_processes, width
@@ -19,9 +20,10 @@ def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu) ->
     """Bytes between GPUs per update, for completions of full length, and the seconds that they take by themselves.
 
     Parts: `gathered`, the weights that a process receives; `reduced`, the gradients that it sends, in float32;
-    `between_machines`, what a machine receives from the others. A pass gathers the layers twice (forward, backward)
-    and the rest once, and reduces all gradients; without sharding, and of an adapter, they are reduced once per update.
-    Scoring (old and reference log-probabilities) and the hand-over to the engine gather every weight once.
+    `between_machines`, what a machine receives from the others; `offloaded`, the moments that come from the host's
+    memory and go back. A pass gathers the layers twice (forward, backward) and the rest once, and reduces all
+    gradients; without sharding, and of an adapter, they are reduced once per update. Scoring
+    (old and reference log-probabilities) and the hand-over to the engine gather every weight once.
     """
     lora, sharding = config.model.use_peft, config.train.sharding
     processes, sharing = plan.num_processes, sharing_processes(config, gpu)
@@ -44,17 +46,22 @@ def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu) ->
         crossing = 2 * gradients
     crossing = _of_others(machines) * (crossing + weights * (sharding == "full"))
     gathered = _of_others(sharing) * weights
-    found = {"gathered": gathered, "reduced": reduced, "between_machines": crossing}
+    offloaded = 2 * moments(config, shape, gpu) * (config.train.offload == "optimizer")
+    found = {"gathered": gathered, "reduced": reduced, "between_machines": crossing, "offloaded": offloaded}
+    assumed = [f"{WITHIN_MACHINE / 1e9:g} GB/s per GPU within a machine"] * (processes > 1)
+    assumed += [f"{BETWEEN_MACHINES / 1e9:g} GB/s per machine to the others"] * (machines > 1)
+    assumed += [f"{TO_HOST / 1e9:g} GB/s between a GPU and its host's memory"] * bool(offloaded)
+    seconds = (gathered + reduced) / WITHIN_MACHINE + crossing / BETWEEN_MACHINES + offloaded / TO_HOST
     return {
-        "seconds_per_update": (gathered + reduced) / WITHIN_MACHINE + crossing / BETWEEN_MACHINES,
+        "seconds_per_update": seconds,
         "parts_gib": {name: size / GIB for name, size in found.items()},
         "passes_per_update": passes,
         "how": (
-            f"estimate for {processes} processes on {machines} machine{'s' * (machines > 1)}, per process; "
-            f"{passes} passes per update, fewer if completions are short; assumed, not measured: "
-            f"{WITHIN_MACHINE / 1e9:g} GB/s per GPU within a machine"
-            + f", {BETWEEN_MACHINES / 1e9:g} GB/s per machine to the others" * (machines > 1)
-            + "; computation hides part of it"
+            f"estimate for {processes} process{'es' * (processes > 1)} on {machines} machine{'s' * (machines > 1)}, "
+            f"per process; {passes} passes per update, fewer if completions are short; assumed, not measured: "
+            f"{', '.join(assumed)}"
+            + "; computation hides part of it" * (processes > 1)
+            + ", but not of the way to the host and back" * (processes > 1 and offloaded > 0)
         ),
     }
 

@@ -12,7 +12,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.communication import communication
 from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.memory import check_engine_memory, peak_memory
+from grpo_core.planning.memory import check_engine_memory, check_host_memory, peak_memory
 from grpo_core.planning.pace import Pace, Throughput
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.remedies import NOTHING_FITS, remedies
@@ -43,7 +43,8 @@ def forecast(
     prevented it. Memory that is not there comes with the `remedies` that would fit.
 
     `source`: the pace of earlier runs, or the one measured, or the reason why there is neither. `gpu`: the one to train
-    on; None for a CPU. Raises ConfigError if vLLM's share of the GPU is certainly too small.
+    on; None for a CPU. Raises ConfigError if vLLM's share of the GPU, or the host's memory for what is offloaded, is
+    certainly too small.
     """
     found: dict[str, dict[str, Any]] = {}
     shape = None
@@ -55,9 +56,10 @@ def forecast(
                 memory["remedies"] = remedies(config, plan, shape, lengths, gpu)
             try:
                 check_engine_memory(config, shape, lengths, gpu)
+                check_host_memory(config, shape, gpu)
             except ConfigError as error:
                 raise ConfigError("\n".join([str(error), *map(_would_fit, memory.get("remedies", []))])) from error
-            if plan.num_processes > 1:
+            if plan.num_processes > 1 or config.train.offload == "optimizer":
                 found["communication"] = communication(config, plan, shape, gpu)
     except ForecastError as error:
         if gpu:
@@ -105,6 +107,12 @@ def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
             warning = f": {found['warning']}" if "warning" in found else ""
             yield title, _size(found["peak_memory_gib"]) + warning, found["how"]
             yield from _sizes(found)
+            if "host_memory_gib" in found:
+                yield (
+                    "  host's memory",
+                    _size(found["host_memory_gib"]),
+                    "AdamW's moments of a machine's processes",
+                )
             if "remedies" in found:
                 fitting = [("  would fit", _size(it["peak_memory_gib"]), it["change"]) for it in found["remedies"]]
                 yield from fitting or [("  would fit", "nothing", NOTHING_FITS)]

@@ -40,6 +40,7 @@ GPUS_PER_MACHINE = 8  # assumed of a machine that is not this one
 # Bytes per second and direction, assumed: of a GPU within its machine (NVLink by the data sheet of an A100), and of a
 # whole machine to the others (one network adapter of 200 Gbit/s).
 WITHIN_MACHINE, BETWEEN_MACHINES = 300e9, 25e9
+TO_HOST = 25e9  # the same between a GPU and its host's memory (PCIe 4.0 with 16 lanes; 32e9 by its specification)
 Value = TypeVar("Value")
 BEFORE_BF16 = {"T4": (7, 5), "V100": (7, 0), "P100": (6, 0)}  # compute capability
 
@@ -48,12 +49,13 @@ BEFORE_BF16 = {"T4": (7, 5), "V100": (7, 0), "P100": (6, 0)}  # compute capabili
 class Gpu:
     """A GPU's name and its memory; `memory_gib` is None if it is not known. `among`: the kinds of GPU of a machine that
     has several, of which this one has the least memory; otherwise "". `per_machine`: GPUs of its machine that a
-    training sees; None if the machine is not this one."""
+    training sees, `host_gib`: that machine's own memory; None if the machine is not this one."""
 
     name: str
     memory_gib: float | None = None
     among: str = ""
     per_machine: int | None = None
+    host_gib: float | None = None
 
 
 def find_gpu() -> Gpu | None:
@@ -71,7 +73,9 @@ def find_gpu() -> Gpu | None:
     smallest = min(gpus, key=lambda gpu: gpu.memory_gib or 0)
     names = [gpu.name for gpu in gpus]
     kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
-    return Gpu(smallest.name, smallest.memory_gib, ", ".join(kinds) if len(kinds) > 1 else "", len(gpus))
+    among = ", ".join(kinds) if len(kinds) > 1 else ""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return Gpu(smallest.name, smallest.memory_gib, among, len(gpus), host)
 
 
 def query_gpus(quantities: str) -> list[str]:

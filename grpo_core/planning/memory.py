@@ -11,7 +11,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_parameters
-from grpo_core.planning.sharding import FLOAT, HALF, how_shared, sharing_processes, width, working_set
+from grpo_core.planning.sharding import FLOAT, HALF, how_shared, per_machine, sharing_processes, width, working_set
 
 GIB = 2**30
 KV_BLOCK = 16  # tokens per block of vLLM's KV cache, one of which it never gives to a sequence
@@ -27,10 +27,12 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     Sampling and training take turns: of gradients and what a pass needs on one side and the KV cache on the other, only
     the larger counts. vLLM in the training process takes its share of the GPU for weights, workspace and cache; it
     keeps the weights, which in full fine-tuning are also the ones that the training computes with, and lends the rest
-    to the training. Memory of separate vLLM servers is not included.
+    to the training. Memory of separate vLLM servers is not included. `host_memory_gib`, if the optimizer is offloaded:
+    what its moments take of the memory of one machine.
     """
     weights, prompt, engine = shape.parameters, lengths.longest, config.rollout.engine_on(has_gpu=True)
     lora, sharded = config.model.use_peft, config.train.sharding != "none"
+    offloaded = config.train.offload == "optimizer"
     trained, frozen = (adapter_parameters(shape, config), weights) if lora else (weights, 0)
     half = config.train.mixed_precision == "bf16"
     w, sharing = width(config), sharing_processes(config, gpu)
@@ -66,7 +68,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     held = {
         # With bf16, a LoRA base has no float32 weights on the GPU.
         "weights": (each + FLOAT * frozen / sharing * (not half)) * (half or not shared),
-        "optimizer": each * MOMENTS[config.train.optim],
+        "optimizer": moments(config, shape, gpu) * (not offloaded),
         "reference": _reference(config, shape) / sharing,
         # What is gathered layer by layer needs no copy.
         "bf16_copy": HALF * (frozen / sharing + trained * (lora or not sharded)) * (half and not shared),
@@ -75,6 +77,9 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     passes: dict[str, float] = {"activations": kept + recomputed, "logits": logits + head_gradient}
     if sharded:
         passes = working_set(config, shape, kept, recomputed, logits, head_gradient)
+    if offloaded:  # a step has the moments of one parameter on the GPU; of an adapter, less than those of a layer
+        most = 1 / shape.layers if lora else shape.largest_parameter / shape.parameters
+        passes = max(passes, {"optimizer": most * moments(config, shape, gpu)}, key=lambda it: sum(it.values()))
     training = {"gradients": each} | passes
     total = sum(held.values()) + max(sum(training.values()), cache)
     found = {
@@ -89,11 +94,20 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
             "what a pass needs together, and KV cache, the larger counts"
         ),
     }
+    if offloaded:
+        found["host_memory_gib"] = per_machine(config, gpu) * moments(config, shape, gpu) / GIB
     if gpu.memory_gib:
         found["gpu_memory_gib"] = gpu.memory_gib
         if total > gpu.memory_gib * GIB:
             found["warning"] = f"more than the {_gib(gpu.memory_gib)} of one {gpu.name}"
     return found
+
+
+def moments(config: RunConfig, shape: ModelShape, gpu: Gpu) -> float:
+    """Bytes of AdamW's moments in one process; an adapter's are not shared."""
+    lora = config.model.use_peft
+    trained = adapter_parameters(shape, config) if lora else shape.parameters / sharing_processes(config, gpu)
+    return FLOAT * trained * MOMENTS[config.train.optim]
 
 
 def activations(config: RunConfig, shape: ModelShape, tokens: int) -> tuple[float, float]:
@@ -139,6 +153,21 @@ def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLen
         f"of {_gib(gpu.memory_gib)}, and must hold its weights ({_gib(weights)}) and the KV cache of at least one "
         f"sequence of {longest} tokens ({_gib(cache)}); {way_out}"
     )
+
+
+def check_host_memory(config: RunConfig, shape: ModelShape, gpu: Gpu) -> None:
+    """Raises ConfigError if the machine's own memory cannot hold the moments that its processes offload. They are
+    exact; what else the machine needs comes on top. Memory of a machine that is not this one refuses nothing."""
+    if config.train.offload == "none" or gpu.host_gib is None:
+        return
+    processes, each = per_machine(config, gpu), moments(config, shape, gpu) / GIB
+    if processes * each > gpu.host_gib:
+        raise ConfigError(
+            f"train.offload = 'optimizer': AdamW's moments are {_gib(each)} per process, {_gib(processes * each)} for "
+            f"the {processes} of this machine, whose memory is {_gib(gpu.host_gib)}; set it to 'none', or "
+            + ("train.optim to 'adamw_8bit', or " if config.train.optim == "adamw" else "")
+            + "share the model among more machines (train.sharding = 'full')"
+        )
 
 
 def _reference(config: RunConfig, shape: ModelShape) -> int:

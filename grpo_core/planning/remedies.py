@@ -12,7 +12,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu
-from grpo_core.planning.memory import MOST_UTILISATION, check_engine_memory, peak_memory
+from grpo_core.planning.memory import MOST_UTILISATION, check_engine_memory, check_host_memory, peak_memory
 from grpo_core.planning.plan import Plan, PlanError, make_plan, plan_inputs
 from grpo_core.planning.shapes import ModelShape, PromptLengths
 
@@ -21,11 +21,11 @@ Changes = dict[str, Any]  # section.key → new value
 PROCESSES = (2, 4, 8, 16, 32, 64)
 TOGETHER = (2, 4, 8)  # vllm_tensor_parallel_size
 SHARES = tuple(tenths / 10 for tenths in range(9, 0, -1))  # gpu_memory_utilization
-SHOWN = 6
+SHOWN = 8
 NOTHING_FITS = (
-    f"neither sharding over up to {PROCESSES[-1]} processes nor recomputing, moments of 8 bits, LoRA, sampling "
-    "together, a smaller share for vLLM, or all of these: take a smaller model, a GPU with more memory, a smaller "
-    "train.per_device_train_batch_size, or shorter completions"
+    f"neither sharding over up to {PROCESSES[-1]} processes nor recomputing, moments in the host's memory or of 8 "
+    "bits, LoRA, sampling together, a smaller share for vLLM, or all of these: take a smaller model, a GPU with more "
+    "memory, a smaller train.per_device_train_batch_size, or shorter completions"
 )
 
 
@@ -42,6 +42,7 @@ def remedies(
     kinds = {
         "sharding": [*_sharding(config)],
         "recomputing": [*_recomputing(config)],
+        "offload": [*_offloaded_moments(config)],
         "8 bits": [*_moments_of_8_bits(config)],
         "lora": [*_lora(config)],
         "together": [*_together(config)],
@@ -77,6 +78,11 @@ def _sharding(config: RunConfig) -> Iterator[Changes]:
 def _recomputing(config: RunConfig) -> Iterator[Changes]:
     if not config.train.gradient_checkpointing:
         yield {"train.gradient_checkpointing": True}
+
+
+def _offloaded_moments(config: RunConfig) -> Iterator[Changes]:
+    if config.train.offload == "none":
+        yield {"train.offload": "optimizer"}
 
 
 def _moments_of_8_bits(config: RunConfig) -> Iterator[Changes]:
@@ -116,6 +122,7 @@ def _fitting(
             changed = _changed(config, changes)
             figures = make_plan(plan_inputs(changed, plan.num_prompts))
             check_engine_memory(changed, shape, lengths, gpu)
+            check_host_memory(changed, shape, gpu)
         except (ConfigError, PlanError):
             continue
         memory = peak_memory(changed, figures, shape, lengths, gpu)

@@ -49,6 +49,13 @@ class ModelShape:
         return max(plain, self.experts.taken * self.experts.intermediate)
 
     @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest tensor: embedding, a projection, or the fused gates of a layer's experts."""
+        plain = self.intermediate if self.experts.layers < self.layers else 0
+        widths = (self.vocabulary, self.attention, plain, 2 * self.experts.number * self.experts.intermediate)
+        return self.hidden * max(widths)
+
+    @property
     def active(self) -> int:
         """Parameters that a token passes: all but those of the experts that it does not take."""
         it = self.experts

@@ -160,7 +160,7 @@ class Checkpoints:
         return TrainingState(**fields)
 
     def _tensors(self) -> dict[str, Any]:
-        """All that a training changes on the device, by name: weights, the optimizer's moments, a moving reference."""
+        """All tensors that a training changes, by name: weights, the optimizer's moments, a moving reference."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         # Moments of 8 bits are no DTensors: those of a share lie beside the other shares'.
         apart = isinstance(self.optimizer, AdamW8bit)

@@ -1,9 +1,9 @@
-"""The optimizer of a training: AdamW, with moments of 32 or of 8 bits."""
+"""The optimizer of a training: AdamW, with moments of 32 or of 8 bits, which may rest in the host's memory."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ BIASES_AND_NORMS = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_
 
 BLOCK = 256  # moments that have one scale
 SMALLEST = 4096  # elements of a parameter, or of a process's share of it, whose moments have 8 bits
+HOST = torch.device("cpu")
 TOGETHER = 2**22  # elements whose moments are float32 at the same time, a multiple of BLOCK
 
 
@@ -29,13 +30,7 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.O
     decayed = [p for name, p in trained.items() if name in weights and p.ndim >= 2]
     others = [p for name, p in trained.items() if not (name in weights and p.ndim >= 2)]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    betas = (config.adam_beta1, config.adam_beta2)
-    optimizer: torch.optim.Optimizer
-    if config.optim == "adamw_8bit":
-        optimizer = AdamW8bit(groups, lr=0.0, betas=betas, eps=config.adam_epsilon)
-    else:
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_epsilon, fused=True)
+    optimizer = adamw([group for group in groups if group["params"]], config)
     # Its memory, and the gradients', runs out now or never, not after the first rollout: one step at the rate 0, which
     # changes nothing. Each update sets its own rate.
     for parameter in trained.values():
@@ -45,6 +40,14 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.O
     for state in optimizer.state.values():
         state["step"].zero_()
     return optimizer
+
+
+def adamw(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
+    """The configured kind of AdamW over these groups of parameters, without a learning rate and without state."""
+    settings: dict[str, Any] = {"lr": 0.0, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+    if config.optim == "adamw_8bit":
+        return (OffloadedAdamW8bit if config.offload == "optimizer" else AdamW8bit)(groups, **settings)
+    return (OffloadedAdamW if config.offload == "optimizer" else torch.optim.AdamW)(groups, fused=True, **settings)
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -74,6 +77,59 @@ class AdamW8bit(torch.optim.Optimizer):
                     if not self.state[parameter]:
                         self.state[parameter] = _no_moments(weights)
                     _step(weights, own_share(parameter.grad).reshape(-1), self.state[parameter], group)
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """torch's AdamW, whose moments rest in the host's memory."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        _step_one_by_one(self, super().step)
+
+
+class OffloadedAdamW8bit(AdamW8bit):
+    """AdamW8bit, whose moments rest in the host's memory."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        _step_one_by_one(self, super().step)
+
+
+def _step_one_by_one(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+    """`step`, for one parameter after the other: its moments come to its device for that, and go back afterwards.
+
+    The result is that of a step with all parameters, bit for bit: the same kernel gets the same numbers.
+    """
+    groups = optimizer.param_groups
+    try:
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    optimizer.param_groups = [{**group, "params": [parameter]}]
+                    _step_with_moments(optimizer.state, parameter, step)
+    finally:
+        optimizer.param_groups = groups
+
+
+def _step_with_moments(states: dict[Tensor, Any], parameter: Tensor, step: Callable[[], object]) -> None:
+    resting = states.get(parameter, {})
+    states[parameter] = {name: _at(parameter.device, value) for name, value in resting.items()}
+    step()
+    states[parameter] = {name: _at_rest(value, resting.get(name)) for name, value in states[parameter].items()}
+
+
+def _at(device: torch.device, value: Tensor) -> Tensor:
+    """A moment or its scales on the device; the count of steps stays where it is."""
+    return value.to(device, non_blocking=True) if value.ndim else value
+
+
+def _at_rest(value: Tensor, place: Tensor | None) -> Tensor:
+    """The value in its place in the host's memory, or in a new one, page-locked for a GPU; there when this returns."""
+    if not value.ndim:
+        return value
+    if place is None:
+        place = torch.empty_like(value, device=HOST, pin_memory=value.is_cuda)
+    return place.copy_(value)
 
 
 def _no_moments(weights: Tensor) -> dict[str, Tensor]:

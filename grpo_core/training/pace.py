@@ -216,9 +216,10 @@ def _train(
     """Seconds of the forward and backward pass over the completions of a micro-step, and of the optimizer's step."""
     import torch
 
+    from grpo_core.config.training import TrainConfig
     from grpo_core.model.sequences import Sequences, pack, pad
     from grpo_core.training.memory import CPU_TOKENS
-    from grpo_core.training.optimizer import AdamW8bit
+    from grpo_core.training.optimizer import adamw
 
     rows = train["per_device_train_batch_size"]
     owners = [row // group % len(prompts) for row in range(rows)]
@@ -248,9 +249,7 @@ def _train(
         return (time.perf_counter() - start) * rows / done
 
     trained = [parameter for parameter in policy.master.parameters() if parameter.requires_grad]
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True)
-    if train["optim"] == "adamw_8bit":
-        optimizer = AdamW8bit([{"params": trained}], lr=0.0, betas=(0.9, 0.999), eps=1e-8)
+    optimizer = adamw([{"params": trained}], TrainConfig(optim=train["optim"], offload=train["offload"]))
 
     def step() -> float:
         start = time.perf_counter()

@@ -28,7 +28,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
     advantage. An adaptive entropy bonus measures the entropy of all completions, also while it rests.
 
     Raises NotFiniteError, with the metrics, if loss or gradient is not finite before the step, or a weight after it.
-    Only for these two answers does the CPU wait for the device.
+    Only for these two answers, and for moments that rest in its memory, does the CPU wait for the device.
     """
     config, accelerator, optimizer = session.config, session.accelerator, session.optimizer
     entropy_coef = applied_entropy_coef(config.algorithm, state)

@@ -32,11 +32,14 @@ def process_environment(config: RunConfig) -> dict[str, str]:
     the one that lets the launcher start them without a GPU (gloo).
 
     On a GPU, the allocator's segments grow, since every batch has another length. Not with ipc: memory in such segments
-    is shared in another way, which has not been tried.
+    is shared in another way, which has not been tried. Page-locked memory of the host, for what is offloaded, is not
+    rounded up to a power of two, which may be twice as much.
     """
     train, environment = config.train, {}
-    if config.rollout.vllm_weight_transfer != "ipc" and not ALLOCATOR & os.environ.keys():
-        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    settings = ["expandable_segments:True"] * (config.rollout.vllm_weight_transfer != "ipc")
+    settings += ["pinned_max_round_threshold_mb:1"] * (train.offload != "none")
+    if settings and not ALLOCATOR & os.environ.keys():
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(settings)
     if train.num_processes == 1:
         return environment | {"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": _threads(train)}
     import torch

@@ -84,6 +84,7 @@ class Parts:
         return division | {
             "algorithm.beta": self.config.algorithm.beta,
             "train.gradient_checkpointing": self.config.train.gradient_checkpointing,
+            "train.offload": self.config.train.offload,
         }
 
     @cached_property

@@ -55,6 +55,7 @@ FREE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "written where": lambda there, here: there.__setitem__(there > 0, 0.0),
     "repeated to a size": lambda there, here: there.repeat_interleave(there.long(), output_size=1),
     "view": lambda there, here: there.view(2, 1)[:, 0].detach().data + there,
+    "made like it on the CPU": lambda there, here: torch.empty_like(there, device="cpu", pin_memory=True) + here,
     "back when it is ready": lambda there, here: there.to("cpu", non_blocking=True),
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
@@ -115,7 +116,15 @@ def test_the_allocator_s_segments_grow_unless_the_user_or_ipc_say_otherwise(monk
     for own in (name, "PYTORCH_ALLOC_CONF"):
         with monkeypatch.context() as patch:
             patch.setenv(own, "max_split_size_mb:512")
-            assert name not in process_environment(_config())
+            assert name not in process_environment(_config(offload="optimizer"))
+
+
+@pytest.mark.usefixtures("bare")
+def test_page_locked_memory_of_what_is_offloaded_is_not_rounded_up() -> None:
+    setting = process_environment(_config(offload="optimizer"))["PYTORCH_CUDA_ALLOC_CONF"]
+    assert setting == "expandable_segments:True,pinned_max_round_threshold_mb:1"
+    with pytest.raises(Exception, match="stoull"):  # torch knows the name: it reads the number behind it
+        torch._C._accelerator_setAllocatorSettings(setting.replace(":1", ":none"))
 
 
 HOSTILE = """

@@ -28,6 +28,7 @@ ROOM = 0.95  # of the GPU; the rest is CUDA's own
 KINDS = {
     "sharding": {"train.sharding", "train.num_processes"},
     "recomputing": {"train.gradient_checkpointing"},
+    "offload": {"train.offload"},
     "8 bits": {"train.optim"},
     "lora": {"model.use_peft"},
     "together": {"rollout.vllm_tensor_parallel_size"},
@@ -127,8 +128,10 @@ def test_a_model_larger_than_its_gpu_is_offered_what_fits() -> None:
         _sharded(8, 4),
         {"model.use_peft": True},
         _sharded(4, 8) | recomputing,
+        _sharded(4, 8) | {"train.offload": "optimizer"},
         _sharded(4, 8) | {"train.optim": "adamw_8bit"},
         _sharded(4, 8) | {"rollout.vllm_tensor_parallel_size": 4},
+        _sharded(2, 16) | recomputing | {"train.offload": "optimizer"},
         _sharded(2, 16) | recomputing | {"train.optim": "adamw_8bit"},
     ]
     assert all("the same batch of 256" in remedy["change"] for remedy in found)

@@ -12,7 +12,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.communication import communication
 from grpo_core.planning.hardware import named_gpu
-from grpo_core.planning.memory import MOST_UTILISATION, check_engine_memory, peak_memory
+from grpo_core.planning.memory import GIB, MOST_UTILISATION, check_engine_memory, moments, peak_memory
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
 from tests.conftest import config_values
@@ -49,8 +49,12 @@ def _cell(size: str, processes: int, keys: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("keys", "numbers"),
-    [({}, (8, 16, 32, 64)), ({"use_peft": True, "gpu_memory_utilization": 0.5}, (1, 2, 4, 8))],
-    ids=["all weights", "LoRA"],
+    [
+        ({}, (8, 16, 32, 64)),
+        ({"offload": "optimizer"}, (8, 16, 32, 64)),
+        ({"use_peft": True, "gpu_memory_utilization": 0.5}, (1, 2, 4, 8)),
+    ],
+    ids=["all weights", "moments in the host's memory", "LoRA"],
 )
 def test_the_tables_of_what_fits_are_the_forecast_s(keys: dict[str, Any], numbers: tuple[int, ...]) -> None:
     table = [
@@ -62,6 +66,17 @@ def test_the_tables_of_what_fits_are_the_forecast_s(keys: dict[str, Any], number
         ),
     ]
     assert "\n".join(table) in PAGE.read_text(), "put this table into the page:\n" + "\n".join(table)
+
+
+def test_the_page_s_example_of_offloading_is_the_forecast_s() -> None:
+    page = " ".join(PAGE.read_text().split())
+    for size in ("7B", "32B"):
+        configs = [_config(8, {"offload": offload}) for offload in ("optimizer", "none")]
+        plan, shape = make_plan(plan_inputs(configs[0], 5000)), qwen(size)
+        longer, plain = (communication(it, plan, shape, GPU)["seconds_per_update"] for it in configs)
+        each = moments(configs[0], shape, GPU) / GIB
+        said = f"{size} on 8 GPUs: {each:.1f} GiB less per GPU, {8 * each:.0f} GiB of the machine's memory, "
+        assert f"{said}{longer - plain:.1f} s more per update" in page
 
 
 def test_the_page_s_example_of_communication_is_the_forecast_s() -> None:

@@ -1,4 +1,4 @@
-"""Work in two forked processes that form a process group (gloo): the imports are there already."""
+"""Work in some forked processes that form a process group (gloo): the imports are there already."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ WORLD = 2
 
 
 def in_two_processes(folder: Path, work: Callable[[int], None]) -> None:
+    in_processes(WORLD, folder, work)
+
+
+def in_processes(count: int, folder: Path, work: Callable[[int], None]) -> None:
     """Call work(rank) in each. Raises AssertionError with the tracebacks if one of them fails."""
-    children = [_forked(rank, folder, work) for rank in range(WORLD)]
+    children = [_forked(rank, count, folder, work) for rank in range(count)]
     statuses = [os.waitpid(child, 0)[1] for child in children]
     problems = [path.read_text() for path in sorted(folder.glob("problem-*"))]
-    assert statuses == [0] * WORLD, "\n".join(problems)
+    assert statuses == [0] * count, "\n".join(problems)
 
 
-def _forked(rank: int, folder: Path, work: Callable[[int], None]) -> int:
+def _forked(rank: int, count: int, folder: Path, work: Callable[[int], None]) -> int:
     sys.stdout.flush()
     child = os.fork()
     if child:
         return child
     code = 1
     try:
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         os.environ.update({name: str(value) for name, value in places.items()}, ACCELERATE_USE_CPU="true")
         AcceleratorState._reset_state(reset_partial_state=True)
         group = {"init_method": f"file://{folder}/group", "timeout": timedelta(seconds=60)}
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=WORLD, **group)
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=count, **group)
         PartialState(cpu=True)
         work(rank)
         code = 0

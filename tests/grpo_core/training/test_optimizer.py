@@ -95,11 +95,17 @@ def test_moments_of_8_bits_take_two_bytes_per_parameter_and_those_of_small_param
         torch.testing.assert_close(parameter, copy, atol=1e-6, rtol=0)
 
 
-@given(seed=st.integers(0, 99), optim=st.sampled_from(["adamw", "adamw_8bit"]))
-def test_the_state_of_the_optimizer_is_what_its_first_step_would_start_from(seed: int, optim: str) -> None:
+@given(
+    seed=st.integers(0, 99),
+    optim=st.sampled_from(["adamw", "adamw_8bit"]),
+    offload=st.sampled_from(["none", "optimizer"]),
+)
+def test_the_state_of_the_optimizer_is_what_its_first_step_would_start_from(
+    seed: int, optim: str, offload: str
+) -> None:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
-    keys = {"weight_decay": 0.1, "adam_beta1": 0.8, "optim": optim}
+    keys = {"weight_decay": 0.1, "adam_beta1": 0.8, "optim": optim, "offload": offload}
     config = parse_config(config_values(Path("model"), Path("data"), **keys)).train
     before = [parameter.clone() for parameter in model.parameters()]
     optimizer = make_optimizer(model, config)

@@ -250,3 +250,32 @@ def test_moments_of_8_bits_go_on_bit_for_bit_with_the_same_shares_and_other_shar
         output, _ = process.communicate()
     assert process.returncode
     assert "was written under another configuration" in output
+
+
+@pytest.mark.e2e
+def test_offloaded_moments_end_with_the_same_weights_and_go_on_with_and_without_offload_bit_for_bit(
+    tmp_path: Path, reward: None
+) -> None:
+    model = make_model(tmp_path / "model", **TIED)
+    values = config_values(model, tmp_path, engine="transformers", save_steps=2, max_steps=6, sharding="full")
+    values["rewards"] = [{"function": "patience:patient"}]
+    values = with_keys(values, **CALM_ADAM, **TOGETHER, per_device_train_batch_size=6, num_processes=2)
+    offloaded = with_keys(values, offload="optimizer")
+    plain, whole, run = (
+        make_run(tmp_path / name, keys)
+        for name, keys in {"plain": values, "whole": offloaded, "run": offloaded}.items()
+    )
+    for undisturbed in (plain, whole):
+        with started(undisturbed, tmp_path, 0, *processes(2)) as process:
+            finish(process)
+    assert distance(weights(plain), weights(whole)) == 0
+    with started(run, tmp_path, 3, *processes(2)) as process:
+        assert process.stdout is not None
+        assert any("stuck" in line for line in process.stdout)
+        kill_tree(process.pid)
+    without = make_run(tmp_path / "without", values)
+    shutil.copytree(run / "training", without / "training")
+    for continued in (run, without):
+        with started(continued, tmp_path, 0, *processes(2)) as process:
+            assert "continuing after step" in finish(process)
+        assert distance(weights(plain), weights(continued)) == 0
