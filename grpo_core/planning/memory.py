@@ -25,10 +25,11 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     """Peak memory per GPU in bytes, by its parts, for completions of full length.
 
     Sampling and training take turns: of gradients and what a pass needs on one side and the KV cache on the other, only
-    the larger counts. vLLM in the training process takes its share of the GPU for weights, workspace and cache; it
-    keeps the weights, which in full fine-tuning are also the ones that the training computes with, and lends the rest
-    to the training. Memory of separate vLLM servers is not included. `host_memory_gib`, if the optimizer is offloaded:
-    what its moments take of the memory of one machine.
+    the larger counts; a sharded base that an adapter is merged into comes after both. vLLM in the training process
+    takes its share of the GPU for weights, workspace and cache; it keeps the weights, which in full fine-tuning are
+    also the ones that the training computes with, and lends the rest to the training. Memory of separate vLLM servers
+    is not included. `host_memory_gib`, if the optimizer is offloaded: what its moments take of the memory of one
+    machine.
     """
     weights, prompt, engine = shape.parameters, lengths.longest, config.rollout.engine_on(has_gpu=True)
     lora, sharded = config.model.use_peft, config.train.sharding != "none"
@@ -81,17 +82,21 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         most = 1 / shape.layers if lora else shape.largest_parameter / shape.parameters
         passes = max(passes, {"optimizer": most * moments(config, shape, gpu)}, key=lambda it: sum(it.values()))
     training = {"gradients": each} | passes
-    total = sum(held.values()) + max(sum(training.values()), cache)
+    # At the end an adapter is merged into a float32 base, which is shared as the one that it was trained on.
+    others = {"kv_cache": cache, "merged_base": FLOAT * frozen / sharing * sharded}
+    total = sum(held.values()) + max(sum(training.values()), *others.values())
     found = {
         "peak_memory_gib": total / GIB,
-        "parts_gib": {name: size / GIB for name, size in (held | training | {"kv_cache": cache}).items()},
+        "parts_gib": {name: size / GIB for name, size in (held | training | others).items()},
         "parameters": weights,
         "how": (
             f"estimate for one {gpu.name}"
             + (f" (this machine has {gpu.among})" if gpu.among else "")
             + f", from the model's config: {rows} completions per micro-step, prompts of {prompt} tokens "
             f"({lengths.how}), completions of {completion}; {how_shared(config, gpu)}{sampled}; of gradients and "
-            "what a pass needs together, and KV cache, the larger counts"
+            "what a pass needs together, KV cache"
+            + " and the base that the adapter is merged into" * bool(others["merged_base"])
+            + ", only the largest counts"
         ),
     }
     if offloaded:

@@ -190,7 +190,17 @@ def test_a_frozen_base_is_shared_and_its_adapter_is_not() -> None:
     sizes["bf16_copy"] = 2 * shape.parameters / W + 2 * adapter
     assert {name: parts[name] * GIB for name in sizes} == pytest.approx(sizes)
     assert parts["gathered"] > 0
+    assert parts["merged_base"] * GIB == pytest.approx(4 * shape.parameters / W)
     assert not {"unsharded_gradients", "reduce_scatter"} & parts.keys()
+
+
+def test_a_base_that_is_merged_at_the_end_counts_where_it_is_more_than_training_and_sampling_need() -> None:
+    keys = {"use_peft": True, "gradient_checkpointing": True, "engine": "vllm-server", "per_device_train_batch_size": 1}
+    config, shape = _config(num_processes=2, num_generations=2, steps_per_generation=1, **keys), qwen("32B")
+    found = peak_memory(config, _plan(config), shape, LENGTHS, Gpu("GPU", 80.0))
+    parts = found["parts_gib"]
+    held = sum(parts[name] for name in ("weights", "optimizer", "reference", "bf16_copy", "engine_weights"))
+    assert found["peak_memory_gib"] == pytest.approx(held + parts["merged_base"])
 
 
 def test_processes_per_machine_are_those_of_this_machine_or_assumed() -> None:
