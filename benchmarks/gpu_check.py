@@ -32,7 +32,7 @@ CHECKS: dict[str, float] = {  # seconds that each may take
     "engines": 900,  # vLLM starts seven times, and compiles
     "waits": 120,
     "memory": 180,
-    "resume": 180,
+    "resume": 240,
     "processes": 240,
     "speed": 240,
 }

@@ -214,12 +214,14 @@ def memory(scratch: Path, report: Report) -> None:
 
 
 def resume(scratch: Path, report: Report) -> None:
-    """A training that is stopped and continued ends with the weights of one that is not."""
+    """A training that is stopped and continued, or whose moments are offloaded too, ends with the same weights."""
     write(SMALL, scratch / "workload")
-    ends = {name: _trained(scratch, name, stopped) for name, stopped in (("one", False), ("two", False), ("cut", True))}
-    noise, away = distance(ends["two"], ends["one"]), distance(ends["cut"], ends["one"])
+    one, two, cut = (_trained(scratch, name, stopped=name == "cut") for name in ("one", "two", "cut"))
+    offloaded = _trained(scratch, "offloaded", stopped=True, offload="optimizer")
+    noise, kinds = distance(two, one), {"stopped after half, and continued": cut, "and offloaded": offloaded}
     report(Row("the same training twice", f"{noise:.1e}", "0 where kernels repeat"))
-    report(Row("stopped after half, and continued", f"{away:.1e}", f"at most {2 * noise:.1e}", away <= 2 * noise))
+    for what, away in ((what, distance(found, one)) for what, found in kinds.items()):
+        report(Row(what, f"{away:.1e}", f"at most {2 * noise:.1e}", away <= 2 * noise))
 
 
 def processes(scratch: Path, report: Report) -> None:
@@ -341,9 +343,9 @@ def _configuration(scratch: Path, engine: str, lora: bool) -> str:
     return dump_config(parse_config(values))
 
 
-def _trained(scratch: Path, name: str, stopped: bool) -> list[Tensor]:
+def _trained(scratch: Path, name: str, stopped: bool, offload: str = "none") -> list[Tensor]:
     """The weights after a training; `stopped`: by SIGTERM after half of its updates, and continued."""
-    run_directory(SMALL, scratch / "workload", scratch / name, {"precision": PRECISION})
+    run_directory(SMALL, scratch / "workload", scratch / name, {"precision": PRECISION, "offload": offload})
     command = [sys.executable, "-m", "grpo_core.train", str(scratch / name)]
     steps = scratch / name / "training" / "metrics.jsonl"
     if stopped:

@@ -50,6 +50,7 @@ def run_directory(workload: Workload, folder: Path, run: Path, settings: dict[st
                 "mixed_precision": settings["precision"],
                 "num_processes": settings.get("processes", 1),
                 "sharding": settings.get("sharding", "none"),
+                "offload": settings.get("offload", "none"),
                 "per_device_train_batch_size": workload.completions // settings.get("processes", 1),
                 "max_steps": workload.steps,
                 "learning_rate": 1e-4,
