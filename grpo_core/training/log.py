@@ -127,10 +127,10 @@ class TrainingLog:
             "train_seconds": round(state.train_seconds, 3),
             "resumed_at_step": self.resumed_at or None,
             "roll_backs": state.roll_backs,
-            "tokens_per_pass": state.tokens_per_pass,
+            "tokens_per_pass": self.session.memory.tokens,
             "recomputed_layers": recomputed,
             "weights_reached_engine": self.session.probe.handover,
-            "ran_out_of_memory": self.session.memory.ran_out
+            "ran_out_of_memory": self.session.memory.left is not None
             or (recomputed > 0 and not self.session.config.train.gradient_checkpointing),
             "metrics": self.last,
             "steps_without_metrics": self.lost,

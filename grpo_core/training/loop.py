@@ -129,7 +129,7 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
     metrics |= {"epoch": plan.epoch(state.updates + 1), "num_tokens": state.num_tokens, "step_time": seconds}
     if broken is not None:
         raise broken
-    state = adapt_entropy(config.algorithm, state, kept_entropy).with_update(seconds, session.memory.tokens)
+    state = adapt_entropy(config.algorithm, state, kept_entropy).with_update(seconds, session.memory.left)
     move_reference(session, state)
     return replace(state, unrecorded=metrics)
 

@@ -44,8 +44,9 @@ class OutOfMemoryRetry:
         self.tokens = self.planned
 
     @property
-    def ran_out(self) -> bool:
-        return self.tokens < self.planned
+    def left(self) -> int | None:
+        """Tokens that memory has left for a pass; None while it has not run out."""
+        return self.tokens if self.tokens < self.planned else None
 
     def run(self, sequences: Sequences, work: Callable[[list[Tensor]], Result], *, share_prompts: bool) -> Result:
         """`work(parts)` over the sequences' rows, packed into one part per pass.

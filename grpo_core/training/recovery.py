@@ -23,7 +23,7 @@ def resume(session: Session, checkpoints: Checkpoints) -> TrainingState:
     begin_probing(session)  # while both have the base's weights: a checkpoint changes them
     state = checkpoints.restore()
     if state is None:
-        state = TrainingState(tokens_per_pass=session.memory.tokens, entropy_coef=config.algorithm.entropy_coef)
+        state = TrainingState(entropy_coef=config.algorithm.entropy_coef)
         if health.may_roll_back(config.health):
             # Nothing older exists to go back to, whatever the first step finds.
             checkpoints.save(state, config.train.save_total_limit, healthy=True)

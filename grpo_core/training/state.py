@@ -13,8 +13,8 @@ from grpo_core.rollout.types import Rollout
 class TrainingState:
     """State after `updates` optimizer updates, counted over all starts of the run."""
 
-    tokens_per_pass: int  # that one forward pass holds at most; fewer once memory has run out
     updates: int = 0
+    tokens_per_pass: int | None = None  # what memory has left for a forward pass; None while it has not run out
     rollout: Rollout | None = None  # the generation batch in use
     unrecorded: dict[str, float] | None = None  # metrics of the last update until its evaluation is complete
     # What happened, to be compared with the plan.
@@ -62,7 +62,7 @@ class TrainingState:
             num_tokens=self.num_tokens + prompt_tokens + int(rollout.completion_lengths.sum()),
         )
 
-    def with_update(self, seconds: float, tokens_per_pass: int) -> TrainingState:
+    def with_update(self, seconds: float, tokens_per_pass: int | None) -> TrainingState:
         """The state after an optimizer update."""
         total = self.train_seconds + seconds
         return replace(self, updates=self.updates + 1, train_seconds=total, tokens_per_pass=tokens_per_pass)

@@ -31,7 +31,7 @@ from grpo_core.training.loop import train
 from grpo_core.training.random_state import random_state, set_random_state
 from tests.conftest import make_run, with_keys, write_sums
 from tests.grpo_core.training.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
-from tests.grpo_core.training.training import are_close, assert_same, figures_of, interrupted
+from tests.grpo_core.training.training import are_close, assert_same, figures_of, interrupted, result_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -255,13 +255,15 @@ def test_a_checkpoint_of_another_batch_is_refused_with_the_values_that_keep_it(
     with pytest.raises(CheckpointError, match="per_device_train_batch_size=4, gradient_accumulation_steps=4") as caught:
         train(run, run / "training")
     assert "completions per update: 16" in str(caught.value)
-    change = ["train.gradient_accumulation_steps=4"]
+    change = ["train.per_device_train_batch_size=16", "train.gradient_accumulation_steps=1"]
     config = load_config(run / "config.toml", change)
     plan = make_plan(plan_inputs(config, 24))
     (run / "config.toml").write_text(dump_config(config))
     (run / "plan.json").write_text(json.dumps({"plan": dataclasses.asdict(plan)}))
-    train(run, run / "training")
+    result = train(run, run / "training")
     assert are_close(run, whole)
+    assert result["tokens_per_pass"] == 2 * result_of(whole)["tokens_per_pass"], "room for more was not memory run out"
+    assert not result["ran_out_of_memory"]
 
 
 @pytest.mark.slow
