@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -41,6 +42,21 @@ def sync_to_disk(path: Path) -> None:
                 with suppress(FileNotFoundError):
                     sync_to_disk(child)
     _sync(path)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Raise an OSError in the block as one that names `path`, unless it names a file; also the OSError of a full disk
+    behind the RuntimeError that torch makes of it."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, cause.filename or str(path)) from None
 
 
 def _sync(path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from accelerate import Accelerator
 
 from grpo_core.config.files import parse_config
 from grpo_core.rollout.types import Rollout
-from grpo_core.training.checkpoint import CheckpointError, Checkpoints, require_shared
+from grpo_core.training.checkpoint import CheckpointError, Checkpoints, require_same_folder
 from grpo_core.training.random_state import random_state, set_random_state
 from grpo_core.training.state import TrainingState
 from tests.conftest import config_values
@@ -29,16 +31,32 @@ def _checkpoints(folder: Path, size: int = 4) -> Checkpoints:
     return Checkpoints(folder, "this run", CONFIG, Accelerator(cpu=True), model, optimizer, None)
 
 
-def test_a_checkpoint_that_does_not_fit_names_its_file_and_leaves_the_one_before_it(tmp_path: Path) -> None:
-    checkpoints = _checkpoints(tmp_path, 256)
-    checkpoints.save(TrainingState(tokens_per_pass=1, updates=2), keep=1)
+@contextmanager
+def _small_disk() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(OSError, match=r"File too large: .*step-000004\.tmp/state\.pt"):
-            checkpoints.save(TrainingState(tokens_per_pass=1, updates=4), keep=1)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+RAISED_BY: dict[str, Callable[[Checkpoints], object]] = {
+    "end": Checkpoints.wait,
+    "next save": lambda checkpoints: checkpoints.save(TrainingState(tokens_per_pass=1, updates=5), keep=1),
+    "roll-back": lambda checkpoints: checkpoints.restore(healthy=True),
+}
+
+
+@pytest.mark.parametrize("then", RAISED_BY)
+def test_a_checkpoint_that_does_not_fit_names_its_file_and_leaves_the_one_before_it(tmp_path: Path, then: str) -> None:
+    checkpoints = _checkpoints(tmp_path, 256)
+    checkpoints.save(TrainingState(tokens_per_pass=1, updates=2), keep=1)
+    checkpoints.wait()
+    with _small_disk():
+        checkpoints.save(TrainingState(tokens_per_pass=1, updates=4), keep=1)
+        with pytest.raises(OSError, match=r"File too large: .*step-000004\.tmp/state\.pt"):
+            RAISED_BY[then](checkpoints)
     progress = checkpoints.restore()
     assert progress is not None
     assert progress.updates == 2
@@ -111,10 +129,12 @@ def test_a_save_killed_at_any_call_of_the_system_leaves_the_checkpoint_before_it
         checkpoints = _checkpoints(tmp_path / str(call))
         if before is not None:
             checkpoints.save(TrainingState(tokens_per_pass=1, updates=before), keep=1)
+            checkpoints.wait()
         with monkeypatch.context() as patch:
             killed = _kill_at(patch, call)
             try:
                 checkpoints.save(TrainingState(tokens_per_pass=1, updates=1), keep=1)
+                checkpoints.wait()
             except KeyboardInterrupt:
                 assert killed
         progress = _checkpoints(tmp_path / str(call)).restore()
@@ -144,9 +164,9 @@ def _kill_at(patch: pytest.MonkeyPatch, call: int) -> list[str]:
 
 def test_a_checkpoint_folder_that_another_machine_does_not_see_is_refused_on_every_process(tmp_path: Path) -> None:
     def start(rank: int) -> None:
-        require_shared(tmp_path / "one", Accelerator(cpu=True))
+        require_same_folder(tmp_path / "one", Accelerator(cpu=True))
         with pytest.raises(CheckpointError, match="is not what process 1 finds under that path"):
-            require_shared(tmp_path / f"of-{rank}", Accelerator(cpu=True))
+            require_same_folder(tmp_path / f"of-{rank}", Accelerator(cpu=True))
 
     in_two_processes(tmp_path, start)
     assert list((tmp_path / "one").iterdir()) == []
