@@ -1,9 +1,9 @@
 """How long a training stands still for a checkpoint, and how much slower updates are while one is being written.
 
     python -m benchmarks.checkpoints FOLDER
-    torchrun --nproc-per-node 2 -m benchmarks.checkpoints FOLDER
+    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 -m benchmarks.checkpoints FOLDER
 
-FOLDER is on the disk that is measured. A model of 102 million parameters and its moments in float32, 1.2 GB, are
+FOLDER is on the disk that is measured. A model of 120 million parameters and its moments in float32, 1.4 GB, are
 written twice per round: while the training waits, and while it goes on. Several processes share the model.
 """
 

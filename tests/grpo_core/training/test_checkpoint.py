@@ -6,8 +6,10 @@ import dataclasses
 import os
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from accelerate import Accelerator
 from grpo_core.config.files import parse_config
 from grpo_core.rollout.types import Rollout
 from grpo_core.training.checkpoint import CheckpointError, Checkpoints, require_same_folder
+from grpo_core.training.held_out import keep_best, load_best
 from grpo_core.training.random_state import random_state, set_random_state
 from grpo_core.training.state import TrainingState
 from tests.conftest import config_values
@@ -144,6 +147,41 @@ def test_a_save_killed_at_any_call_of_the_system_leaves_the_checkpoint_before_it
             assert call > 5
             return
     pytest.fail("the save never came to its end")
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first time", "evaluated again"])
+def test_a_new_best_policy_killed_at_any_call_of_the_system_leaves_that_of_each_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    for call in range(100):
+        checkpoints, best = _checkpoints(tmp_path / str(call)), tmp_path / f"best-{call}"
+        session: Any = SimpleNamespace(model=checkpoints.model, accelerator=checkpoints.accelerator)
+        weights = checkpoints.model.weight
+
+        def evaluated(step: int, session: Any = session, best: Path = best, of: Checkpoints = checkpoints) -> None:
+            with torch.no_grad():
+                of.model.weight.fill_(step)
+            keep_best(session, TrainingState(tokens_per_pass=1, updates=step, best_step=step), best, of)
+
+        evaluated(1)
+        checkpoints.save(TrainingState(tokens_per_pass=1, updates=1, best_step=1), keep=1)
+        checkpoints.wait()
+        if again:
+            evaluated(2)
+        with monkeypatch.context() as patch:
+            killed = _kill_at(patch, call)
+            with suppress(KeyboardInterrupt):
+                evaluated(2)
+        load_best(session, 1, best)
+        assert weights.unique().tolist() == [1.0]
+        evaluated(2)
+        load_best(session, 2, best)
+        assert weights.unique().tolist() == [2.0]
+        assert sorted(path.name for path in best.iterdir()) == ["step-000001", "step-000002"]
+        if not killed:
+            assert call > 3
+            return
+    pytest.fail("the policy was never kept")
 
 
 def _kill_at(patch: pytest.MonkeyPatch, call: int) -> list[str]:
