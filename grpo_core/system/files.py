@@ -25,10 +25,12 @@ def publish(partial: Path, final: Path) -> None:
 
 def replace_folder(partial: Path, final: Path) -> None:
     """Publish a folder in place of one that may exist, which is `final` with the suffix .old in between."""
+    replaced = final.with_suffix(".old")
     if final.exists():
-        final.rename(final.with_suffix(".old"))
+        shutil.rmtree(replaced, ignore_errors=True)  # of a process that was killed after it had published
+        final.rename(replaced)
     publish(partial, final)
-    shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def sync_to_disk(path: Path) -> None:
