@@ -1,6 +1,7 @@
 """What the processes of a training say to each other. No other module calls a collective.
 
-Every function is called by all processes, in the same order. With one process each of them is local.
+Every function is called by all processes, in the same order. With one process each of them is local. The main threads
+call them; a thread that writes checkpoints calls those that take a `group`, with the `writing_group`.
 
 Tensors go over the backend of the device that holds them: NCCL on GPUs. Control messages (objects, flags, barriers) go
 over gloo: a process that waits for one keeps no GPU busy, and NCCL's watchdog does not see the wait.
@@ -25,12 +26,14 @@ from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from grpo_core.system.files import naming
+
 LARGE = 2**20  # elements of a gradient that is sent by itself; smaller ones are sent together
 
 T = TypeVar("T")
 
 _control: dist.ProcessGroup | None = None  # of control messages; None: the group that holds all processes
-_limit: timedelta | None = None  # after which a wait for another process is an error
+_limit: timedelta | None = None  # after which a wait for another process is an error; None: torch's
 
 
 def start_processes(limit: timedelta) -> Accelerator:
@@ -41,6 +44,22 @@ def start_processes(limit: timedelta) -> Accelerator:
     if accelerator.num_processes > 1 and dist.get_backend() != "gloo":
         _control = dist.new_group(backend="gloo", timeout=limit)
     return accelerator
+
+
+def writing_group() -> dist.ProcessGroup | None:
+    """Group for the messages of threads that write checkpoints: beside the main threads' messages, each needs an order
+    of its own. None with one process. The main threads call this."""
+    return _writing_group() if PartialState().num_processes > 1 else None
+
+
+@functools.cache
+def _writing_group() -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo", timeout=_limit)
+
+
+def processes_per_machine() -> int:
+    """The number of processes on each machine: blocks of consecutive ones."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", PartialState().num_processes))
 
 
 def share(count: int) -> range:
@@ -67,12 +86,12 @@ def from_main(value: T) -> T:
     return values[0]
 
 
-def gathered(items: list[T]) -> list[T]:
+def gathered(items: list[T], group: dist.ProcessGroup | None = None) -> list[T]:
     """The items of all processes, in the processes' order."""
     if PartialState().num_processes == 1:
         return items
     of_each: list[list[T]] = [[] for _ in range(PartialState().num_processes)]
-    dist.all_gather_object(of_each, items, group=_control)
+    dist.all_gather_object(of_each, items, group=group or _control)
     return [item for of_one in of_each for item in of_one]
 
 
@@ -104,8 +123,7 @@ def sharing_processes(*, within_machine: bool) -> DeviceMesh:
     state = PartialState()
     if not within_machine:
         return init_device_mesh(state.device.type, (state.num_processes,), mesh_dim_names=("share",))
-    machine = int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes))
-    numbers = torch.arange(state.num_processes).view(-1, machine)  # a machine's processes in a row
+    numbers = torch.arange(state.num_processes).view(-1, processes_per_machine())  # a machine's processes in a row
     # Made here, since the groups of init_device_mesh have torch's own time limit.
     groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout=_limit)[0] for each in (numbers.T, numbers)]
     return DeviceMesh.from_group(groups, state.device.type, numbers, mesh_dim_names=("copy", "share"))
@@ -148,15 +166,27 @@ def share_name(tensor: Tensor) -> str:
     return f".share-{tensor.device_mesh.get_local_rank('share')}" if isinstance(tensor, DTensor) else ""
 
 
-def write_shares(tensors: dict[str, Any], folder: Path) -> None:
+def write_tensors(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write nested dicts of tensors into the folder, which is there: each process its own share, and what all have
-    whole, one of them. Raises OSError on every process if one cannot write."""
+    whole, one of them. Raises OSError, which names the folder, on every process if one cannot write."""
     with _one_error():
-        checkpoint.save(tensors, checkpoint_id=folder, process_group=_control)
+        checkpoint.save(tensors, storage_writer=_Writer(folder), process_group=group or _control)
 
 
-def read_shares(tensors: dict[str, Any], folder: Path) -> None:
-    """Fill the tensors, in place, with what `write_shares` wrote; the number of processes may be another one."""
+class _Writer(checkpoint.FileSystemWriter):
+    """torch's writer of files, whose error for a full disk is one that other processes understand."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        with naming(Path(self.path)):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        with naming(Path(self.path)):
+            super().finish(metadata, results)
+
+
+def read_tensors(tensors: dict[str, Any], folder: Path) -> None:
+    """Fill the tensors, in place, with what `write_tensors` wrote; the number of processes may be another one."""
     with _one_error():
         checkpoint.load(tensors, checkpoint_id=folder, process_group=_control, no_dist=not dist.is_initialized())
 
@@ -169,6 +199,19 @@ def _one_error() -> Iterator[None]:
     except checkpoint.CheckpointException as failures:
         error = next(iter(failures.failures.values()))[0]
         raise (error if isinstance(error, OSError) else OSError(str(error))) from failures
+
+
+@contextmanager
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """After the block, raise an OSError that one process had in it on every process."""
+    error = None
+    try:
+        yield
+    except OSError as caught:
+        error = caught
+    errors = [found for found in gathered([error], group) if found]
+    if errors:
+        raise error or errors[0]
 
 
 def total(values: Tensor) -> Tensor:

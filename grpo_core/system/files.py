@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -24,10 +25,12 @@ def publish(partial: Path, final: Path) -> None:
 
 def replace_folder(partial: Path, final: Path) -> None:
     """Publish a folder in place of one that may exist, which is `final` with the suffix .old in between."""
+    replaced = final.with_suffix(".old")
     if final.exists():
-        final.rename(final.with_suffix(".old"))
+        shutil.rmtree(replaced, ignore_errors=True)  # of a process that was killed after it had published
+        final.rename(replaced)
     publish(partial, final)
-    shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def sync_to_disk(path: Path) -> None:
@@ -41,6 +44,21 @@ def sync_to_disk(path: Path) -> None:
                 with suppress(FileNotFoundError):
                     sync_to_disk(child)
     _sync(path)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Raise an OSError in the block as one that names `path`, unless it names a file; also the OSError of a full disk
+    behind the RuntimeError that torch makes of it."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, cause.filename or str(path)) from None
 
 
 def _sync(path: Path) -> None:

@@ -1,8 +1,8 @@
 """Everything needed to continue exactly: weights, optimizer, reference policy, random states, and where the run stands.
 
-A checkpoint is written beside its final name and renamed once it is on the disk, with a checksum of each file: a killed
-run or a power cut leaves whole checkpoints or none, and one that was damaged later is recognised and the one before it
-used.
+A checkpoint is written beside its final name, while the training goes on, and renamed once it is on the disk, with a
+checksum of each file: a killed run or a power cut leaves complete checkpoints or none. One that was damaged later is
+recognised, and the one before it used.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import json
 import secrets
 import shutil
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,17 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
-from grpo_core.distributed import copy_whole, from_main, gathered, read_shares, share_name, wait_for_all, write_shares
+from grpo_core.distributed import (
+    copy_whole,
+    failing_together,
+    from_main,
+    gathered,
+    read_tensors,
+    share_name,
+    wait_for_all,
+    write_tensors,
+    writing_group,
+)
 from grpo_core.errors import GrpoError
 from grpo_core.fingerprint import batch_of, determining, planned_values
 from grpo_core.model.loading import trainable_state
@@ -33,6 +46,7 @@ from grpo_core.planning.plan import Plan
 from grpo_core.rewards.contract import source_of
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import replace_folder
+from grpo_core.training.checkpoint_write import checksum, has_room, in_host_memory, in_thread, write
 from grpo_core.training.optimizer import AdamW8bit
 from grpo_core.training.random_state import random_state, set_random_state
 from grpo_core.training.state import TrainingState
@@ -61,11 +75,11 @@ def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
     return digest.hexdigest()
 
 
-def require_shared(folder: Path, accelerator: Accelerator) -> None:
+def require_same_folder(folder: Path, accelerator: Accelerator) -> None:
     """Raises CheckpointError on every process unless all of them see the same `folder`, where checkpoints go."""
     if accelerator.num_processes == 1:
         return
-    probe, token = folder / ".shared", secrets.token_hex(8)
+    probe, token = folder / ".seen-by-all", secrets.token_hex(8)
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_text(token)
@@ -81,7 +95,17 @@ def require_shared(folder: Path, accelerator: Accelerator) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
+class _Write:
+    """A checkpoint that is being written."""
+
+    step: int
+    best_step: int | None
+    done: Future[None]
+    healthy: bool = False  # to be marked when it is there
+
+
+@dataclass
 class Checkpoints:
     """Folder of a run's checkpoints, and the objects whose state they hold."""
 
@@ -92,52 +116,84 @@ class Checkpoints:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     reference: Policy | None  # saved where it moves
+    in_flight: _Write | None = None
+    in_background: bool | None = None  # how the last one was written
 
     def save(self, state: TrainingState, keep: int, *, healthy: bool = False) -> None:
-        """Write `step-NNNNNN`; drop all but the newest `keep` and the newest healthy one. Called by every process.
+        """Begin to write `step-NNNNNN`; once it is there, all but the newest `keep` and the newest healthy one are
+        dropped. Called by every process. What changes from now on is not in it: where the machine has no room for a
+        copy, this returns when all is written.
 
         `healthy`: the weights are known to be healthy. If no step has used them yet, `confirm` marks them later.
         The generation batch goes with it: the next update may still read it, and its samples cannot be drawn again,
-        since the policy that drew them is gone. OSError names the file that could not be written; what was there stays.
+        since the policy that drew them is gone. Raises what `wait` raises for the checkpoint before this one.
         """
-        final = self._folder(state.updates)
+        self.wait()
+        is_main, sharded = self.accelerator.is_main_process, is_sharded(self.model)
+        tensors = self._tensors() if is_main or sharded else {}
+        background, why = has_room(tensors)
+        if is_main and background != self.in_background:
+            print(f"training: {why}", flush=True)
+        self.in_background = background
+        if background:
+            tensors = in_host_memory(tensors)
+        random, fields = random_state(), {**dataclasses.asdict(state), "seen_in_epoch": sorted(state.seen_in_epoch)}
+        final, group = self._folder(state.updates), writing_group()
         temporary = final.with_suffix(".tmp")
-        temporary.mkdir(parents=True, exist_ok=True)
-        _write(random_state(), temporary / f"random-{self.accelerator.process_index}.pt")
-        tensors = self._tensors()
-        if is_sharded(self.model):
-            write_shares(tensors, temporary)
-            tensors = {}
-        if self.accelerator.is_main_process:
-            fields = {**dataclasses.asdict(state), "seen_in_epoch": sorted(state.seen_in_epoch)}
-            _write({**tensors, "state": fields}, temporary / "state.pt")
-        wait_for_all()
-        if self.accelerator.is_main_process:
-            sums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
-            manifest = {
-                "fingerprint": self.fingerprint,
-                "batch": batch_of(self.config),
-                "best_step": state.best_step,
-                "checksums": sums,
-            }
-            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-            if healthy or (final / HEALTHY).exists():  # written again, of the same weights
-                (temporary / HEALTHY).touch()
-            replace_folder(temporary, final)
-            self._prune(keep)
-        wait_for_all()
+
+        def work() -> None:
+            with failing_together(group):
+                temporary.mkdir(parents=True, exist_ok=True)
+                write(random, temporary / f"random-{self.accelerator.process_index}.pt")
+                if is_main:
+                    write({**({} if sharded else tensors), "state": fields}, temporary / "state.pt")
+            if sharded:
+                write_tensors(tensors, temporary, group)
+            with failing_together(group):
+                if is_main:
+                    self._publish(temporary, final, state.best_step, healthy)
+                    self._prune(keep)
+
+        self.in_flight = _Write(state.updates, state.best_step, in_thread(work))
+        if not background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is on the disk. Called by every process. If it could not be written, every
+        process raises OSError, which names the file; the checkpoints before it stay."""
+        written, self.in_flight = self.in_flight, None
+        if written is not None:
+            written.done.result()
+            if written.healthy:
+                self.confirm(written.step)
+
+    @contextmanager
+    def finished(self) -> Iterator[None]:
+        """Wait for the last checkpoint where the block ends, also by an error."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self.wait()
+            except Exception as error:
+                warnings.warn(f"the last checkpoint is not written: {error}", stacklevel=2)
+            raise
+        self.wait()
 
     def confirm(self, step: int) -> None:
         """The checkpoint of `step`, if there is one, is healthy. Called by every process."""
-        if self.accelerator.is_main_process and self._folder(step).exists():
+        if self.in_flight is not None and self.in_flight.step == step:
+            self.in_flight.healthy = True
+        elif self.accelerator.is_main_process and self._folder(step).exists():
             (self._folder(step) / HEALTHY).touch()
 
     def restore(self, *, healthy: bool = False) -> TrainingState | None:
-        """Load the newest whole checkpoint (the newest `healthy` one) and drop those after it; None if there is none.
+        """Load the newest undamaged checkpoint (the newest `healthy` one) and drop those after it; None without one.
 
         A damaged one is set aside as `step-NNNNNN.damaged` with a warning. Raises CheckpointError if a damaged one is
         all that is left, or if one was written under another configuration, or with other data or reward functions.
         """
+        self.wait()
         folder = from_main(self._newest(healthy) if self.accelerator.is_main_process else None)
         if folder is None:
             return None
@@ -147,7 +203,7 @@ class Checkpoints:
             tensors = self._tensors()
             _copy({name: content[name] for name in tensors}, tensors)
         else:
-            read_shares(self._tensors(), folder)
+            read_tensors(self._tensors(), folder)
         if self.reference is not None:
             self.reference.refresh()
         random = folder / f"random-{self.accelerator.process_index}.pt"
@@ -166,12 +222,27 @@ class Checkpoints:
         apart = isinstance(self.optimizer, AdamW8bit)
         state = self.optimizer.state
         moments = {names[parameter] + share_name(parameter) * apart: values for parameter, values in state.items()}
-        reference = {} if self.reference is None else self.reference.master.state_dict()
+        reference = {} if self.reference is None else dict(self.reference.master.named_parameters())
         return {"model": trainable_state(self.model), "optimizer": moments, "reference": reference}
 
     def best_steps(self) -> set[int]:
         """Best evaluated step of each checkpoint: a training that continues from one of them may load that policy."""
-        return {_manifest(folder)["best_step"] for folder in self._readable()} - {None}
+        steps = [_manifest(folder).get("best_step") for folder in self._all()]
+        steps.append(self.in_flight and self.in_flight.best_step)
+        return {step for step in steps if step is not None}
+
+    def _publish(self, temporary: Path, final: Path, best_step: int | None, healthy: bool) -> None:
+        """Complete the files in the folder `temporary`, and put it where checkpoints are looked for."""
+        manifest = {
+            "fingerprint": self.fingerprint,
+            "batch": batch_of(self.config),
+            "best_step": best_step,
+            "checksums": {path.name: checksum(path) for path in sorted(temporary.iterdir())},
+        }
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        if healthy or (final / HEALTHY).exists():  # written again, of the same weights
+            (temporary / HEALTHY).touch()
+        replace_folder(temporary, final)
 
     def _newest(self, healthy: bool) -> Path | None:
         for replaced in self.directory.glob("*.old"):
@@ -209,13 +280,13 @@ class Checkpoints:
         damaged = sorted(path.name for path in self.directory.glob("*.damaged"))
         if damaged and not unhealthy:
             raise CheckpointError(
-                f"no whole checkpoint is left in {self.directory}, only {', '.join(damaged)}. Put a whole copy of one "
-                "back, without .damaged in its name; or, to train from the beginning, remove them"
+                f"no undamaged checkpoint is left in {self.directory}, only {', '.join(damaged)}. Put a good copy of "
+                "one back, without .damaged in its name; or, to train from the beginning, remove them"
             )
         return None
 
     def _prune(self, keep: int) -> None:
-        folders = self._readable()
+        folders = [folder for folder in self._all() if _manifest(folder)]
         healthy = [f for f in folders if (f / HEALTHY).exists()]
         for folder in set(self._all()) - {*folders[-keep:], *healthy[-1:]}:
             _remove(folder)
@@ -225,9 +296,6 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         return sorted(path for path in self.directory.glob("step-*") if not path.suffix)
-
-    def _readable(self) -> list[Path]:
-        return [folder for folder in self._all() if _manifest(folder)]
 
 
 @torch.no_grad()
@@ -279,28 +347,12 @@ def _damage(folder: Path) -> str | None:
     manifest = _manifest(folder)
     if not manifest:
         return f"{MANIFEST} cannot be read"
-    for name, checksum in manifest["checksums"].items():
+    for name, expected in manifest["checksums"].items():
         if not (folder / name).exists():
             return f"{name} is missing"
-        if _checksum(folder / name) != checksum:
+        if checksum(folder / name) != expected:
             return f"{name} is not what was written"
     return None
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()
-
-
-def _write(state: object, path: Path) -> None:
-    """torch.save that raises OSError for a full disk, which torch's own error does not name."""
-    try:
-        with path.open("wb") as file:
-            torch.save(state, file)
-    except RuntimeError as error:
-        if isinstance(cause := error.__context__, OSError):
-            raise OSError(cause.errno, cause.strerror, str(path)) from None
-        raise
 
 
 def _remove(folder: Path) -> None:

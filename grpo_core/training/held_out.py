@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file, save_file
 
-from grpo_core.distributed import read_shares, share, write_shares
+from grpo_core.distributed import read_tensors, share, write_tensors
 from grpo_core.model.loading import load_trainable_state, trainable_state
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rewards.composition import weighted_sum
@@ -60,7 +60,7 @@ def keep_best(session: Session, state: TrainingState, folder: Path, checkpoints:
     if is_main or is_sharded(session.model):
         temporary.mkdir(parents=True, exist_ok=True)
     if is_sharded(session.model):
-        write_shares(weights, temporary)
+        write_tensors(weights, temporary)
     elif is_main:
         save_file({name: value.contiguous() for name, value in weights.items()}, temporary / WEIGHTS)
     if is_main:
@@ -76,7 +76,7 @@ def load_best(session: Session, step: int, folder: Path) -> None:
     if weights.exists():
         load_trainable_state(session.model, load_file(weights))
     else:
-        read_shares(trainable_state(session.model), weights.parent)
+        read_tensors(trainable_state(session.model), weights.parent)
 
 
 def _best(folder: Path, step: int) -> Path:

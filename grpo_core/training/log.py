@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from grpo_core.rollout.collect import Sample
 from grpo_core.rollout.types import Rollout
-from grpo_core.system.files import publish
+from grpo_core.system.files import naming, publish
 from grpo_core.training import health
 from grpo_core.training.health import Finding
 from grpo_core.training.session import Session
@@ -58,9 +58,10 @@ class TrainingLog:
         if not self.accelerator.is_main_process:
             return
         self.newest = round(max(time.time(), self.newest + 0.001), 3)
-        self.file.write(json.dumps({"step": step, **metrics, "timestamp": self.newest}) + "\n")
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        with naming(self.output / "metrics.jsonl"):
+            self.file.write(json.dumps({"step": step, **metrics, "timestamp": self.newest}) + "\n")
+            self.file.flush()
+            os.fsync(self.file.fileno())
         if step == self.plan.max_steps or time.monotonic() - self.printed > SECONDS_BETWEEN_LINES:
             self.printed = time.monotonic()
             print(_line(step, self.plan.max_steps, metrics), flush=True)
@@ -90,7 +91,8 @@ class TrainingLog:
             earlier = pq.read_table(path)
             table = pa.concat_tables([earlier.filter(pc.field("step") < step), table])
         temporary = path.with_suffix(".tmp")
-        pq.write_table(table, temporary)
+        with naming(temporary):
+            pq.write_table(table, temporary)
         publish(temporary, path)
 
     def finding(self, finding: Finding) -> None:

@@ -40,9 +40,9 @@ def train(run: Path, output: Path) -> dict[str, Any]:
     """Train RUN's model as configured and planned; returns (and writes) the content of result.json.
 
     Reads config.toml, plan.json and dataset/ under `run`. Writes checkpoints/, metrics.jsonl, health.jsonl,
-    completions/, model/ (with LoRA adapter/ too) and result.json under `output`, continuing from the newest whole
-    checkpoint there. Raises Stopped on SIGTERM or SIGINT and RewardError if a reward fails, both after saving a
-    checkpoint of the last update.
+    completions/, model/ (with LoRA adapter/ too) and result.json under `output`, continuing from the newest
+    undamaged checkpoint there. Raises Stopped on SIGTERM or SIGINT and RewardError if a reward fails, both after saving
+    a checkpoint of the last update.
     """
     session = load_session(run)
     reference = session.reference if session.config.algorithm.sync_ref_model else None
@@ -60,7 +60,8 @@ def train(run: Path, output: Path) -> dict[str, Any]:
     log = TrainingLog(session, output, state)
     with stop_signals():
         try:
-            state = _train_until_done(session, state, checkpoints, log)
+            with checkpoints.finished():
+                state = _train_until_done(session, state, checkpoints, log)
         except SharedModelError as error:
             write_limit(output, error.tokens)
             raise
@@ -95,6 +96,7 @@ def _train_until_done(
     except (Stopped, RewardError) as stop:
         if state.updates:
             checkpoints.save(state, keys.save_total_limit)
+            checkpoints.wait()
         log.stop(state, "told to stop" if isinstance(stop, Stopped) else "a reward fails")
         raise
     return state

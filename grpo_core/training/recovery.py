@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from grpo_core.errors import TrainingError
 from grpo_core.training import health
-from grpo_core.training.checkpoint import Checkpoints, require_shared
+from grpo_core.training.checkpoint import Checkpoints, require_same_folder
 from grpo_core.training.health import Finding
 from grpo_core.training.log import TrainingLog
 from grpo_core.training.pass_limit import read_limit
@@ -17,9 +17,9 @@ from grpo_core.training.weight_sync import begin_probing
 
 
 def resume(session: Session, checkpoints: Checkpoints) -> TrainingState:
-    """The state at the newest whole checkpoint, which is loaded; without one, the start."""
+    """The state at the newest undamaged checkpoint, which is loaded; without one, the start."""
     config = session.config
-    require_shared(checkpoints.directory.parent, session.accelerator)
+    require_same_folder(checkpoints.directory.parent, session.accelerator)
     begin_probing(session)  # while both have the base's weights: a checkpoint changes them
     state = checkpoints.restore()
     if state is None:

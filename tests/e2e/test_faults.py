@@ -85,6 +85,8 @@ def _standing_still(served: Served, inputs: Path, name: str, rollout: int = 4) -
 def _until_still(served: Served, name: str, rollout: int, run_id: str) -> None:
     output = _partial(served, name) / "output.log"
     _until(lambda: output.exists() and f"still in rollout {rollout}" in output.read_text(), served, run_id)
+    checkpoints = _partial(served, name) / "checkpoints"
+    _until(lambda: not [*checkpoints.glob("*.tmp")], served, run_id)  # they are written while the training goes on
 
 
 def _until(condition: Callable[[], Any], served: Served, run_id: str) -> None:
@@ -200,7 +202,7 @@ def test_a_full_disk_fails_the_run_by_name_and_the_retry_goes_on_once_there_is_s
             os.truncate(filler, filler.stat().st_size - LEFT_FREE)
             (inputs / "hold").unlink()
             run = _ended(served, run_id, "FAILED")
-        assert re.search(r"No space left on device: '.*step-000004\.tmp/state\.pt'", run["state"]["message"])
+        assert re.search(r"No space left on device: '.*/training\.partial/", run["state"]["message"])
         assert (_partial(served, "disk-full") / "checkpoints" / "step-000002").is_dir()
         filler.unlink()
         served.retry(run_id)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.system.files import publish
+from grpo_core.system.files import naming, publish
 from tests.grpo_core.training.disk import Disk
 
 
@@ -97,3 +97,18 @@ def test_a_failing_disk_is_an_error_and_nothing_takes_the_name(tmp_path: Path, m
     with pytest.raises(OSError, match="Input/output"):
         publish(_folder(tmp_path / "partial"), tmp_path / "final")
     assert not (tmp_path / "final").exists()
+
+
+def test_an_error_of_the_disk_is_raised_with_a_file_s_name_whatever_a_library_makes_of_it(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="No space left on device: '/the/file'"), naming(Path("/the/file")):
+        raise full
+    with pytest.raises(OSError, match="No space left on device: '/the/file'"), naming(Path("/the/file")):
+        try:
+            raise full
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598") from None
+    with pytest.raises(OSError, match="No space left on device: '/another'"), naming(Path("/the/file")):
+        raise OSError(errno.ENOSPC, "No space left on device", "/another")
+    with pytest.raises(RuntimeError, match="something else"), naming(Path("/the/file")):
+        raise RuntimeError("something else")

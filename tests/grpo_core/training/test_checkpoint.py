@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,8 @@ from accelerate import Accelerator
 
 from grpo_core.config.files import parse_config
 from grpo_core.rollout.types import Rollout
-from grpo_core.training.checkpoint import CheckpointError, Checkpoints, require_shared
+from grpo_core.training.checkpoint import CheckpointError, Checkpoints, require_same_folder
+from grpo_core.training.held_out import keep_best, load_best
 from grpo_core.training.random_state import random_state, set_random_state
 from grpo_core.training.state import TrainingState
 from tests.conftest import config_values
@@ -29,16 +34,32 @@ def _checkpoints(folder: Path, size: int = 4) -> Checkpoints:
     return Checkpoints(folder, "this run", CONFIG, Accelerator(cpu=True), model, optimizer, None)
 
 
-def test_a_checkpoint_that_does_not_fit_names_its_file_and_leaves_the_one_before_it(tmp_path: Path) -> None:
-    checkpoints = _checkpoints(tmp_path, 256)
-    checkpoints.save(TrainingState(tokens_per_pass=1, updates=2), keep=1)
+@contextmanager
+def _small_disk() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(OSError, match=r"File too large: .*step-000004\.tmp/state\.pt"):
-            checkpoints.save(TrainingState(tokens_per_pass=1, updates=4), keep=1)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+RAISED_BY: dict[str, Callable[[Checkpoints], object]] = {
+    "end": Checkpoints.wait,
+    "next save": lambda checkpoints: checkpoints.save(TrainingState(tokens_per_pass=1, updates=5), keep=1),
+    "roll-back": lambda checkpoints: checkpoints.restore(healthy=True),
+}
+
+
+@pytest.mark.parametrize("then", RAISED_BY)
+def test_a_checkpoint_that_does_not_fit_names_its_file_and_leaves_the_one_before_it(tmp_path: Path, then: str) -> None:
+    checkpoints = _checkpoints(tmp_path, 256)
+    checkpoints.save(TrainingState(tokens_per_pass=1, updates=2), keep=1)
+    checkpoints.wait()
+    with _small_disk():
+        checkpoints.save(TrainingState(tokens_per_pass=1, updates=4), keep=1)
+        with pytest.raises(OSError, match=r"File too large: .*step-000004\.tmp/state\.pt"):
+            RAISED_BY[then](checkpoints)
     progress = checkpoints.restore()
     assert progress is not None
     assert progress.updates == 2
@@ -111,10 +132,12 @@ def test_a_save_killed_at_any_call_of_the_system_leaves_the_checkpoint_before_it
         checkpoints = _checkpoints(tmp_path / str(call))
         if before is not None:
             checkpoints.save(TrainingState(tokens_per_pass=1, updates=before), keep=1)
+            checkpoints.wait()
         with monkeypatch.context() as patch:
             killed = _kill_at(patch, call)
             try:
                 checkpoints.save(TrainingState(tokens_per_pass=1, updates=1), keep=1)
+                checkpoints.wait()
             except KeyboardInterrupt:
                 assert killed
         progress = _checkpoints(tmp_path / str(call)).restore()
@@ -124,6 +147,41 @@ def test_a_save_killed_at_any_call_of_the_system_leaves_the_checkpoint_before_it
             assert call > 5
             return
     pytest.fail("the save never came to its end")
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first time", "evaluated again"])
+def test_a_new_best_policy_killed_at_any_call_of_the_system_leaves_that_of_each_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    for call in range(100):
+        checkpoints, best = _checkpoints(tmp_path / str(call)), tmp_path / f"best-{call}"
+        session: Any = SimpleNamespace(model=checkpoints.model, accelerator=checkpoints.accelerator)
+        weights = checkpoints.model.weight
+
+        def evaluated(step: int, session: Any = session, best: Path = best, of: Checkpoints = checkpoints) -> None:
+            with torch.no_grad():
+                of.model.weight.fill_(step)
+            keep_best(session, TrainingState(tokens_per_pass=1, updates=step, best_step=step), best, of)
+
+        evaluated(1)
+        checkpoints.save(TrainingState(tokens_per_pass=1, updates=1, best_step=1), keep=1)
+        checkpoints.wait()
+        if again:
+            evaluated(2)
+        with monkeypatch.context() as patch:
+            killed = _kill_at(patch, call)
+            with suppress(KeyboardInterrupt):
+                evaluated(2)
+        load_best(session, 1, best)
+        assert weights.unique().tolist() == [1.0]
+        evaluated(2)
+        load_best(session, 2, best)
+        assert weights.unique().tolist() == [2.0]
+        assert sorted(path.name for path in best.iterdir()) == ["step-000001", "step-000002"]
+        if not killed:
+            assert call > 3
+            return
+    pytest.fail("the policy was never kept")
 
 
 def _kill_at(patch: pytest.MonkeyPatch, call: int) -> list[str]:
@@ -144,9 +202,9 @@ def _kill_at(patch: pytest.MonkeyPatch, call: int) -> list[str]:
 
 def test_a_checkpoint_folder_that_another_machine_does_not_see_is_refused_on_every_process(tmp_path: Path) -> None:
     def start(rank: int) -> None:
-        require_shared(tmp_path / "one", Accelerator(cpu=True))
+        require_same_folder(tmp_path / "one", Accelerator(cpu=True))
         with pytest.raises(CheckpointError, match="is not what process 1 finds under that path"):
-            require_shared(tmp_path / f"of-{rank}", Accelerator(cpu=True))
+            require_same_folder(tmp_path / f"of-{rank}", Accelerator(cpu=True))
 
     in_two_processes(tmp_path, start)
     assert list((tmp_path / "one").iterdir()) == []

@@ -53,7 +53,7 @@ def test_a_training_with_only_damaged_checkpoints_is_refused_and_begins_when_the
     checkpoints = run / "training" / "checkpoints"
     for folder in checkpoints.iterdir():
         (folder / "state.pt").write_bytes(b"cut off")
-    message = "no whole checkpoint is left in .*, only step-000002.damaged, step-000004.damaged"
+    message = "no undamaged checkpoint is left in .*, only step-000002.damaged, step-000004.damaged"
     with pytest.warns(UserWarning, match="is damaged"), pytest.raises(CheckpointError, match=message):
         train(run, run / "training")
     with pytest.raises(CheckpointError, match=message):
@@ -117,7 +117,7 @@ def test_a_power_cut_finds_the_newest_checkpoint_and_the_result_s_model_on_the_d
         step = int(folder.name[-6:]) + 1
         assert disk.holds(output / "checkpoints" / f"step-{step:06d}")
         assert disk.holds(output / "metrics.jsonl")
-        assert len(figures_of(run)) == step
+        assert len(figures_of(run)) >= step
         remove(folder)
 
     def publishing(partial: Path, final: Path) -> None:

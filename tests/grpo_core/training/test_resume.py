@@ -359,7 +359,8 @@ def test_two_processes_killed_and_started_again_end_with_the_same_weights(
     for folder in (run, whole):
         with started(folder, tmp_path, 0, *TWO_PROCESSES) as process:
             finish(process)
-    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 4
+    resumed_at = json.loads((run / "training" / "result.json").read_text())["resumed_at_step"]
+    assert resumed_at in (2, 4), "the checkpoint of step 4 is being written when the training is killed"
     assert_same(run, whole)
 
 

@@ -1,0 +1,79 @@
+"""Files of a checkpoint written in a thread, from a copy in the host's memory, while the training goes on.
+
+Where the machine's memory does not hold the copy, the training waits instead. The threads of several processes talk to
+each other in a process group of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_core.distributed import any_process, gathered_in_block, own_share, processes_per_machine
+from grpo_core.system.files import naming
+from grpo_core.system.memory import available_memory
+
+GIB = 2**30
+MOST_OF_MEMORY = 0.5  # of what is free, for the copies of all processes: rewards and engines need some too
+
+
+def in_thread(work: Callable[[], None]) -> Future[None]:
+    """Do the work in a thread that the end of the process does not wait for; the Future ends as it does."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # which wake the main thread
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return done
+
+
+def has_room(tensors: dict[str, Any]) -> tuple[bool, str]:
+    """Whether every machine holds a copy of what its processes write, and a sentence on this one. Called by every
+    process, before any of them copies."""
+    here = gathered_in_block([(_own_bytes(tensors), available_memory())], processes_per_machine())
+    (needed, free) = (sum(it[0][0] for it in here), min(it[0][1] for it in here))
+    room = not any_process(needed > MOST_OF_MEMORY * free)
+    said = f"a copy takes {needed / GIB:.1f} GiB of {free / GIB:.1f} GiB of free memory"
+    if room:
+        return True, f"checkpoints are written while the training goes on: {said}"
+    return False, f"the training waits while a checkpoint is written: {said}, and may take {MOST_OF_MEMORY:.0%}"
+
+
+def in_host_memory(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Copy of nested dicts of tensors, which later changes do not reach; of what processes share, this one's share."""
+    return {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else in_host_memory(value)
+        for name, value in tensors.items()
+    }
+
+
+def _own_bytes(tensors: dict[str, Any]) -> int:
+    values = tensors.values()
+    return sum(own_share(value).nbytes if isinstance(value, Tensor) else _own_bytes(value) for value in values)
+
+
+def write(content: object, path: Path) -> None:
+    """torch.save that raises OSError, with the file's name, for a full disk."""
+    with naming(path), path.open("wb") as file:
+        torch.save(content, file)
+
+
+def checksum(path: Path) -> str:
+    """Hash of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
