@@ -180,7 +180,8 @@ def test_shares_are_moved_bit_for_bit_and_restored_with_and_without_offload(
             checkpoints = Checkpoints(tmp_path / offload, "", config, Accelerator(cpu=True), model, optimizer, None)
             for step in range(2):
                 _step(model, optimizer, step)
-            checkpoints.save(TrainingState(tokens_per_pass=1, updates=2), keep=1)
+            checkpoints.save(TrainingState(updates=2), keep=1)
+            checkpoints.wait()
             found = []
             # After its own checkpoint, and after that without offload.
             for folder in (None, tmp_path / offload, tmp_path / "none"):
