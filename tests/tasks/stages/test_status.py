@@ -1,0 +1,122 @@
+"""What a person is told of a run: by a stage that ended, and by `grpo status`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from typer.testing import CliRunner
+
+from flows.cli.main import app
+from tasks.stages.condition import conditions
+from tasks.stages.errors import Interrupted, StageError
+from tasks.stages.run import ERRORS, Context
+from tasks.stages.run_directory import UnknownRunError, find_run, read_config
+from tasks.stages.table import EVALUATE, TRAIN, VALIDATE
+from tests.tasks.stages.small_stages import Values, configure, do, outdated, pipeline
+
+
+def test_an_interrupted_training_says_how_much_is_saved_and_status_does_until_it_is_edited(
+    run: Path, values: Values
+) -> None:
+    def interrupted(context: Context) -> Values:
+        for name in ("step-000000", "step-000003", "step-000002", "step-000004.tmp", "step-000009.damaged"):
+            (context.partial / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
+        raise KeyboardInterrupt
+
+    def at_once(context: Context) -> Values:
+        raise KeyboardInterrupt
+
+    TRAIN.path(run).rename(run / "elsewhere")
+    with pytest.raises(Interrupted, match=r"^train was interrupted; run the same again to go on$"):
+        do(TRAIN, run, work=at_once)
+    with pytest.raises(Interrupted, match=r"^train was interrupted, 3 of 4 updates saved; run the same again"):
+        do(TRAIN, run, work=interrupted)
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["status", "test"]).output
+    assert [line for line in shown.splitlines() if "train " in line and "3 of 4 updates saved" in line]
+    values["algorithm"] = {"epsilon": 0.1}
+    configure(run, values)
+    assert outdated(run)["train"] == "not done yet"
+
+
+def test_prompts_that_are_gone_are_missing_and_the_stage_that_reads_them_says_which_to_run(run: Path) -> None:
+    (VALIDATE.path(run) / "eval.parquet").unlink()
+    assert conditions(run, read_config(run))["validate"].reason == "eval.parquet is gone"
+    done = CliRunner().invoke(app, ["stage", "evaluate", "--run", "test", "--force"])
+    assert done.exit_code == 1
+    assert done.output.count("grpo stage validate --run test    # missing: eval.parquet is gone") == 1
+    assert not (run.parents[1] / "prefect").exists(), "a server was started"
+    assert pipeline(run) == ["validate"]
+
+
+def test_storage_or_mlflow_that_fails_a_stage_is_a_sentence_and_its_traceback_is_in_the_runs_directory(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(context: Context) -> Values:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/here/model.safetensors")
+
+    def untracked(context: Context) -> Values:
+        MlflowClient("http://127.0.0.1:1").get_run("any")
+        return {}
+
+    def broken(context: Context) -> Values:
+        return {}["figures"]
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    sentence = "^train: No space left on device: /here/model.safetensors; see to that, then run the same again$"
+    with pytest.raises(StageError, match=sentence):
+        do(TRAIN, run, force=True, work=full)
+    with pytest.raises(StageError, match=r"does not answer \(Connection refused\): start the server, then run"):
+        do(EVALUATE, run, force=True, work=untracked)
+    with pytest.raises(KeyError):
+        do(EVALUATE, run, force=True, work=broken)
+    noted = (run / ERRORS).read_text()
+    assert noted.count("Traceback (most recent call last):\n  File") >= 3
+    assert noted.rstrip().endswith("KeyError: 'figures'")
+
+
+def test_status_shows_each_stage_and_its_exit_status_says_whether_anything_is_to_be_done(
+    run: Path, values: Values
+) -> None:
+    runner = CliRunner(env={"COLUMNS": "200"})
+    done = runner.invoke(app, ["status", "test"])
+    assert done.exit_code == 0, done.output
+    for figure in (
+        "24 + 16 prompts",
+        "4 updates planned",
+        "accuracy +25.0 points [12.5, 37.5]",
+        "sums version 7 ",
+    ):
+        assert figure in done.output
+    configure(run, {**values, "promotion": {"metric": "reward"}})
+    assert "reward +0.250 [0.125, 0.375]" in runner.invoke(app, ["status", "test"]).output
+    configure(run, {**values, "seed": 1})
+    EVALUATE.path(run).rename(run / "elsewhere")
+    stale = runner.invoke(app, ["status", "test"])
+    assert stale.exit_code == 1
+    assert re.search(r"train +│ stale +│ changed: seed", stale.output)
+    assert re.search(r"evaluate +│ missing +│ not done yet", stale.output)
+    assert runner.invoke(app, ["status", "tset"]).exit_code == 2
+
+
+@pytest.mark.slow
+def test_status_imports_neither_torch_nor_prefect_nor_mlflow(run: Path) -> None:
+    code = (
+        "import sys; from flows.cli.main import app; app(['status', 'test'], standalone_mode=False);"
+        "print('loaded', {'torch', 'prefect', 'mlflow', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "loaded set()" in done.stdout, done.stdout + done.stderr
+
+
+def test_an_unknown_run_is_refused_with_the_nearest_names_and_the_place(run: Path) -> None:
+    with pytest.raises(UnknownRunError, match=f"no run 'tset' in {re.escape(str(run.parent))}.*nearest there: test"):
+        find_run("tset")
+    with pytest.raises(UnknownRunError):
+        find_run("../runs/test")
