@@ -92,14 +92,9 @@ def test_values_that_do_not_go_together_fail_at_once_by_name(served: Served) -> 
     assert not (served.storage / "runs" / "refused").exists()
 
 
-def test_a_stage_of_an_earlier_run_is_a_deployment_of_its_own(served: Served) -> None:
+def test_a_stage_is_a_deployment_of_its_own_and_closes_what_a_killed_attempt_left_open(served: Served) -> None:
     run = served.wait(served.trigger("plan/local", run="small"))
     assert (run["state_type"], served.tasks(run["id"], 1)) == ("COMPLETED", [("plan", "Skipped")])
-
-
-def test_a_stage_started_again_closes_what_a_killed_attempt_left_open(served: Served) -> None:
-    run = served.wait(served.trigger("plan/local", run="small"))
-    assert served.tasks(run["id"], 1) == [("plan", "Skipped")]
     [left_open] = served.filter("task_runs", flow_runs={"id": {"any_": [run["id"]]}})
     running = {"state": {"type": "RUNNING"}, "force": True}
     served.api.post(f"/task_runs/{left_open['id']}/set_state", json=running).raise_for_status()

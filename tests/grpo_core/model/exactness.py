@@ -1,14 +1,8 @@
-"""The gradient of an update, from the loop and from a plain padded float32 pass over all rows.
-
-`python -m tests.grpo_core.model.exactness RUNS...` under `accelerate launch` leaves the gradient of each run
-directory's first update beside its configuration.
-"""
+"""The gradient of an update, from the loop and from a plain padded float32 pass over all rows."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -20,7 +14,7 @@ from grpo_core.rollout.collect import collect
 from grpo_core.rollout.types import Rollout
 from grpo_core.training import roll_out as rolling
 from grpo_core.training.batch import MicroBatch, update_batch
-from grpo_core.training.session import Session, load_session
+from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.update import update
 
@@ -122,18 +116,3 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 def _gradients(session: Session) -> list[Tensor]:
     parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
     return [torch.zeros(p.shape) if p.grad is None else whole(p.grad).clone() for p in parameters]
-
-
-def main() -> None:
-    for run in map(Path, sys.argv[1:]):
-        session = load_session(run)
-        rollout = rollout_with(session, torch.load(run / "advantages.pt"))
-        move(session)
-        gradient = updating_gradient(session, first_update(session, rollout))
-        if session.accelerator.is_main_process:
-            torch.save(gradient, run / "gradient.pt")
-    session.accelerator.end_training()  # left to the interpreter's exit, the process group may abort there
-
-
-if __name__ == "__main__":
-    main()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,16 @@ from grpo_core.data.order import training_order
 from grpo_core.planning.plan import load_plan
 from grpo_core.training.session import load_session
 from tests.conftest import config_values, make_run
-from tests.grpo_core.model.exactness import distance, first_update, move, plain_gradient, plain_logprobs, rollout_with
-from tests.grpo_core.training.launching import TWO_PROCESSES
+from tests.grpo_core.model.exactness import (
+    distance,
+    first_update,
+    move,
+    plain_gradient,
+    plain_logprobs,
+    rollout_with,
+    updating_gradient,
+)
+from tests.grpo_core.training.several import in_two_processes
 
 BOUND = 1e-6  # relative
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -47,22 +52,24 @@ def test_two_processes_step_with_the_plain_gradient(smooth_model_folder: Path, t
     for number, (name, silent) in enumerate(itertools.product(OPTIONS, SILENT)):
         keys = {"num_processes": 2, "per_device_train_batch_size": 4, "max_grad_norm": 1e9, **OPTIONS[name]}
         values = config_values(smooth_model_folder, tmp_path, **keys)
-        runs[name, silent] = run = make_run(tmp_path / f"two-{number}", values)
-        torch.save(_advantages(silent, run), run / "advantages.pt")
-    done = subprocess.run(
-        [sys.executable, *TWO_PROCESSES, "-m", "tests.grpo_core.model.exactness", *map(str, runs.values())],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(Path(__file__).parents[3])},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+        runs[name, silent] = make_run(tmp_path / f"two-{number}", values)
+
+    def step(rank: int) -> None:
+        for (_, silent), run in runs.items():
+            session = load_session(run)
+            rollout = rollout_with(session, _advantages(silent, run))
+            move(session)
+            gradient = updating_gradient(session, first_update(session, rollout))
+            if rank == 0:
+                torch.save(gradient, run / "gradient.pt")
+
+    in_two_processes(tmp_path, step)
 
     distances = {}
     for number, ((name, silent), run) in enumerate(runs.items()):
         values = config_values(smooth_model_folder, tmp_path, per_device_train_batch_size=8, **OPTIONS[name])
         session = load_session(make_run(tmp_path / f"one-{number}", values))
-        batch = first_update(session, rollout_with(session, torch.load(run / "advantages.pt")))
+        batch = first_update(session, rollout_with(session, _advantages(silent, run)))
         if batch.old_logprobs is not None:
             batch = replace(batch, old_logprobs=plain_logprobs(session, batch).detach())
         move(session)

@@ -29,7 +29,7 @@ from grpo_core.training.checkpoint import CheckpointError
 from grpo_core.training.interrupt import Stopped
 from grpo_core.training.loop import train
 from grpo_core.training.random_state import random_state, set_random_state
-from tests.conftest import make_run, with_keys, write_sums
+from tests.conftest import config_values, make_run, with_keys, write_sums
 from tests.grpo_core.training.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
 from tests.grpo_core.training.training import are_close, assert_same, figures_of, interrupted, result_of
 
@@ -172,14 +172,25 @@ PLACES = {  # where the signal comes, and at which call
 }
 
 
+def _drawing(values: dict[str, Any]) -> dict[str, Any]:
+    rewards = [{"function": "tests.grpo_core.training.test_resume:drawing"}]
+    return with_keys({**values, "rewards": rewards}, **ALL_AT_ONCE)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = make_run(folder / "run", _drawing(config_values(model_folder, folder)))
+    train(run, run / "training")
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_training_told_to_stop_saves_its_last_complete_update_and_goes_on_from_there(
-    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    values: dict[str, Any], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    values["rewards"] = [{"function": "tests.grpo_core.training.test_resume:drawing"}]
-    whole, run = (make_run(tmp_path / name, with_keys(values, **ALL_AT_ONCE)) for name in ("whole", "run"))
-    train(whole, whole / "training")
+    run = make_run(tmp_path / "run", _drawing(values))
     target, call = PLACES[place]
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(target, _signalled(pkgutil.resolve_name(target), call))
@@ -190,7 +201,7 @@ def test_a_training_told_to_stop_saves_its_last_complete_update_and_goes_on_from
     assert checkpoints[-1] == f"step-{complete:06d}"
     result = train(run, run / "training")
     assert result["resumed_at_step"] == complete
-    assert_same(run, whole)
+    assert_same(run, undisturbed)
 
 
 def _signalled(function: Any, call: int) -> Any:

@@ -86,21 +86,19 @@ def score(completion_ids):
 @pytest.mark.parametrize(
     ("architecture", "shape", "keys", "num_processes", "sharding"),
     [
-        pytest.param("Qwen2", TIED, TOGETHER, 2, "full", id="tied head, KL, two updates a rollout"),
-        *(
-            pytest.param(*case, id=name, marks=pytest.mark.e2e)
-            for name, case in {
-                "experts, entropy mask and bonus, evaluation": ("Qwen3Moe", EXPERTS, EVERYTHING, 2, "full"),
-                "adapter": ("Qwen2", {}, LORA, 2, "full"),
-                "recomputed activations": ("Llama", {}, RECOMPUTED, 2, "full"),
-                "layers that attend to a window": ("Gemma3Text", WINDOWED, TOGETHER, 2, "full"),
-                "scaled logits": ("Granite", {"logits_scaling": 3.0}, TOGETHER, 2, "full"),
-                "four processes, experts, KL": ("Qwen3Moe", EXPERTS, TOGETHER, 4, "full"),
-                "two machines, tied head": ("Qwen2", TIED, EVERYTHING | TOGETHER, 4, "hybrid"),
-                "two machines, adapter": ("Qwen3", {}, LORA, 4, "hybrid"),
-                **{loss: ("Qwen3", {}, {"loss_type": loss, **changes}, 2, "full") for loss, changes in LOSSES.items()},
-            }.items()
-        ),
+        pytest.param(*case, id=name, marks=pytest.mark.e2e)
+        for name, case in {
+            "tied head, KL, two updates a rollout": ("Qwen2", TIED, TOGETHER, 2, "full"),
+            "experts, entropy mask and bonus, evaluation": ("Qwen3Moe", EXPERTS, EVERYTHING, 2, "full"),
+            "adapter": ("Qwen2", {}, LORA, 2, "full"),
+            "recomputed activations": ("Llama", {}, RECOMPUTED, 2, "full"),
+            "layers that attend to a window": ("Gemma3Text", WINDOWED, TOGETHER, 2, "full"),
+            "scaled logits": ("Granite", {"logits_scaling": 3.0}, TOGETHER, 2, "full"),
+            "four processes, experts, KL": ("Qwen3Moe", EXPERTS, TOGETHER, 4, "full"),
+            "two machines, tied head": ("Qwen2", TIED, EVERYTHING | TOGETHER, 4, "hybrid"),
+            "two machines, adapter": ("Qwen3", {}, LORA, 4, "hybrid"),
+            **{loss: ("Qwen3", {}, {"loss_type": loss, **changes}, 2, "full") for loss, changes in LOSSES.items()},
+        }.items()
     ],
 )
 def test_a_sharded_training_ends_with_the_weights_of_one_process(
