@@ -47,8 +47,8 @@ def start_processes(limit: timedelta) -> Accelerator:
 
 
 def writing_group() -> dist.ProcessGroup | None:
-    """Group for the messages of threads that write checkpoints: beside the main threads' messages, each needs an order
-    of its own. None with one process. The main threads call this."""
+    """Group in which the threads that write checkpoints talk to each other: in the main threads' group, their messages
+    would mix with others. None with one process. The main threads call this."""
     return _writing_group() if PartialState().num_processes > 1 else None
 
 
@@ -170,7 +170,10 @@ def write_tensors(tensors: dict[str, Any], folder: Path, group: dist.ProcessGrou
     """Write nested dicts of tensors into the folder, which is there: each process its own share, and what all have
     whole, one of them. Raises OSError, which names the folder, on every process if one cannot write."""
     with _one_error():
-        checkpoint.save(tensors, storage_writer=_Writer(folder), process_group=group or _control)
+        # Without copying ahead: that way waits for copies of the device that is current, which is another one's here.
+        checkpoint.save(
+            tensors, storage_writer=_Writer(folder, per_thread_copy_ahead=0), process_group=group or _control
+        )
 
 
 class _Writer(checkpoint.FileSystemWriter):
@@ -203,13 +206,15 @@ def _one_error() -> Iterator[None]:
 
 @contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """After the block, raise an OSError that one process had in it on every process."""
+    """After the block, raise an error that one process had in it on every process: the OSError that it was, or one with
+    its words."""
     error = None
     try:
         yield
-    except OSError as caught:
+    except Exception as caught:
         error = caught
-    errors = [found for found in gathered([error], group) if found]
+    told = error if error is None or isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+    errors = [found for found in gathered([told], group) if found]
     if errors:
         raise error or errors[0]
 

@@ -63,6 +63,7 @@ class OneWorkerPerFile(LoadFileScheduling):
         return next((name for name, files in SHARING.items() if file.endswith(files)), file)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneWorkerPerFile:
     return OneWorkerPerFile(config, log)
 

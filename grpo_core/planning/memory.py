@@ -82,8 +82,10 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         most = 1 / shape.layers if lora else shape.largest_parameter / shape.parameters
         passes = max(passes, {"optimizer": most * moments(config, shape, gpu)}, key=lambda it: sum(it.values()))
     training = {"gradients": each} | passes
-    # At the end an adapter is merged into a float32 base, which is shared as the one that it was trained on.
-    others = {"kv_cache": cache, "merged_base": FLOAT * frozen / sharing * sharded}
+    # At the end an adapter is merged, a second one in memory, into a float32 base that is shared as the one that it was
+    # trained on, and each weight is whole in turn.
+    merged = FLOAT * (frozen / sharing + shape.largest_parameter + trained)
+    others = {"kv_cache": cache, "merged_base": merged * (lora and sharded)}
     total = sum(held.values()) + max(sum(training.values()), *others.values())
     found = {
         "peak_memory_gib": total / GIB,

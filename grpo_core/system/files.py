@@ -18,9 +18,10 @@ def publish(partial: Path, final: Path) -> None:
 
     A file of that name is replaced. A folder of that name has to be moved away first.
     """
-    sync_to_disk(partial)
-    partial.rename(final)
-    _sync(final.parent)
+    with naming(final):
+        sync_to_disk(partial)
+        partial.rename(final)
+        _sync(final.parent)
 
 
 def replace_folder(partial: Path, final: Path) -> None:
@@ -58,6 +59,8 @@ def naming(path: Path) -> Iterator[None]:
             cause = cause.__context__
         if cause is None:
             raise
+        if cause.errno is None:  # nothing but words
+            raise OSError(f"{cause}: {path}") from None
         raise OSError(cause.errno, cause.strerror, cause.filename or str(path)) from None
 
 

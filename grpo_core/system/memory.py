@@ -1,7 +1,8 @@
-"""Memory of this machine that is still free, also in a container or a batch job with a limit of its own."""
+"""Memory of this machine, also in a container or a batch job with a limit of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,12 +14,16 @@ MOUNTED = Path("/sys/fs/cgroup")
 def available_memory() -> int:
     """Bytes that can be taken before the machine, or a control group of this process, runs out. What the system keeps
     of files that were not used lately counts as free."""
-    return min([psutil.virtual_memory().available, *_left_in_groups()])
+    return min([psutil.virtual_memory().available, *(max(limit - used, 0) for limit, used in _groups())])
 
 
-def _left_in_groups() -> list[int]:
-    """Bytes left under each limit on this process's control groups, of versions 1 and 2, and on those around them."""
-    left = []
+def memory_limit() -> int:
+    """Bytes that this process and what runs beside it may take."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _groups())])
+
+
+def _groups() -> Iterator[tuple[int, int]]:
+    """Limit and bytes in use of this process's control groups, of versions 1 and 2, and of those around them."""
     for line in GROUPS.read_text().splitlines() if GROUPS.exists() else []:
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -30,15 +35,14 @@ def _left_in_groups() -> list[int]:
         group = root / path.strip("/")
         # In a container, the path may be that on its host, and only the root is there.
         around = [folder for folder in [group, *group.parents] if folder.is_relative_to(root)]
-        left += [found for folder in around if (found := _left(folder, *names)) is not None]
-    return left
+        yield from (found for folder in around if (found := _group(folder, *names)) is not None)
 
 
-def _left(group: Path, limit: str, used: str, unused_files: str) -> int | None:
-    """Bytes left in one group; None if it has no limit."""
+def _group(group: Path, limit: str, used: str, unused_files: str) -> tuple[int, int] | None:
+    """Limit of one group, and bytes in use without unused files; None if it has no limit."""
     try:
         most, taken = (group / limit).read_text().strip(), int((group / used).read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    return None if most == "max" else max(int(most) - taken + int(statistics.get(unused_files, 0)), 0)
+    return None if most == "max" else (int(most), taken - int(statistics.get(unused_files, 0)))

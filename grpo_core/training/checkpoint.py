@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from grpo_core.planning.division import division
 from grpo_core.planning.plan import Plan
 from grpo_core.rewards.contract import source_of
 from grpo_core.rollout.types import Rollout
-from grpo_core.system.files import replace_folder
+from grpo_core.system.files import naming, replace_folder
 from grpo_core.training.checkpoint_write import checksum, has_room, in_host_memory, in_thread, write
 from grpo_core.training.optimizer import AdamW8bit
 from grpo_core.training.random_state import random_state, set_random_state
@@ -99,8 +99,7 @@ def require_same_folder(folder: Path, accelerator: Accelerator) -> None:
 class _Write:
     """A checkpoint that is being written."""
 
-    step: int
-    best_step: int | None
+    state: TrainingState
     done: Future[None]
     healthy: bool = False  # to be marked when it is there
 
@@ -116,8 +115,9 @@ class Checkpoints:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     reference: Policy | None  # saved where it moves
-    in_flight: _Write | None = None
-    in_background: bool | None = None  # how the last one was written
+    in_flight: _Write | None = field(default=None, init=False)
+    newest: TrainingState | None = field(default=None, init=False)  # of those written since the start
+    in_background: bool | None = field(default=None, init=False)  # how the last one was written
 
     def save(self, state: TrainingState, keep: int, *, healthy: bool = False) -> None:
         """Begin to write `step-NNNNNN`; once it is there, all but the newest `keep` and the newest healthy one are
@@ -151,11 +151,24 @@ class Checkpoints:
                 write_tensors(tensors, temporary, group)
             with failing_together(group):
                 if is_main:
-                    self._publish(temporary, final, state.best_step, healthy)
+                    with naming(temporary):
+                        self._publish(temporary, final, state.best_step, healthy)
                     self._prune(keep)
 
-        self.in_flight = _Write(state.updates, state.best_step, in_thread(work))
-        if not background:
+        if background:
+            self.in_flight = _Write(state, in_thread(work, self.accelerator.device))
+        else:
+            work()
+            self.newest = state
+
+    def save_last(self, state: TrainingState, keep: int) -> None:
+        """The checkpoint of a training that ends early, on the disk when this returns. Called by every process."""
+        try:
+            self.wait()
+        except OSError as error:
+            warnings.warn(f"an earlier checkpoint is not written: {error}", stacklevel=2)
+        if state is not self.newest:
+            self.save(state, keep)
             self.wait()
 
     def wait(self) -> None:
@@ -164,8 +177,9 @@ class Checkpoints:
         written, self.in_flight = self.in_flight, None
         if written is not None:
             written.done.result()
+            self.newest = written.state
             if written.healthy:
-                self.confirm(written.step)
+                self.confirm(written.state.updates)
 
     @contextmanager
     def finished(self) -> Iterator[None]:
@@ -182,7 +196,7 @@ class Checkpoints:
 
     def confirm(self, step: int) -> None:
         """The checkpoint of `step`, if there is one, is healthy. Called by every process."""
-        if self.in_flight is not None and self.in_flight.step == step:
+        if self.in_flight is not None and self.in_flight.state.updates == step:
             self.in_flight.healthy = True
         elif self.accelerator.is_main_process and self._folder(step).exists():
             (self._folder(step) / HEALTHY).touch()
@@ -228,7 +242,7 @@ class Checkpoints:
     def best_steps(self) -> set[int]:
         """Best evaluated step of each checkpoint: a training that continues from one of them may load that policy."""
         steps = [_manifest(folder).get("best_step") for folder in self._all()]
-        steps.append(self.in_flight and self.in_flight.best_step)
+        steps.append(self.in_flight and self.in_flight.state.best_step)
         return {step for step in steps if step is not None}
 
     def _publish(self, temporary: Path, final: Path, best_step: int | None, healthy: bool) -> None:

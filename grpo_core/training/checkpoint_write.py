@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_core.distributed import any_process, gathered_in_block, own_share, processes_per_machine
+from grpo_core.distributed import gathered, own_share, processes_per_machine
 from grpo_core.system.files import naming
 from grpo_core.system.memory import available_memory
 
@@ -25,14 +25,20 @@ GIB = 2**30
 MOST_OF_MEMORY = 0.5  # of what is free, for the copies of all processes: rewards and engines need some too
 
 
-def in_thread(work: Callable[[], None]) -> Future[None]:
-    """Do the work in a thread that the end of the process does not wait for; the Future ends as it does."""
+def in_thread(work: Callable[[], None], device: torch.device) -> Future[None]:
+    """Do the work in a thread; the end of the process does not wait for it. The Future has its end, or its error.
+
+    `device`: this process's, which a new thread does not know.
+    """
     done: Future[None] = Future()
+    works = [work]
 
     def run() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # which wake the main thread
         try:
-            work()
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            works.pop()()  # the copy that it holds is gone before the Future says that it is done
         except BaseException as error:
             done.set_exception(error)
         else:
@@ -43,13 +49,14 @@ def in_thread(work: Callable[[], None]) -> Future[None]:
 
 
 def has_room(tensors: dict[str, Any]) -> tuple[bool, str]:
-    """Whether every machine holds a copy of what its processes write, and a sentence on this one. Called by every
-    process, before any of them copies."""
-    here = gathered_in_block([(_own_bytes(tensors), available_memory())], processes_per_machine())
-    (needed, free) = (sum(it[0][0] for it in here), min(it[0][1] for it in here))
-    room = not any_process(needed > MOST_OF_MEMORY * free)
+    """Whether every machine holds a copy of what its processes write, and a sentence on the one with the least room.
+    Called by every process, before any of them copies."""
+    each, count = gathered([(_own_bytes(tensors), available_memory())]), processes_per_machine()
+    machines = [each[first : first + count] for first in range(0, len(each), count)]
+    sizes = [(sum(own for own, _ in machine), min(free for _, free in machine)) for machine in machines]
+    needed, free = max(sizes, key=lambda size: size[0] - MOST_OF_MEMORY * size[1])
     said = f"a copy takes {needed / GIB:.1f} GiB of {free / GIB:.1f} GiB of free memory"
-    if room:
+    if needed <= MOST_OF_MEMORY * free:
         return True, f"checkpoints are written while the training goes on: {said}"
     return False, f"the training waits while a checkpoint is written: {said}, and may take {MOST_OF_MEMORY:.0%}"
 

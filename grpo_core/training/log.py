@@ -132,7 +132,7 @@ class TrainingLog:
             "tokens_per_pass": self.session.memory.tokens,
             "recomputed_layers": recomputed,
             "weights_reached_engine": self.session.probe.handover,
-            "ran_out_of_memory": self.session.memory.left is not None
+            "ran_out_of_memory": self.session.memory.reduced is not None
             or (recomputed > 0 and not self.session.config.train.gradient_checkpointing),
             "metrics": self.last,
             "steps_without_metrics": self.lost,

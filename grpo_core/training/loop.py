@@ -95,8 +95,7 @@ def _train_until_done(
                 checkpoints.save(state, keys.save_total_limit)
     except (Stopped, RewardError) as stop:
         if state.updates:
-            checkpoints.save(state, keys.save_total_limit)
-            checkpoints.wait()
+            checkpoints.save_last(state, keys.save_total_limit)
         log.stop(state, "told to stop" if isinstance(stop, Stopped) else "a reward fails")
         raise
     return state
@@ -131,7 +130,7 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
     metrics |= {"epoch": plan.epoch(state.updates + 1), "num_tokens": state.num_tokens, "step_time": seconds}
     if broken is not None:
         raise broken
-    state = adapt_entropy(config.algorithm, state, kept_entropy).with_update(seconds, session.memory.left)
+    state = adapt_entropy(config.algorithm, state, kept_entropy).with_update(seconds, session.memory.reduced)
     move_reference(session, state)
     return replace(state, unrecorded=metrics)
 

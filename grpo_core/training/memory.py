@@ -44,8 +44,8 @@ class OutOfMemoryRetry:
         self.tokens = self.planned
 
     @property
-    def left(self) -> int | None:
-        """Tokens that memory has left for a pass; None while it has not run out."""
+    def reduced(self) -> int | None:
+        """Tokens per pass after memory has run out; None if it has not."""
         return self.tokens if self.tokens < self.planned else None
 
     def run(self, sequences: Sequences, work: Callable[[list[Tensor]], Result], *, share_prompts: bool) -> Result:

@@ -124,7 +124,7 @@ def _at(device: torch.device, value: Tensor) -> Tensor:
 
 
 def _at_rest(value: Tensor, place: Tensor | None) -> Tensor:
-    """The value in its place in the host's memory, or in a new one, page-locked for a GPU; there when this returns."""
+    """The value, copied to its place in the host's memory, or to a new one, which is page-locked for a GPU."""
     if not value.ndim:
         return value
     if place is None:

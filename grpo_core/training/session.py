@@ -85,9 +85,8 @@ def load_session(run: Path) -> Session:
     except torch.OutOfMemoryError as error:
         raise TrainingError(
             "memory runs out before the first step: the device does not hold the weights, their gradients and AdamW's "
-            "state, beside the engine. Set train.offload = 'optimizer', train.optim = 'adamw_8bit' or model.use_peft, "
-            "take a smaller model, lower rollout.gpu_memory_utilization, or sample on other GPUs (rollout.engine = "
-            f"'vllm-server'); `grpo plan` forecasts what is needed ({error})"
+            "state, beside the engine. `grpo plan` forecasts what is needed, and lists the keys that would make it fit "
+            f"({error})"
         ) from error
 
 

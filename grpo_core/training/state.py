@@ -14,7 +14,7 @@ class TrainingState:
     """State after `updates` optimizer updates, counted over all starts of the run."""
 
     updates: int = 0
-    tokens_per_pass: int | None = None  # what memory has left for a forward pass; None while it has not run out
+    tokens_per_pass: int | None = None  # of a forward pass, at most, after memory has run out; None if it has not
     rollout: Rollout | None = None  # the generation batch in use
     unrecorded: dict[str, float] | None = None  # metrics of the last update until its evaluation is complete
     # What happened, to be compared with the plan.

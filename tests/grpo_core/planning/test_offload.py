@@ -93,7 +93,7 @@ def test_the_largest_parameter_is_that_of_the_model(experts: bool, vocabulary: i
 
 
 def test_moments_go_there_and_back_at_a_stated_pace() -> None:
-    """Of one process too, which otherwise sends nothing."""
+    """Also with one process, which otherwise sends nothing."""
     shape = qwen("7B")
     for keys, processes in (({}, 1), (SHARDED, 16)):
         config, plain = _config(**keys), _config(**keys, offload="none")

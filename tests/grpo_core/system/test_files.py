@@ -110,5 +110,7 @@ def test_an_error_of_the_disk_is_raised_with_a_file_s_name_whatever_a_library_ma
             raise RuntimeError("unexpected pos 704 vs 598") from None
     with pytest.raises(OSError, match="No space left on device: '/another'"), naming(Path("/the/file")):
         raise OSError(errno.ENOSPC, "No space left on device", "/another")
+    with pytest.raises(OSError, match="the share's quota: /the/file"), naming(Path("/the/file")):
+        raise OSError("the share's quota")
     with pytest.raises(RuntimeError, match="something else"), naming(Path("/the/file")):
         raise RuntimeError("something else")

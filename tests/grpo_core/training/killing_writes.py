@@ -6,6 +6,7 @@ trains as FOLDER/values.json says, undisturbed, and once for each point killed a
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -31,22 +32,31 @@ def score(completion_ids: list[list[int]]) -> list[float]:
 
 
 def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which tells the thread that the training has gone on meanwhile."""
+    """The function, whose fifth call tells the thread that writes the checkpoint of step 4 to go on."""
+    calls = itertools.count(1)
 
     def telling(*args: Any) -> Any:
-        if _begun.is_set():
+        if next(calls) == 5 and _dies():
+            _begun.wait()
             _trained_on.set()
         return function(*args)
 
     return telling
 
 
+def _dies() -> bool:
+    return "KILLED_AT" in os.environ and os.environ.get("RANK", "0") == "0"
+
+
 def _dying(point: str, function: Callable[..., Any], *, after: bool) -> Callable[..., Any]:
     """The function; the process is killed before or after it, where it works on the checkpoint of step 4."""
 
     def dying(*args: Any) -> Any:
-        concerned = os.environ.get("KILLED_AT") == point and os.environ.get("RANK", "0") == "0"
-        concerned = concerned and any("step-000004" in str(argument) for argument in args)
+        concerned = (
+            os.environ.get("KILLED_AT") == point
+            and _dies()
+            and any("step-000004" in str(argument) for argument in args)
+        )
         if not concerned:
             return function(*args)
         if after:

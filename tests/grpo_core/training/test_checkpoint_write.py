@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.fsdp import fully_shard
 
 from grpo_core.config.files import parse_config
-from grpo_core.distributed import sharing_processes
+from grpo_core.distributed import sharing_processes, write_tensors
 from grpo_core.errors import NotFiniteError
 from grpo_core.training import checkpoint, checkpoint_write
 from grpo_core.training import loop as trainer
@@ -55,9 +56,9 @@ def _begin_when_waited_for(patch: pytest.MonkeyPatch) -> None:
     """Each write begins as late as possible: when something waits for its end."""
     in_thread = checkpoint_write.in_thread
 
-    def late(work: Callable[[], None]) -> Future[None]:
+    def late(work: Callable[[], None], device: torch.device) -> Future[None]:
         waited_for = threading.Event()
-        done = in_thread(lambda: (waited_for.wait(), work())[-1])
+        done = in_thread(lambda: (waited_for.wait(), work())[-1], device)
         result = done.result
         done.result = lambda: (waited_for.set(), result())[-1]  # type: ignore[method-assign, assignment]
         return done
@@ -101,9 +102,6 @@ def test_nothing_of_the_copy_stays_in_memory(tmp_path: Path, monkeypatch: pytest
     try:
         checkpoints.save(_state(1), keep=1)
         checkpoints.wait()
-        for thread in threading.enumerate():
-            if thread.name == "checkpoint":
-                thread.join()
         assert [copy() for copy in copies] == [None]
     finally:
         gc.enable()
@@ -155,6 +153,7 @@ def test_where_memory_is_short_the_training_waits_and_says_so_once(
     checkpoints = _checkpoints(tmp_path)
     needed = sum(parameter.nbytes for parameter in checkpoints.model.parameters())
     monkeypatch.setattr(checkpoint, "in_host_memory", None)
+    monkeypatch.setattr(checkpoint, "in_thread", None)
     monkeypatch.setattr(checkpoint_write, "available_memory", lambda: 2 * needed - 1)
     for step in (1, 2):
         checkpoints.save(_state(step), keep=2)
@@ -168,6 +167,56 @@ def test_where_memory_is_short_the_training_waits_and_says_so_once(
         checkpoints.save(_state(step), keep=2)
     checkpoints.wait()
     assert capsys.readouterr().out.count("training: checkpoints are written while the training goes on") == 1
+
+
+def test_a_stopped_training_is_saved_once_and_also_where_an_earlier_checkpoint_was_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, states = _checkpoints(tmp_path), [_state(1), _state(2)]
+    written: list[Path] = []
+    write = checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", lambda content, path: (written.append(path), write(content, path))[-1])
+    checkpoints.save(states[0], keep=2)
+    checkpoints.save_last(states[0], keep=2)
+    assert [path.name for path in written].count("state.pt") == 1
+    checkpoints.save_last(states[1], keep=2)
+    assert (tmp_path / "step-000002" / "manifest.json").exists()
+    monkeypatch.setattr(checkpoint, "write", _full_disk)
+    checkpoints.save(_state(3), keep=2)
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match="an earlier checkpoint is not written: .* No space left"):
+        checkpoints.save_last(_state(4), keep=2)
+    assert (tmp_path / "step-000004" / "manifest.json").exists()
+
+
+def test_an_error_in_one_process_s_thread_is_raised_by_all_whatever_it_is(tmp_path: Path) -> None:
+    def start(rank: int) -> None:
+        checkpoints = _checkpoints(tmp_path / "run")
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(checkpoint, "write", _out_of_memory)
+            checkpoints.save(_state(1), keep=1)
+            with pytest.raises(MemoryError if rank == 1 else OSError, match="no memory for a buffer"):
+                checkpoints.wait()
+
+    in_two_processes(tmp_path, start)
+
+
+def _out_of_memory(*_: object) -> None:
+    raise MemoryError("no memory for a buffer")
+
+
+def test_with_gpus_shares_are_copied_one_after_the_other_by_whatever_device_holds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch copies ahead on the current device's stream, and a thread's current device is the first one."""
+    loaders = []
+    for name in ("_SerialCpuLoader", "_OverlappingCpuLoader"):
+        loader = getattr(filesystem, name)
+        monkeypatch.setattr(filesystem, name, lambda *a, _n=name, _l=loader, **k: (loaders.append(_n), _l(*a, **k))[-1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    write_tensors({"weight": torch.zeros(4)}, tmp_path)
+    assert loaders == ["_SerialCpuLoader"]
 
 
 def test_processes_agree_whether_their_machines_hold_the_copies(

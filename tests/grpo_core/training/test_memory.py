@@ -53,7 +53,7 @@ def test_a_budget_beyond_what_there_is_costs_no_attempt(policy: Policy) -> None:
     memory = OutOfMemoryRetry(1000, policy)
     tokens, _ = _largest_of_each_try(memory, lambda tokens: tokens <= 50)
     assert tokens == [100, 50]
-    assert (memory.tokens, memory.left) == (50, 50)
+    assert (memory.tokens, memory.reduced) == (50, 50)
 
 
 def test_no_pass_is_cut_below_the_longest_sequence_and_then_layers_are_recomputed(policy: Policy) -> None:
@@ -74,7 +74,7 @@ def test_without_a_gradient_nothing_is_recomputed_and_the_longest_sequence_is_na
 def test_a_training_that_had_memory_for_all_says_so(policy: Policy) -> None:
     memory = OutOfMemoryRetry(60, policy)
     assert _largest_of_each_try(memory, lambda _: True)[0] == [60]
-    assert (memory.tokens, memory.left) == (60, None)
+    assert (memory.tokens, memory.reduced) == (60, None)
 
 
 def test_two_processes_read_the_same_figures_and_agree_on_what_fits_in_both(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _on_gpu(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
-    """Of each parameter that has some, the tensors of its state that are on the device; counts of steps aside."""
+    """The tensors of each state that are on the device, without the count of steps; states that have none are left out."""
     states = [[it for it in state.values() if it.ndim and is_on_gpu(it)] for state in optimizer.state.values()]
     return [found for found in states if found]
 
@@ -104,7 +104,7 @@ def test_moments_are_on_the_gpu_one_parameter_at_a_time_and_weights_are_those_wi
 
 
 def test_all_gradients_are_there_when_the_first_moments_are_made() -> None:
-    """So that memory runs out now or never."""
+    """Memory then runs out at the start or never."""
     made: list[int] = []
     config = parse_config(config_values(Path("model"), Path("data"), **OFFLOADED)).train
     with pretend_gpu() as gpu, pytest.MonkeyPatch.context() as patch:

@@ -53,7 +53,7 @@ def _values(model: Path, folder: Path, processes: int, sharding: str, keys: dict
 
 
 def _advantages(name: str) -> Tensor:
-    """Of the completions of an update; on-policy, a single one is trained, and processes have nothing to compute."""
+    """An update's advantages. On-policy, a single completion is trained: most processes have nothing to compute."""
     torch.manual_seed(0)
     advantages = torch.randn(COMPLETIONS)
     return advantages.where(torch.arange(COMPLETIONS) == 5, 0.0) if name == "on-policy" else advantages
