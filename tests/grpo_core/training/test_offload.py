@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _on_gpu(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
-    """The tensors of each state that are on the device, without the count of steps; states that have none are left out."""
+    """The tensors of each state that are on the device, without the count of steps, where there are any."""
     states = [[it for it in state.values() if it.ndim and is_on_gpu(it)] for state in optimizer.state.values()]
     return [found for found in states if found]
 
