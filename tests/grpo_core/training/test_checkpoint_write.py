@@ -183,6 +183,8 @@ def test_a_stopped_training_is_saved_once_and_also_where_an_earlier_checkpoint_w
     assert (tmp_path / "step-000002" / "manifest.json").exists()
     monkeypatch.setattr(checkpoint, "write", _full_disk)
     checkpoints.save(_state(3), keep=2)
+    assert checkpoints.in_flight is not None
+    assert isinstance(checkpoints.in_flight.done.exception(), OSError)
     monkeypatch.undo()
     with pytest.warns(UserWarning, match="an earlier checkpoint is not written: .* No space left"):
         checkpoints.save_last(_state(4), keep=2)
