@@ -55,7 +55,13 @@ class HealthConfig(Section):
 
 class TrainConfig(Section):
     num_processes: int = Field(1, ge=1)
-    """Training processes, one per GPU; several are started by `accelerate launch`."""
+    """Training processes, one per GPU, on all machines together; several are started by torchrun."""
+    num_machines: int = Field(1, ge=1)
+    """Machines that the processes are divided among, with equally many on each; more than one needs
+    `launch.launcher`."""
+    max_restarts: int = Field(0, ge=0)
+    """How often a training starts again by itself, at its newest checkpoint, after a failure that is not its own: a
+    process killed by a signal (out of memory, for instance), a machine or the network to it gone."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     """`bf16` computes and samples with a bfloat16 copy of the weights; weights, gradients and optimizer stay float32.
     `auto`: bf16 on a GPU of compute capability 8.0 or higher, otherwise no."""
@@ -129,6 +135,11 @@ class TrainConfig(Section):
             raise ValueError(
                 f"lr_scheduler_type='constant' ignores warmup_steps={self.warmup_steps:g}; "
                 "use 'constant_with_warmup' or remove warmup_steps"
+            )
+        if self.num_processes % self.num_machines:
+            raise ValueError(
+                f"num_processes={self.num_processes} cannot be divided equally among num_machines={self.num_machines}: "
+                "num_processes counts the processes of all machines; make it a multiple of num_machines"
             )
         if self.sharding != "none" and self.num_processes == 1:
             raise ValueError(
