@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-NETWORK = "10.77.83"
-BRIDGE = "grpo-bridge"
+NUMBER = os.getpid() % 200  # so that two test sessions on this machine do not meet
+NETWORK = f"10.77.{NUMBER}"
+BRIDGE = f"grpo{NUMBER}"
 PORT = 2222
 SSHD = """
 Port {port}
@@ -104,7 +105,7 @@ def two_hosts(folder: Path) -> Iterator[tuple[list[Host], dict[str, str]]]:
     sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
     if os.geteuid() or not sshd or not shutil.which("ip") or not shutil.which("ssh"):
         pytest.skip("hosts as network namespaces need root, and Debian's iproute2 and openssh-server")
-    hosts = [Host(name, f"grpo-{name}", f"{NETWORK}.{n}") for n, name in enumerate(("alpha", "beta"), 1)]
+    hosts = [Host(name, f"{BRIDGE}-{name}", f"{NETWORK}.{n}") for n, name in enumerate(("alpha", "beta"), 1)]
     with ExitStack() as stack:
         _make_network(hosts, stack)
         for name in ("host_key", "client_key"):
