@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,6 +11,11 @@ from grpo_core.config.base import Section
 
 _NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
 Destination = Annotated[str, Field(pattern=rf"^(({_NAME}@)?{_NAME}|ssh://({_NAME}@)?{_NAME}(:[0-9]+)?)$")]
+
+
+def host_name(destination: str) -> str:
+    """The host without the user, as a name that a file can have."""
+    return re.sub(r"^(ssh://)?([^@]*@)?", "", destination).replace(":", "-")
 
 
 class LaunchConfig(Section):

@@ -10,7 +10,7 @@ from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.base import Section
 from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
 from grpo_core.config.inputs import DataConfig, ModelConfig, RewardConfig
-from grpo_core.config.launch import LaunchConfig
+from grpo_core.config.launch import LaunchConfig, host_name
 from grpo_core.config.metrics import EVALUATED, reward_means
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
@@ -75,15 +75,15 @@ class RunConfig(Section):
     def _check_machines(self) -> None:
         """Raises ValueError if the processes cannot be placed on the machines, or not those that sample together."""
         train, launch, rollout = self.train, self.launch, self.rollout
-        together, each = rollout.vllm_tensor_parallel_size, train.num_processes // train.num_machines
-        if rollout.engine in ("auto", "vllm") and each % together:
+        together = rollout.vllm_tensor_parallel_size
+        if rollout.engine in ("auto", "vllm") and train.processes_per_machine % together:
             among = f" / train.num_machines={train.num_machines}" * (train.num_machines > 1)
             raise ValueError(
                 f"rollout.vllm_tensor_parallel_size={together} with rollout.engine={rollout.engine!r}: that many "
                 f"training processes of a machine sample together, and train.num_processes={train.num_processes}"
                 f"{among} is no multiple of it; change one of them, or set rollout.engine to 'vllm-server'"
             )
-        if len(set(launch.hosts)) < len(launch.hosts):
+        if len({host_name(host) for host in launch.hosts}) < len(launch.hosts):
             raise ValueError(f"launch.hosts={launch.hosts} names a machine twice; name each once")
         if launch.launcher == "local" and train.num_machines > 1:
             raise ValueError(

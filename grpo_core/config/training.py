@@ -124,6 +124,10 @@ class TrainConfig(Section):
     early_stopping_threshold: float = Field(0.0, ge=0)
     """How much better than the best so far an evaluation has to be to count as a new best for early stopping."""
 
+    @property
+    def processes_per_machine(self) -> int:
+        return self.num_processes // self.num_machines
+
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
         if self.steps_per_generation is not None and self.generation_batch_size is not None:

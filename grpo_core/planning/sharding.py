@@ -22,8 +22,9 @@ def width(config: RunConfig) -> int:
 def per_machine(config: RunConfig, gpu: Gpu) -> int:
     """Training processes per machine, one per GPU. With one machine configured: as this machine has GPUs, otherwise an
     assumption."""
-    processes, machines = config.train.num_processes, config.train.num_machines
-    return processes // machines if machines > 1 else min(processes, gpu.per_machine or GPUS_PER_MACHINE)
+    if config.train.num_machines > 1:
+        return config.train.processes_per_machine
+    return min(config.train.num_processes, gpu.per_machine or GPUS_PER_MACHINE)
 
 
 def sharing_processes(config: RunConfig, gpu: Gpu) -> int:

@@ -57,9 +57,9 @@ def launch(
 
 def torchrun(train: TrainConfig, address: str, port: int, number: int = 0) -> list[str]:
     """Arguments of `tasks.processes.ranks` for the processes of machine `number`, which meet at an address."""
-    each = train.num_processes // train.num_machines
     return [
-        *("--nnodes", str(train.num_machines), "--node-rank", str(number), "--nproc-per-node", str(each)),
+        *("--nnodes", str(train.num_machines), "--node-rank", str(number)),
+        *("--nproc-per-node", str(train.processes_per_machine)),
         *("--master-addr", address, "--master-port", str(port)),
     ]
 

@@ -20,6 +20,7 @@ from tasks.processes.machine import SILENCE_SECONDS, shared_environment
 from tasks.processes.run import GRACE_SECONDS, LOST
 
 BEAT_SECONDS = 4.0
+TRANSPORT_FAILED = 255  # ssh's exit status, if it is not that of the command that it runs
 # Processes there end by silence, or by a closed input if only the connection died.
 ENDING_SECONDS = max(SILENCE_SECONDS, GRACE_SECONDS) + KILL_SECONDS
 
@@ -48,7 +49,7 @@ def main() -> None:
                 process.stdin.flush()
             message, next_beat = b"\n", time.monotonic() + BEAT_SECONDS
         time.sleep(0.1)
-    if 0 <= code < LOST:
+    if 0 <= code < TRANSPORT_FAILED:
         sys.exit(code)
     print(f"the connection is lost; waiting {ENDING_SECONDS:g} s until no process can be left there", flush=True)
     time.sleep(ENDING_SECONDS)

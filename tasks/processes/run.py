@@ -21,7 +21,8 @@ TAIL_LINES = 25
 GRACE_SECONDS = 20.0
 SIGNALLED = 128  # plus n: exit status of a process that was ended by signal n
 TOLD = SIGNALLED + signal.SIGTERM
-LOST = 255  # exit status of a machine's process if the connection to the machine is lost, as ssh has it
+LAST_SIGNAL = 64
+LOST = 254  # exit status of a relay if the connection to the other machine is lost
 SETTLE_SECONDS = 60.0  # in which a failure may show on the machine that it began on, once another has failed by it
 
 
@@ -93,7 +94,7 @@ def run_together(
                 if not told:
                     ended[name] = code
                     if code:
-                        deadline = min(deadline, time.monotonic() + (0.0 if _is_cause(code) else SETTLE_SECONDS))
+                        deadline = min(deadline, time.monotonic() + (0.0 if is_cause(code) else SETTLE_SECONDS))
         except BaseException:
             _terminate(running)
             while any(reader.is_alive() for reader in readers) or not lines.empty():  # they still save and print
@@ -108,7 +109,7 @@ def run_together(
         who = f"machine {name}" if name else " ".join(commands[name])
         raise ProcessError(
             f"{who} ended with {_status(failed[name])}; its last lines:\n" + "\n".join(tails[name]),
-            restartable=failed[name] > SIGNALLED or failed[name] == LOST_PEER,
+            restartable=is_cause(failed[name]) or failed[name] in (TOLD, LOST_PEER),
         )
     if told and any(process.returncode for process in running.values()):
         [(name, command), *_] = commands.items()
@@ -149,14 +150,14 @@ def blame(code: int) -> int:
 
     Where one process is killed, the others may fail in any way; where one is told to stop, all of them save and stop.
     """
-    if _is_cause(code):
+    if is_cause(code):
         return 0
     return {TOLD: 2, LOST_PEER: 3}.get(code, 1)
 
 
-def _is_cause(code: int) -> bool:
+def is_cause(code: int) -> bool:
     """Whether a process that ended with this status was killed, or its machine is lost."""
-    return code > SIGNALLED and code != TOLD
+    return code == LOST or (SIGNALLED < code <= SIGNALLED + LAST_SIGNAL and code != TOLD)
 
 
 def _status(code: int) -> str:

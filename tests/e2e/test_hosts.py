@@ -206,9 +206,9 @@ def _freeze(host: Host) -> None:
 FAULTS = {
     _kill_a_rank: r"process 1 \(rank\) on .* was killed by SIGKILL",
     _kill_the_supervisor: r"machine beta ended with status 137 \(SIGKILL\)",
-    _kill_the_sessions: "machine beta ended with status 255: the connection to it is lost",
-    _cut_the_link: "machine beta ended with status 255: the connection to it is lost",
-    _freeze: "machine beta ended with status 255: the connection to it is lost",
+    _kill_the_sessions: "machine beta ended with status 254: the connection to it is lost",
+    _cut_the_link: "machine beta ended with status 254: the connection to it is lost",
+    _freeze: "machine beta ended with status 254: the connection to it is lost",
 }
 
 

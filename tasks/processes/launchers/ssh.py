@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shlex
 import subprocess
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from grpo_core.config.launch import host_name
 from grpo_core.config.run import RunConfig
 from tasks.processes.launchers.machines import Machine
 from tasks.processes.machine import code_version
@@ -60,7 +60,7 @@ def ssh(config: RunConfig, folder: Path, patience: float) -> Iterator[list[Machi
         _refuse(host, answers[host], folder)
     yield [
         Machine(
-            name=short_name(host),
+            name=host_name(host),
             command=["-m", "tasks.processes.relay", json.dumps(remote_command(host, "run"))],
             address=_address(host),
             port=answers[host]["port"],
@@ -76,11 +76,6 @@ def remote_command(host: str, action: str) -> list[str]:
     path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
     start = ["env", *path, "PYTHONSAFEPATH=1", sys.executable, "-m", "tasks.processes.machine", action]
     return ["ssh", *options, "--", host, f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(start)}"]
-
-
-def short_name(host: str) -> str:
-    """The host without the user, as a name that a file can have."""
-    return re.sub(r"^(ssh://)?([^@]*@)?", "", host).replace(":", "-")
 
 
 def _ask_all(hosts: list[str], folder: Path) -> dict[str, dict[str, Any]]:

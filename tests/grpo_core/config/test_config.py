@@ -90,7 +90,7 @@ def _with(key: str, value: Any) -> dict[str, Any]:
             {"train": {"num_processes": 2, "num_machines": 2}, "launch": {"launcher": "ssh", "hosts": ["a"]}},
             "launch.hosts=['a']: name at least as many hosts as machines",
         ),
-        ({"launch": {"hosts": ["a", "b", "a"]}}, "names a machine twice"),
+        ({"launch": {"hosts": ["a", "b", "me@a"]}}, "names a machine twice"),
         ({"launch": {"hosts": ["-oProxyCommand=sh"]}}, "launch.hosts.0 = '-oProxyCommand=sh': String should match"),
         (
             {"launch": {"launcher": "ssh", "hosts": ["a"]}, "rollout": {"engine": "vllm-server"}},

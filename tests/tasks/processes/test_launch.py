@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from grpo_core.config.files import parse_config
+from grpo_core.config.launch import host_name
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.errors import LOST_PEER
 from tasks.processes import machine
 from tasks.processes.launch import LAUNCHERS, launch, on_this_machine, process_environment, torchrun
-from tasks.processes.launchers.ssh import remote_command, short_name, ssh
+from tasks.processes.launchers.ssh import remote_command, ssh
 from tasks.processes.ranks import cause, interface_to
 from tasks.processes.run import LOST, ProcessError, run_together
 from tasks.stages.errors import StageError
@@ -163,6 +164,12 @@ def test_of_two_failing_machines_the_one_that_failed_by_itself_is_named(
     assert failed.value.restartable == restartable
 
 
+def test_a_status_that_only_looks_like_a_signal_is_a_failure_of_its_own() -> None:
+    with pytest.raises(ProcessError) as failed:
+        run_together({"": ["-c", "raise SystemExit(-1)"]}, lambda name, line: None)
+    assert not failed.value.restartable
+
+
 def test_machines_that_lost_only_each_other_are_started_again() -> None:
     with pytest.raises(ProcessError) as failed:
         run_together({name: ["-c", f"raise SystemExit({LOST_PEER})"] for name in "ab"}, lambda name, line: None)
@@ -242,7 +249,7 @@ def test_a_host_that_cannot_take_part_is_refused(
     ("host", "name"), [("alpha", "alpha"), ("me@10.0.0.1", "10.0.0.1"), ("ssh://me@alpha:2222", "alpha-2222")]
 )
 def test_a_host_s_name_can_be_that_of_a_file(host: str, name: str) -> None:
-    assert short_name(host) == name
+    assert host_name(host) == name
 
 
 def test_the_interface_to_this_machine_is_the_one_with_that_address() -> None:
@@ -300,7 +307,7 @@ def test_a_relay_that_is_told_to_stop_closes_the_input_and_waits_for_the_other_s
 
 
 def test_a_relay_says_that_the_connection_is_lost_and_returns_when_nothing_can_be_left_there() -> None:
-    relay = _relay(LOST)
+    relay = _relay(255)
     assert "the connection is lost; waiting" in relay.communicate()[0]
     assert relay.returncode == LOST
 
