@@ -37,7 +37,7 @@ from grpo_core.model.sequences import Sequences, pad
 from grpo_core.planning.hardware import find_gpu
 from grpo_core.planning.memory import peak_memory
 from grpo_core.planning.plan import load_plan
-from tasks.processes.launcher import launcher, process_environment
+from tasks.processes.launch import on_this_machine, process_environment
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -365,7 +365,7 @@ def _launched(scratch: Path, count: int) -> list[dict[str, float]]:
     run = scratch / f"processes-{count}"
     run_directory(SMALL, scratch / "workload", run, {"precision": PRECISION, "processes": count})
     config = load_config(run / "config.toml")
-    command = [sys.executable, *launcher(config.train), "-m", "grpo_core.train", str(run)]
+    command = [sys.executable, *on_this_machine(config.train, ["-m", "grpo_core.train", str(run)])]
     subprocess.run(command, env=os.environ | process_environment(config), check=True)
     return [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
 

@@ -62,6 +62,19 @@ def processes_per_machine() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", PartialState().num_processes))
 
 
+def lost_peer(error: BaseException) -> bool:
+    """Whether the error, or one that it comes from, is of the communication: another process is gone, or the network.
+
+    NCCL and the store raise torch's DistError; gloo's RuntimeErrors name a file of its source.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, dist.DistError) or (isinstance(found, RuntimeError) and "gloo/" in str(found)):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
 def share(count: int) -> range:
     """Which of `count` things this process does; none if there are more processes than things."""
     return share_of(count, PartialState().process_index, PartialState().num_processes)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+
+LOST_PEER = os.EX_TEMPFAIL  # exit status of a training process that failed because it lost another one
 
 
 class GrpoError(Exception):

@@ -20,6 +20,7 @@ SERVERS = {key for key in RolloutConfig.model_fields if key.startswith("vllm_")}
 # Keys of `train` that divide a batch into parts: with the same batch, results differ by rounding alone.
 DIVISION = {
     "num_processes",
+    "num_machines",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "steps_per_generation",
@@ -68,10 +69,19 @@ def determining(config: RunConfig) -> dict[str, Any]:
     """
     others: Any = {
         "health": True,
+        "launch": True,
         "rewards": {"__all__": {"timeout", "range", "isolated", "memory_gib"}},
         "rollout": {"max_sync_drift", "gpu_memory_utilization", "cpu_kv_cache_gib", *SERVERS},
         "data": {"answer_column"},
-        "train": {"save_steps", "save_total_limit", "gradient_checkpointing", "torch_compile", "offload", *DIVISION},
+        "train": {
+            "save_steps",
+            "save_total_limit",
+            "max_restarts",
+            "gradient_checkpointing",
+            "torch_compile",
+            "offload",
+            *DIVISION,
+        },
     }
     values = config.model_dump(mode="json", exclude=others)
     values["train"] |= batch_of(config) | _shares(config)
@@ -103,7 +113,8 @@ def _shares(config: RunConfig) -> dict[str, int | str]:
     within a share."""
     if config.train.optim == "adamw" or config.train.sharding == "none":
         return {}
-    return {"sharding": config.train.sharding, "num_processes": config.train.num_processes}
+    within = {"num_machines": config.train.num_machines} if config.train.sharding == "hybrid" else {}
+    return {"sharding": config.train.sharding, "num_processes": config.train.num_processes, **within}
 
 
 def planned_values(plan: Mapping[str, Any]) -> dict[str, Any]:

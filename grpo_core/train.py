@@ -1,7 +1,8 @@
-"""Entry point of the training process: `python -m grpo_core.train RUN_DIR`; several processes by `accelerate launch`.
+"""Entry point of the training process: `python -m grpo_core.train RUN_DIR`; several processes by `torchrun`.
 
-Exit status 143: stopped by SIGTERM or SIGINT after saving a checkpoint. Exit status 1: it failed. If a reward failed,
-for instance because its server is gone, the checkpoint is saved all the same.
+Exit status 143: stopped by SIGTERM or SIGINT after saving a checkpoint. Exit status 75 (LOST_PEER): another process is
+gone, or the network to it. Exit status 1: it failed. If a reward failed, for instance because its server is gone, the
+checkpoint is saved all the same.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
+import traceback
 from pathlib import Path
 
 from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import importing, run_and_leave
+
+BLAME_SECONDS = 5.0  # in which the process that failed by itself ends, and is the first that the launcher sees fail
 
 
 def main() -> None:
@@ -27,7 +32,8 @@ def main() -> None:
         sys.exit(f"{output} holds a finished training (result.json); move it away to train again")
     quiet_libraries()
     with importing():
-        from grpo_core.errors import GrpoError
+        from grpo_core.distributed import lost_peer
+        from grpo_core.errors import LOST_PEER, GrpoError
         from grpo_core.training.interrupt import EXIT_STATUS, Stopped
         from grpo_core.training.loop import train
 
@@ -38,6 +44,13 @@ def main() -> None:
         os._exit(EXIT_STATUS)
     except GrpoError as error:
         sys.exit(str(error))
+    except Exception as error:
+        if not lost_peer(error):
+            raise
+        traceback.print_exc()
+        sys.stdout.flush()
+        time.sleep(BLAME_SECONDS)
+        os._exit(LOST_PEER)  # taking engines down could wait for the process that is gone
 
 
 if __name__ == "__main__":

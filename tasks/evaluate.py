@@ -19,7 +19,7 @@ from prefect.client.schemas.objects import State
 from grpo_core.config.evaluation import CHAMPION, HELD_OUT
 from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
-from tasks.processes.launcher import launcher, process_environment
+from tasks.processes.launch import launch
 from tasks.processes.run import run_process
 from tasks.processes.vllm_servers import servers
 from tasks.registry.champion import identity, present_champion
@@ -52,20 +52,25 @@ def _work(context: Context) -> dict[str, Any]:
     config, log, start = context.config, get_run_logger(), time.monotonic()
     client = connect()
     command = ["-m", "grpo_core.evaluate", str(context.run), "--output", str(context.partial)]
-    environment = {}
-    if config.train.sharding != "none":  # the model may be larger than one GPU
-        command, environment = [*launcher(config.train), *command], process_environment(config)
+    sharded = config.train.sharding != "none"  # then the model may be larger than one GPU
+
+    def run(command: list[str], addresses: dict[str, str]) -> None:
+        if sharded:
+            launch(config, command, log.info, context.partial, addresses)
+        else:
+            run_process(command, log.info, addresses)
+
     with answering():  # fail now rather than after the work
         champion = present_champion(client, config.registry.model_name or config.name)
     with servers(context, log) as addresses:
         if champion is None:
-            run_process(command, log.info, environment | addresses)
+            run(command, addresses)
         else:
             log.info("the present champion is %s version %s", champion.name, champion.version)
             with tempfile.TemporaryDirectory(dir=context.partial) as folder:
                 uri = f"models:/{champion.name}/{champion.version}/model"
                 model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
-                run_process([*command, "--champion", model], log.info, environment | addresses)
+                run([*command, "--champion", model], addresses)
     report = json.loads((context.partial / "report.json").read_text())
     if champion is not None and CHAMPION in report["policies"]:
         report["champion"] = identity(champion)

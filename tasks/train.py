@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.training.pass_limit import read_limit
 from tasks.processes.gpu import check_gpu_machine
-from tasks.processes.launcher import launcher, process_environment
-from tasks.processes.run import run_process
+from tasks.processes.launch import launch
+from tasks.processes.run import ProcessError
 from tasks.processes.vllm_servers import servers
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json
@@ -32,6 +33,7 @@ from tasks.tracking.sending import sending
 
 TRAINING_LIMIT = "grpo-training"  # global concurrency limit: as many concurrent trainings as there are GPUs for
 LEASE_SECONDS = 60.0
+RETURN_SECONDS = 600.0  # in which a machine may come back, before a training that starts again has to do without it
 
 
 @task(name="train")
@@ -51,25 +53,34 @@ def _work(context: Context) -> dict[str, Any]:
             sending(folder, tracked, log),
             _shown(folder, plan) as on_line,
         ):
-            _run(context, on_line, process_environment(context.config) | addresses)
+            run_training(context, on_line, addresses, log)
     result = json.loads((folder / "result.json").read_text())
     check_result(result, folder / "metrics.jsonl", plan)
     return result
 
 
-def _run(context: Context, on_line: Callable[[str], None], environment: dict[str, str]) -> None:
-    """Run the training's processes. Those that share a model are started again when one of them has run out of memory,
-    as long as each time leaves the next one fewer tokens per pass."""
-    folder = context.partial
-    command = [*launcher(context.config.train), "-m", "grpo_core.train", str(context.run), "--output", str(folder)]
+def run_training(
+    context: Context, on_line: Callable[[str], None], environment: dict[str, str], log: Logger | LoggerAdapter[Any]
+) -> None:
+    """Run the training's processes. They are started again, from the newest checkpoint,
+
+    - up to train.max_restarts times, if one was killed or its machine is gone;
+    - if one of those that share a model has run out of memory, as long as each time leaves fewer tokens per pass.
+    """
+    folder, most, restarts, patience = context.partial, context.config.train.max_restarts, 0, 0.0
+    command = ["-m", "grpo_core.train", str(context.run), "--output", str(folder)]
     while True:
         limit = read_limit(folder)
         try:
-            return run_process(command, on_line, env=environment)
-        except StageError:
-            if (lower := read_limit(folder)) == limit:
+            return launch(context.config, command, on_line, folder, environment, patience)
+        except ProcessError as error:
+            if (lower := read_limit(folder)) != limit:
+                log.warning("memory ran out: the training starts again with %d tokens per pass", lower)
+                continue
+            if not error.restartable or restarts == most:
                 raise
-            get_run_logger().warning("memory ran out: the training starts again with %d tokens per pass", lower)
+            restarts, patience = restarts + 1, RETURN_SECONDS
+            log.warning("restart %d of %d (train.max_restarts), from the newest checkpoint: %s", restarts, most, error)
 
 
 @contextmanager

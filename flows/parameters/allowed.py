@@ -19,7 +19,10 @@ from grpo_core.rewards.contract import code_of, find
 from grpo_core.rewards.registry import BUILTIN
 
 MODULES = "GRPO_REWARD_MODULES"  # comma-separated; a deployment's parameters may name any reward that they define
-ADDRESSES = (("rollout", "vllm_server_base_urls"),)  # the weights are sent there
+ADDRESSES = (
+    ("rollout", "vllm_server_base_urls"),  # the weights are sent there
+    ("launch", "hosts"),  # the environment is sent there, secrets included
+)
 
 
 def resolve_allowed(preset: str, changes: dict[str, Any]) -> RunConfig:
@@ -71,4 +74,4 @@ def _addresses(changes: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[s
     for section, key in ADDRESSES:
         given = (changes.get(section) or {}).get(key)
         if given and given != own.get(section, {}).get(key):
-            yield f"{section}.{key} = {given!r}: an address of a server; here only a preset may name one"
+            yield f"{section}.{key} = {given!r}: addresses; here only a preset may name them"

@@ -10,6 +10,7 @@ from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.base import Section
 from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
 from grpo_core.config.inputs import DataConfig, ModelConfig, RewardConfig
+from grpo_core.config.launch import LaunchConfig, host_name
 from grpo_core.config.metrics import EVALUATED, reward_means
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
@@ -28,6 +29,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
+    launch: LaunchConfig = LaunchConfig()
     health: HealthConfig = HealthConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     registry: RegistryConfig = RegistryConfig()
@@ -62,19 +64,43 @@ class RunConfig(Section):
                 "algorithm.sync_ref_model=true with model.use_peft=true: the reference policy is the base model under "
                 "the adapter, which does not move; remove one of the two"
             )
-        together = self.rollout.vllm_tensor_parallel_size
-        if self.rollout.engine in ("auto", "vllm") and self.train.num_processes % together:
-            raise ValueError(
-                f"rollout.vllm_tensor_parallel_size={together} with rollout.engine={self.rollout.engine!r}: that many "
-                f"training processes sample together, and train.num_processes={self.train.num_processes} is no "
-                "multiple of it; change one of the two, or set rollout.engine to 'vllm-server'"
-            )
+        self._check_machines()
         if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
             raise ValueError(
                 f"rollout.max_staleness={self.rollout.max_staleness} trains on samples of an earlier policy; "
                 "algorithm.vllm_importance_sampling_correction has to be true"
             )
         return self
+
+    def _check_machines(self) -> None:
+        """Raises ValueError if the processes cannot be placed on the machines, or not those that sample together."""
+        train, launch, rollout = self.train, self.launch, self.rollout
+        together = rollout.vllm_tensor_parallel_size
+        if rollout.engine in ("auto", "vllm") and train.processes_per_machine % together:
+            among = f" / train.num_machines={train.num_machines}" * (train.num_machines > 1)
+            raise ValueError(
+                f"rollout.vllm_tensor_parallel_size={together} with rollout.engine={rollout.engine!r}: that many "
+                f"training processes of a machine sample together, and train.num_processes={train.num_processes}"
+                f"{among} is no multiple of it; change one of them, or set rollout.engine to 'vllm-server'"
+            )
+        if len({host_name(host) for host in launch.hosts}) < len(launch.hosts):
+            raise ValueError(f"launch.hosts={launch.hosts} names a machine twice; name each once")
+        if launch.launcher == "local" and train.num_machines > 1:
+            raise ValueError(
+                f"train.num_machines={train.num_machines} with launch.launcher='local', which starts processes on this "
+                "machine only; set launch.launcher to 'ssh' and launch.hosts to the machines"
+            )
+        if launch.launcher == "ssh" and len(launch.hosts) < train.num_machines:
+            raise ValueError(
+                f"train.num_machines={train.num_machines} with launch.launcher='ssh' and launch.hosts={launch.hosts}: "
+                "name at least as many hosts as machines"
+            )
+        if launch.launcher == "ssh" and rollout.engine == "vllm-server" and not rollout.vllm_server_base_urls:
+            raise ValueError(
+                "rollout.engine='vllm-server' with launch.launcher='ssh': the servers would be started on this "
+                "machine, where the hosts do not reach them; start servers yourself and name them in "
+                "rollout.vllm_server_base_urls, or set rollout.engine to 'vllm'"
+            )
 
     def _check_judging_sets(self) -> None:
         """Raises ValueError if a promotion would judge by the prompts on which the training chooses its model."""

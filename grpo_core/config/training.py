@@ -55,7 +55,13 @@ class HealthConfig(Section):
 
 class TrainConfig(Section):
     num_processes: int = Field(1, ge=1)
-    """Training processes, one per GPU; several are started by `accelerate launch`."""
+    """Training processes, one per GPU, on all machines together; several are started by torchrun."""
+    num_machines: int = Field(1, ge=1)
+    """Machines that the processes are divided among, with equally many on each; more than one needs
+    `launch.launcher`."""
+    max_restarts: int = Field(0, ge=0)
+    """How often a training starts again by itself, at its newest checkpoint, after a failure that is not its own: a
+    process killed by a signal (out of memory, for instance), a machine or the network to it gone."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     """`bf16` computes and samples with a bfloat16 copy of the weights; weights, gradients and optimizer stay float32.
     `auto`: bf16 on a GPU of compute capability 8.0 or higher, otherwise no."""
@@ -122,6 +128,10 @@ class TrainConfig(Section):
     early_stopping_threshold: float = Field(0.0, ge=0)
     """How much better than the best so far an evaluation has to be to count as a new best for early stopping."""
 
+    @property
+    def processes_per_machine(self) -> int:
+        return self.num_processes // self.num_machines
+
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
         if self.steps_per_generation is not None and self.generation_batch_size is not None:
@@ -133,6 +143,11 @@ class TrainConfig(Section):
             raise ValueError(
                 f"lr_scheduler_type='constant' ignores warmup_steps={self.warmup_steps:g}; "
                 "use 'constant_with_warmup' or remove warmup_steps"
+            )
+        if self.num_processes % self.num_machines:
+            raise ValueError(
+                f"num_processes={self.num_processes} cannot be divided equally among num_machines={self.num_machines}: "
+                "num_processes counts the processes of all machines; make it a multiple of num_machines"
             )
         if self.sharding != "none" and self.num_processes == 1:
             raise ValueError(

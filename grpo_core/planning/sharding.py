@@ -20,7 +20,10 @@ def width(config: RunConfig) -> int:
 
 
 def per_machine(config: RunConfig, gpu: Gpu) -> int:
-    """Training processes per machine, one per GPU: as this machine has them, otherwise an assumption."""
+    """Training processes per machine, one per GPU. With one machine configured: as this machine has GPUs, otherwise an
+    assumption."""
+    if config.train.num_machines > 1:
+        return config.train.processes_per_machine
     return min(config.train.num_processes, gpu.per_machine or GPUS_PER_MACHINE)
 
 
@@ -35,8 +38,8 @@ def how_shared(config: RunConfig, gpu: Gpu) -> str:
     """By how many processes the model is shared, as part of a sentence; "" if each holds all of it."""
     if config.train.sharding == "none":
         return ""
-    assumed = "" if gpu.per_machine else f" ({GPUS_PER_MACHINE} GPUs per machine are assumed)"
-    assumed *= config.train.sharding == "hybrid"
+    known = gpu.per_machine or config.train.num_machines > 1 or config.train.sharding != "hybrid"
+    assumed = "" if known else f" ({GPUS_PER_MACHINE} GPUs per machine are assumed)"
     return f"the model shared by {sharing_processes(config, gpu)} processes{assumed}; "
 
 

@@ -68,12 +68,12 @@ def load_session(run: Path) -> Session:
     if accelerator.distributed_type not in DATA_PARALLEL:
         raise TrainingError(
             f"Accelerate is configured for {accelerator.distributed_type.value}, and this training divides model and "
-            "batch by itself (train.sharding): start the processes with `accelerate launch --multi_gpu`"
+            "batch by itself (train.sharding): start the processes with `torchrun`"
         )
     if accelerator.num_processes != plan.num_processes:
         raise TrainingError(
             f"the plan is for num_processes={plan.num_processes}, but {accelerator.num_processes} were started; "
-            f"use `accelerate launch --num_processes {plan.num_processes}`, or change train.num_processes "
+            f"use `torchrun --nproc-per-node {plan.num_processes}`, or change train.num_processes "
             "and plan again"
         )
     config = on_device(config, accelerator.device)

@@ -45,7 +45,7 @@ def measured_pace(
     """
     if os.environ.get(MEASURED) == "0":
         return f"no earlier run of this model on this hardware ({name_hardware(gpu)}) is known, and {MEASURED}=0"
-    folder, threads = storage_root() / "pace", max(1, (os.cpu_count() or 1) // config.train.num_processes)
+    folder, threads = storage_root() / "pace", max(1, (os.cpu_count() or 1) // config.train.processes_per_machine)
     try:
         identity = _identity(config, gpu, prompts)
     except ForecastError as error:

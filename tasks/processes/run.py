@@ -1,25 +1,42 @@
-"""Run a stage's process under supervision, and pass on its output line by line."""
+"""Run a stage's processes under supervision, and pass on their output line by line."""
 
 from __future__ import annotations
 
 import collections
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
+from grpo_core.errors import LOST_PEER
 from tasks.stages.errors import StageError
 from tasks.stages.locks import held_locks
 
 TAIL_LINES = 25
 GRACE_SECONDS = 20.0
+SIGNALLED = 128  # plus n: exit status of a process that was ended by signal n
+TOLD = SIGNALLED + signal.SIGTERM
+LAST_SIGNAL = 64
+LOST = 254  # exit status of a relay if the connection to the other machine is lost
+SETTLE_SECONDS = 60.0  # in which a failure may show on the machine that it began on, once another has failed by it
 
 
 class TimeLimitError(StageError):
     """A process that did not end within its time limit."""
+
+
+class ProcessError(StageError):
+    """A process that failed. `restartable`: not by a fault of its own, but because it or a process that it works with
+    was killed, or its machine or the network is gone."""
+
+    def __init__(self, message: str, restartable: bool):
+        super().__init__(message)
+        self.restartable = restartable
 
 
 def run_process(
@@ -29,16 +46,82 @@ def run_process(
     grace: float = GRACE_SECONDS,
     limit: float = threading.TIMEOUT_MAX,
 ) -> None:
-    """Run `python COMMAND…` to its end. Raises StageError with its last lines if it fails, TimeLimitError if it has not
-    ended after `limit` seconds.
+    """Run `python COMMAND…` to its end, as `run_together` runs several."""
+    run_together({"": command}, lambda name, line: on_line(line), env, grace, limit)
 
-    Whatever ends the caller (an exception, also in `on_line`; a signal; SIGKILL) also ends the process and all that it
-    started: first SIGTERM, then after `grace` seconds SIGKILL. An exception is raised once all of them have ended.
+
+def run_together(
+    commands: Mapping[str, Sequence[str]],
+    on_line: Callable[[str, str], None],
+    env: Mapping[str, str] | None = None,
+    grace: float = GRACE_SECONDS,
+    limit: float = threading.TIMEOUT_MAX,
+) -> None:
+    """Run `python COMMAND…` for each name, concurrently, to the end of all. `on_line` gets the name with each line.
+
+    If one fails, the others are ended too. Raises ProcessError with the name and the last lines of the one that failed
+    by itself, TimeLimitError if they have not ended after `limit` seconds.
+
+    Whatever ends the caller (an exception, also in `on_line`; a signal; SIGKILL) also ends the processes and all that
+    they started: first SIGTERM, then after `grace` seconds SIGKILL. An exception is raised once all of them have ended.
     """
-    tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
-    with subprocess.Popen(
+    lines: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+    tails = {name: collections.deque[str](maxlen=TAIL_LINES) for name in commands}
+    running: dict[str, subprocess.Popen[str]] = {}
+    readers: list[threading.Thread] = []
+    ended: dict[str, int] = {}  # the status of each that ended before the others were told to
+    deadline, told = time.monotonic() + min(limit, threading.TIMEOUT_MAX / 2), False
+    with ExitStack() as stack:
+        try:
+            for name, command in commands.items():
+                running[name] = stack.enter_context(_start(command, env, grace))
+                readers.append(threading.Thread(target=_pass_on, args=(name, running[name], lines), daemon=True))
+                readers[-1].start()
+            open_outputs = len(running)
+            while open_outputs:
+                try:
+                    name, line = lines.get(timeout=None if told else max(0.0, deadline - time.monotonic()))
+                except queue.Empty:
+                    told = True
+                    _terminate(running)
+                    continue
+                if line is not None:
+                    tails[name].append(line)
+                    on_line(name, line)
+                    continue
+                open_outputs -= 1
+                code = running[name].wait()
+                if not told:
+                    ended[name] = code
+                    if code:
+                        deadline = min(deadline, time.monotonic() + (0.0 if is_cause(code) else SETTLE_SECONDS))
+        except BaseException:
+            _terminate(running)
+            while any(reader.is_alive() for reader in readers) or not lines.empty():  # they still save and print
+                with suppress(Exception):
+                    name, line = lines.get(timeout=0.1)
+                    if line is not None:
+                        on_line(name, line)
+            raise
+    failed = {name: code for name, code in ended.items() if code}
+    if failed:
+        name = min(failed, key=lambda name: blame(failed[name]))
+        who = f"machine {name}" if name else " ".join(commands[name])
+        raise ProcessError(
+            f"{who} ended with {_status(failed[name])}; its last lines:\n" + "\n".join(tails[name]),
+            restartable=is_cause(failed[name]) or failed[name] in (TOLD, LOST_PEER),
+        )
+    if told and any(process.returncode for process in running.values()):
+        [(name, command), *_] = commands.items()
+        raise TimeLimitError(
+            f"{' '.join(command)} had not ended after {limit:g} s; its last lines:\n" + "\n".join(tails[name])
+        )
+
+
+def _start(command: Sequence[str], env: Mapping[str, str] | None, grace: float) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-m", "tasks.processes.supervise", str(grace), sys.executable, *command],
-        stdin=subprocess.PIPE,
+        stdin=subprocess.PIPE,  # it closes when this process dies
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -46,40 +129,43 @@ def run_process(
         start_new_session=True,
         pass_fds=held_locks(),
         env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **(env or {})},
-    ) as process:
-        assert process.stdout is not None
-        late = threading.Event()
+    )
 
-        def end() -> None:
-            late.set()
-            process.terminate()
 
-        timer = threading.Timer(limit, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            for line in process.stdout:
-                tail.append(line.rstrip())
-                on_line(line.rstrip())
-            code = process.wait()
-        except BaseException:
-            process.terminate()
-            for line in process.stdout:  # it still saves and prints, and would fail on a closed pipe
-                with suppress(Exception):
-                    on_line(line.rstrip())
-            raise
-        finally:
-            timer.cancel()
-    if code and late.is_set():
-        raise TimeLimitError(
-            f"{' '.join(command)} had not ended after {limit:g} s; its last lines:\n" + "\n".join(tail)
-        )
-    if code:
-        raise StageError(f"{' '.join(command)} ended with {_status(code)}; its last lines:\n" + "\n".join(tail))
+def _pass_on(name: str, process: subprocess.Popen[str], lines: queue.SimpleQueue[tuple[str, str | None]]) -> None:
+    """Put each line that the process prints into the queue, and None at its end."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put((name, line.rstrip()))
+    lines.put((name, None))
+
+
+def _terminate(running: Mapping[str, subprocess.Popen[str]]) -> None:
+    for process in running.values():
+        process.terminate()
+
+
+def blame(code: int) -> int:
+    """Which of several statuses is the cause of the others: the lowest.
+
+    Where one process is killed, the others may fail in any way; where one is told to stop, all of them save and stop.
+    """
+    if is_cause(code):
+        return 0
+    return {TOLD: 2, LOST_PEER: 3}.get(code, 1)
+
+
+def is_cause(code: int) -> bool:
+    """Whether a process that ended with this status was killed, or its machine is lost."""
+    return code == LOST or (SIGNALLED < code <= SIGNALLED + LAST_SIGNAL and code != TOLD)
 
 
 def _status(code: int) -> str:
-    """Exit status, and the signal that it stands for."""
+    """Exit status, and what it stands for."""
+    if code == LOST:
+        return f"status {code}: the connection to it is lost"
+    if code == LOST_PEER:
+        return f"status {code}: another process, or the network to it, is gone"
     with suppress(ValueError):
-        return f"status {code} ({signal.Signals(code - 128).name})"
+        return f"status {code} ({signal.Signals(code - SIGNALLED).name})"
     return f"status {code}"

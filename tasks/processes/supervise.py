@@ -1,10 +1,13 @@
-"""`python -m tasks.processes.supervise GRACE COMMAND…`: run a command so that none of its processes outlives the
-process that started it.
+"""`python -m tasks.processes.supervise [--silence SECONDS] GRACE COMMAND…`: run a command so that none of its processes
+outlives the process that started it.
 
-It stands between a task and its training, and around the servers. It ends the command on SIGTERM, and when the pipe
-that is its standard input closes (the task's process has died, even by SIGKILL): SIGTERM to the command's process
+It stands between a task and its training, and around the servers. It ends the command on SIGTERM, and when its standard
+input closes, a pipe or sshd's socket (the task's process has died, even by SIGKILL): SIGTERM to the command's process
 group, up to GRACE seconds for all of it to end (a launcher may die immediately while the trainer still saves), SIGKILL
 to every descendant left. As a subreaper it also finds descendants in their own sessions (ranks, engine processes).
+
+With --silence, the input has to say something at least every SECONDS. After more, the machine that asks counts as gone
+or cut off, and everything gets SIGKILL immediately: the training may have been started again elsewhere.
 
 It consists of two processes, since one could itself be killed: the supervisor, and its parent, the guard. Each ends
 everything when the other dies.
@@ -12,6 +15,7 @@ everything when the other dies.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -25,21 +29,40 @@ import psutil
 from grpo_core.system.descendants import POLL_SECONDS, adopt_orphans, kill_descendants, running_descendants
 
 
-async def supervise(command: list[str], grace: float, from_guard: int) -> int:
+async def supervise(command: list[str], grace: float, from_guard: int, silence: float | None = None) -> int:
     """Run the command to its end or until told to stop. Returns its exit status, 128 + n if signal n ended it.
 
-    `from_guard`: a pipe that closes when the guard dies.
+    `from_guard`: a pipe that closes when the guard dies. `silence`: longest time without input, in seconds.
     """
     loop = asyncio.get_running_loop()
-    told_to_stop = asyncio.Event()
+    told_to_stop, cut_off = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
 
-    def stop_at_end(pipe: int) -> None:
-        if not os.read(pipe, 4096):
-            told_to_stop.set()
+    def give_up() -> None:
+        cut_off.set()
+        told_to_stop.set()
 
-    pipes = [from_guard, *([0] if stat.S_ISFIFO(os.fstat(0).st_mode) else [])]  # a terminal that closes is no such sign
+    def await_sign() -> asyncio.TimerHandle | None:
+        return None if silence is None else loop.call_later(silence, give_up)
+
+    patience = await_sign()
+
+    def stop_at_end(pipe: int) -> None:
+        nonlocal patience
+        try:
+            heard = os.read(pipe, 4096)
+        except ConnectionError:
+            heard = b""
+        if not heard:
+            told_to_stop.set()
+        if patience is not None:
+            patience.cancel()
+            patience = await_sign()
+
+    mode = os.fstat(0).st_mode
+    from_asker = [0] if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else []  # a terminal that closes is no such sign
+    pipes = [from_guard, *from_asker]
     for pipe in pipes:
         loop.add_reader(pipe, stop_at_end, pipe)
     child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
@@ -49,7 +72,11 @@ async def supervise(command: list[str], grace: float, from_guard: int) -> int:
         await asyncio.wait({exited, stopped}, return_when=asyncio.FIRST_COMPLETED)
         for pipe in pipes:
             loop.remove_reader(pipe)
-        if not exited.done():
+        if patience is not None:
+            patience.cancel()
+        if cut_off.is_set():
+            print("no sign of life from the machine that started this: all of it is ended", file=sys.stderr, flush=True)
+        elif not exited.done():
             with suppress(ProcessLookupError):  # it has ended since, for example by the same signal
                 os.killpg(child.pid, signal.SIGTERM)
             with suppress(TimeoutError):
@@ -85,14 +112,19 @@ def guard(supervisor: int, grace: float) -> int:
 
 
 def main() -> None:
-    grace, command = float(sys.argv[1]), sys.argv[2:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--silence", type=float)
+    parser.add_argument("grace", type=float)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args()
+    grace = arguments.grace
     from_guard, to_supervisor = os.pipe()
     supervisor = os.fork()
     adopt_orphans()  # not inherited by fork: both call it
     if supervisor:
         sys.exit(guard(supervisor, grace))
     os.close(to_supervisor)
-    sys.exit(asyncio.run(supervise(command, grace, from_guard)))
+    sys.exit(asyncio.run(supervise(arguments.command, grace, from_guard, arguments.silence)))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ LINES_AGAIN = 10.0  # logged in a row after lines were left out: whole passages 
 LAST_LINES = 20  # of the lines left out, logged at the end
 LONGEST_LINE = 2000  # characters
 ALARM = re.compile(r"\b(error|warning|traceback)\b|\w(Error|Warning)\b", re.IGNORECASE)
+FINDING = re.compile(r"([\w.-]+: )?health:")  # after the name of the machine, of several
 SECONDS_BETWEEN_UPDATES = 2.0
 ROWS = 20
 
@@ -58,7 +59,7 @@ class Output:
         self.file.flush()
         earned, self.counted = (self.clock() - self.counted) * LINES_PER_SECOND, self.clock()
         self.credit = {kind: min(LINES_AT_ONCE, credit + earned) for kind, credit in self.credit.items()}
-        finding = line.startswith("health:")
+        finding = FINDING.match(line) is not None
         kind = ALARM.search(line) is not None
         if not finding and self.credit[kind] < self.needed[kind]:
             self.needed[kind] = LINES_AGAIN

@@ -153,3 +153,22 @@ def test_gradients_become_their_mean_the_large_ones_in_place(tmp_path: Path) -> 
                     assert parameter.grad is own
 
     in_two_processes(tmp_path, work)
+
+
+def test_the_death_of_another_process_is_told_from_an_error_of_one_s_own(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        distributed.start_processes(LIMIT)
+        distributed.wait_for_all()
+        if rank == 1:
+            os._exit(0)
+        for ask in (lambda: distributed.gathered([rank]), lambda: distributed.total(torch.ones(3))):
+            with pytest.raises(RuntimeError) as lost:
+                ask()
+            assert distributed.lost_peer(lost.value)
+        wrapped = OSError("cannot be written")
+        wrapped.__cause__ = lost.value
+        assert distributed.lost_peer(wrapped)
+
+    in_two_processes(tmp_path, work)
+    assert not distributed.lost_peer(RuntimeError("shapes do not fit"))
+    assert not distributed.lost_peer(ConnectionResetError("Connection reset by peer"))  # a reward's server

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from grpo_core.config.files import parse_config
-from grpo_core.config.run import RunConfig
-from grpo_core.config.training import TrainConfig
 from grpo_core.planning.plan import Plan, make_plan
 from grpo_core.planning.rules import PlanInputs
-from tasks.processes.launcher import launcher, process_environment
+from tasks import train as stage
+from tasks.processes.run import ProcessError
 from tasks.stages.errors import StageError
-from tasks.train import check_result
+from tasks.stages.run import Context
+from tasks.train import RETURN_SECONDS, check_result, run_training
 from tests.conftest import config_values
 
 
@@ -78,97 +75,39 @@ def test_a_figure_that_is_not_finite_is_refused_by_name(plan: Plan, tmp_path: Pa
         check_result(_result(), _metrics(tmp_path / "m.jsonl", [1, 2, 3], **{name: value}), plan)
 
 
-def _config(**keys: Any) -> RunConfig:
-    return parse_config(config_values(Path("model"), Path("data"), **keys))
+class Launches:
+    """Stands for `launch`: fails as it is told to, one start after another, and then succeeds."""
+
+    def __init__(self, *restartable: bool):
+        self.failures, self.patience = list(restartable), list[float]()
+
+    def __call__(self, *arguments: Any) -> None:
+        self.patience.append(arguments[-1])
+        if self.failures:
+            raise ProcessError("machine beta ended with status 137 (SIGKILL)", self.failures.pop(0))
 
 
-@pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment that sets up neither threads nor torch's allocator."""
-    for name in ("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
+def _train(tmp_path: Path, max_restarts: int) -> None:
+    config = parse_config(config_values(Path("model"), Path("data"), max_restarts=max_restarts))
+    run_training(Context(config, tmp_path, tmp_path), print, {}, logging.getLogger("stage"))
 
 
-@pytest.mark.usefixtures("bare")
-def test_one_process_is_started_without_a_launcher_with_the_environment_that_it_would_set(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_killed_training_is_started_again_as_often_as_allowed_and_waits_for_its_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = _config()
-    assert launcher(config.train) == []
-    expected = {"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": str(os.cpu_count())}
-    assert expected.items() <= process_environment(config).items()
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert process_environment(config)["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setattr(stage, "launch", launches := Launches(True, True))
+    _train(tmp_path, max_restarts=2)
+    assert launches.patience == [0, RETURN_SECONDS, RETURN_SECONDS]
+    beginnings = [record.message.partition(",")[0] for record in caplog.records]
+    assert beginnings == ["restart 1 of 2 (train.max_restarts)", "restart 2 of 2 (train.max_restarts)"]
+    assert all("machine beta ended with status 137" in record.message for record in caplog.records)
+    monkeypatch.setattr(stage, "launch", launches := Launches(True, True))
+    with pytest.raises(ProcessError, match="beta"):
+        _train(tmp_path, max_restarts=1)
 
 
-def test_several_processes_are_started_by_accelerate() -> None:
-    command = launcher(TrainConfig(num_processes=2))
-    assert "accelerate.commands.launch" in command
-    assert command[command.index("--num_processes") + 1] == "2"
-    assert command[command.index("--mixed_precision") + 1] == "no"  # the policy has its own copy in bfloat16
-
-
-@pytest.mark.usefixtures("bare")
-def test_the_allocator_s_segments_grow_unless_the_user_or_ipc_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "PYTORCH_CUDA_ALLOC_CONF"
-    assert process_environment(_config())[name] == "expandable_segments:True"
-    assert name not in process_environment(_config(engine="vllm-server", vllm_weight_transfer="ipc"))
-    for own in (name, "PYTORCH_ALLOC_CONF"):
-        with monkeypatch.context() as patch:
-            patch.setenv(own, "max_split_size_mb:512")
-            assert name not in process_environment(_config(offload="optimizer"))
-
-
-@pytest.mark.usefixtures("bare")
-def test_page_locked_memory_of_what_is_offloaded_is_not_rounded_up() -> None:
-    setting = process_environment(_config(offload="optimizer"))["PYTORCH_CUDA_ALLOC_CONF"]
-    assert setting == "expandable_segments:True,pinned_max_round_threshold_mb:1"
-    with pytest.raises(Exception, match="stoull"):  # torch knows the name: it reads the number behind it
-        torch._C._accelerator_setAllocatorSettings(setting.replace(":1", ":none"))
-
-
-HOSTILE = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-num_machines: 4
-num_processes: 32
-machine_rank: 3
-main_process_ip: 10.0.0.1
-gpu_ids: '0'
-debug: true
-enable_cpu_affinity: true
-mixed_precision: fp16
-dynamo_config: {dynamo_backend: INDUCTOR}
-fsdp_config: {fsdp_version: 2, fsdp_offload_params: true}
-"""
-SHOWN = """
-import json, os, sys
-from pathlib import Path
-names = [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "RANK", "WORLD_SIZE", "OMP_NUM"))]
-Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps({name: os.environ[name] for name in sorted(names)}))
-"""
-
-
-@pytest.mark.slow
-def test_the_user_s_accelerate_configuration_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "accelerate").mkdir()
-    (tmp_path / "accelerate" / "default_config.yaml").write_text(HOSTILE)
-    (tmp_path / "show.py").write_text(SHOWN)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    train = TrainConfig(num_processes=2)
-    done = subprocess.run(
-        [sys.executable, *launcher(train), str(tmp_path / "show.py"), str(tmp_path)],
-        env={**os.environ, "HF_HOME": str(tmp_path), "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "were not passed" not in done.stderr, "nothing is left to the launcher's defaults"
-    for rank in "01":
-        found = json.loads((tmp_path / rank).read_text())
-        assert (found["RANK"], found["WORLD_SIZE"], found["OMP_NUM_THREADS"]) == (rank, "2", "1")
-        assert found["ACCELERATE_MIXED_PRECISION"] == "no"
-        assert found.get("ACCELERATE_DYNAMO_BACKEND", "NO") == "NO"
-        on = {name for name, value in found.items() if value.lower() == "true"}
-        assert on == {"ACCELERATE_USE_CPU"}
-        assert not [name for name in found if "FSDP" in name]
+def test_a_training_that_fails_by_itself_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "launch", launches := Launches(False))
+    with pytest.raises(ProcessError):
+        _train(tmp_path, max_restarts=3)
+    assert len(launches.patience) == 1

@@ -84,6 +84,26 @@ def _with(key: str, value: Any) -> dict[str, Any]:
         ({"train": {"metric_for_best_model": "eval_loss"}}, "Input should be 'eval_reward' or 'eval_accuracy'"),
         ({"health": {"kl_action": "roll back"}}, "Input should be 'warn', 'stop' or 'roll_back'"),
         ({"train": {"steps_per_generation": 2, "generation_batch_size": 8}}, "are both given"),
+        ({"train": {"num_processes": 8, "num_machines": 3}}, "cannot be divided equally among num_machines=3"),
+        ({"train": {"num_processes": 2, "num_machines": 2}}, "on this machine only; set launch.launcher to 'ssh'"),
+        (
+            {"train": {"num_processes": 2, "num_machines": 2}, "launch": {"launcher": "ssh", "hosts": ["a"]}},
+            "launch.hosts=['a']: name at least as many hosts as machines",
+        ),
+        ({"launch": {"hosts": ["a", "b", "me@a"]}}, "names a machine twice"),
+        ({"launch": {"hosts": ["-oProxyCommand=sh"]}}, "launch.hosts.0 = '-oProxyCommand=sh': String should match"),
+        (
+            {"launch": {"launcher": "ssh", "hosts": ["a"]}, "rollout": {"engine": "vllm-server"}},
+            "the hosts do not reach them; start servers yourself",
+        ),
+        (
+            {
+                "train": {"num_processes": 4, "num_machines": 2},
+                "launch": {"launcher": "ssh", "hosts": ["a", "b"]},
+                "rollout": {"vllm_tensor_parallel_size": 4},
+            },
+            "train.num_processes=4 / train.num_machines=2 is no multiple of it",
+        ),
         ({"train": {"lr_scheduler_type": "constant", "warmup_steps": 5}}, "use 'constant_with_warmup'"),
         ({"train": {"learning_rate": math.inf}}, "train.learning_rate = inf: Input should be a finite number"),
         ({"rewards": [{"function": "length", "weight": math.nan}]}, "rewards.0.weight = nan"),

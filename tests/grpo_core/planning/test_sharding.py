@@ -213,6 +213,18 @@ def test_processes_per_machine_are_those_of_this_machine_or_assumed() -> None:
     assert shares == {8 * shape.parameters / 8 / GIB: True, 8 * shape.parameters / 4 / GIB: False}
 
 
+def test_processes_per_machine_are_those_configured_with_several_machines() -> None:
+    config, shape = _config(sharding="hybrid", num_processes=16), qwen("7B")
+    values = config.model_dump(exclude_none=True)
+    values["train"]["num_machines"] = 4
+    values["launch"] = {"launcher": "ssh", "hosts": ["a", "b", "c", "d"]}
+    config = parse_config(values)
+    found = peak_memory(config, _plan(config), shape, LENGTHS, Gpu("GPU", 80.0, per_machine=2))
+    assert found["parts_gib"]["optimizer"] == 8 * shape.parameters / 4 / GIB
+    assert "16 processes on 4 machines" in communication(config, _plan(config), shape, named_gpu("H100"))["how"]
+    assert "assumed" not in found["how"]
+
+
 def test_traffic_between_machines_is_counted_per_machine_and_the_slower_way() -> None:
     """16 processes on two machines: half of what a machine needs is in the other one."""
     shape = qwen("7B")

@@ -65,7 +65,7 @@ def test_an_accelerate_that_would_shard_is_refused(
     kind: DistributedType, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "start_processes", lambda _: SimpleNamespace(distributed_type=kind))
-    with pytest.raises(TrainingError, match=rf"configured for {kind.value}, .* `accelerate launch --multi_gpu`"):
+    with pytest.raises(TrainingError, match=rf"configured for {kind.value}, .* `torchrun`"):
         load_session(make_run(tmp_path / "run", values))
 
 

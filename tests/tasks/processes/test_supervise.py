@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -33,12 +35,14 @@ def _gone(pids: list[int]) -> bool:
     return not psutil.wait_procs(processes, timeout=15)[1]
 
 
-def _start_tree(patch: str = "") -> tuple[subprocess.Popen[str], list[int]]:
+def _start_tree(
+    patch: str = "", stdin: int | socket.socket = subprocess.PIPE, options: Sequence[str] = (GRACE,)
+) -> tuple[subprocess.Popen[str], list[int]]:
     """Under `tasks.processes.supervise`, in which `patch` is run first; and the ids of the tree's processes."""
     code = f"from tasks.processes import supervise\n{patch}\nsupervise.main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, GRACE, sys.executable, "-c", TREE],
-        stdin=subprocess.PIPE,
+        [sys.executable, "-c", code, *options, sys.executable, "-c", TREE],
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -59,6 +63,48 @@ def test_sigterm_to_the_supervisor_ends_descendants_that_ignore_it_and_left_the_
 def test_the_death_of_the_asking_process_ends_the_tree() -> None:
     process, pids = _start_tree()
     assert process.stdin is not None
+    process.stdin.close()
+    process.wait(timeout=20)
+    assert _gone(pids)
+
+
+@pytest.mark.slow
+def test_the_end_of_sshd_s_socket_ends_the_tree() -> None:
+    here, there = socket.socketpair()
+    process, pids = _start_tree(stdin=there)
+    there.close()
+    here.close()
+    process.wait(timeout=20)
+    assert _gone(pids)
+
+
+@pytest.mark.slow
+def test_silence_kills_the_tree_without_grace() -> None:
+    process, pids = _start_tree(options=("--silence", "1", "600"))
+    assert process.wait(timeout=20) == 128 + signal.SIGKILL
+    assert _gone(pids)
+
+
+SAYS_THAT_IT_WAITS = """
+import asyncio, os
+call_later = asyncio.SelectorEventLoop.call_later
+def noted(loop, delay, *call):
+    if delay == 600:
+        os.write(2, b"waits\\n")
+    return call_later(loop, delay, *call)
+asyncio.SelectorEventLoop.call_later = noted
+"""
+
+
+@pytest.mark.slow
+def test_signs_of_life_keep_the_tree() -> None:
+    """Each answered, so that none has to come in time."""
+    process, pids = _start_tree(SAYS_THAT_IT_WAITS, options=("--silence", "600", GRACE))
+    assert process.stdin is not None and process.stderr is not None
+    for _ in range(3):
+        assert process.stderr.readline() == "waits\n"
+        process.stdin.write("\n")
+        process.stdin.flush()
     process.stdin.close()
     process.wait(timeout=20)
     assert _gone(pids)

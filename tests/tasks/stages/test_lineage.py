@@ -83,14 +83,24 @@ def test_another_composition_of_the_rewards_trains_again(values: dict[str, Any],
         ("rollout", "cpu_kv_cache_gib", 2),
         ("train", "save_steps", 7),
         ("train", "save_total_limit", 7),
+        ("train", "max_restarts", 3),
+        ("launch", "hosts", ["alpha", "beta"]),
     ],
 )
 def test_memory_and_disk_are_no_reason_to_run_a_stage_again(
     values: dict[str, Any], section: str, key: str, value: Any
 ) -> None:
     edited = copy.deepcopy(values)
-    edited[section][key] = value
+    edited.setdefault(section, {})[key] = value
     assert _stale(values, edited) == []
+
+
+def test_other_machines_change_the_forecast_and_train_nothing_again(values: dict[str, Any]) -> None:
+    values["train"]["num_processes"] = 4
+    edited = copy.deepcopy(values)
+    edited["train"]["num_machines"] = 2
+    edited["launch"] = {"launcher": "ssh", "hosts": ["alpha", "beta"]}
+    assert _stale(values, edited) == ["plan"]
 
 
 def test_recomputing_activations_changes_the_forecast_and_trains_nothing_again(values: dict[str, Any]) -> None:

@@ -1,0 +1,86 @@
+"""How the processes of a training, and of the evaluation of a sharded model, are started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from grpo_core.config.run import RunConfig
+from grpo_core.config.training import TrainConfig
+from tasks.processes.launchers.local import local
+from tasks.processes.launchers.machines import Launcher
+from tasks.processes.launchers.ssh import ssh
+from tasks.processes.machine import free_port
+from tasks.processes.run import run_process, run_together
+
+LAUNCHERS: dict[str, Launcher] = {"local": local, "ssh": ssh}  # by launch.launcher
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # by which a user sets up torch's allocator
+
+
+def launch(
+    config: RunConfig,
+    command: Sequence[str],
+    on_line: Callable[[str], None],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    patience: float = 0.0,
+) -> None:
+    """Run `python COMMAND` in the configured number of processes, on the configured machines, to the end of all.
+
+    `folder`: of the run; of several machines, each has its output there too, as NAME.log. `patience`: how many seconds
+    to wait for machines that are not there. Raises ProcessError if a process fails, naming the machine.
+    """
+    variables = process_environment(config) | dict(environment or {})
+    train = config.train
+    if config.launch.launcher == "local" and train.num_processes == 1:
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
+        return run_process(command, on_line, variables | threads)  # torchrun would only import torch first
+    with LAUNCHERS[config.launch.launcher](config, folder, patience) as machines, ExitStack() as stack:
+        master, several = machines[0], len(machines) > 1
+        logs = {it.name: stack.enter_context((folder / f"{it.name}.log").open("a")) for it in machines if several}
+
+        def passed_on(name: str, line: str) -> None:
+            if several:
+                logs[name].write(line + "\n")
+                logs[name].flush()
+                line = f"{name}: {line}"
+            on_line(line)
+
+        commands = {
+            machine.name: [*machine.command, *torchrun(train, master.address, master.port, number), *command]
+            for number, machine in enumerate(machines)
+        }
+        return run_together(commands, passed_on, variables, grace=max(machine.grace for machine in machines))
+
+
+def torchrun(train: TrainConfig, address: str, port: int, number: int = 0) -> list[str]:
+    """Arguments of `tasks.processes.ranks` for the processes of machine `number`, which meet at an address."""
+    return [
+        *("--nnodes", str(train.num_machines), "--node-rank", str(number)),
+        *("--nproc-per-node", str(train.processes_per_machine)),
+        *("--master-addr", address, "--master-port", str(port)),
+    ]
+
+
+def on_this_machine(train: TrainConfig, command: Sequence[str]) -> list[str]:
+    """Arguments of `python` that run a command in the configured number of processes here, without supervision."""
+    if train.num_processes == 1:
+        return [*command]
+    return ["-m", "tasks.processes.ranks", *torchrun(train, "127.0.0.1", free_port()), *command]
+
+
+def process_environment(config: RunConfig) -> dict[str, str]:
+    """Variables of the training's processes, on every machine.
+
+    On a GPU, the allocator's segments grow, since every batch has another length. Not with ipc: memory in such segments
+    is shared in another way, which has not been tried. Page-locked memory of the host, for what is offloaded, is not
+    rounded up to a power of two, which may be twice as much.
+    """
+    environment = {"ACCELERATE_MIXED_PRECISION": "no"}  # the policy has its own copy in bfloat16
+    settings = ["expandable_segments:True"] * (config.rollout.vllm_weight_transfer != "ipc")
+    settings += ["pinned_max_round_threshold_mb:1"] * (config.train.offload != "none")
+    if settings and not ALLOCATOR & os.environ.keys():
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(settings)
+    return environment

@@ -1,0 +1,16 @@
+"""This machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from grpo_core.config.run import RunConfig
+from tasks.processes.launchers.machines import Machine
+from tasks.processes.machine import free_port
+
+
+@contextmanager
+def local(config: RunConfig, folder: Path, patience: float) -> Iterator[list[Machine]]:
+    yield [Machine("", ["-m", "tasks.processes.ranks"], "127.0.0.1", free_port())]

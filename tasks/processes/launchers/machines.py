@@ -1,0 +1,33 @@
+"""What a launcher gives: the machines that a training runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_core.config.run import RunConfig
+from tasks.processes.run import GRACE_SECONDS
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine, and how to start processes on it."""
+
+    name: str
+    """Name of the machine in logs, and of its log file."""
+    command: Sequence[str]
+    """Arguments of `python` here that run `tasks.processes.ranks` there, to be followed by those of that. The command
+    ends with its exit status; whatever ends the command ends all processes there."""
+    address: str
+    """Address at which the other machines reach it."""
+    port: int
+    """A free port of that address."""
+    grace: float = GRACE_SECONDS
+    """Seconds that the command needs at most to end what it has started, when told to."""
+
+
+Launcher = Callable[[RunConfig, Path, float], AbstractContextManager[list[Machine]]]
+"""Gives train.num_machines machines, for one start of the processes; the folder is one of the run, which each of them
+has to see. Raises StageError if they cannot be had within so many seconds, or do not see the folder."""

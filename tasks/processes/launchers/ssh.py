@@ -1,0 +1,121 @@
+"""Machines that are reached by OpenSSH's client, with the user's own keys, known hosts and ~/.ssh/config."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from grpo_core.config.launch import host_name
+from grpo_core.config.run import RunConfig
+from tasks.processes.launchers.machines import Machine
+from tasks.processes.machine import code_version
+from tasks.processes.relay import ENDING_SECONDS
+from tasks.stages.errors import StageError
+
+# A host that is silent for 5 s × 4 is lost: about as long as a host waits for a sign of life.
+ALIVE_SECONDS, ALIVE_COUNT = 5, 4
+OPTIONS = {
+    "BatchMode": "yes",
+    "ConnectTimeout": 10,
+    "ServerAliveInterval": ALIVE_SECONDS,
+    "ServerAliveCountMax": ALIVE_COUNT,
+}
+LOST_SECONDS = ALIVE_SECONDS * (ALIVE_COUNT + 1)  # in which a lost connection is noticed
+CHECK_SECONDS = 90.0  # in which a host has to answer; Python's first start there reads its files from shared storage
+PAUSE_SECONDS = 5.0  # before hosts that are missing are asked again
+SILENT = "silent"
+TOKEN = ".host-check"  # file in the run directory that the hosts have to see
+
+
+@contextmanager
+def ssh(config: RunConfig, folder: Path, patience: float) -> Iterator[list[Machine]]:
+    """The first of launch.hosts that answer, as many as are needed. Each has to see the run's folder and have the code
+    that this machine has."""
+    hosts, count = config.launch.hosts, config.train.num_machines
+    deadline = time.monotonic() + patience
+    while True:
+        answers = _ask_all(hosts, folder.absolute())
+        there = [host for host in hosts if SILENT not in answers[host]]
+        if len(there) >= count:
+            break
+        if time.monotonic() > deadline:
+            silent = "; ".join(f"{host}: {answers[host][SILENT]}" for host in hosts if host not in there)
+            raise StageError(
+                f"{len(there)} of the {len(hosts)} hosts in launch.hosts answer, and train.num_machines={count} are "
+                f"needed. {silent}. Try `ssh -o BatchMode=yes HOST true`"
+            )
+        time.sleep(PAUSE_SECONDS)
+    there = there[:count]
+    for host in there:
+        _refuse(host, answers[host], folder)
+    yield [
+        Machine(
+            name=host_name(host),
+            command=["-m", "tasks.processes.relay", json.dumps(remote_command(host, "run"))],
+            address=_address(host),
+            port=answers[host]["port"],
+            grace=ENDING_SECONDS + LOST_SECONDS,
+        )
+        for host in there
+    ]
+
+
+def remote_command(host: str, action: str) -> list[str]:
+    """Command that runs `tasks.processes.machine ACTION` on the host: in this working directory, by this Python."""
+    options = [word for name, value in OPTIONS.items() for word in ("-o", f"{name}={value}")]
+    path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
+    start = ["env", *path, "PYTHONSAFEPATH=1", sys.executable, "-m", "tasks.processes.machine", action]
+    return ["ssh", *options, "--", host, f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(start)}"]
+
+
+def _ask_all(hosts: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """What each host answers to the check; under SILENT, why it does not."""
+    file, token = folder / TOKEN, secrets.token_hex(8)
+    file.write_text(token)
+    request = json.dumps({"file": str(file), "token": token}) + "\n"
+    try:
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            return dict(zip(hosts, pool.map(lambda host: _ask(host, request), hosts), strict=True))
+    finally:
+        file.unlink()
+
+
+def _ask(host: str, request: str) -> dict[str, Any]:
+    try:
+        done = subprocess.run(
+            remote_command(host, "check"), input=request, capture_output=True, text=True, timeout=CHECK_SECONDS
+        )
+        return json.loads(done.stdout.splitlines()[-1])  # a login shell may print before it
+    except subprocess.TimeoutExpired:
+        return {SILENT: f"no answer within {CHECK_SECONDS:g} s"}
+    except (ValueError, IndexError):
+        return {SILENT: (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]}
+
+
+def _refuse(host: str, answer: dict[str, Any], folder: Path) -> None:
+    """Raises StageError if the training cannot run on this host."""
+    if not answer["sees_run"]:
+        raise StageError(
+            f"{host} does not see {folder.absolute()} as this machine does: put the storage root (GRPO_STORAGE) on a "
+            "disk that all machines share, under the same path"
+        )
+    if answer["version"] != (own := code_version()):
+        raise StageError(f"{host} has {answer['version']}, and this machine {own}: install the same on both")
+    if answer["problem"]:
+        raise StageError(f"{host}: {answer['problem']}")
+
+
+def _address(host: str) -> str:
+    """The host's address as ssh resolves it, aliases of ~/.ssh/config included."""
+    done = subprocess.run(["ssh", "-G", "--", host], capture_output=True, text=True, check=True)
+    return next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname "))

@@ -1,0 +1,83 @@
+"""What a launcher runs on another machine: `python -m tasks.processes.machine ACTION`, with one line of JSON as input.
+
+`check`: say whether this machine sees the run directory, which code it has, and what it lacks. `run`: become a
+supervised `tasks.processes.ranks`, with the environment of the machine that asks; lines of input are signs of life from
+there, and without one for SILENCE_SECONDS everything here is killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import signal
+import socket
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import grpo_core
+import tasks
+from grpo_core.errors import GrpoError
+from tasks.processes.gpu import check_gpu_machine
+from tasks.processes.run import GRACE_SECONDS
+
+SILENCE_SECONDS = 20.0
+REQUEST_SECONDS = 60  # in which the line of input has to come
+# Variables that are a machine's own. As with Slurm's srun, all others are the same on all machines.
+OWN = {"CUDA_VISIBLE_DEVICES", "HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "TMPDIR", "USER"}
+OWN_PREFIXES = ("DBUS_", "SSH_", "XDG_")
+
+
+def shared_environment() -> dict[str, str]:
+    """This process's environment without what belongs to this machine."""
+    return {name: value for name, value in os.environ.items() if name not in OWN and not name.startswith(OWN_PREFIXES)}
+
+
+def code_version() -> str:
+    """What has to be the same on all machines: the code, Python and torch."""
+    digest = hashlib.blake2b(digest_size=6)
+    for package in (grpo_core, tasks):
+        folder = Path(str(package.__file__)).parent
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+    return f"code {digest.hexdigest()}, Python {platform.python_version()}, torch {metadata.version('torch')}"
+
+
+def check(request: dict[str, Any]) -> dict[str, Any]:
+    """`file`, `token`: a file of the run directory and its content. The answer has a free port too, for the machine
+    that the processes meet on."""
+    file, problem = Path(request["file"]), ""
+    try:
+        check_gpu_machine()
+    except GrpoError as error:
+        problem = str(error)
+    sees = file.exists() and file.read_text() == request["token"]
+    return {"sees_run": sees, "version": code_version(), "problem": problem, "port": free_port()}
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as held:
+        held.bind(("", 0))
+        return held.getsockname()[1]
+
+
+def main() -> None:
+    signal.alarm(REQUEST_SECONDS)
+    with open(0, "rb", buffering=0, closefd=False) as unbuffered:  # what follows the line is the supervisor's
+        request = json.loads(unbuffered.readline())
+    signal.alarm(0)
+    if sys.argv[1] == "check":
+        print(json.dumps(check(request)))
+        return
+    os.environ.update(request["environment"])
+    supervise = ["-m", "tasks.processes.supervise", "--silence", str(SILENCE_SECONDS), str(GRACE_SECONDS)]
+    ranks = [sys.executable, "-m", "tasks.processes.ranks", *request["arguments"]]
+    os.execv(sys.executable, [sys.executable, *supervise, *ranks])
+
+
+if __name__ == "__main__":
+    main()

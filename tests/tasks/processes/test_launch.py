@@ -1,0 +1,340 @@
+"""Processes are started as configured, on this machine or on others, and a failure is put down to its cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_core.config.files import parse_config
+from grpo_core.config.launch import host_name
+from grpo_core.config.run import RunConfig
+from grpo_core.config.training import TrainConfig
+from grpo_core.errors import LOST_PEER
+from tasks.processes import machine
+from tasks.processes.launch import LAUNCHERS, launch, on_this_machine, process_environment, torchrun
+from tasks.processes.launchers.ssh import remote_command, ssh
+from tasks.processes.ranks import cause, interface_to
+from tasks.processes.run import LOST, ProcessError, run_together
+from tasks.stages.errors import StageError
+from tests.conftest import config_values
+
+
+def _config(launch: dict[str, Any] | None = None, **keys: Any) -> RunConfig:
+    return parse_config(config_values(Path("model"), Path("data"), **keys) | {"launch": launch or {}})
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that sets up neither threads nor torch's allocator."""
+    for name in ("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("bare")
+def test_one_process_is_started_without_a_launcher_with_the_environment_that_it_would_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config()
+    assert on_this_machine(config.train, ["-m", "work"]) == ["-m", "work"]
+    show = ["-c", "import os, sys; print(os.environ['OMP_NUM_THREADS'], os.environ['ACCELERATE_MIXED_PRECISION'])"]
+    lines: list[str] = []
+    launch(config, show, lines.append, tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    launch(config, show, lines.append, tmp_path)
+    assert lines == [f"{os.cpu_count()} no", "3 no"]
+
+
+@pytest.mark.usefixtures("bare")
+def test_the_allocator_s_segments_grow_unless_the_user_or_ipc_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    assert process_environment(_config())[name] == "expandable_segments:True"
+    assert name not in process_environment(_config(engine="vllm-server", vllm_weight_transfer="ipc"))
+    for own in (name, "PYTORCH_ALLOC_CONF"):
+        with monkeypatch.context() as patch:
+            patch.setenv(own, "max_split_size_mb:512")
+            assert name not in process_environment(_config(offload="optimizer"))
+
+
+@pytest.mark.usefixtures("bare")
+def test_page_locked_memory_of_what_is_offloaded_is_not_rounded_up() -> None:
+    setting = process_environment(_config(offload="optimizer"))["PYTORCH_CUDA_ALLOC_CONF"]
+    assert setting == "expandable_segments:True,pinned_max_round_threshold_mb:1"
+    with pytest.raises(Exception, match="stoull"):  # torch knows the name: it reads the number behind it
+        torch._C._accelerator_setAllocatorSettings(setting.replace(":1", ":none"))
+
+
+def test_processes_are_divided_among_the_machines() -> None:
+    train = TrainConfig(num_processes=6, num_machines=3)
+    arguments = torchrun(train, "10.0.0.1", 1234, number=2)
+    assert " ".join(arguments) == (
+        "--nnodes 3 --node-rank 2 --nproc-per-node 2 --master-addr 10.0.0.1 --master-port 1234"
+    )
+
+
+def test_every_launcher_of_the_configuration_is_in_the_table() -> None:
+    schema = RunConfig.model_json_schema()["$defs"]["LaunchConfig"]["properties"]["launcher"]
+    assert set(schema["enum"]) == set(LAUNCHERS)
+
+
+# Each rank writes down its environment; then rank 1 ends as it is told to, and rank 0 as if it had lost it.
+SHOWN = """
+import json, os, signal, sys, time
+from pathlib import Path
+folder, how, rank = Path(sys.argv[1]), int(sys.argv[2]), os.environ["RANK"]
+names = [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "RANK", "WORLD_SIZE", "OMP_NUM"))]
+(folder / f"{rank}.tmp").write_text(json.dumps({name: os.environ[name] for name in names}))
+(folder / f"{rank}.tmp").rename(folder / rank)
+while how and not (folder / str(1 - int(rank))).exists():
+    time.sleep(0.01)
+if how < 0 and rank == "1":
+    os.kill(os.getpid(), -how)
+if how and rank == "0":
+    time.sleep(600)
+sys.exit(how)
+"""
+HOSTILE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_processes: 32
+mixed_precision: fp16
+fsdp_config: {fsdp_version: 2, fsdp_offload_params: true}
+"""
+
+
+@pytest.mark.slow
+def test_several_processes_are_started_whatever_the_user_s_accelerate_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "default_config.yaml").write_text(HOSTILE)
+    (tmp_path / "show.py").write_text(SHOWN)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    lines: list[str] = []
+    launch(_config(num_processes=2), [str(tmp_path / "show.py"), str(tmp_path), "0"], lines.append, tmp_path)
+    for rank in "01":
+        found = json.loads((tmp_path / rank).read_text())
+        assert (found["RANK"], found["WORLD_SIZE"], found["OMP_NUM_THREADS"]) == (rank, "2", "1")
+        assert found["ACCELERATE_MIXED_PRECISION"] == "no"
+        assert {name for name, value in found.items() if value.lower() == "true"} == {"ACCELERATE_USE_CPU"}
+        assert not [name for name in found if "FSDP" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "said", "restartable"),
+    [(-9, "was killed by SIGKILL", True), (3, "ended with status 3", False)],
+)
+def test_a_rank_that_fails_is_named_with_the_way_it_ended(
+    tmp_path: Path, how: int, said: str, restartable: bool
+) -> None:
+    (tmp_path / "show.py").write_text(SHOWN)
+    command = [str(tmp_path / "show.py"), str(tmp_path), str(how)]
+    with pytest.raises(ProcessError, match=rf"process 1 \(rank\) on \S+ {said}") as failed:
+        launch(_config(num_processes=2), command, print, tmp_path)
+    assert failed.value.restartable == restartable
+
+
+def test_of_several_processes_the_one_that_failed_by_itself_is_named() -> None:
+    assert cause({0: (LOST_PEER, 7), 1: (1, 7), 2: (-9, 7)}) == (2, 128 + 9)  # the others may fail in any way then
+    assert cause({0: (LOST_PEER, 7), 1: (3, 7), 2: (-15, 7)}) == (1, 3)
+    assert cause({0: (3, 7), 1: (-9, 37)}) == (0, 3)  # torchrun's SIGKILL
+    assert cause({0: (143, 7), 1: (-15, 7)}) == (0, 143)
+    assert cause({0: (LOST_PEER, 7), 1: (LOST_PEER, 8)}) == (0, LOST_PEER)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "restartable"),
+    [
+        (1, 128 + 9, True),  # the others may fail in any way then
+        (LOST_PEER, LOST, True),
+        (128 + 15, 128 + 9, True),
+        (LOST_PEER, 1, False),
+        (128 + 15, 1, False),
+    ],
+)
+def test_of_two_failing_machines_the_one_that_failed_by_itself_is_named(
+    one: int, other: int, restartable: bool
+) -> None:
+    commands = {
+        name: ["-c", f"print('{name} fails'); raise SystemExit({code})"]
+        for name, code in (("first", one), ("second", other))
+    }
+    lines: set[tuple[str, str]] = set()
+    with pytest.raises(ProcessError, match=rf"machine second ended with status {other}(.|\n)*second fails") as failed:
+        run_together(commands, lambda name, line: lines.add((name, line)))
+    assert failed.value.restartable == restartable
+
+
+def test_a_status_that_only_looks_like_a_signal_is_a_failure_of_its_own() -> None:
+    with pytest.raises(ProcessError) as failed:
+        run_together({"": ["-c", "raise SystemExit(-1)"]}, lambda name, line: None)
+    assert not failed.value.restartable
+
+
+def test_machines_that_lost_only_each_other_are_started_again() -> None:
+    with pytest.raises(ProcessError) as failed:
+        run_together({name: ["-c", f"raise SystemExit({LOST_PEER})"] for name in "ab"}, lambda name, line: None)
+    assert failed.value.restartable
+
+
+def test_the_other_machines_are_ended_when_one_is_killed() -> None:
+    forever = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('told'))); signal.pause()"
+    killed = "import os; os.kill(os.getpid(), 9)"
+    lines: list[str] = []
+    with pytest.raises(ProcessError, match="machine b"):
+        run_together({"a": ["-c", forever], "b": ["-c", killed]}, lambda name, line: lines.append(f"{name} {line}"))
+    assert set(lines) <= {"a told"}
+
+
+# In place of the client: runs the command here, in a bash as sshd would, for hosts with a name that begins with "up".
+FAKE = """#!/bin/bash
+[ "$1" = -G ] && { echo "hostname 10.0.0.${3: -1}"; exit; }
+host="${@: -2:1}"
+[[ "$host" == *up* ]] || { echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255; }
+cd / && exec env -i bash -c "echo welcome; ${@: -1}"
+"""
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An `ssh`, and a working directory and a PYTHONPATH that have to be quoted."""
+    (tmp_path / "ssh").write_text(FAKE)
+    (tmp_path / "ssh").chmod(0o755)
+    folder = tmp_path / 'it\'s $HOME; "a place"'
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    path = f"{Path(machine.__file__).parents[2]}:{folder}"
+    monkeypatch.setenv("PYTHONPATH", path)
+
+
+def _ssh_config(*hosts: str, machines: int = 1) -> RunConfig:
+    return _config({"launcher": "ssh", "hosts": list(hosts)}, num_processes=2 * machines, num_machines=machines)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("client")
+def test_the_first_hosts_that_answer_are_used(tmp_path: Path) -> None:
+    with ssh(_ssh_config("root@up1", "down2", "ssh://up3:2222", "up4", machines=2), tmp_path, 0) as machines:
+        found = [(each.name, each.address) for each in machines]
+    assert found == [("up1", "10.0.0.1"), ("up3-2222", "10.0.0.2")]
+    assert not (tmp_path / ".host-check").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("client")
+def test_too_few_hosts_are_refused_with_what_ssh_says(tmp_path: Path) -> None:
+    expected = r"1 of the 2 hosts .*train.num_machines=2 are needed. down2: ssh: connect .*No route to host"
+    with pytest.raises(StageError, match=expected), ssh(_ssh_config("up1", "down2", machines=2), tmp_path, 0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"sees_run": False}, "up1 does not see .*storage root"),
+        ({"version": "code 0, Python 2.7.18, torch 0.4"}, "up1 has code 0, Python 2.7.18, .*, and this machine code "),
+        ({"problem": "no C compiler is found"}, "up1: no C compiler is found"),
+    ],
+)
+def test_a_host_that_cannot_take_part_is_refused(
+    answer: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = {"sees_run": True, "version": machine.code_version(), "problem": "", "port": 1}
+    monkeypatch.setattr("tasks.processes.launchers.ssh._ask", lambda host, request: right | answer)
+    with pytest.raises(StageError, match=message), ssh(_ssh_config("up1"), tmp_path, 0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("host", "name"), [("alpha", "alpha"), ("me@10.0.0.1", "10.0.0.1"), ("ssh://me@alpha:2222", "alpha-2222")]
+)
+def test_a_host_s_name_can_be_that_of_a_file(host: str, name: str) -> None:
+    assert host_name(host) == name
+
+
+def test_the_interface_to_this_machine_is_the_one_with_that_address() -> None:
+    assert interface_to("127.0.0.1") == "lo"
+
+
+def test_a_machine_gets_the_environment_except_what_is_a_machine_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_STORAGE", "/shared")
+    for name in ("CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "HOME"):
+        monkeypatch.setenv(name, "own")
+    found = machine.shared_environment()
+    assert found["GRPO_STORAGE"] == "/shared"
+    assert not {"CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "HOME"} & found.keys()
+
+
+# Stands for ssh: says what arrives, and ends as if the other side had (with the status), or the connection (255).
+TRANSPORT = """
+import json, sys
+request = json.loads(sys.stdin.readline())
+print(request["arguments"], request["environment"]["SECRET"], flush=True)
+status = {status}
+while status is None:
+    if not sys.stdin.readline():
+        print("input closed", flush=True)
+        status = 143
+sys.exit(status)
+"""
+
+
+def _relay(status: int | None) -> subprocess.Popen[str]:
+    transport = json.dumps([sys.executable, "-c", TRANSPORT.format(status=status)])
+    patched = "from tasks.processes import relay; relay.ENDING_SECONDS = 0.1; relay.main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", patched, transport, "--nnodes", "2"],
+        env={**os.environ, "SECRET": "it's $HOME"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("code", [0, 1, LOST_PEER, 137])
+def test_a_relay_ends_as_the_other_side_does(code: int) -> None:
+    relay = _relay(code)
+    assert relay.communicate()[0] == "['--nnodes', '2'] it's $HOME\n"
+    assert relay.returncode == code
+
+
+def test_a_relay_that_is_told_to_stop_closes_the_input_and_waits_for_the_other_side() -> None:
+    relay = _relay(None)
+    assert relay.stdout is not None
+    relay.stdout.readline()
+    relay.send_signal(signal.SIGTERM)
+    assert relay.communicate()[0] == "input closed\n"
+    assert relay.returncode == 143
+
+
+def test_a_relay_says_that_the_connection_is_lost_and_returns_when_nothing_can_be_left_there() -> None:
+    relay = _relay(255)
+    assert "the connection is lost; waiting" in relay.communicate()[0]
+    assert relay.returncode == LOST
+
+
+@pytest.mark.usefixtures("client")
+def test_a_remote_command_is_quoted(tmp_path: Path) -> None:
+    [line] = remote_command("alpha", "run")[-1:]
+    shown = subprocess.run(
+        [
+            "bash",
+            "-c",
+            line.replace(
+                " -m tasks.processes.machine run",
+                " -c 'import os; print(os.getcwd(), os.environ[\"PYTHONPATH\"], sep=chr(10))'",
+            ),
+        ],
+        capture_output=True,
+        text=True,
+        cwd="/",
+    )
+    assert shown.stdout.splitlines() == [str(Path.cwd()), os.environ["PYTHONPATH"]]
