@@ -83,10 +83,17 @@ def load_session(run: Path) -> Session:
     try:
         return _load(run, config, plan, accelerator)
     except torch.OutOfMemoryError as error:
+        unset = {
+            "train.offload = 'optimizer'": config.train.offload == "none",
+            "train.optim = 'adamw_8bit'": config.train.optim == "adamw",
+            "model.use_peft": not config.model.use_peft,
+        }
+        keys = " or ".join(key for key, applies in unset.items() if applies)
         raise TrainingError(
             "memory runs out before the first step: the device does not hold the weights, their gradients and AdamW's "
-            "state, beside the engine. `grpo plan` forecasts what is needed, and lists the keys that would make it fit "
-            f"({error})"
+            f"state, beside the engine. {f'Set {keys}, take' if keys else 'Take'} a smaller model, lower "
+            "rollout.gpu_memory_utilization, or sample on other GPUs (rollout.engine = 'vllm-server'); `grpo plan` "
+            f"forecasts what is needed ({error})"
         ) from error
 
 

@@ -17,6 +17,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.errors import TrainingError
 from grpo_core.rollout.waiting import longest_wait
 from grpo_core.training import session as sessions
+from grpo_core.training.optimizer import AdamW8bit
 from grpo_core.training.session import load_session
 from tests.conftest import config_values, make_run, with_keys
 
@@ -75,10 +76,11 @@ def test_too_little_memory_for_the_optimizer_ends_the_training_before_its_first_
     def step(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    expected = r"before the first step: .*adamw_8bit.*use_peft.*gpu_memory_utilization.*\(CUDA out of memory. Tried"
-    with pytest.raises(TrainingError, match=expected):
-        load_session(make_run(tmp_path / "run", values))
+    monkeypatch.setattr(AdamW8bit, "step", step)
+    expected = r"before the first step: .*offload.*use_peft.*gpu_memory_utilization.*\(CUDA out of memory. Tried"
+    with pytest.raises(TrainingError, match=expected) as caught:
+        load_session(make_run(tmp_path / "run", with_keys(values, optim="adamw_8bit")))
+    assert "adamw_8bit" not in str(caught.value), "it is set already"
 
 
 @pytest.mark.parametrize(
