@@ -77,6 +77,8 @@ def run_training(
             if (lower := read_limit(folder)) != limit:
                 log.warning("memory ran out: the training starts again with %d tokens per pass", lower)
                 continue
+            if error.restartable and read_json(folder / "result.json"):
+                return None  # killed when everything was written
             if not error.restartable or restarts == most:
                 raise
             restarts, patience = restarts + 1, RETURN_SECONDS

@@ -52,8 +52,8 @@ class Host:
 
     @property
     def link(self) -> str:
-        """This machine's end of the cable to it."""
-        return f"{self.namespace}-up"
+        """This machine's end of the cable to it; such names have 15 characters at most."""
+        return f"{BRIDGE}-{self.name[0]}"
 
     def processes(self) -> list[psutil.Process]:
         """All that run there, sshd included."""

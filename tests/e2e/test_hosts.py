@@ -228,8 +228,8 @@ def test_what_happens_to_a_host_ends_the_training_by_name_or_is_survived(
     beta.thaw()
     place.until_ended()
     with standing_still(place, place.start(place.run(name, max_restarts=1))) as stage:
-        place.go_on.touch()
         fault(beta)
+        place.go_on.touch()  # only now: otherwise it may have finished before
         stage.until(r"restart 1 of 1 \(train.max_restarts\), from the newest checkpoint: machine beta ended")
         beta.plug_in()
         beta.thaw()
@@ -276,8 +276,8 @@ def test_a_pipeline_survives_a_killed_process_and_evaluates_on_the_hosts_too(pla
     storage = place.folder / "storage"
     environment = {**place.environment, "GRPO_STORAGE": str(storage)}
     with standing_still(place, Started(environment, "flows.cli.main", "run", config)) as command:
-        place.go_on.touch()
         _kill_a_rank(place.hosts[1])
+        place.go_on.touch()
         assert command.end() == 0, command.text
     assert command.said(r"restart 1 of 1 \(train.max_restarts\)")
     place.until_ended()

@@ -106,6 +106,15 @@ def test_a_killed_training_is_started_again_as_often_as_allowed_and_waits_for_it
         _train(tmp_path, max_restarts=1)
 
 
+def test_a_training_that_was_killed_when_it_had_written_everything_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "result.json").write_text('{"counted": {}}')
+    monkeypatch.setattr(stage, "launch", launches := Launches(True))
+    _train(tmp_path, max_restarts=0)
+    assert len(launches.patience) == 1
+
+
 def test_a_training_that_fails_by_itself_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "launch", launches := Launches(False))
     with pytest.raises(ProcessError):

@@ -34,7 +34,6 @@ LOST_SECONDS = ALIVE_SECONDS * (ALIVE_COUNT + 1)  # in which a lost connection i
 CHECK_SECONDS = 90.0  # in which a host has to answer; Python's first start there reads its files from shared storage
 PAUSE_SECONDS = 5.0  # before hosts that are missing are asked again
 SILENT = "silent"
-TOKEN = ".host-check"  # file in the run directory that the hosts have to see
 
 
 @contextmanager
@@ -80,9 +79,9 @@ def remote_command(host: str, action: str) -> list[str]:
 
 def _ask_all(hosts: list[str], folder: Path) -> dict[str, dict[str, Any]]:
     """What each host answers to the check; under SILENT, why it does not."""
-    file, token = folder / TOKEN, secrets.token_hex(8)
-    file.write_text(token)
-    request = json.dumps({"file": str(file), "token": token}) + "\n"
+    file = folder / f".host-check-{secrets.token_hex(8)}"  # a new name: NFS remembers which files were not there
+    file.touch()
+    request = json.dumps({"file": str(file)}) + "\n"
     try:
         with ThreadPoolExecutor(len(hosts)) as pool:
             return dict(zip(hosts, pool.map(lambda host: _ask(host, request), hosts), strict=True))
@@ -95,10 +94,10 @@ def _ask(host: str, request: str) -> dict[str, Any]:
         done = subprocess.run(
             remote_command(host, "check"), input=request, capture_output=True, text=True, timeout=CHECK_SECONDS
         )
-        return json.loads(done.stdout.splitlines()[-1])  # a login shell may print before it
+        return dict(json.loads(done.stdout.splitlines()[-1]))  # a login shell may print before it
     except subprocess.TimeoutExpired:
         return {SILENT: f"no answer within {CHECK_SECONDS:g} s"}
-    except (ValueError, IndexError):
+    except (ValueError, TypeError, IndexError):
         return {SILENT: (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]}
 
 
