@@ -15,7 +15,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,8 @@ class Checkpoints:
         tensors = self._tensors() if is_main or sharded else {}
         background, why = has_room(tensors)
         if is_main and background != self.in_background:
-            print(f"training: {why}", flush=True)
+            with suppress(BrokenPipeError):  # if what reads the output has died, this checkpoint is the last one
+                print(f"training: {why}", flush=True)
         self.in_background = background
         if background:
             tensors = in_host_memory(tensors)

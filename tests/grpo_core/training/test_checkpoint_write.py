@@ -191,6 +191,20 @@ def test_a_stopped_training_is_saved_once_and_also_where_an_earlier_checkpoint_w
     assert (tmp_path / "step-000004" / "manifest.json").exists()
 
 
+def test_a_training_whose_output_nothing_reads_any_more_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its flow's process may have been killed."""
+
+    def broken(_: str) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys.stdout, "write", broken)
+    _checkpoints(tmp_path).save_last(_state(1), keep=1)
+    monkeypatch.undo()
+    assert (tmp_path / "step-000001" / "manifest.json").exists()
+
+
 def test_an_error_in_one_process_s_thread_is_raised_by_all_whatever_it_is(tmp_path: Path) -> None:
     def start(rank: int) -> None:
         checkpoints = _checkpoints(tmp_path / "run")
