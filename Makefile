@@ -79,7 +79,7 @@ bench: setup ## the training loop beside TRL's, on this machine
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt
 	$(BIN)/python -m benchmarks.vs_trl
 
-gpu-check: ## does this machine's GPU run everything, rightly, and how fast (10 minutes)
+gpu-check: ## does this machine's GPU run everything, rightly, and how fast (10 minutes, estimated)
 	@$(MAKE) --no-print-directory setup HARDWARE=$(if $(shell command -v nvidia-smi),gpu,cpu)
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt
 	$(BIN)/python -m benchmarks.gpu_check

@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_check [--output gpu-check.json] [--only CHECK ...]
 
 Needs no network. Each check runs in a process of its own, so that one that crashes or hangs ends alone; together they
-take about ten minutes. Prints a table, row by row, and writes it to a file with versions, hardware and the output of
-whatever failed: send that file back. Without a GPU the same checks run on the CPU with tiny models, and what only a GPU
+take about ten minutes (estimated). Prints a table, row by row, and writes it to a file with versions, hardware and the
+output of whatever failed: send that file back. Without a GPU the same checks run on the CPU with tiny models, and what only a GPU
 can answer is listed as not run.
 """
 

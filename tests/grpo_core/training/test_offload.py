@@ -26,6 +26,7 @@ from grpo_core.training.update import update
 from tests.conftest import config_values, make_run, with_keys
 from tests.grpo_core.model.exactness import START, first_update, rollout_with
 from tests.grpo_core.training.several import WORLD, in_two_processes
+from tests.grpo_core.training.shares import shared_model, step_at_random
 from tests.grpo_core.training.training import assert_same, interrupted
 from tests.pretend_gpu import Gpu, is_on_gpu, pretend_gpu
 
@@ -140,24 +141,6 @@ def test_results_do_not_follow_from_offload() -> None:
     assert determining(parse_config(values)) == determining(parse_config(with_keys(values, **OFFLOADED)))
 
 
-def _model() -> torch.nn.Module:
-    """Shares of two processes: equal ones, unequal ones, none in the second."""
-    torch.manual_seed(0)
-    model = torch.nn.Module()
-    for name, shape in {"even": (128, 64), "uneven": (129, 64), "one_row": (1, 8192)}.items():
-        model.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
-    return model
-
-
-def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    torch.manual_seed(step)
-    for parameter in model.parameters():
-        gradient = torch.randn(parameter.shape)
-        distribute = torch.distributed.tensor.distribute_tensor
-        parameter.grad = distribute(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    optimizer.step()
-
-
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
 @pytest.mark.parametrize("copies", [1, 2])
 def test_shares_are_moved_bit_for_bit_and_restored_with_and_without_offload(
@@ -172,14 +155,14 @@ def test_shares_are_moved_bit_for_bit_and_restored_with_and_without_offload(
         os.environ["LOCAL_WORLD_SIZE"] = str(WORLD // copies)
         results = []
         for offload, config in configs.items():
-            model = _model()
+            model = shared_model()
             fully_shard(model, mesh=sharing_processes(within_machine=copies > 1))
             optimizer = make_optimizer(model, config.train)
             for group in optimizer.param_groups:
                 group["lr"] = 0.01
             checkpoints = Checkpoints(tmp_path / offload, "", config, Accelerator(cpu=True), model, optimizer, None)
             for step in range(2):
-                _step(model, optimizer, step)
+                step_at_random(model, optimizer, step)
             checkpoints.save(TrainingState(updates=2), keep=1)
             checkpoints.wait()
             found = []
@@ -188,7 +171,7 @@ def test_shares_are_moved_bit_for_bit_and_restored_with_and_without_offload(
                 if folder is not None:
                     assert Checkpoints(folder, "", config, Accelerator(cpu=True), model, optimizer, None).restore()
                 for step in (2, 3):
-                    _step(model, optimizer, step)
+                    step_at_random(model, optimizer, step)
                 found.append([whole(parameter.detach()).clone() for parameter in model.parameters()])
             results += found
         for found in results[1:]:

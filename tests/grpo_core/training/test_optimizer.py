@@ -25,6 +25,7 @@ from grpo_core.training.optimizer import AdamW8bit, make_optimizer
 from grpo_core.training.state import TrainingState
 from tests.conftest import config_values, with_keys
 from tests.grpo_core.training.several import WORLD, in_two_processes
+from tests.grpo_core.training.shares import shared_model, step_at_random
 from tests.grpo_core.training.training import assert_same, interrupted, trained_run, weights_of
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -136,47 +137,27 @@ def test_the_state_of_the_optimizer_is_what_its_first_step_would_start_from(
 CONFIG = parse_config(config_values(Path("model"), Path("data")))
 
 
-def _model() -> torch.nn.Module:
-    """Shares of two processes: blocks as in the whole; float32 in one process only; none in the second process."""
-    torch.manual_seed(0)
-    model = torch.nn.Module()
-    for name, shape in {"even": (128, 128), "uneven": (129, 64), "one_row": (1, 8192)}.items():
-        model.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
-    return model
-
-
-def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    torch.manual_seed(step)
-    for parameter in model.parameters():
-        gradient = torch.randn(parameter.shape)
-        if hasattr(parameter, "device_mesh"):
-            distribute = torch.distributed.tensor.distribute_tensor
-            gradient = distribute(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.grad = gradient
-    optimizer.step()
-
-
 @pytest.mark.parametrize("copies", [1, 2])
 def test_shares_are_moved_as_the_whole_and_their_moments_are_restored_bit_for_bit(tmp_path: Path, copies: int) -> None:
-    alone = _model()
+    alone = shared_model()
     settings = SETTINGS | {"lr": 0.01}
     plain = AdamW8bit([{"params": [*alone.parameters()]}], **settings)
     for step in range(4):
-        _step(alone, plain, step)
+        step_at_random(alone, plain, step)
 
     def start(rank: int) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = str(WORLD // copies)
-        model = _model()
+        model = shared_model()
         fully_shard(model, mesh=sharing_processes(within_machine=copies > 1))
         optimizer = AdamW8bit([{"params": [*model.parameters()]}], **settings)
         checkpoints = Checkpoints(tmp_path / "run", "this run", CONFIG, Accelerator(cpu=True), model, optimizer, None)
         for step in range(2):
-            _step(model, optimizer, step)
+            step_at_random(model, optimizer, step)
         checkpoints.save(TrainingState(tokens_per_pass=1, updates=2), keep=1)
 
         def go_on() -> list[Tensor]:
             for step in (2, 3):
-                _step(model, optimizer, step)
+                step_at_random(model, optimizer, step)
             return [whole(parameter.detach()).clone() for parameter in model.parameters()]
 
         first = go_on()
