@@ -4,8 +4,8 @@
 
 Needs no network. Each check runs in a process of its own, so that one that crashes or hangs ends alone; together they
 take about ten minutes (estimated). Prints a table, row by row, and writes it to a file with versions, hardware and the
-output of whatever failed: send that file back. Without a GPU the same checks run on the CPU with tiny models, and what only a GPU
-can answer is listed as not run.
+output of whatever failed: send that file back. Without a GPU the same checks run on the CPU with tiny models, and what
+only a GPU can answer is listed as not run.
 """
 
 from __future__ import annotations
