@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.base import Section
+from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
 from grpo_core.config.inputs import DataConfig, ModelConfig, RewardConfig
 from grpo_core.config.launch import LaunchConfig, host_name
@@ -27,6 +28,7 @@ class RunConfig(Section):
     """Reward functions; the policy is trained on the weighted sum of their values, each as clipped, normalized and
     gated."""
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
     launch: LaunchConfig = LaunchConfig()
@@ -65,6 +67,7 @@ class RunConfig(Section):
                 "the adapter, which does not move; remove one of the two"
             )
         self._check_machines()
+        self._check_environment()
         if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
             raise ValueError(
                 f"rollout.max_staleness={self.rollout.max_staleness} trains on samples of an earlier policy; "
@@ -100,6 +103,26 @@ class RunConfig(Section):
                 "rollout.engine='vllm-server' with launch.launcher='ssh': the servers would be started on this "
                 "machine, where the hosts do not reach them; start servers yourself and name them in "
                 "rollout.vllm_server_base_urls, or set rollout.engine to 'vllm'"
+            )
+
+    def _check_environment(self) -> None:
+        """Raises ValueError for what conversations with tools or an environment cannot be combined with."""
+        if not self.environment.is_used:
+            if own := [reward.name for reward in self.rewards if reward.function == "environment"]:
+                raise ValueError(
+                    f"rewards: {own[0]!r} is the environment's own reward, and there is none; name a class in "
+                    "environment.environment_factory"
+                )
+            return
+        if self.rollout.max_staleness:
+            raise ValueError(
+                f"rollout.max_staleness={self.rollout.max_staleness} with an environment or tools: later turns cannot "
+                "be sampled ahead; set it to 0"
+            )
+        if self.rollout.engine in ("auto", "vllm") and self.rollout.vllm_tensor_parallel_size > 1:
+            raise ValueError(
+                f"rollout.vllm_tensor_parallel_size={self.rollout.vllm_tensor_parallel_size} with an environment or "
+                "tools: processes that sample together take no turns on the way; set rollout.engine to 'vllm-server'"
             )
 
     def _check_judging_sets(self) -> None:

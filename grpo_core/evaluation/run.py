@@ -40,6 +40,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
 
         from grpo_core.data.prompts import load_prompts, load_tokenizer
         from grpo_core.distributed import share, start_processes, wait_for_all
+        from grpo_core.environments.setting import make_setting
         from grpo_core.evaluation.comparison import compare_policies
         from grpo_core.evaluation.outcomes import deciding_metric
         from grpo_core.model.capabilities import check_padding
@@ -62,7 +63,9 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     shard = sharding(config.train, frozen=True) if processes.num_processes > 1 else None
     tokenizer = load_tokenizer(config.model)
     files = {name: run / "dataset" / f"{file}.parquet" for name, file in config.evaluation_files.items()}
-    sets = {name: load_prompts(path, tokenizer) for name, path in files.items()}
+    setting = make_setting(config, tokenizer)
+    encode = setting.encode if setting else None
+    sets = {name: load_prompts(path, tokenizer, encode) for name, path in files.items()}
     rewards = [resolve(reward) for reward in config.rewards]
     sampling, n = evaluation_sampling(config), config.evaluation.num_samples
 
@@ -80,7 +83,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     def sample_share(prompts: Prompts) -> tuple[list[Sample], float]:
         rows = share(len(prompts.ids))
         requests = [evaluation_request(config, row, prompts.ids[row], n) for row in rows]
-        return sample_and_score(engine, requests, rows, sampling, prompts, tokenizer, rewards)
+        return sample_and_score(engine, requests, rows, sampling, prompts, tokenizer, rewards, setting)
 
     def sample(policy: str, model: Any) -> None:
         policies.append(policy)
@@ -90,9 +93,10 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
             samples, _ = share_samples(partial(sample_share, prompts))
             columns[name] |= answer_columns(policy, samples, rewards)
             if model is not base:
-                asked = [prompts.ids[sample.row] for sample in samples]
+                asked = [sample.prompt_ids for sample in samples]
                 completed = [sample.completion.ids for sample in samples]
-                columns[name][f"{policy}/kl"] = mean_kl(model, base, asked, completed)
+                masks = [sample.completion.mask for sample in samples]
+                columns[name][f"{policy}/kl"] = mean_kl(model, base, asked, completed, masks)
 
     start_seconds = time.monotonic() - begun
     sample("base", base)

@@ -20,7 +20,7 @@ def answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Rew
     """Columns of samples.parquet for one policy, except its KL."""
     columns: dict[str, list[Any]] = {
         f"{policy}/completion": [sample.text for sample in samples],
-        f"{policy}/completion_tokens": [len(sample.completion.ids) for sample in samples],
+        f"{policy}/completion_tokens": [sample.completion.sampled_tokens for sample in samples],
         f"{policy}/truncated": [sample.completion.truncated for sample in samples],
     }
     for k, reward in enumerate(rewards):

@@ -32,7 +32,7 @@ from grpo_core.rewards.isolated import RewardProcess, kind_of
 from grpo_core.rewards.modules import check_source, missing, not_defined, searched
 from grpo_core.rewards.registry import BUILTIN
 
-ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
+ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments")
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class TrainingLog:
             "completion": [sample.text for sample in samples],
             "advantage": rollout.advantages.tolist(),
             "prompt_tokens": [len(ids) for ids in rollout.prompt_ids],
-            "completion_tokens": [len(sample.completion.ids) for sample in samples],
+            "completion_tokens": [sample.completion.sampled_tokens for sample in samples],
             "truncated": rollout.truncated.tolist(),
         }
         for position, reward in enumerate(self.session.rewards):

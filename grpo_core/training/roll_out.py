@@ -27,7 +27,9 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
         # This batch was begun one batch ago, except at a start.
         for number in range(index, min(index + 2, s.plan.rollouts)):
             begin(number, s.config, s.plan, s.prompts, s.lookahead, state.roll_backs)
-    batch, samples = collect(index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, s.engine, state.roll_backs)
+    batch, samples = collect(
+        index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, s.engine, state.roll_backs, s.setting
+    )
     old_logprobs, keep = _old_logprobs(s, batch)
     fields = {**vars(batch), "metrics": {**batch.metrics, "sampling/sync_drift": drift}}
     return Rollout(**fields, old_logprobs=old_logprobs, ref_logprobs=_ref_logprobs(s, batch), keep=keep), samples

@@ -18,6 +18,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
 from grpo_core.distributed import any_process, from_main, start_processes
+from grpo_core.environments.setting import Setting, make_setting
 from grpo_core.errors import TrainingError
 from grpo_core.model.capabilities import check_padding
 from grpo_core.model.loading import load_model, with_adapter
@@ -49,6 +50,7 @@ class Session:
     prompts: Prompts
     held_out: Prompts | None  # for evaluation in training
     rewards: list[Reward]
+    setting: Setting | None  # of conversations; None without tools and environment
     model: Any  # the causal LM with the weights that are trained, under its adapter if there is one
     policy: Policy
     reference: Policy | None  # a model of its own; None without KL, and with an adapter, whose base it is
@@ -100,8 +102,10 @@ def load_session(run: Path) -> Session:
 def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) -> Session:
     rewards = [resolve(reward) for reward in config.rewards]
     tokenizer = load_tokenizer(config.model)
-    prompts = load_prompts(run / "dataset" / "train.parquet", tokenizer)
-    held_out = load_prompts(run / "dataset" / "eval.parquet", tokenizer) if config.train.eval_steps else None
+    setting = make_setting(config, tokenizer)
+    encode = setting.encode if setting else None
+    prompts = load_prompts(run / "dataset" / "train.parquet", tokenizer, encode)
+    held_out = load_prompts(run / "dataset" / "eval.parquet", tokenizer, encode) if config.train.eval_steps else None
     set_seed(config.seed)
     # vLLM scores nothing as long as its longest sequence: it wants room for one more token.
     longest = prompts.max_length + config.rollout.max_completion_length  # of the sequences that are trained
@@ -142,6 +146,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         prompts=prompts,
         held_out=held_out,
         rewards=rewards,
+        setting=setting,
         model=model,
         policy=policy,
         reference=reference,

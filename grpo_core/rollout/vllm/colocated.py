@@ -14,7 +14,7 @@ import itertools
 import os
 import tempfile
 import uuid
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from grpo_core.model.loading import whole_weights
 from grpo_core.model.saving import save_adapter
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
-from grpo_core.rollout.types import Completion, Finished, Request, Sampling
+from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE, ignore_truncation
 from grpo_core.rollout.vllm.weights import Copies, are_done, do, find_copies, part, share, unpacked_linear_layers
 
@@ -193,40 +193,50 @@ class VLLMEngine:
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
+        together, own = self._of_block(requests)
+        numbers: dict[str, int] = {}  # of vLLM's requests that are not finished
+        count, more = 0, together
+        with self._awake():
+            try:
+                while numbers or more:
+                    for number, request in enumerate(more, count):
+                        numbers[self._add(request, sampling)] = number
+                    count += len(more)
+                    outputs = [output for output in self.llm.llm_engine.step() if output.finished]
+                    finished = [(numbers.pop(output.request_id), output) for output in outputs]
+                    mine = [(number - own.start, _completions(output)) for number, output in finished if number in own]
+                    sent = yield mine
+                    if sent and self.block > 1:
+                        raise ValueError("processes that share an engine take no requests on the way")
+                    more = sent or ()
+                    own = range(own.start, own.stop + len(more))
+            finally:
+                if self.block == 1:
+                    self.llm.llm_engine.abort_request([*numbers])
+                # Else the other processes of the block still want theirs, and make every step with this one.
+
+    def _add(self, request: Request, sampling: Sampling) -> str:
+        """Have vLLM schedule the request; returns its name for it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine = self.llm.llm_engine
-        together, own = self._of_block(requests)
-        numbers: dict[str, int] = {}  # of vLLM's requests that are not finished
-        with self._awake():
-            try:
-                for number, request in enumerate(together):
-                    parameters = SamplingParams(
-                        n=request.num_completions,
-                        seed=request.seed,  # vLLM gives completion i of a request the seed + i
-                        max_tokens=sampling.max_tokens,
-                        temperature=sampling.temperature,
-                        top_p=sampling.top_p,
-                        top_k=sampling.top_k,
-                        logprobs=0,
-                        flat_logprobs=True,
-                        detokenize=False,
-                        output_kind=RequestOutputKind.FINAL_ONLY,
-                    )
-                    prompt = {"type": "token", "prompt_token_ids": request.prompt_ids}
-                    name = f"rollout-{next(self.request_ids)}"
-                    engine.add_request(name, prompt, parameters, lora_request=self.adapter)
-                    numbers[name] = number
-                while numbers:
-                    outputs = [output for output in engine.step() if output.finished]
-                    finished = [(numbers.pop(output.request_id), output) for output in outputs]
-                    yield [(own.index(number), _completions(output)) for number, output in finished if number in own]
-            finally:
-                if self.block == 1:
-                    engine.abort_request([*numbers])
-                # Else the other processes of the block still want theirs, and make every step with this one.
+        parameters = SamplingParams(
+            n=request.num_completions,
+            seed=request.seed,  # vLLM gives completion i of a request the seed + i
+            max_tokens=request.max_tokens or sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        name = f"rollout-{next(self.request_ids)}"
+        prompt = {"type": "token", "prompt_token_ids": request.prompt_ids}
+        self.llm.llm_engine.add_request(name, prompt, parameters, lora_request=self.adapter)
+        return name
 
     def _of_block(self, requests: Sequence[Request]) -> tuple[Sequence[Request], range]:
         """The requests of all processes that share this engine, and the places of this process's among them."""

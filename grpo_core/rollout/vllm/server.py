@@ -14,7 +14,7 @@ import resource
 import socket
 import threading
 import uuid
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from grpo_core.distributed import from_main, sharers, wait_for_all
 from grpo_core.model.loading import plain_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
-from grpo_core.rollout.types import Completion, Finished, Request, Sampling
+from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Weights
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm.serve import ADDRESSES, largest_group, wrong_vllm
@@ -117,15 +117,17 @@ class VLLMServerEngine:
             future.cancel()  # which closes the connection, and that ends the request
         self.begun.clear()
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
         numbers: dict[Future[list[Completion]], int] = {}  # of the requests that are not finished
+        count, more = 0, requests
         try:
-            for number, request in enumerate(requests):
-                begun = self.begun.pop(_key(request, sampling), None)
-                numbers[begun or self._submit(request, sampling)] = number
-            while numbers:
+            while numbers or more:
+                for number, request in enumerate(more, count):
+                    begun = self.begun.pop(_key(request, sampling), None)
+                    numbers[begun or self._submit(request, sampling)] = number
+                count += len(more)
                 finished, _ = wait(numbers, TURN_SECONDS, FIRST_COMPLETED)
-                yield [(numbers.pop(future), future.result()) for future in finished]
+                more = (yield [(numbers.pop(future), future.result()) for future in finished]) or ()
         finally:
             for future in numbers:
                 future.cancel()  # which closes the connection, and that ends the request
@@ -167,7 +169,7 @@ async def _complete(server: Server, request: Request, sampling: Sampling) -> lis
     parameters = {
         "n": request.num_completions,
         "seed": request.seed,  # vLLM gives completion i of a request the seed + i
-        "max_tokens": sampling.max_tokens,
+        "max_tokens": request.max_tokens or sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -198,7 +200,7 @@ def _number(logprob: float) -> float:
 
 
 def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:
-    return (tuple(request.prompt_ids), request.num_completions, request.seed, sampling)
+    return (tuple(request.prompt_ids), request.num_completions, request.seed, request.max_tokens, sampling)
 
 
 def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool, here: str) -> str:

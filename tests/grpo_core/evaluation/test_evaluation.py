@@ -250,7 +250,7 @@ def test_the_kl_is_that_of_the_full_distributions_at_the_policy_s_own_states(
     torch.manual_seed(0)
     prompts = [torch.randint(0, 12, (length,)).tolist() for length in (3, 9, 1, 4, 30)]
     completions = [torch.randint(0, 12, (length,)).tolist() for length in (5, 1, 7, 2, 6)]
-    found = mean_kl(policy, base, prompts, completions)
+    found = mean_kl(policy, base, prompts, completions, [None] * len(prompts))
     policy, base = policy.double(), base.double()
     for prompt, completion, value in zip(prompts, completions, found, strict=True):
         ids = torch.tensor([prompt + completion])

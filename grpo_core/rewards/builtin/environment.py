@@ -1,0 +1,16 @@
+"""The environment's own reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
+
+
+def environment(environments: Sequence[Any]) -> list[float | None]:
+    """What each conversation's environment gave in `get_reward`; None for one that has no such method."""
+    return [each.get_reward() for each in environments]
+
+
+REWARDS: Rewards = {"environment": BuiltinReward(environment, (-1e12, 1e12), looks_at_text_only=True)}
