@@ -32,7 +32,9 @@ CHAT_TEMPLATE = (
 BATCH, LEARNING_RATE, WARM_UP, SHOWN_EVERY = 32, 2e-3, 20, 50
 
 
-def make_tokenizer(demonstrations: Sequence[Demonstration], vocab_size: int = 512) -> Qwen2Tokenizer:
+def make_tokenizer(
+    demonstrations: Sequence[Demonstration], vocab_size: int = 512, template: str = CHAT_TEMPLATE
+) -> Qwen2Tokenizer:
     """Byte-level BPE learnt from the demonstrations; writes any text, and conversations in ChatML."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
@@ -45,7 +47,7 @@ def make_tokenizer(demonstrations: Sequence[Demonstration], vocab_size: int = 51
         texts, vocab_size, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
     learnt.pad_token, learnt.eos_token, learnt.padding_side = PAD, END, "left"
-    learnt.chat_template = CHAT_TEMPLATE
+    learnt.chat_template = template
     return learnt
 
 
@@ -72,14 +74,18 @@ def make_model(tokenizer: Qwen2Tokenizer, context: int) -> Qwen2ForCausalLM:
 
 
 def make_base(
-    folder: Path, demonstrations: Sequence[Demonstration], steps: int, context: int = 128
+    folder: Path,
+    demonstrations: Sequence[Demonstration],
+    steps: int,
+    context: int = 128,
+    template: str = CHAT_TEMPLATE,
 ) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
     """A new model taught the demonstrations in `steps` batches of BATCH, saved with its tokenizer in `folder`."""
     import torch
 
     torch.set_num_threads(1)  # the same base whatever the number of cores, and none wasted on a model this small
     torch.manual_seed(SEED)
-    tokenizer = make_tokenizer(demonstrations)
+    tokenizer = make_tokenizer(demonstrations, template=template)
     model = make_model(tokenizer, context)
     inputs, labels = encode(demonstrations, tokenizer)
     if inputs.shape[1] > context:

@@ -11,9 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flows.parameters.form import CONFIGS, PRESETS, resolve
+from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.config.files import read_values, search_beside
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.environments.registry import BUILTIN as ENVIRONMENTS
+from grpo_core.environments.registry import named
 from grpo_core.errors import ConfigError, RewardError
 from grpo_core.rewards.contract import code_of, find
 from grpo_core.rewards.registry import BUILTIN
@@ -32,7 +35,7 @@ def resolve_allowed(preset: str, changes: dict[str, Any]) -> RunConfig:
     path = CONFIGS / f"{preset}.toml"
     search_beside(path)
     config, own = resolve(preset, changes), read_values(path)
-    if problems := [*_rewards(config, own), *_addresses(changes, own)]:
+    if problems := [*_rewards(config, own), *_environments(config, own), *_addresses(changes, own)]:
         raise ConfigError("\n".join(problems))
     return config
 
@@ -68,6 +71,22 @@ def _why_not(reward: RewardConfig, listed: set[str]) -> str:
     if defined_in not in listed:
         return f"it is of the module {defined_in!r}, which the worker's {MODULES} does not list"
     return ""
+
+
+def _environments(config: RunConfig, own: Mapping[str, Any]) -> Iterator[str]:
+    """Tools and environments are code: those of the preset and the built-in tools may be named, and those of modules
+    that the worker lists."""
+    listed = {name.strip() for name in os.environ.get(MODULES, "").split(",")} - {""}
+    preset = EnvironmentConfig.model_validate(own.get("environment", {}))
+    known = {*named(preset), *ENVIRONMENTS}
+    for name in named(config.environment):
+        if name not in known and name.partition(":")[0] not in listed:
+            yield (
+                f"environment: {name!r}: a deployment's parameters may name built-in tools, those of its preset, and "
+                f"those of the modules that the worker's {MODULES} lists ({', '.join(sorted(listed)) or 'none'})"
+            )
+    if config.environment.environment_args not in ({}, preset.environment_args):
+        yield "environment.environment_args: here they are taken only as a preset gives them"
 
 
 def _addresses(changes: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:

@@ -18,16 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.config.environment import EnvironmentConfig
-from grpo_core.environments.registry import source_of
+from grpo_core.environments.registry import EnvironmentsError, source_of
 from grpo_core.environments.worker import receive, send
-from grpo_core.errors import GrpoError
 from grpo_core.system.guard import end_guarded, start_guarded
 
 START_SECONDS = 300.0  # for importing the classes and tools
-
-
-class EnvironmentsError(GrpoError):
-    """Environments or tools that cannot be used; the message says which, why and what to do."""
 
 
 class CallError(Exception):

@@ -9,7 +9,8 @@ from typing import Any
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import is_conversation, without_gaps
 from grpo_core.environments.conversation import Conversation, Play, converse
-from grpo_core.environments.processes import Environments, EnvironmentsError, Seen
+from grpo_core.environments.processes import Environments, Seen
+from grpo_core.environments.registry import EnvironmentsError
 from grpo_core.environments.turns import TurnFormat
 
 

@@ -17,7 +17,7 @@ from grpo_core.config.files import load_config
 from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.samples import answer_columns, prompt_columns, samples_table
-from grpo_core.fingerprint import reward_parts
+from grpo_core.fingerprint import environment_parts, reward_parts
 from grpo_core.system.processes import importing
 
 if TYPE_CHECKING:
@@ -147,7 +147,8 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
     """Hash of all that outcomes follow from beside the policy: two policies' recorded outcomes may be paired where it
     is the same. `files`: the prompts of each set."""
     sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
-    parts = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward, config.seed]
+    parts: list[Any] = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward, config.seed]
+    parts += [held] if (held := environment_parts(config)) else []
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for name, path in sorted(files.items()):
         digest.update(name.encode() + hashlib.blake2b(path.read_bytes()).digest())

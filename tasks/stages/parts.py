@@ -15,7 +15,7 @@ from typing import Any
 import grpo_core
 from grpo_core.config.base import flatten
 from grpo_core.config.run import RunConfig
-from grpo_core.fingerprint import DIVISION, content_hash, determining, reward_parts
+from grpo_core.fingerprint import DIVISION, content_hash, determining, environment_parts, reward_parts
 
 Named = dict[str, Any]  # what outputs depend on, by the name that a person knows it by
 
@@ -41,6 +41,7 @@ class Parts:
             "data.eval": content_hash(config.data.eval),
             **self._base_model,
             **self._rewards,
+            **self._environment,
             "rollout.max_completion_length": config.rollout.max_completion_length,
         }
 
@@ -116,6 +117,11 @@ class Parts:
     def _base_model(self) -> Named:
         model = self.config.model
         return {"content of the base model": content_hash(model.name_or_path), "model.revision": model.revision}
+
+    @cached_property
+    def _environment(self) -> Named:
+        """The keys of the environment and the hashes of its sources."""
+        return flatten({"environment": environment_parts(self.config)})
 
     @cached_property
     def _rewards(self) -> Named:
