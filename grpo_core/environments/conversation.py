@@ -50,6 +50,7 @@ class Said:
     turns: int = 0
     calls: Counter[str] = field(default_factory=Counter)  # by tool; "" stands for tools that there are not
     failed_calls: Counter[str] = field(default_factory=Counter)
+    lost_calls: Counter[str] = field(default_factory=Counter)  # of those: hung, or ended their process
     seconds: float = 0.0  # waited for the environment
     environment_tokens: int = 0
     reward: float | None = None  # the environment's own
@@ -160,6 +161,7 @@ def _answer(
         said.failed_calls[name] += 1
         content = f"Error: {error}"
         if error.is_lost:
+            said.lost_calls[name] += 1
             if environments.own:
                 raise CallError(f"tool {name}: {error}", is_lost=True) from error
             talk.environment = environments.take()  # tools alone keep nothing from call to call
@@ -184,16 +186,19 @@ def conversation_metrics(held: Sequence[Said]) -> dict[str, float]:
     """Means over conversations; empty without any. A tool's name stands in its metrics."""
     if not held:
         return {}
-    made = sum((said.calls for said in held), Counter[str]())
-    failed = sum((said.failed_calls for said in held), Counter[str]())
+    made, failed, lost = (
+        sum((getattr(said, kind) for said in held), Counter[str]()) for kind in ("calls", "failed_calls", "lost_calls")
+    )
     figures = {
         "conversations/mean_turns": sum(said.turns for said in held),
-        "conversations/max_turns": max(said.turns for said in held) * len(held),
         "conversations/tool_calls": made.total(),
         "conversations/environment_tokens": sum(said.environment_tokens for said in held),
         "conversations/environment_seconds": sum(said.seconds for said in held),
-        "conversations/failed_environments": sum(bool(said.failure) for said in held),
+        "conversations/failed": sum(bool(said.failure or said.lost_calls) for said in held),
     }
-    shares = {f"tools/{name or 'unknown'}/failed": failed[name] / count for name, count in made.items()}
-    rates = {f"tools/{name or 'unknown'}/calls": count / len(held) for name, count in made.items()}
-    return {name: value / len(held) for name, value in figures.items()} | rates | shares
+    found = {name: value / len(held) for name, value in figures.items()}
+    for name, count in made.items():
+        tool = f"tools/{name or 'unknown'}"
+        found |= {f"{tool}/calls": count / len(held), f"{tool}/failed": failed[name] / count}
+        found |= {f"{tool}/lost": lost[name] / count}
+    return found | {"conversations/max_turns": float(max(said.turns for said in held))}

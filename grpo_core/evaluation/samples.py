@@ -15,14 +15,19 @@ from grpo_core.rewards.contract import Reward
 if TYPE_CHECKING:
     from grpo_core.rollout.collect import Sample
 
+SHOWN = ("conversation", "turns", "tool_calls", "failed_tool_calls", "environment_failure")  # of a conversation
+
 
 def answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, list[Any]]:
     """Columns of samples.parquet for one policy, except its KL."""
+    from grpo_core.rollout.collect import conversation_columns
+
     columns: dict[str, list[Any]] = {
         f"{policy}/completion": [sample.text for sample in samples],
         f"{policy}/completion_tokens": [sample.completion.sampled_tokens for sample in samples],
         f"{policy}/truncated": [sample.completion.truncated for sample in samples],
     }
+    columns |= {f"{policy}/{name}": values for name, values in conversation_columns(samples).items() if name in SHOWN}
     for k, reward in enumerate(rewards):
         values = [sample.rewards[k] for sample in samples]
         columns[f"{policy}/rewards/{reward.name}"] = [None if math.isnan(value) else value for value in values]

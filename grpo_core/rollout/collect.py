@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -258,6 +259,24 @@ def _has_failed(answer: _Answer) -> bool:
 def _sample(answer: _Answer, text: str, rewards: list[float]) -> Sample:
     said = answer.conversation.said if answer.conversation else None
     return Sample(answer.row, answer.prompt_ids, answer.completion, text, rewards, said)
+
+
+def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """Columns of records for conversations; none without tools and environment. `conversation`: the messages after the
+    prompt, as JSON; `trained_tokens`: 1 per token that the policy sampled, 0 per token of the environment."""
+    held = [(sample.said, sample.completion) for sample in samples if sample.said]
+    if not held:
+        return {}
+    return {
+        "conversation": [json.dumps(said.messages, ensure_ascii=False) for said, _ in held],
+        "completion_ids": [completion.ids for _, completion in held],
+        "trained_tokens": [completion.mask for _, completion in held],
+        "turns": [said.turns for said, _ in held],
+        "tool_calls": [said.calls.total() for said, _ in held],
+        "failed_tool_calls": [said.failed_calls.total() for said, _ in held],
+        "environment_seconds": [round(said.seconds, 4) for said, _ in held],
+        "environment_failure": [said.failure or None for said, _ in held],
+    }
 
 
 def share_samples(draw: Callable[[], tuple[list[Sample], float]]) -> tuple[list[Sample], float]:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grpo_core.rollout.collect import Sample
+from grpo_core.rollout.collect import Sample, conversation_columns
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import naming, publish
 from grpo_core.training import health
@@ -83,6 +83,7 @@ class TrainingLog:
             "completion_tokens": [sample.completion.sampled_tokens for sample in samples],
             "truncated": rollout.truncated.tolist(),
         }
+        columns |= conversation_columns(samples)
         for position, reward in enumerate(self.session.rewards):
             values = [sample.rewards[position] for sample in samples]
             columns[f"rewards/{reward.name}"] = pa.array(values, pa.float64(), from_pandas=True)  # NaN → null: None
