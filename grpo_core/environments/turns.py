@@ -81,6 +81,20 @@ class TurnFormat:
             return str(error)
         return ""
 
+    def note(self, role: str) -> str:
+        """What a template does to earlier turns that training does not do; "" if it leaves them as they are."""
+        thought = {"role": "assistant", "content": f"<think>\n{MARK}\n</think>\n\nx"}
+        try:
+            text = self._render([FIRST, thought, {"role": role, "name": "tool", "content": "y"}])
+        except Exception:
+            return ""
+        if MARK in text:
+            return ""
+        return (
+            "the chat template leaves the thoughts of earlier turns out (<think>…</think>). In training they stay in "
+            "the conversation as they were sampled; elsewhere the policy may be asked without them"
+        )
+
     def _after(self, mark: str, messages: Sequence[Message]) -> str:
         """What the template writes after the end token of the turn that the mark stands for."""
         problem = "it leaves out what the assistant has said"
