@@ -87,7 +87,8 @@ def converse(row: Mapping[str, Any], seed: int, max_tokens: int, environments: E
     talk = Conversation(environments.take())
     said = talk.said
     try:
-        request = {"do": "reset", "environment": name, "seed": seed, "row": dict(row)}
+        columns = {column: value for column, value in row.items() if not (name and column == "environment")}
+        request = {"do": "reset", "environment": name, "seed": seed, "row": columns}
         shown = yield from _ask(talk, environments, request)
         left = max_tokens - _begin(talk, row["prompt"], shown, tools, turns)
         if left < 1:
@@ -98,7 +99,7 @@ def converse(row: Mapping[str, Any], seed: int, max_tokens: int, environments: E
             _add(talk, sampled.ids, sampled.logprobs)
             talk.truncated = sampled.truncated
             said.turns += 1
-            text, calls = turns.read(sampled.ids)
+            text, calls = turns.read(sampled.ids, tools)
             said.messages.append({"role": "assistant", "content": text})
             if calls:
                 said.messages[-1]["tool_calls"] = [call.message for call in calls]
@@ -165,7 +166,7 @@ def _answer(
             if environments.own:
                 raise CallError(f"tool {name}: {error}", is_lost=True) from error
             talk.environment = environments.take()  # tools alone keep nothing from call to call
-    return {"role": "tool", "name": call.name, "content": content}
+    return {"role": "tool", "name": name or "unknown", "content": content}
 
 
 def _ask(talk: Conversation, environments: Environments, request: Mapping[str, Any]) -> Generator[Question, Any, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import resource
 import select
 import signal
 import socket
@@ -15,14 +17,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.environments.registry import EnvironmentsError, source_of
-from grpo_core.environments.worker import receive, send
+from grpo_core.environments.worker import MOST_BYTES, receive, send
 from grpo_core.system.guard import end_guarded, start_guarded
 
 START_SECONDS = 300.0  # for importing the classes and tools
+OPEN_FILES = 1 << 16  # conversations that this process can hold at a time, if the system allows it
 
 
 class CallError(Exception):
@@ -43,42 +46,66 @@ class Environment:
     deadline: float = 0.0  # of the request that is under way
     received: bytearray = field(default_factory=bytearray)
     is_asked: bool = False
+    requests: int = 0  # so far: the number of the last one
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> None:
-        """Start a request; `answers` gives what comes of it."""
+        """Start a request; `answer` gives what comes of it."""
         self.deadline, self.is_asked = time.monotonic() + seconds, True
-        with suppress(OSError):  # it has ended: the answer will say so
-            send(self.socket, request)
+        self.requests += 1
+        with suppress(OSError):  # it has ended, or reads nothing: the answer will say so
+            self.socket.settimeout(seconds)
+            send(self.socket, pickle.dumps({**request, "number": self.requests}))
 
     def answer(self, seconds: float = 0.0) -> dict[str, Any] | None:
-        """The answer, if it arrives within so many seconds, else None. Raises CallError if the process has ended, or
-        the request's time is up: the process is then ended."""
+        """The answer, if it arrives within so many seconds, else None. Raises CallError if the process has ended or has
+        sent what is no answer, and if the request's time is up: the process is then ended."""
         end = time.monotonic() + seconds
-        while True:
-            if len(self.received) >= 4:
-                size = struct.unpack(">I", self.received[:4])[0]
-                if len(self.received) >= 4 + size:
-                    body = bytes(self.received[4 : 4 + size])
-                    self.received.clear()
-                    self.is_asked = False
-                    return json.loads(body)
-            wait = max(0.0, min(end, self.deadline) - time.monotonic())
-            if not select.select([self.socket], [], [], wait)[0]:
+        while self.is_running:
+            try:
+                answer = self._next_frame()
+            except (ValueError, RecursionError):
+                return self._lose("it wrote into the connection of its process")
+            if answer is not None:
+                self.is_asked = False
+                return answer
+            waiting = select.poll()  # select.select takes no descriptor above 1023
+            waiting.register(self.socket, select.POLLIN)
+            if not waiting.poll(1000 * max(0.0, min(end, self.deadline) - time.monotonic())):
                 if time.monotonic() >= self.deadline:
-                    self.kill()
-                    raise CallError("its time was up", is_lost=True)
-                return None
+                    self._lose("its time was up")
+                if time.monotonic() >= end:
+                    return None
+                continue
             try:
                 part = self.socket.recv(1 << 16)
             except OSError:
                 part = b""
             if not part:
-                self.kill()
-                raise CallError("its process ended", is_lost=True)
+                break
             self.received += part
+        return self._lose("its process ended")
+
+    def _next_frame(self) -> dict[str, Any] | None:
+        """The answer that has arrived, if it has. Raises ValueError or RecursionError for what is none."""
+        if len(self.received) < 4:
+            return None
+        size = struct.unpack(">I", self.received[:4])[0]
+        if size > 2 * MOST_BYTES:
+            raise ValueError
+        if len(self.received) < 4 + size:
+            return None
+        answer = json.loads(bytes(self.received[4 : 4 + size]))
+        del self.received[: 4 + size]
+        if not isinstance(answer, dict) or answer.get("to") != self.requests:
+            raise ValueError
+        return answer
+
+    def _lose(self, why: str) -> NoReturn:
+        self.kill()
+        raise CallError(why, is_lost=True)
 
     def kill(self) -> None:
-        """End the process and its group."""
+        """End the process and its group; what it has started outside of that group, its starter ends."""
         if self.pid:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -100,25 +127,33 @@ class Environments:
         self.config = config
         self.idle: list[Environment] = []
         self.taken: list[Environment] = []
+        now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(most, OPEN_FILES)), most))
+        self._start()
+
+    def _start(self) -> None:
+        """Start the process that starts environments. Raises EnvironmentsError if one of them cannot be used."""
+        config = self.config
         guard, self.control = start_guarded("grpo_core.environments.worker")
         self.close = weakref.finalize(self, end_guarded, guard, self.control)
-        with self._connect() as first:
-            first.settimeout(START_SECONDS)
-            factories = {name: source_of(source) for name, source in config.factories.items()}
-            setup = {
-                "path": [str(Path(entry).absolute()) for entry in sys.path],
-                "tools": {name_of(source): source_of(source) for source in config.tools},
-                "factories": factories,
-                "args": {name: config.args_of(name) for name in factories},
-                "memory_gib": config.memory_gib,
-            }
-            send(first, setup)
-            try:
-                found = receive(first)
-            except TimeoutError:
-                found = {"refused": f"importing them had not ended after {START_SECONDS:g} s"}
-        if found is None:
-            found = {"refused": "the process that imports them has ended; its output says why"}
+        factories = {name: source_of(source) for name, source in config.factories.items()}
+        setup = {
+            "path": [str(Path(entry).absolute()) for entry in sys.path],
+            "tools": {name_of(source): source_of(source) for source in config.tools},
+            "factories": factories,
+            "args": {name: config.args_of(name) for name in factories},
+            "memory_gib": config.memory_gib,
+        }
+        found: dict[str, Any] = {"refused": "the process that imports and makes them has ended; its output says why"}
+        try:
+            with self._connect() as first:
+                send(first, pickle.dumps(setup))
+                if description := receive(first):
+                    found = json.loads(description)
+        except TimeoutError:
+            found = {"refused": f"importing and making them had not ended after {START_SECONDS:g} s"}
+        except ConnectionError:
+            pass
         if "refused" in found:
             self.close()
             raise EnvironmentsError(f"environment: {found['refused']}")
@@ -153,14 +188,27 @@ class Environments:
             if environment.is_running:
                 self.taken.append(environment)
                 return environment
-        connection = self._connect()
-        connection.settimeout(START_SECONDS)
-        hello = receive(connection)
-        if hello is None:
-            raise EnvironmentsError("environment: the process that starts environments has ended; its output says why")
-        connection.settimeout(None)
-        self.taken.append(Environment(connection, hello["pid"]))
-        return self.taken[-1]
+        if (new := self._new()) is None:
+            print(
+                "environment: the process that starts environments has ended, and so have they; it is started again",
+                flush=True,
+            )
+            self.close()
+            self._start()
+            new = self._new()
+        if new is None:
+            raise EnvironmentsError("environment: no process could be started for another; the output says why")
+        self.taken.append(new)
+        return new
+
+    def _new(self) -> Environment | None:
+        """An environment's new process; None if there is nothing that could start it."""
+        try:
+            connection = self._connect()
+            hello = receive(connection)
+        except (ConnectionError, TimeoutError):
+            return None
+        return Environment(connection, json.loads(hello)["pid"]) if hello else None
 
     def all_are_free(self) -> None:
         """All conversations are over. One whose question is still under way, since sampling was given up, is ended."""
@@ -171,14 +219,16 @@ class Environments:
         self.taken = []
 
     def _connect(self) -> socket.socket:
-        mine, theirs = socket.socketpair()
+        try:
+            mine, theirs = socket.socketpair()
+        except OSError as error:
+            raise EnvironmentsError(
+                f"environment: {len(self.taken)} conversations are held already, and no other can begin: {error}; "
+                "raise the limit of open files (ulimit -n), or let fewer be sampled together"
+            ) from error
+        mine.settimeout(START_SECONDS)
         with theirs:
-            try:
-                socket.send_fds(self.control, [b"."], [theirs.fileno()])
-            except OSError as error:
-                raise EnvironmentsError(
-                    f"environment: the process that starts environments has ended ({error}); its output says why"
-                ) from error
+            socket.send_fds(self.control, [b"."], [theirs.fileno()])
         return mine
 
 

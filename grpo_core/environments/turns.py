@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_core.environments.calls import FORMS, ToolCall, form_of
+from grpo_core.environments.calls import FORMS, ToolCall, Tools, form_of, read_calls
 from grpo_core.errors import GrpoError
 
 Message = Mapping[str, Any]
@@ -56,14 +56,14 @@ class TurnFormat:
             ids += self.tokenizer(written, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return ids + self._encode(after)
 
-    def read(self, ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
-        """The policy's turn: its text without the tool calls, and these."""
+    def read(self, ids: Sequence[int], tools: Tools) -> tuple[str, list[ToolCall]]:
+        """The policy's turn: its text without the tool calls, and these. `tools`: JSON schemas by name."""
         form = form_of(self._call_as_written())
         if form is not None:
             written = self.tokenizer.decode(ids, skip_special_tokens=False)
             for end in self.ends:
                 written = written.removesuffix(end)
-            if calls := FORMS[form].calls(written):
+            if calls := read_calls(form, written, tools):
                 return FORMS[form].text(written), calls
         return self.tokenizer.decode(ids, skip_special_tokens=True), []
 

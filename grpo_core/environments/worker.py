@@ -1,8 +1,10 @@
 """The processes of environments: `python -m grpo_core.environments.worker DESCRIPTOR`.
 
-One process imports the configured classes and tools. For each environment that is asked for, it forks one, which has
-them imported already, holds one instance and answers one request after the other. A guard (`system.guard`) ends all of
-them with the process that asks. Requests and answers are frames of JSON: no object of theirs is rebuilt outside.
+One process, the starter, imports the configured classes and tools. For each environment that is asked for, it forks
+one, which has them imported already, holds one instance and answers one request after the other. What an environment
+leaves running is ended when its process ends; a guard (`system.guard`) ends all of them with the process that asks.
+
+Requests are pickled: a row arrives as it is. Answers are JSON: no object of the user's code is rebuilt outside.
 """
 
 from __future__ import annotations
@@ -12,21 +14,30 @@ import importlib
 import inspect
 import json
 import os
+import pickle
 import random
+import re
 import resource
+import select
 import signal
 import socket
 import struct
 import sys
+import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
-from grpo_core.system.guard import guarded
+from grpo_core.system.descendants import adopt_orphans, kill_descendants
+from grpo_core.system.guard import die_with_parent, guarded
 
 LONGEST_ANSWER = 1 << 16  # characters of a tool's answer: far more than fits into any context
+MOST_BYTES = 1 << 26  # of an attribute that a reward reads
 OPEN_FILES = 1024
 OWN = ("reset", "get_reward")  # methods of an environment that are no tools
-PLAIN = (str, int, float, bool, list, dict, type(None))
+ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # in the text of an object that has none
 
 
 class UnusableError(Exception):
@@ -36,29 +47,65 @@ class UnusableError(Exception):
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     guarded(control)
+    adopt_orphans()
     first = _accept(control)
     if first is None:
         return
-    with first:
-        setup = receive(first)
-        sys.path[:] = setup["path"]
-        try:
-            tools = {name: found(source) for name, source in setup["tools"].items()}
-            factories = {name: found(source) for name, source in setup["factories"].items()}
-            send(first, describe(tools, factories, setup["args"]))
-        except UnusableError as error:
-            send(first, {"refused": str(error)})
-            return
+    setup = pickle.loads(receive(first) or b"")
+    args, sys.path[:] = setup["args"], setup["path"]
+    try:
+        tools = {name: found(source) for name, source in setup["tools"].items()}
+        factories = {name: found(source) for name, source in setup["factories"].items()}
+    except UnusableError as error:
+        _say(first, {"refused": str(error)})
+        return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that ended children leave nothing to be waited for
-    while connection := _accept(control):
-        if os.fork():
-            connection.close()
-            continue
-        control.close()
+    started: dict[int, int] = {}  # descriptor that tells of its end → process
+    waiting = select.poll()
+    waiting.register(control, select.POLLIN)
+
+    def start(connection: socket.socket, work: Callable[[], None]) -> None:
+        child = os.fork()
+        if child == 0:
+            control.close()
+            for other in started:
+                os.close(other)
+            _alone(work, setup["memory_gib"])
+        connection.close()
+        with suppress(ProcessLookupError):  # it has ended already
+            watched = os.pidfd_open(child)
+            started[watched] = child
+            waiting.register(watched, select.POLLIN)
+
+    # What is described is made in a process of its own: threads of an instance, say, would break each later fork.
+    start(first, lambda: _say(first, describe(tools, factories, args)))
+    while True:
+        for ready, _ in waiting.poll():
+            if ready != control.fileno():
+                del started[ready]
+                waiting.unregister(ready)
+                os.close(ready)
+                kill_descendants(spared=started.values())  # what that environment has left, which is adopted now
+            elif connection := _accept(control):
+                start(connection, partial(serve, connection, tools, factories, args))
+            else:
+                return
+
+
+def _alone(work: Callable[[], None], memory_gib: float) -> NoReturn:
+    """Work in this process, which has just been forked, and end it."""
+    try:
+        die_with_parent()
+        adopt_orphans()  # so that what the work leaves in the background ends with it
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _limit(setup["memory_gib"])
-        serve(connection, tools, factories, setup["args"])
+        _limit(memory_gib)
+        work()
+    except OSError:  # the connection is gone
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
         os._exit(0)
 
 
@@ -69,7 +116,8 @@ def serve(
     args: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Answer the requests of one conversation after the other until the connection is closed."""
-    send(connection, {"pid": os.getpid()})
+    me = os.getpid()
+    _say(connection, {"pid": me})
     instances: dict[str, Any] = {}
     environment: Any = None
     with asyncio.Runner() as runner:
@@ -80,7 +128,8 @@ def serve(
 
             return runner.run(awaited()) if inspect.isawaitable(value) else value
 
-        while (request := receive(connection)) is not None:
+        while (body := receive(connection)) is not None:
+            request = pickle.loads(body)
             try:
                 match request["do"]:
                     case "reset":
@@ -92,34 +141,34 @@ def serve(
                         value = None if environment is None else settled(environment.reset(**request["row"]))
                         if not (value is None or isinstance(value, str)):
                             raise TypeError(f"reset returned {type(value).__name__}; return text or None")
+                        value = value and text_of(value)
                     case "call":
                         tool = tools.get(request["name"]) or getattr(environment, request["name"])
                         value = text_of(settled(tool(**request["arguments"])))
                     case "get":
                         value = getattr(environment, request["name"])
-                        if callable(value):
-                            send(connection, {"callable": True})
-                            continue
-                        value = _plain(value, request["name"])
+                        value = ... if callable(value) else _plain(value, request["name"])
                     case "invoke":
                         method = getattr(environment, request["name"])
                         value = _plain(settled(method(*request["args"], **request["kwargs"])), request["name"])
-                answer = {"value": value}
+                answer: dict[str, Any] = {"callable": True} if value is ... else {"value": value}
             except AttributeError as error:
                 answer = {"missing" if request["do"] == "get" else "raised": [type(error).__name__, _message(error)]}
             except BaseException as error:  # exit() and interrupts of the user's code too
                 answer = {"raised": [type(error).__name__, _message(error)]}
+            if os.getpid() != me:  # the user's code has forked, and the fork has returned from it too
+                os._exit(0)
             _flush()
-            send(connection, answer)
+            _say(connection, {"to": request["number"], **answer})
 
 
 def text_of(value: Any) -> str:
-    """A tool's answer as text. Raises TypeError or ValueError for what is none."""
-    if type(value) not in PLAIN:
-        raise TypeError(f"the tool returned {type(value).__name__}, which is no text")
+    """What a tool or `reset` has returned, as text. Raises TypeError or ValueError for what is none."""
     text = value if isinstance(value, str) else str(value)
+    if not isinstance(value, str) and ADDRESS.search(text):
+        raise TypeError(f"the tool returned {type(value).__name__}, which is no text")
     if len(text) > LONGEST_ANSWER:
-        raise ValueError(f"the tool returned {len(text):,} characters; {LONGEST_ANSWER:,} are the most")
+        raise ValueError(f"{len(text):,} characters were returned; {LONGEST_ANSWER:,} are the most")
     text.encode()  # no lone surrogates
     return text
 
@@ -129,14 +178,25 @@ def describe(
     factories: Mapping[str, Callable[..., Any]],
     args: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Schemas of the tools, and of each environment's. Raises UnusableError."""
+    """Schemas of the tools, and of each environment's; or why one cannot be used."""
+    try:
+        return _described(tools, factories, args)
+    except UnusableError as error:
+        return {"refused": str(error)}
+
+
+def _described(
+    tools: Mapping[str, Callable[..., Any]],
+    factories: Mapping[str, Callable[..., Any]],
+    args: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
     common = {name: schema(function, name) for name, function in tools.items()}
     environments = {}
     for name, factory in factories.items():
         shown = name or getattr(factory, "__name__", str(factory))
         try:
             instance = factory(**args.get(name, {}))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UnusableError(f"the environment {shown} cannot be made: {type(error).__name__}: {error}") from error
         methods = [method for method, _ in inspect.getmembers(type(instance), inspect.isfunction)]
         if "reset" not in methods:
@@ -184,9 +244,14 @@ def _plain(value: Any, name: str) -> Any:
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a number of numpy or torch
         value = value.item()
     try:
-        json.dumps(value, allow_nan=True)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} is {type(value).__name__}, which JSON cannot hold ({error})") from None
+        size = len(json.dumps(value, allow_nan=True))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"{name} is {type(value).__name__}, which JSON cannot hold ({error}); it comes from the environment's "
+            "process: let it be numbers, text, lists or dictionaries"
+        ) from None
+    if size > MOST_BYTES:
+        raise ValueError(f"{name} takes {size:,} bytes; {MOST_BYTES:,} are the most")
     return value
 
 
@@ -207,11 +272,13 @@ def _limit(memory_gib: float) -> None:
         allowed = resource.getrlimit(kind)[1]
         value = value if allowed == resource.RLIM_INFINITY else min(value, allowed)
         resource.setrlimit(kind, (value, value))
+    with suppress(OSError):  # where memory runs out, this is ended, not the training
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _message(error: BaseException) -> str:
     try:
-        return str(error)[:LONGEST_ANSWER]
+        return str(error)[:LONGEST_ANSWER].encode(errors="backslashreplace").decode()
     except Exception as unsaid:
         return f"(its text cannot be shown: its __str__ raises {type(unsaid).__name__})"
 
@@ -224,27 +291,29 @@ def _flush() -> None:
             continue
 
 
-def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
-    """One frame: the length of what follows in four bytes, then JSON."""
-    body = json.dumps(message).encode()
+def _say(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    send(connection, json.dumps(message).encode())
+
+
+def send(connection: socket.socket, body: bytes) -> None:
+    """One frame: the length of what follows in four bytes, then that."""
     connection.sendall(struct.pack(">I", len(body)) + body)
 
 
-def receive(connection: socket.socket) -> Any:
-    """The next frame's message; None at the connection's end."""
+def receive(connection: socket.socket) -> bytes | None:
+    """What the next frame holds; None at the connection's end."""
     head = _exactly(connection, 4)
-    body = _exactly(connection, struct.unpack(">I", head)[0]) if head else None
-    return None if body is None else json.loads(body)
+    return _exactly(connection, struct.unpack(">I", head)[0]) if head else None
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes | None:
-    parts = b""
+    parts = bytearray()
     while len(parts) < count:
-        part = connection.recv(count - len(parts))
+        part = connection.recv(min(count - len(parts), 1 << 20))
         if not part:
             return None
         parts += part
-    return parts
+    return bytes(parts)
 
 
 def _accept(control: socket.socket) -> socket.socket | None:

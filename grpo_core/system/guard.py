@@ -55,8 +55,13 @@ def guarded(control: socket.socket) -> None:
     if child:
         control.close()
         _guard(child)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+
+def die_with_parent() -> None:
+    """Let the kernel end this process with its parent. Not inherited by forked processes."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _guard(child: int) -> typing.NoReturn:

@@ -12,11 +12,21 @@ from transformers import PreTrainedTokenizerFast
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")
 # The last of the special tokens that a turn ends with, and how the policy writes a call.
+XML = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
+GLM = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n"
+    "</tool_call>"
+)
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 FAMILIES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "qwen2_5": (CHATML, "<|im_end|>", HERMES),
     "qwen3": (CHATML, "<|im_end|>", HERMES),
     "qwen3_instruct_2507": (CHATML, "<|im_end|>", HERMES),
+    "qwen3_5_nothink": (CHATML, "<|im_end|>", XML),
+    "glm4moe": (("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>"), "<|observation|>", GLM),
     "llama3_1": (LLAMA, "<|eot_id|>", '{"name": "add", "parameters": {"a": 1, "b": 2}}'),
     "llama3_2": (LLAMA, "<|eot_id|>", '{"name": "add", "parameters": {"a": 1, "b": 2}}'),
     "mistral": (
@@ -44,8 +54,12 @@ MISTRAL = (
 def tokenizer_of(family: str) -> Any:
     """A tokenizer with the family's template and special tokens."""
     special, end, _ = FAMILIES[family]
-    template = MISTRAL if family == "mistral" else _from_trl(family)
-    return make_tokenizer(template, special, end)
+    return make_tokenizer(template_of(family), special, end)
+
+
+def template_of(family: str) -> str:
+    """The family's chat template."""
+    return MISTRAL if family == "mistral" else _from_trl(family)
 
 
 def make_tokenizer(template: str, special: tuple[str, ...], end: str) -> Any:

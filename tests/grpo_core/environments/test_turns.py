@@ -92,8 +92,8 @@ def test_an_answer_says_what_the_tool_said_and_ends_no_turn_by_it(family: str, c
 def test_calls_are_read_as_the_template_writes_them(family: str) -> None:
     turns = _format(family)
     ids = turns.tokenizer(FAMILIES[family][2] + turns.ends[0], add_special_tokens=False)["input_ids"]
-    assert turns.read(ids)[1] == [ToolCall("add", {"a": 1, "b": 2})]
-    assert turns.read(turns.tokenizer("so 3" + turns.ends[0])["input_ids"]) == ("so 3", [])
+    assert turns.read(ids, {"add": SUM})[1] == [ToolCall("add", {"a": 1, "b": 2})]
+    assert turns.read(turns.tokenizer("so 3" + turns.ends[0])["input_ids"], {"add": SUM}) == ("so 3", [])
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_calls_are_read_as_the_template_writes_them(family: str) -> None:
 )
 def test_a_malformed_call_is_told_apart_from_no_call(text: str, problem: str) -> None:
     turns = _format("qwen2_5")
-    (call,) = turns.read(turns.tokenizer(text + "<|im_end|>")["input_ids"])[1]
+    (call,) = turns.read(turns.tokenizer(text + "<|im_end|>")["input_ids"], {"add": SUM})[1]
     assert problem in call.problem
 
 
