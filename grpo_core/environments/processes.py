@@ -56,6 +56,11 @@ class Environment:
             self.socket.settimeout(seconds)
             send(self.socket, pickle.dumps({**request, "number": self.requests}))
 
+    def rest(self) -> None:
+        """The conversation is over: what tools have kept for it is given up. There is no answer."""
+        with suppress(OSError):
+            send(self.socket, pickle.dumps({"do": "rest"}))
+
     def answer(self, seconds: float = 0.0) -> dict[str, Any] | None:
         """The answer, if it arrives within so many seconds, else None. Raises CallError if the process has ended or has
         sent what is no answer, and if the request's time is up: the process is then ended."""
@@ -105,7 +110,7 @@ class Environment:
         raise CallError(why, is_lost=True)
 
     def kill(self) -> None:
-        """End the process and its group; what it has started outside of that group, its starter ends."""
+        """End the process and its group; what it has started outside of that group, its keeper ends."""
         if self.pid:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -215,6 +220,8 @@ class Environments:
         for environment in self.taken:
             if environment.is_asked:
                 environment.kill()
+            elif environment.is_running:
+                environment.rest()
         self.idle += self.taken
         self.taken = []
 

@@ -9,7 +9,10 @@ from pathlib import Path
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.errors import GrpoError
 
-BUILTIN = {"calculator": "grpo_core.environments.builtin.calculator:calculator"}
+BUILTIN = {
+    "calculator": "grpo_core.environments.builtin.calculator:calculator",
+    "python": "grpo_core.environments.builtin.python:python",
+}
 
 
 class EnvironmentsError(GrpoError):

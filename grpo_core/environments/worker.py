@@ -1,8 +1,8 @@
 """The processes of environments: `python -m grpo_core.environments.worker DESCRIPTOR`.
 
 One process, the starter, imports the configured classes and tools. For each environment that is asked for, it forks
-one, which has them imported already, holds one instance and answers one request after the other. What an environment
-leaves running is ended when its process ends; a guard (`system.guard`) ends all of them with the process that asks.
+one, which has them imported already, holds one instance and answers one request after the other. Between the two is a
+keeper, which ends what the environment leaves running. A guard (`system.guard`) ends all with the process that asks.
 
 Requests are pickled: a row arrives as it is. Answers are JSON: no object of the user's code is rebuilt outside.
 """
@@ -18,7 +18,6 @@ import pickle
 import random
 import re
 import resource
-import select
 import signal
 import socket
 import struct
@@ -47,7 +46,6 @@ class UnusableError(Exception):
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     guarded(control)
-    adopt_orphans()
     first = _accept(control)
     if first is None:
         return
@@ -60,45 +58,44 @@ def main() -> None:
         _say(first, {"refused": str(error)})
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that ended children leave nothing to be waited for
-    started: dict[int, int] = {}  # descriptor that tells of its end → process
-    waiting = select.poll()
-    waiting.register(control, select.POLLIN)
 
     def start(connection: socket.socket, work: Callable[[], None]) -> None:
-        child = os.fork()
-        if child == 0:
+        if os.fork() == 0:
             control.close()
-            for other in started:
-                os.close(other)
-            _alone(work, setup["memory_gib"])
+            _keep(connection, work, setup["memory_gib"])
         connection.close()
-        with suppress(ProcessLookupError):  # it has ended already
-            watched = os.pidfd_open(child)
-            started[watched] = child
-            waiting.register(watched, select.POLLIN)
 
     # What is described is made in a process of its own: threads of an instance, say, would break each later fork.
     start(first, lambda: _say(first, describe(tools, factories, args)))
-    while True:
-        for ready, _ in waiting.poll():
-            if ready != control.fileno():
-                del started[ready]
-                waiting.unregister(ready)
-                os.close(ready)
-                kill_descendants(spared=started.values())  # what that environment has left, which is adopted now
-            elif connection := _accept(control):
-                start(connection, partial(serve, connection, tools, factories, args))
-            else:
-                return
+    while connection := _accept(control):
+        start(connection, partial(serve, connection, tools, factories, args))
+
+
+def _keep(connection: socket.socket, work: Callable[[], None], memory_gib: float) -> NoReturn:
+    """Work in a child of this process, which has just been forked; end what that leaves running, and end."""
+    try:
+        die_with_parent()
+        adopt_orphans()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        child = os.fork()
+        if child == 0:
+            _alone(work, memory_gib)
+        connection.close()
+        while os.wait()[0] != child:  # others are what the child has left behind, and has ended
+            continue
+        kill_descendants()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+    finally:
+        os._exit(0)
 
 
 def _alone(work: Callable[[], None], memory_gib: float) -> NoReturn:
     """Work in this process, which has just been forked, and end it."""
     try:
         die_with_parent()
-        adopt_orphans()  # so that what the work leaves in the background ends with it
         os.setsid()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _limit(memory_gib)
         work()
     except OSError:  # the connection is gone
@@ -132,7 +129,11 @@ def serve(
             request = pickle.loads(body)
             try:
                 match request["do"]:
+                    case "rest":
+                        _reset_tools(tools)
+                        continue
                     case "reset":
+                        _reset_tools(tools)
                         _seed(request["seed"])
                         name = request["environment"]
                         if name in factories and name not in instances:
@@ -160,6 +161,13 @@ def serve(
                 os._exit(0)
             _flush()
             _say(connection, {"to": request["number"], **answer})
+
+
+def _reset_tools(tools: Mapping[str, Callable[..., Any]]) -> None:
+    """A tool that keeps something between calls is a method of an object that has `reset`."""
+    for tool in tools.values():
+        if reset := getattr(getattr(tool, "__self__", None), "reset", None):
+            reset()
 
 
 def text_of(value: Any) -> str:

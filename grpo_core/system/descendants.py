@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Collection
 from contextlib import suppress
 
 import psutil
@@ -20,14 +19,14 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_descendants(spared: Collection[int] = ()) -> list[int]:
+def kill_descendants() -> list[int]:
     """Send SIGKILL until no descendant is left, since one that is being killed may still start another. Returns the ids
-    of those that do not die, and prints them to standard error. `spared`: children that live on, with all of theirs.
+    of those that do not die, and prints them to standard error.
 
     Zombies count as gone and are not waited for: their exit status belongs to the process that started them.
     """
     deadline = time.monotonic() + KILL_SECONDS
-    while left := running_descendants(spared):
+    while left := running_descendants():
         if time.monotonic() > deadline:
             ids = [process.pid for process in left]
             names = ", ".join(map(str, ids))
@@ -40,16 +39,9 @@ def kill_descendants(spared: Collection[int] = ()) -> list[int]:
     return []
 
 
-def running_descendants(spared: Collection[int] = ()) -> list[psutil.Process]:
-    """Descendants that are not zombies, and not among the `spared` children or their descendants."""
-    if not spared:
-        return [process for process in psutil.Process().children(recursive=True) if _runs(process)]
-    found = []
-    for child in psutil.Process().children():
-        if child.pid not in spared:
-            with suppress(psutil.NoSuchProcess):
-                found += [child, *child.children(recursive=True)]
-    return [process for process in found if _runs(process)]
+def running_descendants() -> list[psutil.Process]:
+    """Descendants that are not zombies."""
+    return [process for process in psutil.Process().children(recursive=True) if _runs(process)]
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 LARGEST = 10**1000
+LONGEST = 1000  # characters
 OPERATIONS: dict[type[Any], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -19,7 +20,15 @@ OPERATIONS: dict[type[Any], Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-FUNCTIONS: dict[str, Callable[..., Any]] = {"sqrt": math.sqrt, "abs": abs, "round": round, "min": min, "max": max}
+
+
+def _round(number: float | int, digits: int = 0) -> float | int:
+    if not isinstance(digits, int) or abs(digits) > 1000:
+        raise ValueError("round takes a whole number of digits, at most 1000")
+    return round(number, digits) if digits else round(number)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"sqrt": math.sqrt, "abs": abs, "round": _round, "min": min, "max": max}
 
 
 def calculator(expression: str) -> str:
@@ -28,11 +37,18 @@ def calculator(expression: str) -> str:
     Args:
         expression: Numbers with + - * / // % ** and parentheses, and sqrt, abs, round, min, max, such as (3 + 4) * 2.
     """
+    if len(expression) > LONGEST:
+        raise ValueError(f"the expression has {len(expression):,} characters; {LONGEST:,} are the most")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ValueError(f"{expression[:80]!r} is no expression: {type(error).__name__}") from None
-    return str(_value(tree.body))
+    try:
+        return str(_value(tree.body))
+    except RecursionError:
+        raise ValueError("the expression nests too deep") from None
+    except TypeError as error:  # a function with too few or too many arguments
+        raise ValueError(str(error)) from None
 
 
 def _value(node: ast.expr) -> float | int:
@@ -40,7 +56,7 @@ def _value(node: ast.expr) -> float | int:
         case ast.Constant(value=bool()):
             pass
         case ast.Constant(value=int() | float() as number):
-            return number
+            return _bounded(number)
         case ast.BinOp(left, ast.Pow(), right):
             base, exponent = _value(left), _value(right)
             if abs(exponent) > 1000 or abs(base) > 10**100:

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 
 class Attacking:
     def reset(self, path: str, **row: Any) -> None:
@@ -102,6 +104,12 @@ class Attacking:
 
     def end_starter(self) -> str:
         """Ends the process that starts environments."""
+        os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL)
+        time.sleep(1000)
+        return ""
+
+    def end_keeper(self) -> str:
+        """Ends its parent."""
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(1000)
         return ""

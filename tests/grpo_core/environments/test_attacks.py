@@ -82,6 +82,7 @@ ATTACKS = {  # the call, and what the policy is told, or how the conversation fa
     "crashes": (call("crash"), f"tool crash: {LOST}"),
     "spawns processes": (call("spawn", '{"count": 30}'), "spawned"),
     "returns twice": (call("return_twice"), "returned"),
+    "ends its parent": (call("end_keeper"), f"tool end_keeper: {LOST}"),
     "exits": (call("leave"), "Error: SystemExit: 3"),
     "raises half of a character": (call("surrogate"), "Error: ValueError: \\ud800\0"),
     "is given half of a character": (
