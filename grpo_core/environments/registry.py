@@ -12,6 +12,9 @@ from grpo_core.errors import GrpoError
 BUILTIN = {
     "calculator": "grpo_core.environments.builtin.calculator:calculator",
     "python": "grpo_core.environments.builtin.python:python",
+    "openenv": "grpo_core.environments.adapters.open_env:OpenEnv",
+    "reasoning-gym": "grpo_core.environments.adapters.reasoning_gym:ReasoningGym",
+    "textarena": "grpo_core.environments.adapters.textarena:TextArena",
 }
 
 
