@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import psutil
 import pytest
 
-from grpo_core.system.sandbox.seccomp import MACHINES, REFUSED
+from grpo_core.system.sandbox.seccomp import REFUSED
 from grpo_core.system.sandbox.session import Session, SessionLimits
 from tests.grpo_core.system.test_sandbox import ATTACKS, answer, marker, named
 
@@ -26,15 +26,6 @@ LIMITS = SessionLimits(cpu_seconds=1, wall_seconds=300.0)  # the machine may be 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    session = Session(LIMITS)
-    assert session.run(ATTACKS) == ""
-    yield session
-    session.close()
-
-
-@pytest.fixture
-def own() -> Iterator[Session]:
-    """A session that may be ended."""
     session = Session(LIMITS)
     assert session.run(ATTACKS) == ""
     yield session
@@ -107,7 +98,7 @@ HELD = [
 
 @pytest.mark.parametrize("attack", HELD)
 def test_an_attack_gets_what_it_gets_in_the_sandbox_of_a_program(session: Session, attack: str) -> None:
-    if attack.startswith("call") and next(iter(MACHINES)) != "x86_64":
+    if attack.startswith("call") and os.uname().machine != "x86_64":
         pytest.skip("the numbers are those of x86-64")
     assert ast.literal_eval((session.run(attack) or "").strip()) == answer(attack)
 
@@ -140,10 +131,8 @@ def test_processes_are_few_and_end_with_the_session(marker: str) -> None:
 def test_code_that_breaks_its_interpreter_breaks_that_alone(code: str) -> None:
     session = Session(replace(LIMITS, wall_seconds=3.0))
     session.run("import os")
-    start = time.monotonic()
     if session.run(f"try:\n    {code}\nexcept OSError: pass") is not None:
         session.run("1")
-    assert time.monotonic() - start < 60.0  # 3 s each, on a busy machine
     process = session.process
     session.close()
     assert not psutil.pid_exists(process.pid)
