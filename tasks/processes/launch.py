@@ -37,7 +37,7 @@ def launch(
     if config.launch.launcher == "local" and train.num_processes == 1:
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
         return run_process(command, on_line, variables | threads)  # torchrun would only import torch first
-    with LAUNCHERS[config.launch.launcher](config, folder, patience) as machines, ExitStack() as stack:
+    with LAUNCHERS[config.launch.launcher](config, folder, patience, on_line) as machines, ExitStack() as stack:
         master, several = machines[0], len(machines) > 1
         logs = {it.name: stack.enter_context((folder / f"{it.name}.log").open("a")) for it in machines if several}
 
