@@ -28,7 +28,8 @@ SILENCE_SECONDS = 20.0
 REQUEST_SECONDS = 60  # in which the line of input has to come
 # Variables that are a machine's own. As with Slurm's srun, all others are the same on all machines.
 OWN = {"CUDA_VISIBLE_DEVICES", "HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "TMPDIR", "USER"}
-OWN_PREFIXES = ("DBUS_", "SLURM_", "SSH_", "XDG_")
+OWN |= {"JOB_COMPLETION_INDEX", "NVIDIA_VISIBLE_DEVICES"}
+OWN_PREFIXES = ("DBUS_", "KUBERNETES_", "SLURM_", "SSH_", "XDG_")
 
 
 def shared_environment() -> dict[str, str]:

@@ -267,11 +267,11 @@ def test_the_interface_to_this_machine_is_the_one_with_that_address() -> None:
 
 def test_a_machine_gets_the_environment_except_what_is_a_machine_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_STORAGE", "/shared")
-    for name in ("CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "HOME"):
+    for name in ("CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "SLURM_NODEID", "HOME"):
         monkeypatch.setenv(name, "own")
     found = machine.shared_environment()
     assert found["GRPO_STORAGE"] == "/shared"
-    assert not {"CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "HOME"} & found.keys()
+    assert not {"CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "SLURM_NODEID", "HOME"} & found.keys()
 
 
 # Stands for ssh: says what arrives, and ends as if the other side had (with the status), or the connection (255).
