@@ -19,8 +19,12 @@ def host_name(destination: str) -> str:
 
 
 class LaunchConfig(Section):
-    launcher: Literal["local", "ssh"] = "local"
-    """What starts the processes. `local`: all of them on this machine. `ssh`: on `hosts`, by this machine's `ssh`."""
+    launcher: Literal["local", "ssh", "kubernetes"] = "local"
+    """What starts the processes. `local`: all of them on this machine. `ssh`: on `hosts`, by this machine's `ssh`.
+    `kubernetes`: in the pods of a Job, one per machine."""
     hosts: list[Destination] = Field(default_factory=list)
     """Machines for `ssh`, each as HOST, USER@HOST or ssh://USER@HOST:PORT. The first train.num_machines of them that
     answer are used; those beyond are spare."""
+    kubernetes: str = ""
+    """YAML file with the Job for `kubernetes`. Its spec.template says what a pod is: image, storage, GPUs. The file is
+    read where the stage `train` runs."""

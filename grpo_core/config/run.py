@@ -95,10 +95,15 @@ class RunConfig(Section):
                 f"train.num_machines={train.num_machines} with launch.launcher='ssh' and launch.hosts={launch.hosts}: "
                 "name at least as many hosts as machines"
             )
-        if launch.launcher == "ssh" and rollout.engine == "vllm-server" and not rollout.vllm_server_base_urls:
+        if launch.launcher == "kubernetes" and not launch.kubernetes:
             raise ValueError(
-                "rollout.engine='vllm-server' with launch.launcher='ssh': the servers would be started on this "
-                "machine, where the hosts do not reach them; start servers yourself and name them in "
+                "launch.launcher='kubernetes' without launch.kubernetes; name a YAML file with a Job, such as the "
+                "project's docs/how-to/kubernetes/training.yaml"
+            )
+        if launch.launcher != "local" and rollout.engine == "vllm-server" and not rollout.vllm_server_base_urls:
+            raise ValueError(
+                f"rollout.engine='vllm-server' with launch.launcher={launch.launcher!r}: the servers would be started "
+                "on this machine, where the hosts do not reach them; start servers yourself and name them in "
                 "rollout.vllm_server_base_urls, or set rollout.engine to 'vllm'"
             )
 
