@@ -1,9 +1,10 @@
 """`python -m tasks.processes.follow FOLDER NUMBER ARGUMENTS…`: stand for machine NUMBER of a scheduler's job.
 
 It gives the machine its request, with ARGUMENTS for `tasks.processes.ranks`, and signs of life, and prints what the
-processes there print. On SIGTERM it tells the machine to stop: the processes there save and end. The exit status is
-theirs, or LOST if the machine gives no sign of life for SILENCE_SECONDS: then this process stops its own signs and
-returns only when everything there must have ended, so that no two attempts at a training run at the same time.
+processes there print. On SIGTERM it tells the machine to stop: the processes there save and end. The same happens when
+another machine of the job is told to stop, since processes save together. The exit status is theirs, or LOST if the
+machine gives no sign of life for SILENCE_SECONDS: then this process stops its own signs and returns only when
+everything there must have ended, so that no two attempts at a training run at the same time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from tasks.processes.machine import shared_environment
 from tasks.processes.run import LOST
 from tasks.processes.signs import BEAT_SECONDS, ENDING_SECONDS, POLL_SECONDS, SILENCE_SECONDS, Signs
 from tasks.stages.files import write_text
+
+TOLD_FILE = "told"
 
 
 def main() -> None:
@@ -36,6 +39,9 @@ def main() -> None:
     shown, beats, next_beat, said = 0, 0, 0.0, False
     while machine.read() or machine.silence() < SILENCE_SECONDS:
         status = machine.content.get("status")
+        if machine.content.get("told"):
+            (folder / TOLD_FILE).touch()
+        told = told or (folder / TOLD_FILE).exists()
         shown = print_from(output, shown)
         if status is not None:
             sys.exit(status)

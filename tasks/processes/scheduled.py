@@ -35,7 +35,7 @@ class Member:
 
     def __init__(self, folder: Path, number: int):
         self.folder, self.number = folder, number
-        self.told, self.beats, self.next_beat = False, 0, 0.0
+        self.told, self.said, self.beats, self.next_beat = False, False, 0, 0.0
         signal.signal(signal.SIGTERM, self._stop)
 
     def _stop(self, signal_number: int, frame: object) -> None:
@@ -45,13 +45,14 @@ class Member:
         return self.folder / f"{self.number}.{name}"
 
     def beat(self, status: int | None = None) -> None:
-        """Give a sign of life, if it is time for one; the last one has the exit status."""
-        if status is None and time.monotonic() < self.next_beat:
+        """Give a sign of life, if it is time for one; the first after SIGTERM says so, the last has the exit status."""
+        if status is None and time.monotonic() < self.next_beat and self.said == self.told:
             return
-        self.next_beat = time.monotonic() + BEAT_SECONDS
+        self.next_beat, self.said = time.monotonic() + BEAT_SECONDS, self.told
         self.beats += 1
+        sign = {"beats": self.beats, "told": self.said, "status": status}
         with suppress(OSError):
-            write_text(self.file("machine"), json.dumps({"beats": self.beats, "status": status}))
+            write_text(self.file("machine"), json.dumps(sign))
 
     def take_part(self) -> int:
         """Answer the check, wait for the request, and run it to its end. Returns the exit status."""

@@ -9,7 +9,8 @@ and only this user can read it. For machine N it has
     N.answer     what machine N answers to the start check, with its name, address and a free port
     N.request    what to run there, and the environment, with its secrets: removed there as soon as it is read
     N.stage      the stage's sign of life for machine N, and whether to stop
-    N.machine    the sign of life of machine N, and in the end its exit status
+    N.machine    the sign of life of machine N, whether it was told to stop, and in the end its exit status
+    told         is there once a machine was told to stop: all others are told by N.stage then
     N.output     what the processes there print
     stage        the stage's sign of life until the requests are there
     job          what the scheduler calls the job

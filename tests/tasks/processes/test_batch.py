@@ -37,6 +37,10 @@ scheduled.BEAT_SECONDS = 0.1
 STUB = '''
 import os, signal, sys, time
 def stop(*_):
+    if meet := os.environ.get("MEET"):  # as in a collective, each waits for the other
+        open(os.path.join(meet, str(os.getpid())), "w").close()
+        while len(os.listdir(meet)) < 2:
+            time.sleep(0.02)
     print("saved", flush=True)
     sys.exit(143)
 signal.signal(signal.SIGTERM, stop)
@@ -194,6 +198,25 @@ def test_machines_that_are_told_to_stop_save_and_say_who_took_them(
     assert type(failed.value) is error
     assert told.count("saved") == 2
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
+def test_all_machines_are_told_to_stop_when_one_is_and_save_together(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, told = tmp_path / "run", list[str]()
+    for each in (folder, tmp_path / "meet"):
+        each.mkdir()
+    monkeypatch.setenv("MEET", str(tmp_path / "meet"))
+
+    def disturb(line: str) -> None:
+        told.append(line)
+        if sum("wait" in each for each in told) == 2 and "wait" in line:
+            here.jobs["job-0"][1].terminate()
+
+    with pytest.raises(TakenError):
+        _run(here, folder, "wait", disturb=disturb)
+    assert told.count("saved") == 2
 
 
 @pytest.mark.slow
