@@ -96,6 +96,7 @@ def _with(key: str, value: Any) -> dict[str, Any]:
             {"launch": {"launcher": "ssh", "hosts": ["a"]}, "rollout": {"engine": "vllm-server"}},
             "the hosts do not reach them; start servers yourself",
         ),
+        ({"launch": {"launcher": "kubernetes"}}, "launch.kubernetes; name a YAML file with a Job"),
         (
             {
                 "train": {"num_processes": 4, "num_machines": 2},
