@@ -214,6 +214,25 @@ def test_a_pod_that_is_killed_for_memory_is_named_and_survived(place: Place) -> 
     place.until_ended()
 
 
+def test_a_node_that_is_gone_is_survived_on_another(place: Place) -> None:
+    run = place.run("gone-node", max_restarts=1)
+    with standing_still(place, place.start(run)) as stage:
+        place.nodes["b"].end()  # the API has its pod as running, for ever
+        place.go_on.touch()
+        stage.until(r"restart 1 of 1 .*: machine grpo-test-\S+ ended with status 254: the connection to it is lost")
+        assert stage.said("was cancelled and has not ended .*; its machines end by themselves")
+        place.node("c")
+        assert stage.end() == 0, stage.text
+    assert metrics(run) == place.undisturbed()
+    place.remove_node("b")
+    for pod in place.pods():
+        assert "deletionTimestamp" in pod["metadata"]
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}"
+        place.cluster.ask("DELETE", path, {"gracePeriodSeconds": 0})
+    place.until_ended()
+    place.remove_node("c")
+
+
 def _evict(place: Place) -> None:
     name = place.pods()[0]["metadata"]["name"]
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
@@ -266,12 +285,13 @@ def test_a_training_that_is_cancelled_while_it_waits_leaves_no_job(place: Place)
     assert not place.cluster.jobs(NAMESPACE) and not place.pods()
 
 
-def test_pods_end_when_their_stage_is_killed(place: Place) -> None:
+def test_pods_end_when_their_stage_is_killed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     run = place.run("killed-stage")
     with standing_still(place, place.start(run)) as stage:
         for process in [*psutil.Process(stage.process.pid).children(recursive=True), stage.process]:
             process.kill()
         place.until_ended()
+    monkeypatch.setenv("KUBECONFIG", str(place.kubeconfig))
     [job] = place.cluster.jobs(NAMESPACE)
     wait_for(lambda: look(f"{NAMESPACE}/{job['metadata']['name']}").state == "ended", SECONDS)
 

@@ -70,9 +70,11 @@ def describe(job: dict[str, Any], pods: list[dict[str, Any]], events: list[str])
     phases = [pod["status"].get("phase", "Pending") for pod in pods]
     if {"Complete", "Failed"} & conditions.keys() and not {"Pending", "Running", "Unknown"} & set(phases):
         failed = conditions.get("Failed", {})
-        taken = failed.get("reason") in ("PodFailurePolicy", "DeadlineExceeded") or any(map(_is_taken, pods))
-        reason = reason or (failed.get("message") if taken else "") or "its pods have ended"
-        return Job("ended", reason, "scheduler" if taken else "itself")
+        if (
+            failed.get("reason") == "PodFailurePolicy"
+        ):  # the pod that was taken is gone, and the others were told to stop
+            return Job("ended", failed["message"], "scheduler")
+        return Job("ended", reason or "its pods have ended", "scheduler" if any(map(_is_taken, pods)) else "itself")
     if "deletionTimestamp" in job["metadata"]:
         return Job("running", "it is being deleted")
     if "Suspended" in conditions:
@@ -107,7 +109,9 @@ def _trouble(pod: dict[str, Any]) -> str:
             break
         if ended.get("exitCode"):
             last_words = " ".join(ended.get("message", "").split())[-LAST_WORDS:]
-            return f"container {container['name']} ended with status {ended['exitCode']}. {last_words}"
+            return f"container {container['name']} ended with status {ended['exitCode']}: {last_words}".removesuffix(
+                ": "
+            )
         if waiting and waiting["reason"] not in POD_STARTS:
             return f"{waiting['reason']}: {waiting.get('message', '')}"
     for condition in status.get("conditions") or []:

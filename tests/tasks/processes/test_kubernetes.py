@@ -217,7 +217,7 @@ EVICTED = {"reason": "Evicted", "message": "The node was low on resource: memory
             [],
             Job(
                 "running",
-                "grpo-a-0: container training ended with status 1. No module named 'tasks'; "
+                "grpo-a-0: container training ended with status 1: No module named 'tasks'; "
                 f"grpo-a-1: Unschedulable: {UNSCHEDULABLE['message']}",
             ),
         ),
@@ -231,7 +231,7 @@ EVICTED = {"reason": "Evicted", "message": "The node was low on resource: memory
             _job(FAILED),
             [_pod(0, "Succeeded"), _pod(1, "Failed", **CRASHED)],
             [],
-            Job("ended", "grpo-a-1: container training ended with status 1. No module named 'tasks'"),
+            Job("ended", "grpo-a-1: container training ended with status 1: No module named 'tasks'"),
         ),
         (_job(FAILED), [_pod(0, "Running"), _pod(1, "Failed")], [], Job("running")),
         (
@@ -246,7 +246,12 @@ EVICTED = {"reason": "Evicted", "message": "The node was low on resource: memory
             [],
             Job("ended", f"grpo-a-1: Evicted: {EVICTED['message']}", "scheduler"),
         ),
-        (_job(BY_POLICY), [], [], Job("ended", BY_POLICY["message"], "scheduler")),
+        (
+            _job(BY_POLICY),
+            [_pod(0, "Failed", **_container(terminated={"exitCode": 143, "reason": "Error"}))],
+            [],
+            Job("ended", BY_POLICY["message"], "scheduler"),
+        ),
         (
             _job(deletionTimestamp="2026-01-01T00:00:00Z"),
             [_pod(0, "Running")],
