@@ -11,11 +11,12 @@ from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from tasks.processes.launchers.local import local
 from tasks.processes.launchers.machines import Launcher
+from tasks.processes.launchers.slurm import slurm
 from tasks.processes.launchers.ssh import ssh
 from tasks.processes.machine import free_port
 from tasks.processes.run import run_process, run_together
 
-LAUNCHERS: dict[str, Launcher] = {"local": local, "ssh": ssh}  # by launch.launcher
+LAUNCHERS: dict[str, Launcher] = {"local": local, "slurm": slurm, "ssh": ssh}  # by launch.launcher
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # by which a user sets up torch's allocator
 
 

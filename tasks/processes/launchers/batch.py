@@ -152,6 +152,8 @@ def _await_answers(
     while True:
         answers = [read_json(shared / f"{number}.answer") for number in range(count)]
         if all(answers):
+            names = ", ".join(answer["name"] for answer in answers)
+            say(f"{scheduler.name}: job {job} runs on {names}")
             return answers
         now = time.monotonic()
         if now >= next_beat:
@@ -218,7 +220,7 @@ def _cancelled(scheduler: Scheduler, job: str) -> StageError:
 
 def _await_end(scheduler: Scheduler, job: str, seconds: float) -> Job | None:
     """What the scheduler says of the job once it has ended; None if it has not after so many seconds."""
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, POLL_SECONDS
     while True:
         with suppress(SchedulerError):
             found = scheduler.look(job)
@@ -226,7 +228,8 @@ def _await_end(scheduler: Scheduler, job: str, seconds: float) -> Job | None:
                 return found
         if time.monotonic() > deadline:
             return None
-        time.sleep(POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(2 * pause, LOOK_SECONDS)
 
 
 def _end(scheduler: Scheduler, job: str, say: Callable[[str], None], linger: float) -> None:
