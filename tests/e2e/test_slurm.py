@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from grpo_core.config.files import dump_config, parse_config
-from tests.conftest import config_values, make_run
+from tests.conftest import config_values, make_run, write_sums
 from tests.e2e.slurm import NODES, Cluster, slurm_cluster
 from tests.e2e.test_hosts import PROJECT, REWARD, Started, metrics, wait_for
 
@@ -160,7 +161,7 @@ def _preempt(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [(_send_sigterm, "ended with status 143"), (_preempt, r"Slurm ended job \d+ \(PREEMPTED")],
+    [(_send_sigterm, "ended with status 143"), (_preempt, r"Slurm ended job \d+ \(.*pre-empted\)")],
     ids=["sigterm", "preempted"],
 )
 def test_a_pre_empted_training_saves_and_comes_back_by_itself(
@@ -175,6 +176,21 @@ def test_a_pre_empted_training_saves_and_comes_back_by_itself(
         assert stage.end() == 0, stage.text
     assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 3
     assert metrics(run) == place.undisturbed()
+    wait_for(lambda: place.nothing_is_left(run))
+
+
+def test_a_pipeline_trains_and_evaluates_a_sharded_model_as_jobs(place: Place) -> None:
+    place.go_on.touch()
+    write_sums(place.folder / "train.parquet", 10, 34)
+    write_sums(place.folder / "eval.parquet", 60, 76)
+    run, storage = place.run("pipeline"), place.folder / "storage"
+    environment = {**place.environment, "GRPO_STORAGE": str(storage)}
+    command = Started(environment, "flows.cli.main", "run", run / "config.toml")
+    assert command.end() == 0, command.text
+    assert len(set(re.findall(r"Slurm: job (\d+) runs on alpha, beta", command.text))) == 2
+    run = storage / "runs" / "test"
+    assert metrics(run) == place.undisturbed()
+    assert (run / "evaluation" / "report.json").exists()
     wait_for(lambda: place.nothing_is_left(run))
 
 

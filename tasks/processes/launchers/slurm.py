@@ -52,14 +52,18 @@ def look(job: str) -> Job:
 
 def parse_job(shown: str) -> Job:
     """State of the job that `scontrol show job` shows in one line."""
-    found = dict(re.findall(r"\b(JobState|Reason|NodeList)=(\S+)", shown))
-    state = found["JobState"]
-    reason = state if found["Reason"] == "None" else f"{state}, {found['Reason']}"
+    found = dict(re.findall(r"\b(JobState|Reason|NodeList|PreemptTime)=(\S+)", shown))
+    state, preempted = found["JobState"], found.get("PreemptTime", "None") != "None"
+    notes = [found["Reason"]] * (found["Reason"] != "None") + ["pre-empted"] * preempted
+    reason = ", ".join([state, *notes])
     if state in WAITING:
         return Job("waiting", reason)
     if state in RUNNING:
         return Job("running", f"{state} on {found['NodeList']}")
-    return Job("ended", reason, "person" if state == "CANCELLED" else "scheduler" if state in TAKEN else "itself")
+    if state == "CANCELLED":
+        return Job("ended", reason, "person")
+    # A pre-empted job that ends within its grace time has the state that its own exit status gives it.
+    return Job("ended", reason, "scheduler" if preempted or state in TAKEN else "itself")
 
 
 def cancel(job: str) -> None:

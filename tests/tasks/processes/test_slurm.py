@@ -80,7 +80,12 @@ def test_a_job_has_one_task_per_node_and_passes_the_command_on_unchanged(
         ("COMPLETED", "None", Job("ended", "COMPLETED")),
         ("FAILED", "NonZeroExitCode", Job("ended", "FAILED, NonZeroExitCode")),
         ("CANCELLED", "None", Job("ended", "CANCELLED", "person")),
-        ("PREEMPTED", "None", Job("ended", "PREEMPTED", "scheduler")),
+        ("PREEMPTED", "None PreemptTime=None", Job("ended", "PREEMPTED", "scheduler")),
+        (
+            "FAILED",
+            "NonZeroExitCode PreemptTime=2026-11-23T09:09:56",
+            Job("ended", "FAILED, NonZeroExitCode, pre-empted", "scheduler"),
+        ),
         ("NODE_FAIL", "None", Job("ended", "NODE_FAIL", "scheduler")),
         ("TIMEOUT", "TimeLimit", Job("ended", "TIMEOUT, TimeLimit", "scheduler")),
     ],
