@@ -88,7 +88,7 @@ class RunConfig(Section):
         if launch.launcher == "local" and train.num_machines > 1:
             raise ValueError(
                 f"train.num_machines={train.num_machines} with launch.launcher='local', which starts processes on this "
-                "machine only; set launch.launcher to 'ssh' and launch.hosts to the machines"
+                "machine only; set launch.launcher to 'slurm', or to 'ssh' and launch.hosts to the machines"
             )
         if launch.launcher == "ssh" and len(launch.hosts) < train.num_machines:
             raise ValueError(

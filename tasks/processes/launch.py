@@ -9,19 +9,15 @@ from pathlib import Path
 
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
-from tasks.processes.launchers.batch import batch
-from tasks.processes.launchers.kubernetes import KUBERNETES
+from tasks.processes.launchers.kubernetes import kubernetes
 from tasks.processes.launchers.local import local
 from tasks.processes.launchers.machines import Launcher
+from tasks.processes.launchers.slurm import slurm
 from tasks.processes.launchers.ssh import ssh
 from tasks.processes.machine import free_port
 from tasks.processes.run import run_process, run_together
 
-LAUNCHERS: dict[str, Launcher] = {  # by launch.launcher
-    "local": local,
-    "ssh": ssh,
-    "kubernetes": batch(KUBERNETES),
-}
+LAUNCHERS: dict[str, Launcher] = {"kubernetes": kubernetes, "local": local, "slurm": slurm, "ssh": ssh}
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # by which a user sets up torch's allocator
 
 

@@ -29,7 +29,7 @@ REQUEST_SECONDS = 60  # in which the line of input has to come
 # Variables that are a machine's own. As with Slurm's srun, all others are the same on all machines.
 OWN = {"CUDA_VISIBLE_DEVICES", "HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "TMPDIR", "USER"}
 OWN |= {"JOB_COMPLETION_INDEX", "NVIDIA_VISIBLE_DEVICES"}
-OWN_PREFIXES = ("DBUS_", "KUBERNETES_", "SLURM_", "SSH_", "XDG_")
+OWN_PREFIXES = ("DBUS_", "KUBERNETES_", "SLURM_", "SLURMD_", "SSH_", "XDG_")
 
 
 def shared_environment() -> dict[str, str]:

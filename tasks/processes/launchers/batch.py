@@ -40,9 +40,9 @@ from typing import Any, Literal
 from grpo_core.config.run import RunConfig
 from tasks.processes.launchers.machines import Launcher, Machine, refuse_unfit
 from tasks.processes.run import TAIL_LINES, ProcessError, TakenError
-from tasks.processes.signs import BEAT_SECONDS, ENDING_SECONDS, POLL_SECONDS, SILENCE_SECONDS
+from tasks.processes.signs import BEAT_SECONDS, ENDING_SECONDS, POLL_SECONDS, SILENCE_SECONDS, Signs
 from tasks.stages.errors import StageError
-from tasks.stages.files import read_json, write_text
+from tasks.stages.files import write_text
 
 PREFIX = ".machines-"
 LOOK_SECONDS = 5.0  # between looks at the job
@@ -148,18 +148,25 @@ def _await_answers(
     scheduler: Scheduler, job: str, count: int, shared: Path, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """The answers of all machines to the start check, by number. Raises StageError if the job ends before."""
-    found, said, beats, next_beat, next_look = Job("waiting"), "", 0, 0.0, 0.0
+    said, beats, next_beat, next_look = "", 0, 0.0, 0.0
     deadline = float("inf")  # once the job runs, that of the answers
+    signs = [Signs(shared / f"{number}.answer") for number in range(count)]
     while True:
-        answers = [read_json(shared / f"{number}.answer") for number in range(count)]
+        for sign in signs:
+            sign.read()
+        answers = [sign.content for sign in signs]
         if all(answers):
+            names = ", ".join(answer["name"] for answer in answers)
+            say(f"{scheduler.name}: job {job} runs on {names}")
             return answers
         now = time.monotonic()
         if now >= next_beat:
             beats, next_beat = beats + 1, now + BEAT_SECONDS
-            write_text(shared / "stage", json.dumps({"beats": beats}))
+            with suppress(OSError):  # the next one may arrive
+                write_text(shared / "stage", json.dumps({"beats": beats}))
         if now >= next_look:
             next_look = now + LOOK_SECONDS
+            found = None
             try:
                 found = scheduler.look(job)
                 line = f"{scheduler.name}: job {job} is {found.state}" + f" ({found.reason})" * bool(found.reason)
@@ -167,9 +174,10 @@ def _await_answers(
                 line = str(error)
             if line != said:
                 say(said := line)
-            if found.state == "ended":
+            if found and found.state == "ended":
                 _refuse_ended(found, scheduler, job, shared)
-            deadline = min(deadline, now + ANSWER_SECONDS) if found.state == "running" else float("inf")
+            if found:
+                deadline = min(deadline, now + ANSWER_SECONDS) if found.state == "running" else float("inf")
         if now > deadline:
             silent = ", ".join(str(number) for number, answer in enumerate(answers) if not answer)
             raise StageError(
@@ -219,7 +227,7 @@ def _cancelled(scheduler: Scheduler, job: str) -> StageError:
 
 def _await_end(scheduler: Scheduler, job: str, seconds: float) -> Job | None:
     """What the scheduler says of the job once it has ended; None if it has not after so many seconds."""
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, POLL_SECONDS
     while True:
         with suppress(SchedulerError):
             found = scheduler.look(job)
@@ -227,7 +235,8 @@ def _await_end(scheduler: Scheduler, job: str, seconds: float) -> Job | None:
                 return found
         if time.monotonic() > deadline:
             return None
-        time.sleep(POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(2 * pause, LOOK_SECONDS)
 
 
 def _end(scheduler: Scheduler, job: str, say: Callable[[str], None], linger: float) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.config.run import RunConfig
-from tasks.processes.launchers.batch import Job, Scheduler, SchedulerError
+from tasks.processes.launchers.batch import Job, Scheduler, SchedulerError, batch
 from tasks.processes.launchers.kubernetes_job import MissingClientError, job_name, make_job, read_template
 
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -185,4 +185,4 @@ def _ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> dict[str,
         raise SchedulerError(f"Kubernetes does not answer: {error}") from error
 
 
-KUBERNETES = Scheduler("Kubernetes", submit, look, cancel)
+kubernetes = batch(Scheduler("Kubernetes", submit, look, cancel))

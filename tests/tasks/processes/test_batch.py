@@ -167,7 +167,8 @@ def _run(here: Here, folder: Path, *words: str, disturb: Callable[[str], None] =
 def test_machines_run_what_the_stage_asks_for_and_nothing_is_left(here: Here, tmp_path: Path) -> None:
     here.looks_to_wait = 3
     lines = _run(here, tmp_path, "0")
-    assert lines[:2] == ["Here: job job-0 is waiting (Resources)", "Here: job job-0 is running"]
+    assert lines[0] == "Here: job job-0 is waiting (Resources)"
+    assert "Here: job job-0 runs on a, b" in lines
     for name, number in (("a", "0"), ("b", "1")):
         assert any(line.startswith(f"{name}: ['{number}', '0'] it's $HOME") for line in lines)
     assert [process.returncode for process in here.jobs["job-0"]] == [0, 0]
