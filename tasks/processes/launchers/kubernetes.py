@@ -70,10 +70,8 @@ def describe(job: dict[str, Any], pods: list[dict[str, Any]], events: list[str])
     phases = [pod["status"].get("phase", "Pending") for pod in pods]
     if {"Complete", "Failed"} & conditions.keys() and not {"Pending", "Running", "Unknown"} & set(phases):
         failed = conditions.get("Failed", {})
-        if (
-            failed.get("reason") == "PodFailurePolicy"
-        ):  # the pod that was taken is gone, and the others were told to stop
-            return Job("ended", failed["message"], "scheduler")
+        if failed.get("reason") == "PodFailurePolicy":
+            return Job("ended", failed["message"], "scheduler")  # the pod that was taken is not listed any more
         return Job("ended", reason or "its pods have ended", "scheduler" if any(map(_is_taken, pods)) else "itself")
     if "deletionTimestamp" in job["metadata"]:
         return Job("running", "it is being deleted")
@@ -108,10 +106,8 @@ def _trouble(pod: dict[str, Any]) -> str:
         if _is_taken(pod):
             break
         if ended.get("exitCode"):
-            last_words = " ".join(ended.get("message", "").split())[-LAST_WORDS:]
-            return f"container {container['name']} ended with status {ended['exitCode']}: {last_words}".removesuffix(
-                ": "
-            )
+            said = " ".join(ended.get("message", "").split())[-LAST_WORDS:]
+            return f"container {container['name']} ended with status {ended['exitCode']}" + f": {said}" * bool(said)
         if waiting and waiting["reason"] not in POD_STARTS:
             return f"{waiting['reason']}: {waiting.get('message', '')}"
     for condition in status.get("conditions") or []:
