@@ -68,7 +68,7 @@ QUOTA = """
 apiVersion: v1
 kind: ResourceQuota
 metadata: {name: gpus, namespace: training}
-spec: {hard: {requests.nvidia.com/gpu: 8}}
+spec: {hard: {requests.nvidia.com/gpu: 16}} # the stage has 8
 """
 
 
@@ -149,7 +149,7 @@ def place(shared: Place) -> Iterator[Place]:
     shared.go_on.unlink(missing_ok=True)
     yield shared
     for kind in ("resourcequotas", "pods"):
-        shared.cluster.ask("DELETE", f"/api/v1/namespaces/{NAMESPACE}/{kind}")
+        shared.cluster.ask("DELETE", f"/api/v1/namespaces/{NAMESPACE}/{kind}", {"gracePeriodSeconds": 0})
     options = {"propagationPolicy": "Background"}
     shared.cluster.ask("DELETE", f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs", options)
     for node in shared.nodes.values():

@@ -80,13 +80,15 @@ def describe(job: dict[str, Any], pods: list[dict[str, Any]], events: list[str])
     ended = {"Succeeded", "Failed"} & set(phases)
     if ended or phases.count("Running") == job["spec"]["completions"]:
         return Job("running", reason)
-    return Job("waiting", reason or "; ".join(events[-1:]) or "pods start")
+    return Job("waiting", "; ".join(filter(None, [reason, *events[-1:]])) or "pods start")
 
 
 def unexplained(job: dict[str, Any], pods: list[dict[str, Any]]) -> str | None:
-    """Name of what events may say more about: the Job if it makes no pods, or a pod that waits without a reason."""
-    if not pods:
-        return None if _true_conditions(job) else str(job["metadata"]["name"])
+    """Name of what events may say more about: the Job if pods are missing, or a pod that waits without a reason."""
+    if _true_conditions(job) or "deletionTimestamp" in job["metadata"]:
+        return None
+    if len(pods) < job["spec"]["completions"]:
+        return str(job["metadata"]["name"])
     waiting = [pod for pod in pods if pod["status"].get("phase") == "Pending" and not _trouble(pod)]
     return str(waiting[0]["metadata"]["name"]) if waiting else None
 

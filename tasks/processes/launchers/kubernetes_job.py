@@ -17,7 +17,7 @@ from tasks.processes.run import GRACE_SECONDS
 
 # Room for the index and the longest random part of a pod's name, which is also a host name: 63 characters at most.
 LONGEST_NAME = 40
-FINISHED_SECONDS = 3600  # for which a Job that ended without its stage is kept, to be looked at
+FINISHED_SECONDS = 3600  # for which a Job that has ended is kept, to be looked at
 STOP_SECONDS = int(GRACE_SECONDS + KILL_SECONDS) + 10  # in which a pod saves and ends once it is told to
 LABELS = {"app.kubernetes.io/managed-by": "grpo-flows"}
 # By part of the Job: what a template may not say, since the launcher does.
