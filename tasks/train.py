@@ -21,8 +21,9 @@ from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.training.pass_limit import read_limit
 from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launch import launch
-from tasks.processes.run import ProcessError
+from tasks.processes.run import ProcessError, TakenError
 from tasks.processes.vllm_servers import servers
+from tasks.stages.condition import saved_updates
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json
 from tasks.stages.run import Context, run_stage
@@ -65,12 +66,13 @@ def run_training(
     """Run the training's processes. They are started again, from the newest checkpoint,
 
     - up to train.max_restarts times, if one was killed or its machine is gone;
-    - if one of those that share a model has run out of memory, as long as each time leaves fewer tokens per pass.
+    - if one of those that share a model has run out of memory, as long as each time leaves fewer tokens per pass;
+    - if a scheduler took the machines away, as long as each time leaves a newer checkpoint.
     """
     folder, most, restarts, patience = context.partial, context.config.train.max_restarts, 0, 0.0
     command = ["-m", "grpo_core.train", str(context.run), "--output", str(folder)]
     while True:
-        limit = read_limit(folder)
+        limit, saved = read_limit(folder), saved_updates(folder)
         try:
             return launch(context.config, command, on_line, folder, environment, patience)
         except ProcessError as error:
@@ -79,6 +81,10 @@ def run_training(
                 continue
             if error.restartable and read_json(folder / "result.json"):
                 return None  # killed when everything was written
+            if isinstance(error, TakenError) and (newest := saved_updates(folder)) > saved:
+                patience = RETURN_SECONDS
+                log.warning("the machines were taken away; going on from step %d on other ones: %s", newest, error)
+                continue
             if not error.restartable or restarts == most:
                 raise
             restarts, patience = restarts + 1, RETURN_SECONDS

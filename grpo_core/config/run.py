@@ -88,17 +88,22 @@ class RunConfig(Section):
         if launch.launcher == "local" and train.num_machines > 1:
             raise ValueError(
                 f"train.num_machines={train.num_machines} with launch.launcher='local', which starts processes on this "
-                "machine only; set launch.launcher to 'ssh' and launch.hosts to the machines"
+                "machine only; set launch.launcher to 'slurm', or to 'ssh' and launch.hosts to the machines"
             )
         if launch.launcher == "ssh" and len(launch.hosts) < train.num_machines:
             raise ValueError(
                 f"train.num_machines={train.num_machines} with launch.launcher='ssh' and launch.hosts={launch.hosts}: "
                 "name at least as many hosts as machines"
             )
-        if launch.launcher == "ssh" and rollout.engine == "vllm-server" and not rollout.vllm_server_base_urls:
+        if launch.launcher == "kubernetes" and not launch.kubernetes:
             raise ValueError(
-                "rollout.engine='vllm-server' with launch.launcher='ssh': the servers would be started on this "
-                "machine, where the hosts do not reach them; start servers yourself and name them in "
+                "launch.launcher='kubernetes' without launch.kubernetes; name a YAML file with a Job, such as the "
+                "project's docs/how-to/kubernetes/training.yaml"
+            )
+        if launch.launcher != "local" and rollout.engine == "vllm-server" and not rollout.vllm_server_base_urls:
+            raise ValueError(
+                f"rollout.engine='vllm-server' with launch.launcher={launch.launcher!r}: the servers would be started "
+                "on this machine, where the hosts do not reach them; start servers yourself and name them in "
                 "rollout.vllm_server_base_urls, or set rollout.engine to 'vllm'"
             )
 

@@ -9,13 +9,15 @@ from pathlib import Path
 
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
+from tasks.processes.launchers.kubernetes import kubernetes
 from tasks.processes.launchers.local import local
 from tasks.processes.launchers.machines import Launcher
+from tasks.processes.launchers.slurm import slurm
 from tasks.processes.launchers.ssh import ssh
 from tasks.processes.machine import free_port
 from tasks.processes.run import run_process, run_together
 
-LAUNCHERS: dict[str, Launcher] = {"local": local, "ssh": ssh}  # by launch.launcher
+LAUNCHERS: dict[str, Launcher] = {"kubernetes": kubernetes, "local": local, "slurm": slurm, "ssh": ssh}
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # by which a user sets up torch's allocator
 
 
@@ -37,7 +39,7 @@ def launch(
     if config.launch.launcher == "local" and train.num_processes == 1:
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
         return run_process(command, on_line, variables | threads)  # torchrun would only import torch first
-    with LAUNCHERS[config.launch.launcher](config, folder, patience) as machines, ExitStack() as stack:
+    with LAUNCHERS[config.launch.launcher](config, folder, patience, on_line) as machines, ExitStack() as stack:
         master, several = machines[0], len(machines) > 1
         logs = {it.name: stack.enter_context((folder / f"{it.name}.log").open("a")) for it in machines if several}
 

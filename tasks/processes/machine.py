@@ -28,7 +28,8 @@ SILENCE_SECONDS = 20.0
 REQUEST_SECONDS = 60  # in which the line of input has to come
 # Variables that are a machine's own. As with Slurm's srun, all others are the same on all machines.
 OWN = {"CUDA_VISIBLE_DEVICES", "HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "TMPDIR", "USER"}
-OWN_PREFIXES = ("DBUS_", "SSH_", "XDG_")
+OWN |= {"JOB_COMPLETION_INDEX", "NVIDIA_VISIBLE_DEVICES"}
+OWN_PREFIXES = ("DBUS_", "KUBERNETES_", "SLURM_", "SLURMD_", "SSH_", "XDG_")
 
 
 def shared_environment() -> dict[str, str]:
@@ -57,6 +58,12 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     return {"sees_run": sees, "version": code_version(), "problem": problem, "port": free_port()}
 
 
+def supervised(request: dict[str, Any], silence: float) -> list[str]:
+    """Command that runs `tasks.processes.ranks` as requested until its input is silent for so many seconds."""
+    supervise = ["-m", "tasks.processes.supervise", "--silence", str(silence), str(GRACE_SECONDS)]
+    return [sys.executable, *supervise, sys.executable, "-m", "tasks.processes.ranks", *request["arguments"]]
+
+
 def free_port() -> int:
     """A port that was free a moment ago."""
     with socket.socket() as held:
@@ -73,9 +80,7 @@ def main() -> None:
         print(json.dumps(check(request)))
         return
     os.environ.update(request["environment"])
-    supervise = ["-m", "tasks.processes.supervise", "--silence", str(SILENCE_SECONDS), str(GRACE_SECONDS)]
-    ranks = [sys.executable, "-m", "tasks.processes.ranks", *request["arguments"]]
-    os.execv(sys.executable, [sys.executable, *supervise, *ranks])
+    os.execv(sys.executable, supervised(request, SILENCE_SECONDS))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ SIGNALLED = 128  # plus n: exit status of a process that was ended by signal n
 TOLD = SIGNALLED + signal.SIGTERM
 LAST_SIGNAL = 64
 LOST = 254  # exit status of a relay if the connection to the other machine is lost
-SETTLE_SECONDS = 60.0  # in which a failure may show on the machine that it began on, once another has failed by it
+# In which a failure may show on the machine that it began on, once another has failed by it; `grace`, if that is more.
+SETTLE_SECONDS = 60.0
 
 
 class TimeLimitError(StageError):
@@ -32,11 +33,16 @@ class TimeLimitError(StageError):
 
 class ProcessError(StageError):
     """A process that failed. `restartable`: not by a fault of its own, but because it or a process that it works with
-    was killed, or its machine or the network is gone."""
+    was killed, or its machine or the network is gone. `told`: another process than this one told it to stop, by
+    SIGTERM."""
 
-    def __init__(self, message: str, restartable: bool):
+    def __init__(self, message: str, restartable: bool, told: bool = False):
         super().__init__(message)
-        self.restartable = restartable
+        self.restartable, self.told = restartable, told
+
+
+class TakenError(ProcessError):
+    """Machines that a scheduler took away, for example for another job; the training was told to stop before."""
 
 
 def run_process(
@@ -94,7 +100,8 @@ def run_together(
                 if not told:
                     ended[name] = code
                     if code:
-                        deadline = min(deadline, time.monotonic() + (0.0 if is_cause(code) else SETTLE_SECONDS))
+                        settle = 0.0 if is_cause(code) else max(SETTLE_SECONDS, grace)
+                        deadline = min(deadline, time.monotonic() + settle)
         except BaseException:
             _terminate(running)
             while any(reader.is_alive() for reader in readers) or not lines.empty():  # they still save and print
@@ -110,6 +117,7 @@ def run_together(
         raise ProcessError(
             f"{who} ended with {_status(failed[name])}; its last lines:\n" + "\n".join(tails[name]),
             restartable=is_cause(failed[name]) or failed[name] in (TOLD, LOST_PEER),
+            told=failed[name] == TOLD,
         )
     if told and any(process.returncode for process in running.values()):
         [(name, command), *_] = commands.items()

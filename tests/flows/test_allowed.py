@@ -135,6 +135,20 @@ def test_every_other_built_in_reward_looks_at_text_only() -> None:
     assert {name for name, record in BUILTIN.items() if not record.looks_at_text_only} == {*REACHING}
 
 
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"launch": {"launcher": "ssh", "hosts": ["evil"]}},
+        {"launch": {"launcher": "slurm", "slurm": ["--account=others"]}},
+        {"rollout": {"engine": "vllm-server", "vllm_server_base_urls": ["http://evil:8000"]}},
+    ],
+)
+def test_only_a_preset_says_where_the_environment_and_weights_are_sent(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="here only a preset may set where the environment or weights are sent"):
+        resolve_allowed("team", changes)
+
+
 def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
     """Those of rewards are dealt with above. Of the others, paths and hub names are read as data."""
     read = {"model.name_or_path", "data.train", "data.eval", "evaluation.sets.data"}

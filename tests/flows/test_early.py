@@ -52,6 +52,12 @@ def config(tmp_path: Path) -> Path:
         ),
         ("data.eval=gone.csv", "storage", 2, "data.eval = 'gone.csv': no such file or folder (looked in "),
         ("data.train=gone.csv", "storage", 2, "test: data.train = 'gone.csv': no such file or folder (looked in "),
+        (
+            "launch={launcher='kubernetes', kubernetes='gone.yaml'}",
+            "storage",
+            2,
+            "test: launch.kubernetes='gone.yaml': No such file or directory (looked in ",
+        ),
         ("seed=1", "config.toml", 2, "config.toml cannot be made: File exists; set GRPO_STORAGE to a folder that you "),
     ],
 )

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +17,7 @@ from typing import Any
 
 from grpo_core.config.launch import host_name
 from grpo_core.config.run import RunConfig
-from tasks.processes.launchers.machines import Machine
-from tasks.processes.machine import code_version
+from tasks.processes.launchers.machines import Machine, refuse_unfit
 from tasks.processes.relay import ENDING_SECONDS
 from tasks.stages.errors import StageError
 
@@ -37,7 +36,7 @@ SILENT = "silent"
 
 
 @contextmanager
-def ssh(config: RunConfig, folder: Path, patience: float) -> Iterator[list[Machine]]:
+def ssh(config: RunConfig, folder: Path, patience: float, say: Callable[[str], None]) -> Iterator[list[Machine]]:
     """The first of launch.hosts that answer, as many as are needed. Each has to see the run's folder and have the code
     that this machine has."""
     hosts, count = config.launch.hosts, config.train.num_machines
@@ -56,7 +55,7 @@ def ssh(config: RunConfig, folder: Path, patience: float) -> Iterator[list[Machi
         time.sleep(PAUSE_SECONDS)
     there = there[:count]
     for host in there:
-        _refuse(host, answers[host], folder)
+        refuse_unfit(host, answers[host], folder)
     yield [
         Machine(
             name=host_name(host),
@@ -99,19 +98,6 @@ def _ask(host: str, request: str) -> dict[str, Any]:
         return {SILENT: f"no answer within {CHECK_SECONDS:g} s"}
     except (ValueError, TypeError, IndexError):
         return {SILENT: (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]}
-
-
-def _refuse(host: str, answer: dict[str, Any], folder: Path) -> None:
-    """Raises StageError if the training cannot run on this host."""
-    if not answer["sees_run"]:
-        raise StageError(
-            f"{host} does not see {folder.absolute()} as this machine does: put the storage root (GRPO_STORAGE) on a "
-            "disk that all machines share, under the same path"
-        )
-    if answer["version"] != (own := code_version()):
-        raise StageError(f"{host} has {answer['version']}, and this machine {own}: install the same on both")
-    if answer["problem"]:
-        raise StageError(f"{host}: {answer['problem']}")
 
 
 def _address(host: str) -> str:

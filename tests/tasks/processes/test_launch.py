@@ -223,7 +223,7 @@ def _ssh_config(*hosts: str, machines: int = 1) -> RunConfig:
 @pytest.mark.slow
 @pytest.mark.usefixtures("client")
 def test_the_first_hosts_that_answer_are_used(tmp_path: Path) -> None:
-    with ssh(_ssh_config("root@up1", "down2", "ssh://up3:2222", "up4", machines=2), tmp_path, 0) as machines:
+    with ssh(_ssh_config("root@up1", "down2", "ssh://up3:2222", "up4", machines=2), tmp_path, 0, print) as machines:
         found = [(each.name, each.address) for each in machines]
     assert found == [("up1", "10.0.0.1"), ("up3-2222", "10.0.0.2")]
     assert not [*tmp_path.glob(".host-check*")]
@@ -233,7 +233,7 @@ def test_the_first_hosts_that_answer_are_used(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("client")
 def test_too_few_hosts_are_refused_with_what_ssh_says(tmp_path: Path) -> None:
     expected = r"1 of the 2 hosts .*train.num_machines=2 are needed. down2: ssh: connect .*No route to host"
-    with pytest.raises(StageError, match=expected), ssh(_ssh_config("up1", "down2", machines=2), tmp_path, 0):
+    with pytest.raises(StageError, match=expected), ssh(_ssh_config("up1", "down2", machines=2), tmp_path, 0, print):
         pass
 
 
@@ -250,7 +250,7 @@ def test_a_host_that_cannot_take_part_is_refused(
 ) -> None:
     right = {"sees_run": True, "version": machine.code_version(), "problem": "", "port": 1}
     monkeypatch.setattr("tasks.processes.launchers.ssh._ask", lambda host, request: right | answer)
-    with pytest.raises(StageError, match=message), ssh(_ssh_config("up1"), tmp_path, 0):
+    with pytest.raises(StageError, match=message), ssh(_ssh_config("up1"), tmp_path, 0, print):
         pass
 
 
@@ -267,11 +267,11 @@ def test_the_interface_to_this_machine_is_the_one_with_that_address() -> None:
 
 def test_a_machine_gets_the_environment_except_what_is_a_machine_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_STORAGE", "/shared")
-    for name in ("CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "HOME"):
+    for name in ("CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "SLURM_NODEID", "HOME"):
         monkeypatch.setenv(name, "own")
     found = machine.shared_environment()
     assert found["GRPO_STORAGE"] == "/shared"
-    assert not {"CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "HOME"} & found.keys()
+    assert not {"CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "SLURM_NODEID", "HOME"} & found.keys()
 
 
 # Stands for ssh: says what arrives, and ends as if the other side had (with the status), or the connection (255).
