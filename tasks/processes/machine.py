@@ -11,9 +11,11 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 import signal
 import socket
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from tasks.processes.run import GRACE_SECONDS
 
 SILENCE_SECONDS = 20.0
 REQUEST_SECONDS = 60  # in which the line of input has to come
+PORTS = range(20000, 32768)  # below those that Linux, by default, gives to outgoing connections
 # Variables that are a machine's own. As with Slurm's srun, all others are the same on all machines.
 OWN = {"CUDA_VISIBLE_DEVICES", "HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "TMPDIR", "USER"}
 OWN |= {"JOB_COMPLETION_INDEX", "NVIDIA_VISIBLE_DEVICES"}
@@ -65,10 +68,12 @@ def supervised(request: dict[str, Any], silence: float) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as held:
-        held.bind(("", 0))
-        return held.getsockname()[1]
+    """A port that was free a moment ago, and that the system gives to no outgoing connection meanwhile."""
+    while True:
+        port = PORTS[secrets.randbelow(len(PORTS))]
+        with socket.socket() as held, suppress(OSError):
+            held.bind(("", port))
+            return port
 
 
 def main() -> None:

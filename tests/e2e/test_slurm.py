@@ -129,8 +129,15 @@ def _kill_the_node(cluster: Cluster) -> None:
     cluster.kill_node("beta")
 
 
+def _freeze_the_node(cluster: Cluster) -> None:
+    for process in cluster.running_on("beta"):
+        if process.name() != "srun":
+            process.suspend()
+
+
 FAULTS = {
     _kill_a_rank: r"machine beta ended with status 137 \(SIGKILL\)",
+    _freeze_the_node: "machine beta ended with status 254: the connection to it is lost",
     _kill_the_node: r"machine (alpha|beta) ended with",
 }
 
@@ -159,10 +166,19 @@ def _preempt(cluster: Cluster) -> None:
     cluster.occupy(5)
 
 
+def _reach_the_time_limit(cluster: Cluster) -> None:
+    [job] = cluster.jobs()
+    cluster("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
-    [(_send_sigterm, "ended with status 143"), (_preempt, r"Slurm ended job \d+ \(.*pre-empted\)")],
-    ids=["sigterm", "preempted"],
+    [
+        (_send_sigterm, "ended with status 143"),
+        (_preempt, r"Slurm ended job \d+ \(.*pre-empted\)"),
+        (_reach_the_time_limit, r"Slurm ended job \d+ \(TIMEOUT, TimeLimit\)"),
+    ],
+    ids=["sigterm", "preempted", "time_limit"],
 )
 def test_a_pre_empted_training_saves_and_comes_back_by_itself(
     place: Place, how: Callable[[Cluster], None], said: str

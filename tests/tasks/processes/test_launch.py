@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -259,6 +260,13 @@ def test_a_host_that_cannot_take_part_is_refused(
 )
 def test_a_host_s_name_can_be_that_of_a_file(host: str, name: str) -> None:
     assert host_name(host) == name
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_may_take_meanwhile() -> None:
+    port = machine.free_port()
+    assert port < 32768  # Linux's default
+    with socket.socket() as held:
+        held.bind(("", port))
 
 
 def test_the_interface_to_this_machine_is_the_one_with_that_address() -> None:
