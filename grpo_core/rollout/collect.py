@@ -28,6 +28,7 @@ from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.scoring import Batch, score_arriving
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Engine, Finished, GenerationBatch, Lookahead, Request, Sampling
+from grpo_core.system.progress import phase
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ def _advantages(samples: Sequence[Sample], config: RunConfig, plan: Plan) -> Adv
     )
 
 
+@phase("sampling")
 def sample_and_score(
     engine: Engine,
     requests: Sequence[Request],
