@@ -87,6 +87,12 @@ def read_records(folder: Path) -> list[Record]:
     return sorted(found, key=lambda record: record.rank)
 
 
+def rank_name(rank: int) -> str:
+    """Name of a process of this training, such as "rank 1 (gpu-2)"."""
+    names = json.loads(os.environ.get(MACHINES, "[]"))
+    return f"rank {rank}" + (f" ({names[rank // int(os.environ['LOCAL_WORLD_SIZE'])]})" if names else "")
+
+
 class _Progress:
     """The state of this process; changed by the main thread, and by the thread that writes checkpoints."""
 
@@ -111,7 +117,7 @@ class _Progress:
         self.moves, self.last, self.written = 0, time.monotonic(), 0.0
         self.longest: defaultdict[str, float] = defaultdict(float)  # seconds between two moves, by phase
         self.work: defaultdict[str, float] = defaultdict(float)  # seconds without those of waiting, by phase
-        self.passed: set[str] = set()  # phases that have ended once
+        self.passed = {LOOP}  # phases that have ended once, and the one that never does
         self.write()
 
     @property
@@ -172,9 +178,10 @@ def expect(floor: float, at_least: Mapping[str, float]) -> None:
 
 @contextmanager
 def phase(name: str, reward: str = "") -> Iterator[None]:
-    """The block, or the function that this decorates, is a phase of the work, within the phase around it."""
+    """The block, or the function that this decorates, is a phase of the work, within the phase around it if that is
+    another one."""
     here = _here
-    if here is None or not _in_main_thread():
+    if here is None or not _in_main_thread() or here.phases[-1][0] == name:
         yield
         return
     depth = len(here.phases)

@@ -38,11 +38,16 @@ def launch(
     if one hangs.
     """
     variables = process_environment(config) | dict(environment or {}) | {WATCHED: str((folder / RANKS).absolute())}
-    train, check = config.train, watchdog(folder / RANKS)
+    train = config.train
     if config.launch.launcher == "local" and train.num_processes == 1:
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
-        return run_process(command, on_line, variables | threads, check=check)  # torchrun would only import torch first
-    with LAUNCHERS[config.launch.launcher](config, folder, patience) as machines, ExitStack() as stack:
+        with watchdog(folder / RANKS) as check:  # without torchrun, which would only import torch first
+            return run_process(command, on_line, variables | threads, check=check)
+    with (
+        watchdog(folder / RANKS) as check,
+        LAUNCHERS[config.launch.launcher](config, folder, patience) as machines,
+        ExitStack() as stack,
+    ):
         master, several = machines[0], len(machines) > 1
         logs = {it.name: stack.enter_context((folder / f"{it.name}.log").open("a")) for it in machines if several}
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,15 +65,15 @@ class Stillness:
         return sorted(at_work or (late if all_wait else []), key=order)
 
 
-def watchdog(folder: Path, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
-    """A check of the training whose processes have their records in the folder, to be called again and again: it looks
-    every CHECK_SECONDS. Records of an earlier start are removed.
+@contextmanager
+def watchdog(folder: Path, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[], None]]:
+    """Give a check of the training whose processes have their records in the folder, to be called again and again: it
+    looks every CHECK_SECONDS. The records are those of the block: before and after it, there are none.
 
     The check raises HangError once the stacks are written. It is restartable, except for a reward function that hangs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for record in folder.glob("*.json"):
-        record.unlink()
+    _remove_records(folder)
     (folder / HANG).write_text("")
     stillness, looked = Stillness(), clock()
 
@@ -87,7 +87,20 @@ def watchdog(folder: Path, clock: Callable[[], float] = time.monotonic) -> Calla
         if hanging := stillness.hanging(records):
             _end(folder, records, hanging, stillness.seconds[hanging[0].rank])
 
-    return check
+    try:
+        yield check
+    finally:
+        _remove_records(folder)
+        for file in folder.iterdir():
+            if not file.stat().st_size:
+                file.unlink()
+        with suppress(OSError):  # it is not empty
+            folder.rmdir()
+
+
+def _remove_records(folder: Path) -> None:
+    for record in folder.glob("*.json"):
+        record.unlink()
 
 
 def _end(folder: Path, records: Sequence[Record], hanging: Sequence[Record], seconds: float) -> None:

@@ -98,6 +98,7 @@ def test_a_training_that_hangs_again_and_again_ends_with_what_it_would_have(
     undisturbed = _metrics(trainings.run("undisturbed", [], **keys))
     run = trainings.run("disturbed", faults, max_restarts=len(faults), **keys)
     assert _metrics(run) == undisturbed
+    assert ('"time/sampling/slowest_rank"' in (run / "training" / "metrics.jsonl").read_text()) == (last > 0)
     reasons = [record.message for record in caplog.records if "restart" in record.message]
     others = r".*; 1 of 2 processes wait for it" if last else ".*"
     for number, (reason, fault) in enumerate(zip(reasons, faults, strict=True), 1):

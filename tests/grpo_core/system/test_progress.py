@@ -52,7 +52,7 @@ def _of(record: Record, *names: str) -> list[Any]:
 def test_a_phase_is_named_within_the_one_around_it(rank: Rank) -> None:
     assert _of(rank.record, "rank", "ranks", "machine", "phase") == [1, 2, "b", "set-up"]
     with phase(LOOP):
-        assert rank.record.phase == "loop"
+        assert _of(rank.record, "phase", "limit") == ["loop", FLOOR]
         rank.now = 5.0
         with phase("evaluation"), phase("rewards", "judge"):
             assert _of(rank.record, "phase", "reward", "since") == ["evaluation/rewards", "judge", 1005.0]

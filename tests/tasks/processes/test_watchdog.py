@@ -9,7 +9,8 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tasks.processes import launch as launching
 from tasks.processes.launch import launch
 from tasks.processes.launchers.machines import Machine
 from tasks.processes.machine import free_port
+from tasks.processes.stacks import HANG
 from tasks.processes.watchdog import CHECK_SECONDS, HangError, watchdog
 from tests.conftest import config_values
 
@@ -35,7 +37,7 @@ class Simulated:
 
     def __init__(self, folder: Path, ranks: int):
         self.folder, self.now = folder, 0.0
-        self.check = watchdog(folder, lambda: self.now)
+        self.check = ExitStack().enter_context(watchdog(folder, lambda: self.now))
         self.records = [
             Record(rank, ranks, "ab"[rank % 2], "elsewhere", 1, "update", "", False, 0, 0, 0, LIMIT)
             for rank in range(ranks)
@@ -206,15 +208,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str],
     return started
 
 
-class _given:
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __enter__(self) -> Any:
-        return self.value
-
-    def __exit__(self, *_: object) -> None:
-        pass
+@contextmanager
+def _given(machines: list[Machine]) -> Iterator[list[Machine]]:
+    yield machines
 
 
 @pytest.mark.slow
@@ -240,3 +236,5 @@ def test_what_stands_still_is_named_and_every_process_writes_its_stacks(
         stacks = (tmp_path / RANKS / f"{rank}.stacks").read_text()
         assert re.match(rf"[-\d]+ [:\d]+ rank {rank}, process \d+, in s", stacks)
         assert "standing.py" in stacks and stacks.count("hread 0x") == 2
+    assert not [*(tmp_path / RANKS).glob("*.json")]
+    assert (tmp_path / RANKS / HANG).read_text() == reason.removeprefix("hang: ")
