@@ -53,16 +53,17 @@ class Stillness:
     def hanging(self, records: Sequence[Record]) -> list[Record]:
         """The processes that hang, first the one that is stopped or has stood still longest; none if nothing hangs.
 
-        A process that waits for others does not hang, unless all of them wait: then they are all given.
+        A process that waits for others does not hang, unless all of them wait: then they are all given. As long as one
+        at work is within its limit, nothing hangs: the others may wait for it where their records cannot say so (NCCL).
         """
-        late = [record for record in records if self.seconds[record.rank] > record.limit]
-        at_work = [record for record in late if not record.waits]
-        all_wait = len(late) == len(records) == max((record.ranks for record in records), default=0)
+        blocking = [record for record in records if not record.waits] or records
+        all_late = all(self.seconds[record.rank] > record.limit for record in blocking)
+        all_there = len(records) == max((record.ranks for record in records), default=0)
 
         def order(record: Record) -> tuple[bool, float, float]:
             return not _is_stopped(record), -self.seconds[record.rank], record.moved
 
-        return sorted(at_work or (late if all_wait else []), key=order)
+        return sorted(blocking, key=order) if all_late and all_there else []
 
 
 @contextmanager
@@ -91,10 +92,10 @@ def watchdog(folder: Path, clock: Callable[[], float] = time.monotonic) -> Itera
         yield check
     finally:
         _remove_records(folder)
-        for file in folder.iterdir():
-            if not file.stat().st_size:
-                file.unlink()
-        with suppress(OSError):  # it is not empty
+        with suppress(OSError):  # the folder is not empty, or somebody has removed it
+            for file in folder.iterdir():
+                if not file.stat().st_size:
+                    file.unlink()
             folder.rmdir()
 
 

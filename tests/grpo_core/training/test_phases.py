@@ -26,6 +26,7 @@ def test_a_training_says_each_phase_of_its_work_by_name(
 
     monkeypatch.setattr(progress._Progress, "write", record)
     train(run, run / "training")
+    progress.faulthandler.unregister(progress.DUMP_SIGNAL)
     steady = {"loop", "weight sync", "sampling", "old log-probabilities", "reference log-probabilities", "update"}
     assert {name: seen[name] for name in steady} == dict.fromkeys(steady, 77.0)
     assert seen["sampling/rewards"] == seen["evaluation/sampling/rewards"] == 2 * 2 * 300

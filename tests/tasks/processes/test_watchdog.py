@@ -37,7 +37,8 @@ class Simulated:
 
     def __init__(self, folder: Path, ranks: int):
         self.folder, self.now = folder, 0.0
-        self.check = ExitStack().enter_context(watchdog(folder, lambda: self.now))
+        self.open = ExitStack()
+        self.check = self.open.enter_context(watchdog(folder, lambda: self.now))
         self.records = [
             Record(rank, ranks, "ab"[rank % 2], "elsewhere", 1, "update", "", False, 0, 0, 0, LIMIT)
             for rank in range(ranks)
@@ -88,6 +89,20 @@ def test_processes_that_all_wait_for_each_other_are_cut_off_from_each_other(tmp_
     with pytest.raises(HangError, match="all 3 processes wait for each other in update, and none has moved") as hang:
         training.turn(2 * LIMIT, set())
     assert hang.value.restartable
+
+
+def test_a_process_that_may_wait_for_one_at_work_is_left_alone(tmp_path: Path) -> None:
+    """NCCL waits without a word: then two processes seem to work, and one compiles or samples for long."""
+    training = Simulated(tmp_path, 3)
+    training.set(2, waits=True)
+    training.set(1, limit=10 * LIMIT)
+    training.turn(9 * LIMIT, set())
+    training.set(0, limit=20 * LIMIT)
+    training.turn(9 * LIMIT, {0})
+    training.set(0, limit=LIMIT)
+    said = r"rank 1 \(b\) has not moved .*; nor has rank 0 \(a\), in update; 1 of 3 processes wait"
+    with pytest.raises(HangError, match=said):
+        training.turn(4 * LIMIT, set())
 
 
 def test_a_process_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
