@@ -18,6 +18,7 @@ from tasks.stages.errors import StageError
 from tasks.stages.locks import held_locks
 
 TAIL_LINES = 25
+CHECK_SECONDS = 1.0
 GRACE_SECONDS = 20.0
 SIGNALLED = 128  # plus n: exit status of a process that was ended by signal n
 TOLD = SIGNALLED + signal.SIGTERM
@@ -51,9 +52,10 @@ def run_process(
     env: Mapping[str, str] | None = None,
     grace: float = GRACE_SECONDS,
     limit: float = threading.TIMEOUT_MAX,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Run `python COMMAND…` to its end, as `run_together` runs several."""
-    run_together({"": command}, lambda name, line: on_line(line), env, grace, limit)
+    run_together({"": command}, lambda name, line: on_line(line), env, grace, limit, check)
 
 
 def run_together(
@@ -62,14 +64,17 @@ def run_together(
     env: Mapping[str, str] | None = None,
     grace: float = GRACE_SECONDS,
     limit: float = threading.TIMEOUT_MAX,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run `python COMMAND…` for each name, concurrently, to the end of all. `on_line` gets the name with each line.
+    """Run `python COMMAND…` for each name, concurrently, to the end of all. `on_line` gets the name with each line;
+    `check` is called at least every CHECK_SECONDS.
 
     If one fails, the others are ended too. Raises ProcessError with the name and the last lines of the one that failed
     by itself, TimeLimitError if they have not ended after `limit` seconds.
 
-    Whatever ends the caller (an exception, also in `on_line`; a signal; SIGKILL) also ends the processes and all that
-    they started: first SIGTERM, then after `grace` seconds SIGKILL. An exception is raised once all of them have ended.
+    Whatever ends the caller (an exception, also in `on_line` and `check`; a signal; SIGKILL) also ends the processes
+    and all that they started: first SIGTERM, then after `grace` seconds SIGKILL. An exception is raised once all have
+    ended.
     """
     lines: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
     tails = {name: collections.deque[str](maxlen=TAIL_LINES) for name in commands}
@@ -86,14 +91,20 @@ def run_together(
             open_outputs = len(running)
             while open_outputs:
                 try:
-                    name, line = lines.get(timeout=None if told else max(0.0, deadline - time.monotonic()))
+                    left = deadline - time.monotonic()
+                    name, line = lines.get(timeout=None if told else max(0.0, min(left, CHECK_SECONDS)))
                 except queue.Empty:
+                    if time.monotonic() < deadline:
+                        check()
+                        continue
                     told = True
                     _terminate(running)
                     continue
                 if line is not None:
                     tails[name].append(line)
                     on_line(name, line)
+                    if not told:
+                        check()
                     continue
                 open_outputs -= 1
                 code = running[name].wait()

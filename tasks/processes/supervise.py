@@ -27,6 +27,7 @@ from contextlib import suppress
 import psutil
 
 from grpo_core.system.descendants import POLL_SECONDS, adopt_orphans, kill_descendants, running_descendants
+from tasks.processes.stacks import write_stacks_when_asked
 
 
 async def supervise(command: list[str], grace: float, from_guard: int, silence: float | None = None) -> int:
@@ -124,6 +125,7 @@ def main() -> None:
     if supervisor:
         sys.exit(guard(supervisor, grace))
     os.close(to_supervisor)
+    write_stacks_when_asked()
     sys.exit(asyncio.run(supervise(arguments.command, grace, from_guard, arguments.silence)))
 
 

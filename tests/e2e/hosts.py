@@ -87,6 +87,13 @@ class Host:
     def plug_in(self) -> None:
         _ip("link", "set", self.link, "up")
 
+    def lose(self, other: Host) -> None:
+        """Send all packets for another host to an address on the bridge that nothing has: neither end is told."""
+        _ip("-n", self.namespace, "neighbour", "replace", other.address, "lladdr", "02:00:00:00:00:01", "dev", "cable")
+
+    def find(self, other: Host) -> None:
+        _ip("-n", self.namespace, "neighbour", "flush", "to", other.address, "nud", "permanent")
+
     def freeze(self) -> None:
         for _ in range(3):  # what one of them has started meanwhile, too
             for process in self.processes():

@@ -238,6 +238,23 @@ def test_what_happens_to_a_host_ends_the_training_by_name_or_is_survived(
     place.until_ended()
 
 
+def test_a_network_that_goes_silent_between_the_hosts_is_noticed_named_and_survived(place: Place) -> None:
+    """The stage still reaches both hosts, so no connection is lost: gloo waits, for an hour if nothing ends it."""
+    alpha, beta = place.hosts
+    run = place.run("silent", max_restarts=1, hang_timeout=5.0)
+    with standing_still(place, place.start(run)) as stage:
+        alpha.lose(beta)
+        place.go_on.touch()
+        stage.until(r"restart 1 of 1 .*: hang: all 2 processes wait for each other in sampling at .*distributed.py")
+        alpha.find(beta)
+        assert stage.end() == 0, stage.text
+    assert metrics(run) == place.undisturbed()
+    for rank, host in enumerate(("alpha", "beta")):
+        stacks = (run / "training" / "ranks" / f"{rank}.stacks").read_text()
+        assert re.search(rf"rank {rank} \({host}\), process \d+, in sampling", stacks) and "in share_samples" in stacks
+    place.until_ended()
+
+
 def test_a_cancelled_training_saves_and_ends_on_all_hosts_and_goes_on_from_there(place: Place) -> None:
     run = place.run("cancelled", save_steps=100)
     with standing_still(place, place.start(run)) as stage:
