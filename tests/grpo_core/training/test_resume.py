@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from grpo_core.config.files import dump_config, load_config
 from grpo_core.errors import NotFiniteError
 from grpo_core.planning.plan import load_plan, make_plan, plan_inputs
+from grpo_core.train import main as train_process
 from grpo_core.training import held_out, update
 from grpo_core.training import loop as trainer
 from grpo_core.training.checkpoint import CheckpointError
@@ -30,6 +31,7 @@ from grpo_core.training.interrupt import Stopped
 from grpo_core.training.loop import train
 from grpo_core.training.random_state import random_state, set_random_state
 from tests.conftest import config_values, make_run, with_keys, write_sums
+from tests.grpo_core.training import killing
 from tests.grpo_core.training.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
 from tests.grpo_core.training.training import are_close, assert_same, figures_of, interrupted, result_of
 
@@ -71,16 +73,18 @@ ADAPTER = {"use_peft": True, "lora_r": 4, "beta": 0.1, "num_iterations": 2, "max
 def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
     values: dict[str, Any], tmp_path: Path, keys: dict[str, Any], kills: int
 ) -> None:
-    config = tmp_path / "values.json"
-    config.write_text(json.dumps(with_keys(values, **keys)))
-    command = [sys.executable, "-m", "tests.grpo_core.training.killing", str(config), str(tmp_path), str(kills)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    whole, runs = tmp_path / "whole", sorted(tmp_path.glob("killed-at-*"))
-    assert len(runs) == kills
-    for run in runs:
+    values = with_keys(values, **keys)
+    whole = make_run(tmp_path / "whole", values, killing.NUMBER_OF_PROMPTS)
+    assert killing.train(whole) == 0
+    passes = int((whole / "passes").read_text())
+    runs = []
+    for position in range(kills):
+        kill_at = 1 + position * passes // kills + position % 2
+        run = make_run(tmp_path / f"killed-at-{kill_at}", values, killing.NUMBER_OF_PROMPTS)
+        assert os.WTERMSIG(killing.train(run, kill_at)) == signal.SIGKILL
+        assert killing.train(run) == 0
         assert_same(run, whole)
+        runs.append(run)
     resumed = {json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] for run in runs}
     assert len(resumed) > 2, "kills fell between different checkpoints"
 
@@ -410,25 +414,19 @@ def test_two_processes_told_to_stop_agree_where_and_end_with_the_same_weights(
 
 
 @pytest.mark.slow
-def test_the_process_of_a_training_told_to_stop_ends_with_status_143(values: dict[str, Any], tmp_path: Path) -> None:
+def test_the_process_of_a_training_told_to_stop_ends_with_status_143(
+    values: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(tmp_path / "run", values)
-    code = (
-        "import os, signal, sys; from pathlib import Path; from tests.grpo_core.training.killing import train;"
-        "sys.exit(os.waitstatus_to_exitcode(train(Path(sys.argv[1]), 6, signal.SIGTERM)))"
-    )
-    command, environment = [sys.executable, "-c", code, str(run)], {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 143, done.stderr
-    assert "training: told to stop, the checkpoint of step" in done.stdout
+    assert os.waitstatus_to_exitcode(killing.train(run, 6, signal.SIGTERM)) == 143
+    assert "training: told to stop, the checkpoint of step" in capfd.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_training_that_cannot_start_ends_with_one_sentence(values: dict[str, Any], tmp_path: Path) -> None:
+def test_a_training_that_cannot_start_ends_with_one_sentence(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path / "run", with_keys(values, num_processes=2))
-    command = [sys.executable, "-m", "grpo_core.train", str(run)]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "the plan is for num_processes=2, but 1 were started" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["grpo_core.train", str(run)])
+    with pytest.raises(SystemExit, match="the plan is for num_processes=2, but 1 were started") as end:
+        train_process()
+    assert len(str(end.value).splitlines()) == 1
