@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import httpx2
 
 from grpo_core.config.run import RunConfig
+from grpo_core.rollout.vllm.secret import SECRET, with_secret
 from grpo_core.rollout.vllm.serve import ADDRESSES
 from tasks.processes.run import GRACE_SECONDS, TAIL_LINES
 from tasks.stages.errors import StageError
@@ -36,17 +38,17 @@ def servers(context: Context, log: Logger | LoggerAdapter[Any]) -> Iterator[dict
     if rollout.engine != "vllm-server" or rollout.vllm_server_base_urls:
         yield {}
         return
-    devices = _devices(context.config)
+    devices, secret = _devices(context.config), {SECRET: secrets.token_hex(16)}
     with ExitStack() as running:
         started = []
         for number in range(rollout.vllm_num_servers):
             output = context.partial / f"vllm-server-{number}.log"
-            server = _Server(context.run / "config.toml", output, devices[number], log)
+            server = _Server(context.run / "config.toml", output, devices[number] | secret, log)
             running.callback(server.stop)
             started.append(server)
         for server in started:
             server.wait_until_up(rollout.vllm_server_timeout)
-        yield {ADDRESSES: " ".join(server.url for server in started)}
+        yield {ADDRESSES: " ".join(server.url for server in started), **secret}
 
 
 class _Server:
@@ -111,7 +113,8 @@ class _Server:
 
     def _is_up(self) -> bool:
         try:
-            answer = httpx2.get(f"{self.url}/health", timeout=5, trust_env=False)  # a proxy has its own 127.0.0.1
+            headers = with_secret(self.environment)
+            answer = httpx2.get(f"{self.url}/health", timeout=5, headers=headers, trust_env=False)  # through no proxy
         except httpx2.HTTPError:
             return False
         return answer.status_code == 200

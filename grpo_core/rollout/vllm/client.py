@@ -18,6 +18,7 @@ import httpx2
 from torch import Tensor
 
 from grpo_core.config.rollout import RolloutConfig
+from grpo_core.rollout.vllm.secret import with_secret
 
 LEASE_SECONDS = 20.0  # after which a trainer that was killed no longer has the server
 RENEWALS = 4  # of a lease in its time
@@ -73,7 +74,12 @@ class Server:
         self.sequences, self.in_flight = 0, asyncio.Semaphore(1)
         # A connection for each request: an idle one may be closed by the server just when it is used again.
         limits = httpx2.Limits(max_keepalive_connections=0)
-        self.http = httpx2.AsyncClient(base_url=self.url, limits=limits, trust_env=False)  # through no proxy
+        self.http = httpx2.AsyncClient(
+            base_url=self.url,
+            limits=limits,
+            headers=with_secret(),
+            trust_env=False,  # through no proxy
+        )
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of /inference/v1/generate, every token of it by the weights that are wanted now."""

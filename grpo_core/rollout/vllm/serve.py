@@ -1,7 +1,7 @@
 """Start a vLLM server for a run: `python -m grpo_core.rollout.vllm.serve CONFIG`.
 
-It is what `vllm serve` starts, with the options that a training needs. Whoever can reach its port can have it do
-anything: it belongs on 127.0.0.1 or a private network.
+It is what `vllm serve` starts, with the options that a training needs. Callers need the secret in GRPO_VLLM_SECRET, if
+that is set; without one, anyone who reaches the port can replace the weights.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
+from grpo_core.rollout.vllm.secret import SECRET
 from grpo_core.system.libraries import quiet_libraries
 
 ADDRESSES = "GRPO_VLLM_SERVERS"  # environment variable of a training: the addresses of servers that were started for it
@@ -74,6 +75,7 @@ def server_command(config: RunConfig) -> list[str]:
         *("--max-model-len", "auto", "--uvicorn-log-level", "warning"),
         # vLLM itself answers the pages of every origin.
         *("--middleware", "grpo_core.system.origin_check.OwnPagesOnly"),
+        *(["--middleware", "grpo_core.rollout.vllm.secret.SecretRequired"] if os.environ.get(SECRET) else []),
         *("--logprobs-mode", LOGPROBS_MODE),
         *("--weight-transfer-config", json.dumps({"backend": transfer})),
         *("--worker-extension-cls", "grpo_core.rollout.vllm.worker.TrainerLease"),

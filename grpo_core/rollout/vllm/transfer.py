@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer import (
 )
 
 from grpo_core.rollout.vllm.client import Server, Unavailable
+from grpo_core.rollout.vllm.secret import with_secret
 from grpo_core.rollout.vllm.snapshot import Snapshot
 
 PACKED_BYTES = 2**29  # of each of the two buffers that NCCL sends from, per server
@@ -101,7 +102,8 @@ def _connect(server: Server) -> Any:
 
 def _ask(method: str, url: str, seconds: float, json: dict[str, Any] | None = None) -> httpx2.Response:
     """The answer, asked for through no proxy; raises httpx2.HTTPError if there is none or it is an error."""
-    return httpx2.request(method, url, json=json, timeout=seconds, trust_env=False).raise_for_status()
+    answer = httpx2.request(method, url, json=json, timeout=seconds, headers=with_secret(), trust_env=False)
+    return answer.raise_for_status()
 
 
 def _meeting_point(url: str) -> tuple[str, int]:
