@@ -22,6 +22,7 @@ MODULES = "GRPO_REWARD_MODULES"  # comma-separated; a deployment's parameters ma
 ADDRESSES = (
     ("rollout", "vllm_server_base_urls"),  # the weights are sent there
     ("launch", "hosts"),  # the environment is sent there, secrets included
+    ("launch", "server_hosts"),
 )
 
 

@@ -24,3 +24,7 @@ class LaunchConfig(Section):
     hosts: list[Destination] = Field(default_factory=list)
     """Machines for `ssh`, each as HOST, USER@HOST or ssh://USER@HOST:PORT. The first train.num_machines of them that
     answer are used; those beyond are spare."""
+    server_hosts: list[Destination] = Field(default_factory=list)
+    """vllm-server: machines for the servers that a training starts, reached by `ssh`. The first
+    rollout.vllm_num_servers of them that answer get one each; those beyond are spare. A server on one of `hosts` takes
+    the GPUs after the training's. Default: this machine."""
