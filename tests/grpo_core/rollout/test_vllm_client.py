@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -263,6 +262,24 @@ def test_a_server_takes_a_whole_group_or_is_refused_or_started_for_it(tmp_path: 
     assert ("--max-num-seqs" in command) == (group > 128)
 
 
+@pytest.mark.parametrize(
+    ("launch", "rollout", "transfer"),
+    [
+        ({}, {}, "shared_memory"),
+        ({"server_hosts": ["gpu-3"]}, {}, "http"),
+        ({}, {"vllm_weight_transfer": "http"}, "http"),
+    ],
+)
+def test_weights_reach_another_machines_cpu_over_http(
+    tmp_path: Path, launch: dict[str, Any], rollout: dict[str, Any], transfer: str
+) -> None:
+    values = config_values(tmp_path, tmp_path, engine="vllm-server", **rollout)
+    config = parse_config(values | {"launch": launch})
+    assert json.dumps({"backend": transfer}) in vllm_serve.server_command(config)
+    started = {**STARTED, "weight_transfer": transfer}
+    assert bool(vllm_server._objection(started, config, 16, True, "another machine")) == (transfer == "shared_memory")
+
+
 def test_a_server_that_cannot_see_the_trainers_memory_is_refused(tmp_path: Path) -> None:
     config = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server"))
     assert vllm_server._objection(STARTED, config, 16, True, "there") == ""
@@ -291,49 +308,6 @@ def test_a_server_whose_log_probabilities_are_not_those_that_training_compares_i
         objection = vllm_server._objection(started, config, 16, True, "there")
         assert said in objection
         assert bool(objection) == bool(said)
-
-
-@pytest.mark.slow
-def test_what_was_asked_of_a_server_is_asked_again_where_it_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = {"choices": [{"finish_reason": "stop", "weight_versions": [{"version": "none"}]}]}
-    monkeypatch.setattr(vllm_server, "FOLLOW_SECONDS", 0.0)
-    addresses = tmp_path / "vllm-servers"
-    monkeypatch.setenv(vllm_serve.ADDRESSES, str(addresses))
-
-    async def answer(url: str) -> Any:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            addresses.write_text(f"http://127.0.0.1:{silent.getsockname()[1]}")
-            [old] = vllm_serve.read_addresses()
-            server = _server(old)
-            monkeypatch.setattr(server, "restore", mock.AsyncMock())
-            asked = asyncio.create_task(server.ask({}))
-            await asyncio.to_thread(silent.accept)
-            following = asyncio.create_task(vllm_server._follow([server]))
-            addresses.write_text(url)
-            found = await asked
-            following.cancel()
-            assert server.url == url
-            return found
-
-    with _answering(json.dumps(whole).encode()) as url:
-        assert asyncio.run(answer(url)) == whole
-
-
-def test_weights_that_are_on_their_way_to_a_server_that_moves_are_not_waited_for() -> None:
-    held = threading.Event()
-    server = Server("http://127.0.0.1:1", RolloutConfig(), "token", "holder", str, lambda *_: held.wait(60))
-
-    async def move() -> None:
-        sending = asyncio.create_task(server._receive({}))
-        await asyncio.sleep(0)
-        server.move("http://127.0.0.1:2")
-        with pytest.raises(Unavailable, match="another address"):
-            await sending
-
-    asyncio.run(move())
-    held.set()
 
 
 def test_a_lease_is_renewed_whatever_went_wrong_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from grpo_core.config.files import parse_config
-from grpo_core.rollout.vllm.secret import SECRET, with_secret
-from grpo_core.rollout.vllm.serve import ADDRESSES, server_command
+from grpo_core.rollout.vllm.secret import with_secret
+from grpo_core.rollout.vllm.serve import ADDRESSES
 from tasks.processes import machine, vllm_servers
 from tasks.processes.run import ProcessError
 from tasks.processes.vllm_servers import servers
@@ -144,18 +144,6 @@ def test_a_training_that_fails_while_a_server_is_down_names_its_host(hosts: Path
         assert "up1: ssh: up1: No route to host" in found.until("cannot be started again")
         raise ProcessError("it is away", restartable=True)
     assert raised.value.restartable
-
-
-@pytest.mark.parametrize(
-    ("values", "transfer"),
-    [({}, "shared_memory"), ({"launch": {"server_hosts": ["up1"]}}, "http")],
-)
-def test_weights_reach_another_machines_cpu_over_http(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], transfer: str
-) -> None:
-    monkeypatch.delenv(SECRET, raising=False)
-    config = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server") | values)
-    assert f'{{"backend": "{transfer}"}}' in server_command(config)
 
 
 @pytest.mark.parametrize(
