@@ -55,11 +55,13 @@ def servers(context: Context, log: Logger | LoggerAdapter[Any]) -> Iterator[dict
         return
     addresses, secret = context.partial / "vllm-servers", {SECRET: secrets.token_hex(16)}
     started: list[_Server] = []
+    announcing = threading.Lock()
 
     def announce() -> None:
-        written = addresses.with_suffix(".new")
-        written.write_text("\n".join(server.place.url for server in started))
-        written.rename(addresses)
+        with announcing:
+            written = addresses.with_suffix(".new")
+            written.write_text("\n".join(server.place.url for server in started))
+            written.rename(addresses)
 
     with ExitStack() as held:
         places = _on_hosts(context) if context.config.launch.server_hosts else _on_this_machine(context, held)
@@ -122,7 +124,7 @@ def _on_hosts(context: Context) -> list[Callable[[], Place]]:
         address, port, name = answer["address"], answer["port"], host_name(host)
         if not address:
             raise StageError(f"{host} has no way to {towards}, where the training runs (launch.hosts)")
-        first = config.train.processes_per_machine if host in training else 0
+        first = config.train.processes_per_machine if name in map(host_name, training) else 0
         return Place(
             host=name,
             url=f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}",

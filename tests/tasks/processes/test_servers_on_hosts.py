@@ -104,8 +104,12 @@ def test_a_server_is_started_again_on_its_host_or_on_a_spare_one_and_the_trainin
         second.kill()
         assert found.until("is up").endswith("on up2 is up")
         [(third, _)] = found.ask()
-        assert len({first.pid, second.pid, third.pid}) == 3
-    assert not third.is_running()
+        (hosts / "up1").unlink()
+        third.kill()
+        assert found.until("is up").endswith("on up2 is up")
+        [(fourth, _)] = found.ask()
+        assert len({first.pid, second.pid, third.pid, fourth.pid}) == 4
+    assert not fourth.is_running()
     assert {file.name for file in hosts.glob("vllm-server*")} == {"vllm-server-0-up1.log", "vllm-server-0-up2.log"}
 
 
@@ -114,7 +118,7 @@ def test_each_server_has_a_host_and_the_gpus_after_a_trainings(hosts: Path) -> N
     values = _config(
         hosts,
         *("up1", "down2", "up3"),
-        launch={"launcher": "ssh", "hosts": ["up3", "up4"]},
+        launch={"launcher": "ssh", "hosts": ["me@up3", "up4"]},
         vllm_num_servers=2,
         num_processes=4,
         num_machines=2,
