@@ -1,4 +1,4 @@
-"""The secret that a vLLM server and its trainer share: whoever reaches the port without it is answered nothing.
+"""The secret that a vLLM server and its trainer share: the server refuses every request without it.
 
 vLLM's own `--api-key` guards neither weights nor the workers' methods.
 """
