@@ -24,6 +24,7 @@ ADDRESSES = (
     ("rollout", "vllm_server_base_urls"),  # the weights are sent there
     ("launch", "hosts"),  # the environment is sent there, secrets included
     ("launch", "kubernetes"),  # to the image that the file names
+    ("launch", "server_hosts"),
 )
 
 

@@ -81,3 +81,7 @@ class LaunchConfig(Section):
     kubernetes: str = ""
     """YAML file with the Job for `kubernetes`. Its spec.template says what a pod is: image, storage, GPUs. The file is
     read where the stage `train` runs."""
+    server_hosts: list[Destination] = Field(default_factory=list)
+    """vllm-server: machines for the servers that a training starts, reached by `ssh`. The first
+    rollout.vllm_num_servers of them that answer get one each; those beyond are spare. A server on one of `hosts` takes
+    the GPUs after the training's. Default: this machine."""

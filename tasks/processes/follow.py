@@ -1,6 +1,6 @@
 """`python -m tasks.processes.follow FOLDER NUMBER ARGUMENTS…`: stand for machine NUMBER of a scheduler's job.
 
-It gives the machine its request, with ARGUMENTS for `tasks.processes.ranks`, and signs of life, and prints what the
+It gives the machine its request, to run `python ARGUMENTS`, and signs of life, and prints what the
 processes there print. On SIGTERM it tells the machine to stop: the processes there save and end. The same happens when
 another machine of the job is told to stop, since processes save together. The exit status is theirs, or LOST if the
 machine gives no sign of life for SILENCE_SECONDS: then this process stops its own signs and returns only when

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
-from tasks.processes.launchers.kubernetes import kubernetes
 from grpo_core.system.progress import MACHINES, RANKS
+from tasks.processes.launchers.kubernetes import kubernetes
 from tasks.processes.launchers.local import local
 from tasks.processes.launchers.machines import Launcher
 from tasks.processes.launchers.slurm import slurm

@@ -1,7 +1,7 @@
 """What a launcher runs on another machine: `python -m tasks.processes.machine ACTION`, with one line of JSON as input.
 
 `check`: say whether this machine sees the run directory, which code it has, and what it lacks. `run`: become a
-supervised `tasks.processes.ranks`, with the environment of the machine that asks; lines of input are signs of life from
+supervised `python ARGUMENTS`, with the environment of the machine that asks; lines of input are signs of life from
 there, and without one for SILENCE_SECONDS everything here is killed.
 """
 
@@ -24,6 +24,7 @@ import grpo_core
 import tasks
 from grpo_core.errors import GrpoError
 from tasks.processes.gpu import check_gpu_machine
+from tasks.processes.ranks import own_address
 from tasks.processes.run import GRACE_SECONDS
 
 SILENCE_SECONDS = 20.0
@@ -51,20 +52,31 @@ def code_version() -> str:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """`file`: in the run directory. The answer has a free port too, for the machine that the processes meet on."""
+    """`file`: in the run directory. `towards`: the machine that will speak to this one; without it, the one that asks.
+
+    The answer also has this machine's own address on the way there, "" if there is none, and a free port.
+    """
     problem = ""
     try:
         check_gpu_machine()
     except GrpoError as error:
         problem = str(error)
     sees = Path(request["file"]).exists()
-    return {"sees_run": sees, "version": code_version(), "problem": problem, "port": free_port()}
+    towards = request.get("towards") or os.environ.get("SSH_CONNECTION", "").split(" ")[0]
+    address = own_address(towards) if towards else None
+    return {
+        "sees_run": sees,
+        "version": code_version(),
+        "problem": problem,
+        "address": str(address or ""),
+        "port": free_port(),
+    }
 
 
 def supervised(request: dict[str, Any], silence: float) -> list[str]:
-    """Command that runs `tasks.processes.ranks` as requested until its input is silent for so many seconds."""
+    """Command that runs `python ARGUMENTS` as requested until its input is silent for so many seconds."""
     supervise = ["-m", "tasks.processes.supervise", "--silence", str(silence), str(GRACE_SECONDS)]
-    return [sys.executable, *supervise, sys.executable, "-m", "tasks.processes.ranks", *request["arguments"]]
+    return [sys.executable, *supervise, sys.executable, *request["arguments"]]
 
 
 def free_port() -> int:

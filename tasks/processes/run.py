@@ -126,7 +126,7 @@ def run_together(
         name = min(failed, key=lambda name: blame(failed[name]))
         who = f"machine {name}" if name else " ".join(commands[name])
         raise ProcessError(
-            f"{who} ended with {_status(failed[name])}; its last lines:\n" + "\n".join(tails[name]),
+            f"{who} ended with {describe_status(failed[name])}; its last lines:\n" + "\n".join(tails[name]),
             restartable=is_cause(failed[name]) or failed[name] in (TOLD, LOST_PEER),
             told=failed[name] == TOLD,
         )
@@ -179,7 +179,7 @@ def is_cause(code: int) -> bool:
     return code == LOST or (SIGNALLED < code <= SIGNALLED + LAST_SIGNAL and code != TOLD)
 
 
-def _status(code: int) -> str:
+def describe_status(code: int) -> str:
     """Exit status, and what it stands for."""
     if code == LOST:
         return f"status {code}: the connection to it is lost"

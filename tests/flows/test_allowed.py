@@ -67,6 +67,22 @@ def test_no_function_of_a_module_that_the_worker_does_not_list_not_even_imported
     assert {path.name for path in folder.iterdir()} == {"house.py", "team.toml"}
 
 
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("section", "key", "given"),
+    [
+        ("rollout", "vllm_server_base_urls", ["http://evil.example"]),
+        ("launch", "hosts", ["evil.example"]),
+        ("launch", "server_hosts", ["evil.example"]),
+    ],
+)
+def test_no_machine_to_which_weights_or_the_environment_would_be_sent(section: str, key: str, given: list[str]) -> None:
+    changes: dict[str, Any] = {"rollout": {"engine": "vllm-server"}}
+    changes.setdefault(section, {})[key] = given
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} = .*evil.* only a preset may name them"):
+        resolve_allowed("team", changes)
+
+
 def test_a_listed_module_s_own_rewards_and_nothing_that_it_imports(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,7 +109,7 @@ def _machines(
         machines = [
             Machine(
                 name=answer["name"],
-                command=["-m", "tasks.processes.follow", str(shared), str(number)],
+                command=["-m", "tasks.processes.follow", str(shared), str(number), "-m", "tasks.processes.ranks"],
                 address=answer["address"],
                 port=answer["port"],
                 grace=SILENCE_SECONDS + ENDING_SECONDS,

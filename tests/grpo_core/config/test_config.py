@@ -94,7 +94,7 @@ def _with(key: str, value: Any) -> dict[str, Any]:
         ({"launch": {"hosts": ["-oProxyCommand=sh"]}}, "launch.hosts.0 = '-oProxyCommand=sh': String should match"),
         (
             {"launch": {"launcher": "ssh", "hosts": ["a"]}, "rollout": {"engine": "vllm-server"}},
-            "the hosts do not reach them; start servers yourself",
+            "the others do not reach them; name machines for them in launch.server_hosts",
         ),
         ({"launch": {"launcher": "kubernetes"}}, "launch.kubernetes; name a YAML file with a Job"),
         (

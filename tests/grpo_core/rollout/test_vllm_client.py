@@ -251,6 +251,24 @@ def test_a_server_takes_a_whole_group_or_is_refused_or_started_for_it(tmp_path: 
     assert ("--max-num-seqs" in command) == (group > 128)
 
 
+@pytest.mark.parametrize(
+    ("launch", "rollout", "transfer"),
+    [
+        ({}, {}, "shared_memory"),
+        ({"server_hosts": ["gpu-3"]}, {}, "http"),
+        ({}, {"vllm_weight_transfer": "http"}, "http"),
+    ],
+)
+def test_weights_reach_another_machines_cpu_over_http(
+    tmp_path: Path, launch: dict[str, Any], rollout: dict[str, Any], transfer: str
+) -> None:
+    values = config_values(tmp_path, tmp_path, engine="vllm-server", **rollout)
+    config = parse_config(values | {"launch": launch})
+    assert json.dumps({"backend": transfer}) in vllm_serve.server_command(config)
+    started = {**STARTED, "weight_transfer": transfer}
+    assert bool(vllm_server._objection(started, config, 16, True, "another machine")) == (transfer == "shared_memory")
+
+
 def test_a_server_that_cannot_see_the_trainers_memory_is_refused(tmp_path: Path) -> None:
     config = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server"))
     assert vllm_server._objection(STARTED, config, 16, True, "there") == ""

@@ -249,7 +249,7 @@ def test_too_few_hosts_are_refused_with_what_ssh_says(tmp_path: Path) -> None:
 def test_a_host_that_cannot_take_part_is_refused(
     answer: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = {"sees_run": True, "version": machine.code_version(), "problem": "", "port": 1}
+    right = {"sees_run": True, "version": machine.code_version(), "problem": "", "address": "", "port": 1}
     monkeypatch.setattr("tasks.processes.launchers.ssh._ask", lambda host, request: right | answer)
     with pytest.raises(StageError, match=message), ssh(_ssh_config("up1"), tmp_path, 0, print):
         pass
@@ -300,7 +300,7 @@ def _relay(status: int | None) -> subprocess.Popen[str]:
     transport = json.dumps([sys.executable, "-c", TRANSPORT.format(status=status)])
     patched = "from tasks.processes import relay; relay.ENDING_SECONDS = 0.1; relay.main()"
     return subprocess.Popen(
-        [sys.executable, "-c", patched, transport, "--nnodes", "2"],
+        [sys.executable, "-c", patched, transport, "-m", "work"],
         env={**os.environ, "SECRET": "it's $HOME"},
         stdout=subprocess.PIPE,
         text=True,
@@ -310,7 +310,7 @@ def _relay(status: int | None) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("code", [0, 1, LOST_PEER, 137])
 def test_a_relay_ends_as_the_other_side_does(code: int) -> None:
     relay = _relay(code)
-    assert relay.communicate()[0] == "['--nnodes', '2'] it's $HOME\n"
+    assert relay.communicate()[0] == "['-m', 'work'] it's $HOME\n"
     assert relay.returncode == code
 
 
