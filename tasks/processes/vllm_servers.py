@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx2
 
+from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.rollout.vllm.serve import ADDRESSES
 from tasks.processes.run import GRACE_SECONDS, TAIL_LINES
@@ -33,7 +34,7 @@ def servers(context: Context, log: Logger | LoggerAdapter[Any]) -> Iterator[dict
     """Start the servers that the configuration asks for, and give the environment variables by which the stage's
     process finds them; empty if it asks for none. Raises StageError if a server does not start."""
     rollout = context.config.rollout
-    if rollout.engine != "vllm-server" or rollout.vllm_server_base_urls:
+    if not _starts_servers(rollout):
         yield {}
         return
     devices = _devices(context.config)
@@ -115,6 +116,17 @@ class _Server:
         except httpx2.HTTPError:
             return False
         return answer.status_code == 200
+
+
+def gpus_of_servers(rollout: RolloutConfig) -> int:
+    """How many GPUs the servers that a stage starts take, beside those of its other processes."""
+    if not _starts_servers(rollout) or rollout.vllm_weight_transfer == "ipc":
+        return 0
+    return rollout.vllm_num_servers * rollout.vllm_tensor_parallel_size * rollout.vllm_data_parallel_size
+
+
+def _starts_servers(rollout: RolloutConfig) -> bool:
+    return rollout.engine == "vllm-server" and not rollout.vllm_server_base_urls
 
 
 def _devices(config: RunConfig) -> list[dict[str, str]]:

@@ -141,7 +141,7 @@ def test_a_cancelled_training_saves_ends_and_goes_on_from_there(
         cancelled = _start(server, "cancelled")
         _wait_until_stuck(server, "cancelled")
         waiting = _start(server, "waiting")
-        _wait_for(lambda: "waiting: all slots" in server.messages(waiting))
+        _wait_for(lambda: "waiting for 1 slots" in server.messages(waiting))
         processes = _processes(runner, "cancelled")
         server.cancel(cancelled)
         _wait_until_ended(processes)
