@@ -1,0 +1,81 @@
+"""Trainings that share the GPUs of a machine: as many as fit train, each on its own GPUs, and the next one waits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import config_values, write_sums
+from tests.e2e.test_cancel import PROJECT, _processes, _wait_for, _wait_until_stuck, _write_config
+from tests.e2e.test_kill import REWARD
+from tests.serving import Served, grpo_serve, prefect_server
+
+pytestmark = pytest.mark.e2e
+
+SMI = '#!/bin/sh\n[ "$1" = --query-gpu=index ] && printf "0\\n1\\n"\n'
+
+
+@pytest.fixture
+def server(tmp_path: Path, model_folder: Path) -> Iterator[Served]:
+    """A Prefect server of a machine with two GPUs (pretended: nothing is computed on them)."""
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "patience.py").write_text(REWARD)
+    write_sums(tmp_path / "train.parquet", 10, 34)
+    write_sums(tmp_path / "eval.parquet", 60, 76)
+    values = config_values(model_folder, tmp_path, max_steps=6)
+    for name in ("one", "two"):
+        _write_config(tmp_path, name, values)
+    halves = {**values["train"], "num_processes": 2, "per_device_train_batch_size": 4}
+    _write_config(tmp_path, "both", {**values, "train": halves})
+    _write_config(
+        tmp_path, "three", {**values, "train": {**halves, "num_processes": 4, "per_device_train_batch_size": 2}}
+    )
+    paths: dict[str, Any] = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PROJECT)]),
+    }
+    with prefect_server(tmp_path, MAY_GO_ON=str(tmp_path / "never"), **paths) as server:
+        yield server
+
+
+def _train(server: Served, name: str) -> str:
+    for stage in ("validate", "plan"):
+        done = server.wait(server.trigger(f"{stage}/local", run=name))
+        assert done["state_type"] == "COMPLETED", server.messages(done["id"])
+    return server.trigger("train/local", run=name)
+
+
+def _gpus(runner: psutil.Process, name: str) -> set[str]:
+    trained_by = [it for it in _processes(runner, name) if "grpo_core.train" in " ".join(it.cmdline())]
+    return {it.environ()["CUDA_VISIBLE_DEVICES"] for it in trained_by}
+
+
+def test_two_trainings_share_two_gpus_and_one_that_wants_both_waits_for_them(server: Served) -> None:
+    with grpo_serve(server) as runner:
+        first, second = (_train(server, name) for name in ("one", "two"))
+        _wait_until_stuck(server, "one")
+        _wait_until_stuck(server, "two")
+        assert sorted([_gpus(runner, "one"), _gpus(runner, "two")], key=min) == [{"0"}, {"1"}]
+        waiting = _train(server, "both")
+        sentence = "waiting for 2 slots of the concurrency limit grpo-training: 2 of 2 are taken, 0 are free"
+        _wait_for(lambda: sentence in server.messages(waiting))
+
+        refused = server.wait(_train(server, "three"))
+        assert refused["state_type"] == "FAILED"
+        assert (
+            "takes 4 slots, one per GPU, and the concurrency limit grpo-training has 2" in refused["state"]["message"]
+        )
+
+        for run_id in (first, second):
+            server.cancel(run_id)
+            server.wait(run_id, "CANCELLED")
+        _wait_until_stuck(server, "both")
+        assert _gpus(runner, "both") == {"0,1"}
+        server.cancel(waiting)
+        server.wait(waiting, "CANCELLED")
