@@ -21,6 +21,7 @@ from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
 from tasks.processes.launch import launch
 from tasks.processes.run import run_process
+from tasks.processes.slots import gpus
 from tasks.processes.vllm_servers import servers
 from tasks.registry.champion import identity, present_champion
 from tasks.rendering import figures as as_text
@@ -54,7 +55,7 @@ def _work(context: Context) -> dict[str, Any]:
     command = ["-m", "grpo_core.evaluate", str(context.run), "--output", str(context.partial)]
     with answering():  # fail now rather than after the work
         champion = present_champion(client, config.registry.model_name or config.name)
-    with servers(context, log) as addresses:
+    with gpus(config, launched=config.train.sharding != "none"), servers(context, log) as addresses:
         if champion is None:
             _run(config, command, log.info, context.partial, addresses)
         else:

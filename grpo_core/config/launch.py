@@ -83,5 +83,5 @@ class LaunchConfig(Section):
     read where the stage `train` runs."""
     server_hosts: list[Destination] = Field(default_factory=list)
     """vllm-server: machines for the servers that a training starts, reached by `ssh`. The first
-    rollout.vllm_num_servers of them that answer get one each; those beyond are spare. A server on one of `hosts` takes
-    the GPUs after the training's. Default: this machine."""
+    rollout.vllm_num_servers of them that answer get one each; those beyond are spare. A server takes
+    GPUs that nothing else of ours uses there. Default: this machine."""

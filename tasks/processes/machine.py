@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -22,10 +23,12 @@ from typing import Any
 
 import grpo_core
 import tasks
+from grpo_core.config.files import load_config
 from grpo_core.errors import GrpoError
 from tasks.processes.gpu import check_gpu_machine
+from tasks.processes.gpu_locks import POLL_SECONDS, take_gpus, variables, visible_gpus
 from tasks.processes.ranks import own_address
-from tasks.processes.run import GRACE_SECONDS
+from tasks.processes.run import GRACE_SECONDS, TOLD
 
 SILENCE_SECONDS = 20.0
 REQUEST_SECONDS = 60  # in which the line of input has to come
@@ -88,6 +91,38 @@ def free_port() -> int:
             return port
 
 
+def _take_gpus(arguments: list[str]) -> None:
+    """Take as many GPUs as the processes or the vLLM server need that will run here, for this process and those that it
+    becomes and starts. Ends this process if the machine that asks tells it to, or if this machine has too few."""
+    if not visible_gpus():
+        return
+    try:
+        taken = take_gpus(gpus_needed(arguments), _say, _wait_for_sign)
+    except GrpoError as error:
+        sys.exit(str(error))
+    for descriptor in taken.values():
+        os.set_inheritable(descriptor, True)
+    os.environ.update(variables(taken))
+
+
+def gpus_needed(arguments: list[str]) -> int:
+    """GPUs of `tasks.processes.ranks ARGUMENTS`, or of `grpo_core.rollout.vllm.serve CONFIG …`."""
+    if "--nproc-per-node" in arguments:
+        return int(arguments[arguments.index("--nproc-per-node") + 1])
+    rollout = load_config(Path(arguments[2])).rollout
+    return rollout.vllm_tensor_parallel_size * rollout.vllm_data_parallel_size
+
+
+def _wait_for_sign() -> None:
+    """Let some time pass. Ends this process if the machine that asks has closed the input."""
+    if select.select([0], [], [], POLL_SECONDS)[0] and not os.read(0, 4096):
+        sys.exit(TOLD)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
 def main() -> None:
     signal.alarm(REQUEST_SECONDS)
     with open(0, "rb", buffering=0, closefd=False) as unbuffered:  # what follows the line is the supervisor's
@@ -97,6 +132,7 @@ def main() -> None:
         print(json.dumps(check(request)))
         return
     os.environ.update(request["environment"])
+    _take_gpus(request["arguments"])
     os.execv(sys.executable, supervised(request, SILENCE_SECONDS))
 
 

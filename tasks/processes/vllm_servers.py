@@ -21,6 +21,7 @@ from typing import Any
 import httpx2
 
 from grpo_core.config.launch import host_name
+from grpo_core.config.rollout import RolloutConfig
 from grpo_core.rollout.vllm.secret import SECRET, with_secret
 from grpo_core.rollout.vllm.serve import ADDRESSES
 from tasks.processes.launchers.ssh import RELAY_SECONDS, address_of, answering_hosts, relayed
@@ -50,7 +51,7 @@ def servers(context: Context, log: Logger | LoggerAdapter[Any]) -> Iterator[dict
     """Start the servers that the configuration asks for, and give the environment variables by which the stage's
     process finds them; empty if it asks for none. Raises StageError if a server does not start."""
     rollout = context.config.rollout
-    if rollout.engine != "vllm-server" or rollout.vllm_server_base_urls:
+    if not _starts_servers(rollout):
         yield {}
         return
     addresses, secret = context.partial / "vllm-servers", {SECRET: secrets.token_hex(16)}
@@ -124,11 +125,10 @@ def _on_hosts(context: Context) -> list[Callable[[], Place]]:
         address, port, name = answer["address"], answer["port"], host_name(host)
         if not address:
             raise StageError(f"{host} has no way to {towards}, where the training runs (launch.hosts)")
-        first = config.train.processes_per_machine if name in map(host_name, training) else 0
         return Place(
             host=name,
             url=f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}",
-            command=[*relayed(host), *_serve(context, address, port, first)],
+            command=[*relayed(host), *_serve(context, address, port, first_gpu=0)],  # of those that are its own there
             grace=RELAY_SECONDS,
             log=context.partial / f"vllm-server-{number}-{name}.log",
         )
@@ -238,6 +238,10 @@ def _stop(started: list[_Server]) -> None:
         server.tell_to_stop()
     for server in started:
         server.process.wait()
+
+
+def _starts_servers(rollout: RolloutConfig) -> bool:
+    return rollout.engine == "vllm-server" and not rollout.vllm_server_base_urls
 
 
 def hold_port() -> socket.socket:

@@ -21,7 +21,7 @@ import pytest
 
 from grpo_core.config.files import dump_config, load_config, parse_config
 from tests.conftest import config_values, make_run, write_sums
-from tests.e2e.hosts import Host, two_hosts
+from tests.e2e.hosts import Host, some_hosts
 
 pytestmark = pytest.mark.e2e
 
@@ -135,7 +135,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("hosts")
-    with two_hosts(folder) as (hosts, environment):
+    with some_hosts(folder, "alpha", "beta") as (hosts, environment):
         yield Place(folder, model_folder, hosts, environment)
 
 
@@ -315,3 +315,17 @@ def test_a_reward_that_fails_is_no_reason_to_start_again(place: Place) -> None:
     assert stage.end() == 1
     assert stage.said("no score") and not stage.said("restart 1")
     place.until_ended()
+
+
+def test_a_killed_process_of_four_in_a_hybrid_training_is_survived(place: Place) -> None:
+    """Two processes per host, each host with the whole of the model between them."""
+    run = place.run("hybrid", max_restarts=1, sharding="hybrid", num_processes=4, per_device_train_batch_size=4)
+    with standing_still(place, place.start(run)) as stage:
+        place.hosts[1].named("grpo_core.train")[-1].kill()
+        place.go_on.touch()
+        assert stage.end() == 0, stage.text
+    assert stage.said("restart 1 of 1")
+    place.until_ended()
+    for found, expected in zip(metrics(run), place.undisturbed(), strict=True):
+        assert found["reward"] == pytest.approx(expected["reward"], rel=1e-4)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)

@@ -10,9 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 from grpo_core.config.launch import host_name
@@ -96,27 +96,37 @@ def remote_command(host: str, action: str) -> list[str]:
 
 
 def _ask_all(hosts: list[str], folder: Path, towards: str) -> dict[str, dict[str, Any]]:
-    """What each host answers to the check; under SILENT, why it does not."""
+    """What each host answers to the check; under SILENT, why it does not. Whatever ends this ends the questions."""
     file = folder / f".host-check-{secrets.token_hex(8)}"  # a new name: NFS remembers which files were not there
-    file.touch()
-    request = json.dumps({"file": str(file), "towards": towards}) + "\n"
-    try:
-        with ThreadPoolExecutor(len(hosts)) as pool:
-            return dict(zip(hosts, pool.map(lambda host: _ask(host, request), hosts), strict=True))
-    finally:
-        file.unlink()
+    deadline = time.monotonic() + CHECK_SECONDS
+    with ExitStack() as stack:
+        stack.callback(file.unlink)
+        file.touch()
+        asked = {}
+        for host in hosts:
+            asked[host] = stack.enter_context(
+                Popen(remote_command(host, "check"), stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
+            )
+            stack.callback(asked[host].kill)  # before it is waited for
+            _write(asked[host], json.dumps({"file": str(file), "towards": towards}) + "\n")
+        return {host: _answer(process, deadline) for host, process in asked.items()}
 
 
-def _ask(host: str, request: str) -> dict[str, Any]:
+def _write(process: Popen[str], request: str) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has failed; its output says why
+        process.stdin.write(request)
+        process.stdin.flush()
+
+
+def _answer(process: Popen[str], deadline: float) -> dict[str, Any]:
     try:
-        done = subprocess.run(
-            remote_command(host, "check"), input=request, capture_output=True, text=True, timeout=CHECK_SECONDS
-        )
-        return dict(json.loads(done.stdout.splitlines()[-1]))  # a login shell may print before it
-    except subprocess.TimeoutExpired:
+        output, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        return dict(json.loads(output.splitlines()[-1]))  # a login shell may print before it
+    except TimeoutExpired:
         return {SILENT: f"no answer within {CHECK_SECONDS:g} s"}
     except (ValueError, TypeError, IndexError):
-        return {SILENT: (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]}
+        return {SILENT: (errors.strip().splitlines() or [f"status {process.returncode}"])[-1]}
 
 
 def address_of(host: str) -> str:

@@ -199,6 +199,7 @@ def test_the_other_machines_are_ended_when_one_is_killed() -> None:
 FAKE = """#!/bin/bash
 [ "$1" = -G ] && { echo "hostname 10.0.0.${3: -1}"; exit; }
 host="${@: -2:1}"
+[ "$host" = stuck ] && { kill -INT $PPID; sleep 20; touch "${0%/*}/waited"; }
 [[ "$host" == *up* ]] || { echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255; }
 cd / && exec env -i bash -c "echo welcome; ${@: -1}"
 """
@@ -238,6 +239,15 @@ def test_too_few_hosts_are_refused_with_what_ssh_says(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("client")
+def test_hosts_that_do_not_answer_are_not_waited_for_once_the_stage_is_told_to_end(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), ssh(_ssh_config("stuck", "up1", machines=2), tmp_path, 0):
+        pass
+    assert not (tmp_path / "waited").exists()
+    assert not [*tmp_path.glob(".host-check*")]
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -250,7 +260,9 @@ def test_a_host_that_cannot_take_part_is_refused(
     answer: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = {"sees_run": True, "version": machine.code_version(), "problem": "", "address": "", "port": 1}
-    monkeypatch.setattr("tasks.processes.launchers.ssh._ask", lambda host, request: right | answer)
+    monkeypatch.setattr(
+        "tasks.processes.launchers.ssh._ask_all", lambda hosts, folder, towards: {"up1": right | answer}
+    )
     with pytest.raises(StageError, match=message), ssh(_ssh_config("up1"), tmp_path, 0, print):
         pass
 
