@@ -128,7 +128,7 @@ def _on_hosts(context: Context) -> list[Callable[[], Place]]:
         return Place(
             host=name,
             url=f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}",
-            command=[*relayed(host), *_serve(context, address, port, first_gpu=0)],  # of those that are its own there
+            command=[*relayed(host), *_serve(context, address, port, 0)],  # the first of those that are its own there
             grace=RELAY_SECONDS,
             log=context.partial / f"vllm-server-{number}-{name}.log",
         )

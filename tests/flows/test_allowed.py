@@ -79,7 +79,7 @@ def test_no_function_of_a_module_that_the_worker_does_not_list_not_even_imported
 def test_no_machine_to_which_weights_or_the_environment_would_be_sent(section: str, key: str, given: list[str]) -> None:
     changes: dict[str, Any] = {"rollout": {"engine": "vllm-server"}}
     changes.setdefault(section, {})[key] = given
-    with pytest.raises(ConfigError, match=rf"{section}\.{key} = .*evil.* only a preset may name them"):
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} = .*evil.* only a preset may set where"):
         resolve_allowed("team", changes)
 
 

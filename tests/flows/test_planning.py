@@ -260,6 +260,7 @@ def test_planning_needs_neither_torch_nor_prefect_nor_mlflow(config: Path) -> No
 def test_ctrl_c_ends_a_plan_that_waits_after_it_has_read_data(config: Path) -> None:
     code = (
         "import os, signal, threading\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background ignores it
         "from flows.cli.plan import _sources\n"
         "with _sources() as sources:\n"
         f"    sources.count_prompts('data.train', {str(config.parent / 'train.parquet')!r}, 'train')\n"

@@ -170,7 +170,9 @@ def test_machines_run_what_the_stage_asks_for_and_nothing_is_left(here: Here, tm
     assert lines[0] == "Here: job job-0 is waiting (Resources)"
     assert "Here: job job-0 runs on a, b" in lines
     for name, number in (("a", "0"), ("b", "1")):
-        assert any(line.startswith(f"{name}: ['{number}', '0'] it's $HOME") for line in lines)
+        assert any(
+            line.startswith(f"{name}: ['-m', 'tasks.processes.ranks', '{number}', '0'] it's $HOME") for line in lines
+        )
     assert [process.returncode for process in here.jobs["job-0"]] == [0, 0]
     assert not [*tmp_path.iterdir()]
 

@@ -14,10 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from grpo_core.config.files import dump_config, parse_config
 from tasks.processes import gpu_locks
 from tasks.processes.gpu_locks import own_gpus, take_gpus, visible_gpus
+from tasks.processes.machine import gpus_needed
 from tasks.processes.run import run_process
 from tasks.stages.errors import StageError
+from tests.conftest import config_values, with_keys
 
 COUNT = 8
 
@@ -166,7 +169,9 @@ def test_a_killed_stage_keeps_its_gpus_until_the_last_of_its_processes_has_ended
     code = f"""
 import os, signal
 from pathlib import Path
+from grpo_core.config.files import dump_config, parse_config
 from tasks.processes import gpu_locks
+from tasks.processes.machine import gpus_needed
 from tasks.processes.run import run_process
 gpu_locks.LOCKS = Path({str(machine)!r})
 with gpu_locks.own_gpus(8, print):
@@ -205,3 +210,12 @@ machine.main()
         else:
             os.close(held["4"])
             assert process.stdout.readline().strip() == "4,7"
+
+
+def test_a_machine_takes_as_many_gpus_as_run_there(tmp_path: Path) -> None:
+    """Ranks say how many; a vLLM server's configuration does."""
+    values = with_keys(config_values(tmp_path, tmp_path), vllm_tensor_parallel_size=2, vllm_data_parallel_size=3)
+    (tmp_path / "config.toml").write_text(dump_config(parse_config(with_keys(values, engine="vllm-server"))))
+    ranks = ["-m", "tasks.processes.ranks", "--nnodes", "2", "--nproc-per-node", "4", "train.py"]
+    assert gpus_needed(ranks) == 4
+    assert gpus_needed(["-m", "grpo_core.rollout.vllm.serve", str(tmp_path / "config.toml"), "--port", "1"]) == 6

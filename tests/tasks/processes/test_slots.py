@@ -42,7 +42,7 @@ HOSTS = {"launcher": "ssh", "hosts": ["alpha", "beta"]}
         (SERVERS | {"vllm_server_base_urls": ["http://127.0.0.1:1"]}, True, 8, 1, 1),
         (SHARDED | {"num_machines": 2}, True, 8, 4, 0),
         (SHARDED | {"num_machines": 2}, True, 0, 1, 0),
-        (SHARDED | {"num_machines": 2}, False, 8, 1, 1),
+        (SHARDED | {"num_machines": 2}, False, 8, 1, 0),
     ],
 )
 def test_a_stage_takes_a_slot_per_gpu_and_the_gpus_of_its_own_machine(
