@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from grpo_core.config.files import dump_config, load_config, parse_config
+from grpo_core.planning.plan import make_plan, plan_inputs
 from tests.conftest import config_values, make_run, write_sums
 from tests.e2e.hosts import Host, some_hosts
 
@@ -108,7 +110,10 @@ class Place:
         run = self.folder / name
         if not run.exists():
             shutil.copytree(self.folder / "local", run, ignore=shutil.ignore_patterns("training"))
-        (run / "config.toml").write_text(dump_config(parse_config(values)))
+        config = parse_config(values)
+        (run / "config.toml").write_text(dump_config(config))
+        num_prompts = json.loads((run / "plan.json").read_text())["plan"]["num_prompts"]
+        (run / "plan.json").write_text(json.dumps({"plan": asdict(make_plan(plan_inputs(config, num_prompts)))}))
         return run
 
     def start(self, run: Path) -> Started:
