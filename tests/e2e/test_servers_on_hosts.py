@@ -18,7 +18,7 @@ import pytest
 
 from grpo_core.config.files import dump_config, parse_config
 from tests.conftest import config_values, make_model, make_run
-from tests.e2e.hosts import Host, two_hosts
+from tests.e2e.hosts import Host, some_hosts
 from tests.e2e.test_hosts import PROJECT, Started, metrics, wait_for
 from tests.grpo_core.rollout.vllm_engine import PACKED
 
@@ -83,7 +83,7 @@ class Place:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("hosts")
-    with two_hosts(folder) as (hosts, environment):
+    with some_hosts(folder, "alpha", "beta") as (hosts, environment):
         yield Place(folder, hosts, environment)
 
 
