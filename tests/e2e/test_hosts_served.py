@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class ServedPlace(Place):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[ServedPlace]:
+def shared(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[ServedPlace]:
     folder = tmp_path_factory.mktemp("served")
     with some_hosts(folder, "alpha", "beta", "gamma") as (hosts, environment):
         place = ServedPlace(folder, model_folder, hosts, environment)
@@ -68,6 +68,12 @@ def place(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Itera
         with prefect_server(folder / "storage", **variables) as place.server, grpo_serve(place.server):
             place.prepare()
             yield place
+
+
+@pytest.fixture
+def place(shared: ServedPlace) -> ServedPlace:
+    shared.go_on.unlink(missing_ok=True)
+    return shared
 
 
 def test_a_training_cancelled_by_the_api_saves_and_leaves_nothing_on_any_host(place: ServedPlace) -> None:
@@ -79,24 +85,36 @@ def test_a_training_cancelled_by_the_api_saves_and_leaves_nothing_on_any_host(pl
     assert place.server.get("/v2/concurrency_limits/grpo-training")["active_slots"] == 0
 
 
-def test_a_host_that_is_gone_is_replaced_by_the_spare_one(place: ServedPlace) -> None:
-    run_id = place.train("killed")
-    _end_all(place.hosts[1])
+def _frozen(host: Host) -> None:
+    host.freeze()
+
+
+def _cut_off(host: Host) -> None:
+    host.unplug()
+
+
+def _switched_off(host: Host) -> None:
+    """Its address answers no more, in the tests after this one neither."""
+    for process in host.processes():
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+@pytest.mark.parametrize("fault", [_frozen, _cut_off, _switched_off], ids=lambda fault: fault.__name__.strip("_"))
+def test_a_host_that_is_gone_is_replaced_by_the_spare_one(place: ServedPlace, fault: Callable[[Host], None]) -> None:
+    name, beta = fault.__name__.strip("_"), place.hosts[1]
+    run_id = place.train(name)
+    fault(beta)
     place.go_on.touch()
     assert place.server.wait(run_id)["state_name"] == "Completed", place.server.messages(run_id)
     said = place.server.messages_with(
         run_id, "restart 1 of 1 (train.max_restarts), from the newest checkpoint: machine"
     )
     assert "restart 2" not in said
-    run = place.server.storage / "runs" / "killed"
+    beta.plug_in()
+    beta.thaw()
+    run = place.server.storage / "runs" / name
     assert (run / "training" / "gamma.log").exists()
     assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 3
     assert metrics(run) == place.undisturbed()
     place.until_ended()
-
-
-def _end_all(host: Host) -> None:
-    """As if the host were switched off; its address answers no more."""
-    for process in host.processes():
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
