@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 CHECKS := lint formatted types layers dependencies
 
-.PHONY: help setup quickstart ui fast test e2e pictures gamed reference bench gpu-check check $(CHECKS) format lock
+.PHONY: help setup quickstart ui fast test tests e2e pictures gamed reference bench gpu-check check $(CHECKS) format lock
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,7 +59,11 @@ ui: setup ## Prefect and MLflow on 127.0.0.1, over the same data
 fast: setup ## the tests that take a moment each, for the edit loop
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow and not e2e'
 
-test: setup check ## everything that CI checks
+# Beside each other: mypy takes one of two cores for a minute.
+test: setup ## everything that CI checks
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going check tests
+
+tests: setup
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 e2e: setup ## the long tests: servers, browser, faults

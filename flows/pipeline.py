@@ -27,6 +27,7 @@ from tasks.stages.attempts import keep_retry
 from tasks.stages.condition import conditions
 from tasks.stages.endings import plain
 from tasks.stages.errors import StageError
+from tasks.stages.run import describe_interruption
 from tasks.stages.run_directory import open_run, run_folder
 from tasks.stages.table import GPU_DEPLOYMENT, REGISTER, STAGES, Stage
 
@@ -120,7 +121,7 @@ def _promote(config: RunConfig, run: Path) -> None:
 
 def _hand_over(stage: Stage, run: Path, config: RunConfig, gpu_deployment: str) -> None:
     """Have a stage done by its deployment, which may be on another work pool, unless it is up to date. A signal that
-    stops this flow cancels that one. Raises StageError if it does not complete."""
+    stops this flow cancels that one, and raises Interrupted. Raises StageError if it does not complete."""
     log = get_run_logger()
     if conditions(run, config)[stage.name].is_up_to_date:
         log.info("%s: up to date, skipped", stage.name)
@@ -132,9 +133,9 @@ def _hand_over(stage: Stage, run: Path, config: RunConfig, gpu_deployment: str) 
     with get_client(sync_client=True) as client:
         try:
             child = _wait_for(client, child, log)
-        except (ExternalSignal, KeyboardInterrupt):
+        except (ExternalSignal, KeyboardInterrupt) as signal:
             client.set_flow_run_state(child.id, Cancelling())
-            raise
+            raise describe_interruption(stage, run, config, signal) from signal
     if not (child.state and child.state.is_completed()):
         raise StageError(f"{stage.name}: flow run {child.id} of {gpu_deployment} is {child.state}")
 

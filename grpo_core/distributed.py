@@ -5,6 +5,8 @@ call them; a thread that writes checkpoints calls those that take a `group`, wit
 
 Tensors go over the backend of the device that holds them: NCCL on GPUs. Control messages (objects, flags, barriers) go
 over gloo: a process that waits for one keeps no GPU busy, and NCCL's watchdog does not see the wait.
+
+Each function says that this process waits for others, so that the one that hangs is told from those that wait for it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_core.system.files import naming
+from grpo_core.system.progress import waiting
 
 LARGE = 2**20  # elements of a gradient that is sent by itself; smaller ones are sent together
 
@@ -36,6 +39,7 @@ _control: dist.ProcessGroup | None = None  # of control messages; None: the grou
 _limit: timedelta | None = None  # after which a wait for another process is an error; None: torch's
 
 
+@waiting()
 def start_processes(limit: timedelta) -> Accelerator:
     """Join the processes that the launcher has started. `limit`: after which a wait for another process is an error."""
     global _control, _limit
@@ -85,12 +89,14 @@ def share_of(count: int, place: int, processes: int) -> range:
     return range(count * place // processes, count * (place + 1) // processes)
 
 
+@waiting()
 def wait_for_all() -> None:
     """Return when every process has come here."""
     if PartialState().num_processes > 1:
         dist.barrier(group=_control)
 
 
+@waiting()
 def from_main(value: T) -> T:
     """The main process's value, on every process."""
     values = [value]
@@ -99,6 +105,7 @@ def from_main(value: T) -> T:
     return values[0]
 
 
+@waiting()
 def gathered(items: list[T], group: dist.ProcessGroup | None = None) -> list[T]:
     """The items of all processes, in the processes' order."""
     if PartialState().num_processes == 1:
@@ -114,6 +121,7 @@ def gathered_in_block(items: list[T], processes: int) -> list[list[T]]:
     return gathered([items])[first : first + processes]
 
 
+@waiting()
 def any_process(flag: bool) -> bool:
     """Whether the flag is set on at least one process."""
     raised = torch.tensor(int(flag))
@@ -122,6 +130,7 @@ def any_process(flag: bool) -> bool:
     return bool(raised)
 
 
+@waiting()
 def most(count: int) -> int:
     """The largest of the processes' counts."""
     found = torch.tensor(count)
@@ -232,16 +241,19 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise error or errors[0]
 
 
+@waiting()
 def total(values: Tensor) -> Tensor:
     """Sum over the processes, element by element."""
     return reduce(values, "sum")
 
 
+@waiting()
 def largest(values: Tensor) -> Tensor:
     """Maximum over the processes, element by element. (N,)"""
     return gather(values[None]).max(dim=0).values
 
 
+@waiting()
 @torch.no_grad()
 def average_gradients(parameters: Sequence[Tensor]) -> None:
     """Replace each gradient by its mean over the processes, summed in its own precision. Those of parameters that the
@@ -275,6 +287,7 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
         torch._foreach_copy_(small, [mean.view_as(gradient) for mean, gradient in zip(means, small, strict=True)])
 
 
+@waiting()
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients so that their common norm is at most `max_norm`; returns the norm before, on the device."""
     return whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm))

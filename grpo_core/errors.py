@@ -12,7 +12,7 @@ class GrpoError(Exception):
     """An error that a person can act on: its message is a sentence that says what is wrong and what to do.
 
     `exit_status`: of the command that it ends. 2: refused before anything was started; 1: failed on the way;
-    130: interrupted.
+    130 or 143: interrupted.
     """
 
     exit_status = 2

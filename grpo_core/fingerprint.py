@@ -79,6 +79,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
             "save_steps",
             "save_total_limit",
             "max_restarts",
+            "hang_timeout",
             "gradient_checkpointing",
             "torch_compile",
             "offload",

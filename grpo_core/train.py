@@ -14,6 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
+from grpo_core.system import progress
 from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import importing, run_and_leave
 
@@ -31,6 +32,7 @@ def main() -> None:
     if (output / "result.json").exists():
         sys.exit(f"{output} holds a finished training (result.json); move it away to train again")
     quiet_libraries()
+    progress.start(output / progress.RANKS)  # before anything that may hang: imports from a shared disk may
     with importing():
         from grpo_core.distributed import lost_peer
         from grpo_core.errors import LOST_PEER, GrpoError

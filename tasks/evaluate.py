@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
 from tasks.processes.launch import launch
 from tasks.processes.run import run_process
+from tasks.processes.slots import gpus
 from tasks.processes.vllm_servers import servers
 from tasks.registry.champion import identity, present_champion
 from tasks.rendering import figures as as_text
@@ -52,25 +53,17 @@ def _work(context: Context) -> dict[str, Any]:
     config, log, start = context.config, get_run_logger(), time.monotonic()
     client = connect()
     command = ["-m", "grpo_core.evaluate", str(context.run), "--output", str(context.partial)]
-    sharded = config.train.sharding != "none"  # then the model may be larger than one GPU
-
-    def run(command: list[str], addresses: dict[str, str]) -> None:
-        if sharded:
-            launch(config, command, log.info, context.partial, addresses)
-        else:
-            run_process(command, log.info, addresses)
-
     with answering():  # fail now rather than after the work
         champion = present_champion(client, config.registry.model_name or config.name)
-    with servers(context, log) as addresses:
+    with gpus(config, launched=config.train.sharding != "none"), servers(context, log) as addresses:
         if champion is None:
-            run(command, addresses)
+            _run(config, command, log.info, context.partial, addresses)
         else:
             log.info("the present champion is %s version %s", champion.name, champion.version)
             with tempfile.TemporaryDirectory(dir=context.partial) as folder:
                 uri = f"models:/{champion.name}/{champion.version}/model"
                 model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
-                run([*command, "--champion", model], addresses)
+                _run(config, [*command, "--champion", model], log.info, context.partial, addresses)
     report = json.loads((context.partial / "report.json").read_text())
     if champion is not None and CHAMPION in report["policies"]:
         report["champion"] = identity(champion)
@@ -95,6 +88,19 @@ def _work(context: Context) -> dict[str, Any]:
     except Exception as error:  # a page must not lose an evaluation
         log.warning("%s could not be made: %r", PAGE, error, exc_info=True)
     return report
+
+
+def _run(
+    config: RunConfig, command: list[str], on_line: Callable[[str], None], folder: Path, addresses: dict[str, str]
+) -> None:
+    """Run `python COMMAND` where the training ran: in as many processes if the model is sharded, since it may be larger
+    than one GPU, otherwise in one."""
+    if config.train.sharding == "none":
+        if config.launch.launcher == "local":
+            return run_process(command, on_line, addresses)
+        train = config.train.model_copy(update={"num_processes": 1, "num_machines": 1})
+        config = config.model_copy(update={"train": train})
+    return launch(config, command, on_line, folder, addresses)
 
 
 def _log_metrics(client: mlflow.MlflowClient, run_id: str, report: Mapping[str, Any]) -> None:

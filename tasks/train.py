@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger, task
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.concurrency.sync import concurrency
-from prefect.exceptions import ObjectNotFound
 
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.training.pass_limit import read_limit
 from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launch import launch
-from tasks.processes.run import ProcessError
+from tasks.processes.run import ProcessError, TakenError
+from tasks.processes.slots import gpus
 from tasks.processes.vllm_servers import servers
+from tasks.stages.condition import saved_updates
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json
 from tasks.stages.run import Context, run_stage
@@ -31,8 +30,6 @@ from tasks.tracking.live import OUTPUT, Live, Output, show_curves
 from tasks.tracking.runs import open_tracking_run
 from tasks.tracking.sending import sending
 
-TRAINING_LIMIT = "grpo-training"  # global concurrency limit: as many concurrent trainings as there are GPUs for
-LEASE_SECONDS = 60.0
 RETURN_SECONDS = 600.0  # in which a machine may come back, before a training that starts again has to do without it
 
 
@@ -48,7 +45,7 @@ def _work(context: Context) -> dict[str, Any]:
     if not read_json(folder / "result.json"):  # otherwise it was finished, and killed before it was published
         log = get_run_logger()
         with (
-            one_at_a_time(),
+            gpus(context.config, launched=True),
             servers(context, log) as addresses,
             sending(folder, tracked, log),
             _shown(folder, plan) as on_line,
@@ -65,12 +62,13 @@ def run_training(
     """Run the training's processes. They are started again, from the newest checkpoint,
 
     - up to train.max_restarts times, if one was killed or its machine is gone;
-    - if one of those that share a model has run out of memory, as long as each time leaves fewer tokens per pass.
+    - if one of those that share a model has run out of memory, as long as each time leaves fewer tokens per pass;
+    - if a scheduler took the machines away, as long as each time leaves a newer checkpoint.
     """
     folder, most, restarts, patience = context.partial, context.config.train.max_restarts, 0, 0.0
     command = ["-m", "grpo_core.train", str(context.run), "--output", str(folder)]
     while True:
-        limit = read_limit(folder)
+        limit, saved = read_limit(folder), saved_updates(folder)
         try:
             return launch(context.config, command, on_line, folder, environment, patience)
         except ProcessError as error:
@@ -79,25 +77,14 @@ def run_training(
                 continue
             if error.restartable and read_json(folder / "result.json"):
                 return None  # killed when everything was written
+            if isinstance(error, TakenError) and (newest := saved_updates(folder)) > saved:
+                patience = RETURN_SECONDS
+                log.warning("the machines were taken away; going on from step %d on other ones: %s", newest, error)
+                continue
             if not error.restartable or restarts == most:
                 raise
             restarts, patience = restarts + 1, RETURN_SECONDS
             log.warning("restart %d of %d (train.max_restarts), from the newest checkpoint: %s", restarts, most, error)
-
-
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Hold a slot of the concurrency limit TRAINING_LIMIT, if there is one; log if it has to be waited for.
-
-    A process that is killed loses its slot LEASE_SECONDS later.
-    """
-    log = get_run_logger()
-    with get_client(sync_client=True) as client, suppress(ObjectNotFound):
-        limit = client.read_global_concurrency_limit_by_name(TRAINING_LIMIT)
-        if limit.active and limit.active_slots >= limit.limit:
-            log.info("waiting: all slots of the concurrency limit %s (%d) are taken", TRAINING_LIMIT, limit.limit)
-    with concurrency(TRAINING_LIMIT, lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False):
-        yield
 
 
 @contextmanager

@@ -1,12 +1,16 @@
-"""Commands as pages give them: those in fenced code, and whether the command line takes them."""
+"""Commands of `grpo`: those that pages give in fenced code, whether they are taken, and what they print."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 from collections.abc import Sequence
+from unittest import mock
 
 import typer
+from typer.testing import CliRunner
 
 from flows.cli.main import app
 
@@ -37,6 +41,13 @@ def parse(arguments: Sequence[str]) -> dict[str, object]:
         name, *rest = rest
         command = subcommands[name]
     return command.make_context(name, rest).params
+
+
+def run_here(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command of `grpo` in this process: no import is paid for; `environment`: further variables."""
+    with mock.patch.dict(os.environ, environment):
+        done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
 
 def _commands(line: str) -> list[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import runpy
@@ -43,6 +44,17 @@ if "PYTEST_VERSION" in os.environ:
     from tests import checking
 
     install_import_hook(SHAPED, f"{checking.__name__}.check_types")
+    gc.disable()  # until all is imported: a third of that time would go into searching the imports for garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays: no later search has to pass through it
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # nanobind's modules complain when the interpreter ends and their objects are still there
+
 
 # A busy machine must not fail a property.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

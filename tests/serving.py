@@ -248,6 +248,22 @@ def grpo_serve(served: Served, **environment: str) -> Iterator[psutil.Popen]:
         process.wait()
 
 
+def run_grpo(storage: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command of `grpo` over this storage, to its end; `environment`: further variables."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "flows.cli.main", *arguments],
+        env={**kept, "GRPO_STORAGE": str(storage), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def run_up(storage: Path, prefect_port: int | str, mlflow_port: int | str) -> subprocess.CompletedProcess[str]:
+    return run_grpo(storage, "up", "--prefect-port", str(prefect_port), "--mlflow-port", str(mlflow_port))
+
+
 def _has_deployments(served: Served) -> bool:
     return len([known for known in served.filter("deployments") if known["status"] == "READY"]) == OFFERED
 

@@ -70,16 +70,22 @@ def test_the_right_python_is_found_and_takes_the_place_of_another_one_s_environm
     assert (folder / ".venv" / "kept").exists(), "an environment of the right version is kept"
 
 
-@pytest.mark.parametrize("broken", [None, "ruff", "mypy", "lint-imports", "deptry"])
-def test_every_check_runs_and_any_that_fails_fails_all_of_them(folder: Path, broken: str | None) -> None:
-    for name in ("ruff", "mypy", "lint-imports", "deptry"):
+CHECKS = ["deptry", "lint-imports", "mypy", "ruff", "ruff"]
+
+
+@pytest.mark.parametrize("broken", [None, "ruff", "mypy", "lint-imports", "deptry", "python"])
+@pytest.mark.parametrize(("target", "expected"), [("check", CHECKS), ("test", sorted([*CHECKS, "python"]))])
+def test_every_check_runs_and_the_tests_with_them_and_any_that_fails_fails_all(
+    folder: Path, target: str, expected: list[str], broken: str | None
+) -> None:
+    for name in {*CHECKS, "python"}:
         body = f'echo "{name} $1" >> calls\nexit {int(name == broken)}\n'
         _executable(folder / ".venv" / "bin" / name, f"#!/bin/bash\n{body}")
     (folder / ".venv" / ".installed-cpu").touch()
-    done = _make(folder, "check", PATH=f"{folder}/bin")
-    assert done.returncode == (2 if broken else 0), done.stderr
+    done = _make(folder, target, PATH=f"{folder}/bin")
+    assert done.returncode == (2 if broken in expected else 0), done.stderr
     names = [line.split()[0] for line in (folder / "calls").read_text().splitlines()]
-    assert sorted(names) == ["deptry", "lint-imports", "mypy", "ruff", "ruff"]
+    assert sorted(names) == expected
 
 
 def test_the_gpu_set_is_installed_as_it_is_locked_whatever_this_machine_has(folder: Path) -> None:

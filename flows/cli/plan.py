@@ -35,6 +35,7 @@ from grpo_core.planning.shapes import PromptLengths, load_positions
 from grpo_core.rewards.contract import check
 from tasks.data.places import check_places
 from tasks.data.validated import Validated, read_validated
+from tasks.processes.launchers.kubernetes_job import check_template
 from tasks.processes.pace import measured_pace
 from tasks.stages.run_directory import run_folder
 
@@ -135,6 +136,7 @@ def _own_plan(
     reads_data = file is not None and "num_prompts" not in given  # else it asks about other data
     if reads_data:
         check_places(config)
+        check_template(config)
     for reward in config.rewards:
         check(reward)
     _check_positions(config)

@@ -32,7 +32,7 @@ def run(
 ) -> None:
     """Run the pipeline here, stage after stage. Stages that are up to date are skipped.
 
-    Exit status 1: a stage failed, 2: refused before anything was started, 130: interrupted.
+    Exit status 1: a stage failed, 2: refused before anything was started, 130: Ctrl-C, 143: SIGTERM.
     """
     resolved = _load(config, overrides)
     from flows.parameters.early import refuse_early

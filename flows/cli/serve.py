@@ -43,13 +43,14 @@ def _set_up() -> None:
 
 
 def _supervised(*command: str) -> None:
-    """Replace this process by one that runs `python -m COMMAND`, and ends the flow runs when it ends: Prefect's own
-    runner and worker leave them running."""
+    """Replace this process by one that runs `python -m COMMAND`, and tells the flow runs to end before that: Prefect's
+    own runner and worker leave them running, or kill them."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a pipe there would be watched
     supervisor = [
         sys.executable,
         "-m",
         "tasks.processes.supervise",
+        "--children-first",
         str(ENDING_SECONDS),
         sys.executable,
         "-m",

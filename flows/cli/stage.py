@@ -34,7 +34,7 @@ def stage(
 ) -> None:
     """Run one stage of an earlier run with that run's own configuration; refused if its input is missing or outdated.
 
-    Exit status 1: the stage failed or was refused, 2: no such run, 130: interrupted.
+    Exit status 1: the stage failed or was refused, 2: no such run, 130: Ctrl-C, 143: SIGTERM.
     """
     folder = find_run(run)
     refuse_outdated_inputs(BY_NAME[name], folder, read_config(folder), force)

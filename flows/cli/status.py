@@ -3,7 +3,8 @@ Imports neither torch nor Prefect."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,11 +16,14 @@ from rich.table import Table
 from flows.cli.terminal import say
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
+from grpo_core.system.progress import RANKS, Record, read_records
+from tasks.processes.stacks import HANG
 from tasks.stages.condition import conditions, made_at
 from tasks.stages.run_directory import CONFIG, find_run, find_runs, read_config, storage_root
-from tasks.stages.table import EVALUATE, STAGES, Receipt, Stage
+from tasks.stages.table import EVALUATE, STAGES, TRAIN, Receipt, Stage
 
 WHEN = "%Y-%m-%d %H:%M"
+SHOWN = 4  # processes that are named for each phase
 COLOURS = {"up to date": "green", "stale": "yellow", "missing": "dim"}
 
 
@@ -76,6 +80,31 @@ def _key_figure(stage: Stage, config: RunConfig, receipt: Receipt) -> str:
         return f"not in {Path(stage.output, stage.receipt)}"
 
 
+def training_line(ranks: Path, now: float) -> str:
+    """What the processes of a training are doing and on which machines, or why it was ended; "" if neither is known."""
+    records = read_records(ranks)
+    if not records:
+        reason = (ranks / HANG).read_text() if (ranks / HANG).exists() else ""
+        return f"the last training was ended, since it hung: {reason}" if reason else ""
+    machines = dict.fromkeys(record.machine or record.host for record in records)
+    phases: dict[str, list[Record]] = {}
+    for record in [record for record in records if not record.waits] or records:
+        phases.setdefault(record.doing, []).append(record)
+    doing = [f"{phase} since {_since(those)}{_named(those, len(records))}" for phase, those in phases.items()]
+    moved = f"moved {now - max(record.moved for record in records):.0f} s ago"
+    return f"training on {', '.join(machines)}: {'; '.join(doing)}; {moved}"
+
+
+def _since(records: Sequence[Record]) -> str:
+    return f"{datetime.fromtimestamp(max(record.since for record in records)):%H:%M:%S}"
+
+
+def _named(records: Sequence[Record], of: int) -> str:
+    """In brackets, which of several processes these are."""
+    numbers = [str(record.rank) for record in records[:SHOWN]] + ["…"] * (len(records) > SHOWN)
+    return f" (rank {', '.join(numbers)})" if of > 1 else ""
+
+
 def show_status(folder: Path) -> bool:
     """Print the table of a run's stages; returns whether every stage is up to date."""
     config = read_config(folder)
@@ -89,4 +118,6 @@ def show_status(folder: Path) -> bool:
             figure = _key_figure(stage, config, receipt)
         table.add_row(stage.name, condition.state, condition.reason, made, figure, style=COLOURS[condition.state])
     Console().print(table)
+    if not now[TRAIN.name].is_up_to_date and (line := training_line(TRAIN.partial(folder) / RANKS, time.time())):
+        say(line)
     return all(condition.is_up_to_date for condition in now.values())

@@ -23,8 +23,11 @@ from grpo_core.rewards.registry import BUILTIN
 
 MODULES = "GRPO_REWARD_MODULES"  # comma-separated; a deployment's parameters may name any reward that they define
 ADDRESSES = (
+    ("launch", "slurm"),  # options of a command, which decide whose nodes the environment is sent to, and how many
     ("rollout", "vllm_server_base_urls"),  # the weights are sent there
     ("launch", "hosts"),  # the environment is sent there, secrets included
+    ("launch", "kubernetes"),  # to the image that the file names
+    ("launch", "server_hosts"),
 )
 
 
@@ -93,4 +96,4 @@ def _addresses(changes: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[s
     for section, key in ADDRESSES:
         given = (changes.get(section) or {}).get(key)
         if given and given != own.get(section, {}).get(key):
-            yield f"{section}.{key} = {given!r}: addresses; here only a preset may name them"
+            yield f"{section}.{key} = {given!r}: here only a preset may set where the environment or weights are sent"

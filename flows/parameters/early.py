@@ -10,18 +10,20 @@ from grpo_core.rewards.contract import resolve
 from tasks.data.places import check_places
 from tasks.data.sources import count_prompts, needs_loading
 from tasks.processes.gpu import check_gpu_machine
+from tasks.processes.launchers.kubernetes_job import check_template
 from tasks.stages.table import GPU_DEPLOYMENT
 
 ENOUGH = 10**9  # prompts, assumed if counting them would mean loading a dataset: no rule asks for more
 
 
 def refuse_early(config: RunConfig) -> None:
-    """Raises ConfigError if the model or prompts do not exist, RewardError if a reward cannot be loaded, SourceError if
-    the training file cannot be read, PlanError if sizes do not go together, whichever prompts validate keeps, and
-    MachineError if this machine is to train on a GPU and cannot."""
+    """Raises ConfigError if the model or prompts do not exist or launch.kubernetes is wrong, RewardError if a reward
+    cannot be loaded, SourceError if the training file cannot be read, PlanError if sizes do not go together,
+    whichever prompts validate keeps, and MachineError if this machine is to train on a GPU and cannot."""
     if not os.environ.get(GPU_DEPLOYMENT):
         check_gpu_machine()
     check_places(config)
+    check_template(config)
     for reward in config.rewards:
         resolve(reward)
     data = config.data

@@ -19,7 +19,8 @@ from prefect.settings import PREFECT_API_URL
 
 from flows.serving.environment import HEARTBEAT_SECONDS, TAG
 from flows.serving.up_file import ServerError
-from tasks.train import TRAINING_LIMIT
+from tasks.processes.gpu_locks import visible_gpus
+from tasks.processes.slots import GPU_LIMIT
 
 CRASH_WATCH = "grpo: runs whose process is gone are crashed"
 SILENCE = timedelta(seconds=2.5 * HEARTBEAT_SECONDS)  # two missed
@@ -48,18 +49,20 @@ def check_access() -> None:
 
 
 def set_up() -> None:
-    """Make the limit of one training at a time, and the crash watch."""
-    ensure_training_limit()
+    """Make the limit of GPUs, and the crash watch."""
+    ensure_gpu_limit()
     ensure_crash_watch()
 
 
-def ensure_training_limit() -> None:
-    """Make the limit of one training at a time. If the server has a limit of that name, it is kept, with its slots."""
+def ensure_gpu_limit() -> None:
+    """Make the limit that lets trainings and evaluations share GPUs, with a slot per GPU of this machine, at least one.
+    If the server has a limit of that name, it is kept, with its slots."""
     with get_client(sync_client=True) as client:
         try:
-            client.read_global_concurrency_limit_by_name(TRAINING_LIMIT)
+            client.read_global_concurrency_limit_by_name(GPU_LIMIT)
         except ObjectNotFound:
-            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=TRAINING_LIMIT, limit=1))
+            limit = GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=max(1, len(visible_gpus())))
+            client.create_global_concurrency_limit(limit)
 
 
 def ensure_crash_watch() -> None:

@@ -5,12 +5,61 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from grpo_core.config.base import Section
 
 _NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
 Destination = Annotated[str, Field(pattern=rf"^(({_NAME}@)?{_NAME}|ssh://({_NAME}@)?{_NAME}(:[0-9]+)?)$")]
+
+# sbatch's options that the launcher sets itself, or that would make of the job something else than one it can follow.
+OURS = {
+    "array",
+    "batch",
+    "chdir",
+    "clusters",
+    "error",
+    "export",
+    "export-file",
+    "help",
+    "input",
+    "job-name",
+    "nodefile",
+    "nodes",
+    "no-requeue",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "output",
+    "parsable",
+    "quiet",
+    "requeue",
+    "test-only",
+    "uid",
+    "gid",
+    "usage",
+    "version",
+    "wait",
+    "wrap",
+}
+
+
+def _check_option(option: str) -> str:
+    """Raises ValueError if this is no option of sbatch that a configuration may set."""
+    found = re.fullmatch(r"--([a-z][a-z0-9-]*)(=[^\x00-\x1f]*)?", option)
+    if not found:
+        raise ValueError(
+            f"{option!r} is no option of sbatch as --NAME or --NAME=VALUE; write --partition=gpu for -p gpu"
+        )
+    if any(name.startswith(found[1]) for name in OURS):  # sbatch takes the beginning of a name for the name
+        raise ValueError(
+            f"{option!r} is set by the launcher, or changes what it submits; leave it out (train.num_machines sets the "
+            "number of nodes)"
+        )
+    return option
+
+
+SbatchOption = Annotated[str, AfterValidator(_check_option)]
 
 
 def host_name(destination: str) -> str:
@@ -19,8 +68,20 @@ def host_name(destination: str) -> str:
 
 
 class LaunchConfig(Section):
-    launcher: Literal["local", "ssh"] = "local"
-    """What starts the processes. `local`: all of them on this machine. `ssh`: on `hosts`, by this machine's `ssh`."""
+    launcher: Literal["kubernetes", "local", "slurm", "ssh"] = "local"
+    """What starts the processes. `local`: all of them on this machine. `ssh`: on `hosts`, by this machine's `ssh`.
+    `slurm`: on the nodes of a job that the stage submits to Slurm and waits for.
+    `kubernetes`: in the pods of a Job, one per machine."""
     hosts: list[Destination] = Field(default_factory=list)
     """Machines for `ssh`, each as HOST, USER@HOST or ssh://USER@HOST:PORT. The first train.num_machines of them that
     answer are used; those beyond are spare."""
+    slurm: list[SbatchOption] = Field(default_factory=list)
+    """Further options of `sbatch` for `slurm`, each as --NAME or --NAME=VALUE: the partition, GPUs per node, the time
+    limit."""
+    kubernetes: str = ""
+    """YAML file with the Job for `kubernetes`. Its spec.template says what a pod is: image, storage, GPUs. The file is
+    read where the stage `train` runs."""
+    server_hosts: list[Destination] = Field(default_factory=list)
+    """vllm-server: machines for the servers that a training starts, reached by `ssh`. The first
+    rollout.vllm_num_servers of them that answer get one each; those beyond are spare. A server takes
+    GPUs that nothing else of ours uses there. Default: this machine."""

@@ -49,9 +49,10 @@ class RolloutConfig(Section):
     processes, that many of these sample together, and it has to divide train.num_processes."""
     vllm_data_parallel_size: int = Field(1, ge=1)
     """vllm-server: copies of the model per server that a training starts."""
-    vllm_weight_transfer: Literal["auto", "nccl", "ipc", "shared_memory"] = "auto"
+    vllm_weight_transfer: Literal["auto", "nccl", "ipc", "shared_memory", "http"] = "auto"
     """vllm-server: how weights reach the servers that a training starts: between GPUs (nccl), on one GPU that trainer
-    and server share (ipc), on a CPU (shared_memory). `auto`: nccl on a GPU, else shared_memory."""
+    and server share (ipc), between CPUs of one machine (shared_memory) or of several (http). `auto`: nccl on a GPU;
+    otherwise shared_memory, or http with `launch.server_hosts`."""
     vllm_server_timeout: float = Field(240.0, gt=0)
     """vllm-server: seconds that a server may be down, or take to start, before the training stops."""
     vllm_request_timeout: float = Field(1800.0, gt=0)
@@ -65,6 +66,13 @@ class RolloutConfig(Section):
         if self.engine == "auto":
             return "vllm" if has_gpu else "transformers"
         return self.engine
+
+    @property
+    def server_gpus(self) -> int:
+        """GPUs of the vLLM servers that a training starts, beside its own."""
+        if self.engine != "vllm-server" or self.vllm_server_base_urls or self.vllm_weight_transfer == "ipc":
+            return 0
+        return self.vllm_num_servers * self.vllm_tensor_parallel_size * self.vllm_data_parallel_size
 
     @model_validator(mode="after")
     def _temperature_can_be_sampled(self) -> RolloutConfig:

@@ -91,18 +91,57 @@ class RunConfig(Section):
         if launch.launcher == "local" and train.num_machines > 1:
             raise ValueError(
                 f"train.num_machines={train.num_machines} with launch.launcher='local', which starts processes on this "
-                "machine only; set launch.launcher to 'ssh' and launch.hosts to the machines"
+                "machine only; set launch.launcher to 'slurm', or to 'ssh' and launch.hosts to the machines"
             )
         if launch.launcher == "ssh" and len(launch.hosts) < train.num_machines:
             raise ValueError(
                 f"train.num_machines={train.num_machines} with launch.launcher='ssh' and launch.hosts={launch.hosts}: "
                 "name at least as many hosts as machines"
             )
-        if launch.launcher == "ssh" and rollout.engine == "vllm-server" and not rollout.vllm_server_base_urls:
+        if launch.launcher == "kubernetes" and not launch.kubernetes:
             raise ValueError(
-                "rollout.engine='vllm-server' with launch.launcher='ssh': the servers would be started on this "
-                "machine, where the hosts do not reach them; start servers yourself and name them in "
-                "rollout.vllm_server_base_urls, or set rollout.engine to 'vllm'"
+                "launch.launcher='kubernetes' without launch.kubernetes; name a YAML file with a Job, such as the "
+                "project's docs/how-to/kubernetes/training.yaml"
+            )
+        self._check_servers()
+
+    def _check_servers(self) -> None:
+        """Raises ValueError if the vLLM servers cannot be placed, or weights not be sent there."""
+        train, launch, rollout = self.train, self.launch, self.rollout
+        hosts, starts = launch.server_hosts, not rollout.vllm_server_base_urls
+        if hosts and (rollout.engine != "vllm-server" or not starts):
+            raise ValueError(
+                f"launch.server_hosts={hosts} are for servers that a training starts, with engine='vllm-server' and "
+                f"without vllm_server_base_urls; [rollout] has engine={rollout.engine!r} and "
+                f"vllm_server_base_urls={rollout.vllm_server_base_urls}"
+            )
+        if rollout.engine != "vllm-server":
+            return
+        if train.sharding == "full" and train.num_machines > 1:
+            raise ValueError(
+                "rollout.engine='vllm-server' with train.sharding='full' and "
+                f"train.num_machines={train.num_machines}: weights are sent to servers from the memory of one machine; "
+                "set train.sharding to 'hybrid', or rollout.engine to 'vllm'"
+            )
+        if starts and launch.launcher != "local" and not hosts:
+            raise ValueError(
+                f"rollout.engine='vllm-server' with launch.launcher={launch.launcher!r}: the servers would be started "
+                "on this machine, where the others do not reach them; name machines for them in launch.server_hosts, "
+                "or running servers in rollout.vllm_server_base_urls"
+            )
+        if not hosts:
+            return
+        if len({host_name(host) for host in hosts}) < len(hosts):
+            raise ValueError(f"launch.server_hosts={hosts} names a machine twice; name each once")
+        if len(hosts) < rollout.vllm_num_servers:
+            raise ValueError(
+                f"rollout.vllm_num_servers={rollout.vllm_num_servers} with launch.server_hosts={hosts}: a machine gets "
+                "one server; name as many machines, or raise rollout.vllm_data_parallel_size, the copies per server"
+            )
+        if rollout.vllm_weight_transfer in ("ipc", "shared_memory"):
+            raise ValueError(
+                f"rollout.vllm_weight_transfer={rollout.vllm_weight_transfer!r} is for a server on the training's own "
+                f"machine, and launch.server_hosts={hosts}; set it to 'auto'"
             )
 
     def _check_environment(self) -> None:

@@ -90,7 +90,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
         for name, prompts in sets.items():
             if is_main:
                 print(f"evaluating the {policy} policy on {len(prompts.ids)} prompts ({name})", flush=True)
-            samples, _ = share_samples(partial(sample_share, prompts))
+            samples, *_ = share_samples(partial(sample_share, prompts))
             columns[name] |= answer_columns(policy, samples, rewards)
             if model is not base:
                 asked = [sample.prompt_ids for sample in samples]

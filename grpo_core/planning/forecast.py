@@ -11,6 +11,7 @@ from typing import Any
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.communication import communication
+from grpo_core.planning.gpus import count_gpus
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import check_engine_memory, check_host_memory, peak_memory
 from grpo_core.planning.pace import Pace, Throughput
@@ -20,6 +21,7 @@ from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape
 from grpo_core.planning.wall_time import wall_time
 
 TITLES = {
+    "gpus": "GPUs",
     "memory": "peak memory per GPU",
     "communication": "communication per update",
     "time": "wall time",
@@ -40,14 +42,16 @@ def forecast(
     reward_seconds: float | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Time, useful groups and, on GPUs, memory and communication: each with `how` it was made, or with the `error` that
-    prevented it. Memory that is not there comes with the `remedies` that would fit.
+    prevented it; with vLLM servers the GPUs too. Memory that is not there comes with the `remedies` that would fit.
 
     `source`: the pace of earlier runs, or the one measured, or the reason why there is neither. `gpu`: the one to train
-    on; None for a CPU. Raises ConfigError if vLLM's share of the GPU, or the host's memory for what is offloaded, is
-    certainly too small.
+    on; None for a CPU. Raises ConfigError if there are certainly too few GPUs for the servers, or too little memory: in
+    vLLM's share of the GPU, or in the host for what is offloaded.
     """
     found: dict[str, dict[str, Any]] = {}
     shape = None
+    if gpu and config.rollout.server_gpus:
+        found["gpus"] = count_gpus(config, gpu)
     try:
         shape = load_shape(config.model.name_or_path, config.model.revision)
         if gpu:
@@ -103,6 +107,8 @@ def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
         title = TITLES[name]
         if "error" in found:
             yield title, "unknown until a first run" if name == "time" else "unknown", found["error"]
+        elif name == "gpus":
+            yield title, f"{found['training']} for the training, {found['servers']} for vLLM servers", found["how"]
         elif name == "memory":
             warning = f": {found['warning']}" if "warning" in found else ""
             yield title, _size(found["peak_memory_gib"]) + warning, found["how"]

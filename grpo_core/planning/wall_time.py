@@ -63,7 +63,7 @@ def wall_time(
         "parts_hours": {name: seconds / 3600 for name, seconds in parts.items()},
         "how": f"{how}; prompts of {lengths.mean:.0f} tokens ({lengths.how})",
     }
-    return found | ({"gpu_hours": hours * plan.num_processes} if gpu else {})
+    return found | ({"gpu_hours": hours * (plan.num_processes + config.rollout.server_gpus)} if gpu else {})
 
 
 def scorings(config: RunConfig, plan: Plan) -> int:

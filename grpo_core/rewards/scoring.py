@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from grpo_core.errors import RewardError
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.isolated import ProcessDiedError
+from grpo_core.system.progress import REWARDS, moved, phase
 
 SHOWN = 200  # characters of a prompt or completion in a message
 GRACE = 1.0  # seconds after which a coroutine that blocks or cleans up for long is ended like any function
@@ -103,6 +104,7 @@ def score_arriving(
     with closing(_Loop()) as loop:
         with closing(arriving):
             for new in arriving:
+                moved()
                 if new:
                     items += new
                     parts.append((batch_of(list(new)), {}))
@@ -163,6 +165,10 @@ class _Loop:
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> None:
         """Let the loop run until the work is done. Raises RewardError if a call has failed."""
+        with phase(REWARDS, ", ".join(sorted({reward.name for reward, _ in self.calls.values()}))):
+            self._go_on(work)
+
+    def _go_on(self, work: Coroutine[Any, Any, Any]) -> None:
         stood = time.monotonic() - self.stopped
         self.deadline += stood
 
@@ -187,10 +193,11 @@ class _Loop:
 
 
 def _run(reward: Reward, batch: Batch) -> Any:
-    try:
-        return _call(reward, batch, reward.timeout)
-    except FAILURES as error:
-        raise _explained(reward, batch, error) from error
+    with phase(REWARDS, reward.name):
+        try:
+            return _call(reward, batch, reward.timeout)
+        except FAILURES as error:
+            raise _explained(reward, batch, error) from error
 
 
 def _call(reward: Reward, batch: Batch, seconds: float) -> Any:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import decode_completions, text_of
 from grpo_core.data.order import derive_seed, fresh_prompts, rollout_prompts
 from grpo_core.data.prompts import Prompts
-from grpo_core.distributed import gathered, share
+from grpo_core.distributed import gathered, processes_per_machine, share
 from grpo_core.environments.conversation import Conversation, Said, conversation_metrics
 from grpo_core.environments.setting import Setting
 from grpo_core.errors import NotFiniteError, RewardError
@@ -30,8 +31,10 @@ from grpo_core.rewards.composition import counted
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.scoring import Batch, score_arriving
 from grpo_core.rollout.conversations import play
+from grpo_core.rollout.process_work import TOKENS, work_metrics
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Engine, GenerationBatch, Lookahead, Request, Sampling
+from grpo_core.system.progress import phase, seconds_of_work
 
 
 @dataclass(frozen=True)
@@ -65,17 +68,19 @@ def collect(
     g = plan.num_generations
     sampling = training_sampling(config.rollout)
     seconds = {"time/generate": 0.0, "time/score": 0.0}
+    work: list[list[dict[str, float]]] = []  # of each process, in each draw
 
     def draw(rows: Sequence[int]) -> list[Sample]:
         """G scored completions of each row, over all processes."""
         start = time.perf_counter()
         mine = share(len(rows) * g)
         requests, request_rows = _requests(rows, prompts, g, (config.seed, index, attempt), mine)
-        drawn, generated = share_samples(
+        drawn, generated, worked = share_samples(
             lambda: sample_and_score(engine, requests, request_rows, sampling, prompts, tokenizer, rewards, setting)
         )
         seconds["time/generate"] += generated
         seconds["time/score"] += time.perf_counter() - start - generated
+        work.append(worked)
         return drawn
 
     scheduled = rollout_prompts(plan, config.seed, index)
@@ -103,6 +108,7 @@ def collect(
         **_length_metrics([sample.completion for sample in samples]),
         **conversation_metrics([sample.said for sample in samples if sample.said]),
         **seconds,
+        **work_metrics([sum(map(Counter, own), Counter()) for own in zip(*work, strict=True)], processes_per_machine()),
     }
     if config.rollout.dynamic_sample:
         if not math.isnan(first_reward):
@@ -279,18 +285,24 @@ def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     }
 
 
-def share_samples(draw: Callable[[], tuple[list[Sample], float]]) -> tuple[list[Sample], float]:
-    """Samples of all processes, and the seconds of this one. Raises RewardError in all of them if one raises it."""
+@phase("sampling")
+def share_samples(
+    draw: Callable[[], tuple[list[Sample], float]],
+) -> tuple[list[Sample], float, list[dict[str, float]]]:
+    """Samples of all processes, the seconds of this one, and each one's work since the last call, for `work_metrics`.
+    Raises RewardError in all processes if one raises it."""
     drawn: Sequence[Sample | RewardError]
     try:
         drawn, seconds = draw()
     except RewardError as error:
         drawn, seconds = [error], 0.0
-    found = gathered([*drawn])
+    tokens = sum(len(sample.completion.ids) for sample in drawn if isinstance(sample, Sample))
+    shares = gathered([([*drawn], seconds_of_work() | {TOKENS: float(tokens)})])
+    found = [sample for share, _ in shares for sample in share]
     for problem in found:
         if isinstance(problem, RewardError):
             raise problem
-    return [sample for sample in found if isinstance(sample, Sample)], seconds
+    return [sample for sample in found if isinstance(sample, Sample)], seconds, [work for _, work in shares]
 
 
 def _requests(

@@ -7,6 +7,7 @@ from datetime import timedelta
 from grpo_core.config.run import RunConfig
 from grpo_core.rewards.isolated import START_SECONDS
 from grpo_core.rollout.vllm.client import ATTEMPTS
+from grpo_core.system.progress import CHECKPOINT, REWARDS, SET_UP
 
 UNLIMITED_WORK = timedelta(hours=1)  # for what no key limits: loading, compiling, sampling, writing a checkpoint
 LONGEST_WAIT = timedelta(days=365)
@@ -19,8 +20,25 @@ def longest_wait(config: RunConfig) -> timedelta:
     A failing call of a reward is repeated to find the completion that makes it fail. A process that dies is not waited
     for that long: the launcher ends the others.
     """
+    limited = _scoring(config) + _answer(config)
+    return UNLIMITED_WORK + timedelta(seconds=min(limited, LONGEST_WAIT.total_seconds()))
+
+
+def phase_limits(config: RunConfig) -> dict[str, float]:
+    """Seconds for which a process may stand still in a phase by the configured time limits, by the phase's name; in
+    set-up and checkpoints, as long as a slow disk may take."""
+    answer = _answer(config)
+    unlimited = UNLIMITED_WORK.total_seconds()
+    scoring = _scoring(config)
+    return {SET_UP: unlimited, REWARDS: scoring, "sampling": answer, "weight sync": answer, CHECKPOINT: unlimited}
+
+
+def _scoring(config: RunConfig) -> float:
+    return sum(2 * (reward.timeout + START_SECONDS * reward.isolated) for reward in config.rewards)
+
+
+def _answer(config: RunConfig) -> float:
+    """Seconds in which a server answers, or is given up; 0 without servers."""
     rollout = config.rollout
-    scoring = sum(2 * (reward.timeout + START_SECONDS) for reward in config.rewards)
     answer = ATTEMPTS * (rollout.vllm_server_timeout + 2 * rollout.vllm_request_timeout)
-    sampling = answer if rollout.engine == "vllm-server" else 0.0
-    return UNLIMITED_WORK + timedelta(seconds=min(scoring + sampling, LONGEST_WAIT.total_seconds()))
+    return answer if rollout.engine == "vllm-server" else 0.0

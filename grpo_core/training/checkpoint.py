@@ -46,6 +46,7 @@ from grpo_core.planning.plan import Plan
 from grpo_core.rewards.contract import source_of
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import naming, replace_folder
+from grpo_core.system.progress import CHECKPOINT, phase
 from grpo_core.training.checkpoint_write import checksum, has_room, in_host_memory, in_thread, write
 from grpo_core.training.optimizer import AdamW8bit
 from grpo_core.training.random_state import random_state, set_random_state
@@ -120,6 +121,7 @@ class Checkpoints:
     newest: TrainingState | None = field(default=None, init=False)  # of those written since the start
     in_background: bool | None = field(default=None, init=False)  # how the last one was written
 
+    @phase(CHECKPOINT)
     def save(self, state: TrainingState, keep: int, *, healthy: bool = False) -> None:
         """Begin to write `step-NNNNNN`; once it is there, all but the newest `keep` and the newest healthy one are
         dropped. Called by every process. What changes from now on is not in it: where the machine has no room for a
@@ -173,6 +175,7 @@ class Checkpoints:
             self.save(state, keep)
             self.wait()
 
+    @phase(CHECKPOINT)
     def wait(self) -> None:
         """Return when the last checkpoint is on the disk. Called by every process. If it could not be written, every
         process raises OSError, which names the file; the checkpoints before it stay."""
@@ -203,6 +206,7 @@ class Checkpoints:
         elif self.accelerator.is_main_process and self._folder(step).exists():
             (self._folder(step) / HEALTHY).touch()
 
+    @phase(CHECKPOINT)
     def restore(self, *, healthy: bool = False) -> TrainingState | None:
         """Load the newest undamaged checkpoint (the newest `healthy` one) and drop those after it; None without one.
 

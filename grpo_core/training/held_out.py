@@ -31,7 +31,7 @@ def evaluate_policy(session: Session, state: TrainingState) -> dict[str, float]:
     rows = share(len(held_out.ids))
     requests = [evaluation_request(session.config, row, held_out.ids[row]) for row in rows]
     sampling = evaluation_sampling(session.config)
-    samples, _ = share_samples(
+    samples, *_ = share_samples(
         lambda: sample_and_score(
             session.engine,
             requests,

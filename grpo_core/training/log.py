@@ -26,6 +26,7 @@ from grpo_core.training import health
 from grpo_core.training.health import Finding
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
+from grpo_core.training.stragglers import Stragglers
 
 SECONDS_BETWEEN_LINES = 2.0
 LINE_KEYS = ("step", "timestamp")  # of metrics.jsonl, beside the figures
@@ -43,6 +44,7 @@ class TrainingLog:
         self.last: dict[str, float] = {}
         self.lost: list[int] = []  # steps whose lines of metrics.jsonl cannot be read
         self.printed = 0.0
+        self.stragglers = Stragglers()
         self.newest = 0.0  # timestamp
         if not self.accelerator.is_main_process:
             return
@@ -65,6 +67,8 @@ class TrainingLog:
         if step == self.plan.max_steps or time.monotonic() - self.printed > SECONDS_BETWEEN_LINES:
             self.printed = time.monotonic()
             print(_line(step, self.plan.max_steps, metrics), flush=True)
+        for line in self.stragglers.note(metrics):
+            print(line, flush=True)
 
     def completions(self, step: int, rollout: Rollout, samples: Sequence[Sample]) -> None:
         """Record the generation batch that was sampled for update `step`, one row per completion.

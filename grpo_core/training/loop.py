@@ -20,6 +20,7 @@ from grpo_core.model.parallelize import sharding
 from grpo_core.model.saving import save_model
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import sync_to_disk
+from grpo_core.system.progress import LOOP, phase
 from grpo_core.training import health
 from grpo_core.training.batch import update_batch
 from grpo_core.training.checkpoint import Checkpoints, fingerprint
@@ -68,6 +69,7 @@ def train(run: Path, output: Path) -> dict[str, Any]:
         return _finish(session, state, log)
 
 
+@phase(LOOP)
 def _train_until_done(
     session: Session, state: TrainingState, checkpoints: Checkpoints, log: TrainingLog
 ) -> TrainingState:
@@ -135,6 +137,7 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
     return replace(state, unrecorded=metrics)
 
 
+@phase("evaluation")
 def evaluate(session: Session, state: TrainingState, best: Path, checkpoints: Checkpoints) -> TrainingState:
     """The policy on the held-out prompts. The best one so far is kept in the folder `best`."""
     keys = session.config.train
@@ -158,6 +161,7 @@ def check_health(session: Session, state: TrainingState) -> tuple[TrainingState,
     return replace(state, streaks=streaks, unrecorded=None), metrics, findings
 
 
+@phase("saving the model")
 def _finish(session: Session, state: TrainingState, log: TrainingLog) -> dict[str, Any]:
     """Write model and result, once what happened is what was planned."""
     expected = session.plan.counts(state.updates)

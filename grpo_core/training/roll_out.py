@@ -13,6 +13,7 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.model.transfer import move
 from grpo_core.rollout.collect import Sample, begin, collect
 from grpo_core.rollout.types import GenerationBatch, Rollout
+from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import balanced, join, with_gradient
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
@@ -35,6 +36,7 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
     return Rollout(**fields, old_logprobs=old_logprobs, ref_logprobs=_ref_logprobs(s, batch), keep=keep), samples
 
 
+@phase("old log-probabilities")
 def _old_logprobs(session: Session, batch: GenerationBatch) -> tuple[Tensor | None, Tensor | None]:
     """The policy's log-probabilities before the first update, and the mask of the tokens of highest entropy.
 
@@ -53,6 +55,7 @@ def _old_logprobs(session: Session, batch: GenerationBatch) -> tuple[Tensor | No
     return compute_logprobs(session, session.policy, batch, read)[0], None
 
 
+@phase("reference log-probabilities")
 def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
     """The reference policy's log-probabilities, (B, T); None without KL."""
     in_loss = batch.completion_mask.sum(1) > 0
@@ -82,6 +85,7 @@ def compute_logprobs(session: Session, policy: Policy, batch: GenerationBatch, n
         missing = most(len(parts)) - len(parts) if is_sharded(policy.model) else 0
         for inputs, places in passes:
             found[:, places, : inputs.shape[1]] = torch.stack(policy(inputs))
+            moved()
         if missing:
             idle = policy.prepare(sequences.take(sequences.lengths.argmin()[None]))
             for _ in range(missing):

@@ -31,7 +31,8 @@ from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.types import Engine, Lookahead
-from grpo_core.rollout.waiting import longest_wait
+from grpo_core.rollout.waiting import longest_wait, phase_limits
+from grpo_core.system.progress import expect
 from grpo_core.training.memory import OutOfMemoryRetry
 from grpo_core.training.optimizer import make_optimizer
 from grpo_core.training.probe import SHORTEST, Probe, probe_batch
@@ -66,6 +67,7 @@ def load_session(run: Path) -> Session:
     """Load and prepare everything that the run directory's configuration names. Raises TrainingError if the device's
     memory does not hold it together with gradients and optimizer state."""
     config, plan = load_config(run / "config.toml"), load_plan(run / "plan.json")
+    expect(config.train.hang_timeout, phase_limits(config))
     accelerator = start_processes(longest_wait(config))
     if accelerator.distributed_type not in DATA_PARALLEL:
         raise TrainingError(

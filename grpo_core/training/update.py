@@ -15,12 +15,14 @@ from grpo_core.distributed import any_process, average_gradients, clip_gradients
 from grpo_core.errors import NotFiniteError
 from grpo_core.model.policy import PassInputs
 from grpo_core.model.sharded import is_sharded
+from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import MicroBatch, idle, own_rows, take
 from grpo_core.training.interrupt import commit
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
 
 
+@phase("update")
 def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[str, float]:
     """Accumulate the gradient of this process's rows of the batch, average it over the processes, step; global metrics.
 
@@ -51,6 +53,7 @@ def update(session: Session, batch: MicroBatch, state: TrainingState) -> dict[st
         passes = [(session.policy.prepare(some.sequences), some.to(accelerator.device)) for some in rows]
         for inputs, some in passes:
             _forward_backward(session, inputs, some, entropy_coef, tally)
+            moved()
         return tally
 
     tally = session.memory.run(batch.sequences, accumulate, share_prompts=session.policy.packs)

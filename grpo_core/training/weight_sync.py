@@ -7,6 +7,7 @@ import torch
 from grpo_core.distributed import largest
 from grpo_core.errors import NotFiniteError, TrainingError
 from grpo_core.model.sequences import Sequences, pad
+from grpo_core.system.progress import phase
 from grpo_core.training.probe import Scores
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
@@ -32,6 +33,7 @@ def begin_probing(session: Session) -> None:
         )
 
 
+@phase("weight sync")
 def sync_weights(session: Session, state: TrainingState) -> float:
     """Hand the policy's weights to the engine; the mean |difference| of both sides' log-probabilities of the probe.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,13 +10,18 @@ from pathlib import Path
 
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
+from grpo_core.system.progress import MACHINES, RANKS
+from tasks.processes.launchers.kubernetes import kubernetes
 from tasks.processes.launchers.local import local
 from tasks.processes.launchers.machines import Launcher
+from tasks.processes.launchers.slurm import slurm
 from tasks.processes.launchers.ssh import ssh
 from tasks.processes.machine import free_port
 from tasks.processes.run import run_process, run_together
+from tasks.processes.stacks import WATCHED
+from tasks.processes.watchdog import watchdog
 
-LAUNCHERS: dict[str, Launcher] = {"local": local, "ssh": ssh}  # by launch.launcher
+LAUNCHERS: dict[str, Launcher] = {"kubernetes": kubernetes, "local": local, "slurm": slurm, "ssh": ssh}
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # by which a user sets up torch's allocator
 
 
@@ -30,14 +36,20 @@ def launch(
     """Run `python COMMAND` in the configured number of processes, on the configured machines, to the end of all.
 
     `folder`: of the run; of several machines, each has its output there too, as NAME.log. `patience`: how many seconds
-    to wait for machines that are not there. Raises ProcessError if a process fails, naming the machine.
+    to wait for machines that are not there. Raises ProcessError if a process fails, naming the machine, and HangError
+    if one hangs.
     """
-    variables = process_environment(config) | dict(environment or {})
+    variables = process_environment(config) | dict(environment or {}) | {WATCHED: str((folder / RANKS).absolute())}
     train = config.train
     if config.launch.launcher == "local" and train.num_processes == 1:
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
-        return run_process(command, on_line, variables | threads)  # torchrun would only import torch first
-    with LAUNCHERS[config.launch.launcher](config, folder, patience) as machines, ExitStack() as stack:
+        with watchdog(folder / RANKS) as check:  # without torchrun, which would only import torch first
+            return run_process(command, on_line, variables | threads, check=check)
+    with (
+        watchdog(folder / RANKS) as check,
+        LAUNCHERS[config.launch.launcher](config, folder, patience, on_line) as machines,
+        ExitStack() as stack,
+    ):
         master, several = machines[0], len(machines) > 1
         logs = {it.name: stack.enter_context((folder / f"{it.name}.log").open("a")) for it in machines if several}
 
@@ -52,7 +64,10 @@ def launch(
             machine.name: [*machine.command, *torchrun(train, master.address, master.port, number), *command]
             for number, machine in enumerate(machines)
         }
-        return run_together(commands, passed_on, variables, grace=max(machine.grace for machine in machines))
+        if several:
+            variables[MACHINES] = json.dumps([machine.name for machine in machines])
+        grace = max(machine.grace for machine in machines)
+        return run_together(commands, passed_on, variables, grace, check=check)
 
 
 def torchrun(train: TrainConfig, address: str, port: int, number: int = 0) -> list[str]:

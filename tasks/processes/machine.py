@@ -1,7 +1,7 @@
 """What a launcher runs on another machine: `python -m tasks.processes.machine ACTION`, with one line of JSON as input.
 
 `check`: say whether this machine sees the run directory, which code it has, and what it lacks. `run`: become a
-supervised `tasks.processes.ranks`, with the environment of the machine that asks; lines of input are signs of life from
+supervised `python ARGUMENTS`, with the environment of the machine that asks; lines of input are signs of life from
 there, and without one for SILENCE_SECONDS everything here is killed.
 """
 
@@ -11,24 +11,32 @@ import hashlib
 import json
 import os
 import platform
+import secrets
+import select
 import signal
 import socket
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import grpo_core
 import tasks
+from grpo_core.config.files import load_config
 from grpo_core.errors import GrpoError
 from tasks.processes.gpu import check_gpu_machine
-from tasks.processes.run import GRACE_SECONDS
+from tasks.processes.gpu_locks import POLL_SECONDS, take_gpus, variables, visible_gpus
+from tasks.processes.ranks import own_address
+from tasks.processes.run import GRACE_SECONDS, TOLD
 
 SILENCE_SECONDS = 20.0
 REQUEST_SECONDS = 60  # in which the line of input has to come
+PORTS = range(20000, 32768)  # below those that Linux, by default, gives to outgoing connections
 # Variables that are a machine's own. As with Slurm's srun, all others are the same on all machines.
 OWN = {"CUDA_VISIBLE_DEVICES", "HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "TMPDIR", "USER"}
-OWN_PREFIXES = ("DBUS_", "SSH_", "XDG_")
+OWN |= {"JOB_COMPLETION_INDEX", "NVIDIA_VISIBLE_DEVICES"}
+OWN_PREFIXES = ("DBUS_", "KUBERNETES_", "SLURM_", "SLURMD_", "SSH_", "XDG_")
 
 
 def shared_environment() -> dict[str, str]:
@@ -47,21 +55,72 @@ def code_version() -> str:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """`file`: in the run directory. The answer has a free port too, for the machine that the processes meet on."""
+    """`file`: in the run directory. `towards`: the machine that will speak to this one; without it, the one that asks.
+
+    The answer also has this machine's own address on the way there, "" if there is none, and a free port.
+    """
     problem = ""
     try:
         check_gpu_machine()
     except GrpoError as error:
         problem = str(error)
     sees = Path(request["file"]).exists()
-    return {"sees_run": sees, "version": code_version(), "problem": problem, "port": free_port()}
+    towards = request.get("towards") or os.environ.get("SSH_CONNECTION", "").split(" ")[0]
+    address = own_address(towards) if towards else None
+    return {
+        "sees_run": sees,
+        "version": code_version(),
+        "problem": problem,
+        "address": str(address or ""),
+        "port": free_port(),
+    }
+
+
+def supervised(request: dict[str, Any], silence: float) -> list[str]:
+    """Command that runs `python ARGUMENTS` as requested until its input is silent for so many seconds."""
+    supervise = ["-m", "tasks.processes.supervise", "--silence", str(silence), str(GRACE_SECONDS)]
+    return [sys.executable, *supervise, sys.executable, *request["arguments"]]
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as held:
-        held.bind(("", 0))
-        return held.getsockname()[1]
+    """A port that was free a moment ago, and that the system gives to no outgoing connection meanwhile."""
+    while True:
+        port = PORTS[secrets.randbelow(len(PORTS))]
+        with socket.socket() as held, suppress(OSError):
+            held.bind(("", port))
+            return port
+
+
+def _take_gpus(arguments: list[str]) -> None:
+    """Take as many GPUs as the processes or the vLLM server need that will run here, for this process and those that it
+    becomes and starts. Ends this process if the machine that asks tells it to, or if this machine has too few."""
+    if not visible_gpus():
+        return
+    try:
+        taken = take_gpus(gpus_needed(arguments), _say, _wait_for_sign)
+    except GrpoError as error:
+        sys.exit(str(error))
+    for descriptor in taken.values():
+        os.set_inheritable(descriptor, True)
+    os.environ.update(variables(taken))
+
+
+def gpus_needed(arguments: list[str]) -> int:
+    """GPUs of `tasks.processes.ranks ARGUMENTS`, or of `grpo_core.rollout.vllm.serve CONFIG …`."""
+    if "--nproc-per-node" in arguments:
+        return int(arguments[arguments.index("--nproc-per-node") + 1])
+    rollout = load_config(Path(arguments[2])).rollout
+    return rollout.vllm_tensor_parallel_size * rollout.vllm_data_parallel_size
+
+
+def _wait_for_sign() -> None:
+    """Let some time pass. Ends this process if the machine that asks has closed the input."""
+    if select.select([0], [], [], POLL_SECONDS)[0] and not os.read(0, 4096):
+        sys.exit(TOLD)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def main() -> None:
@@ -73,9 +132,8 @@ def main() -> None:
         print(json.dumps(check(request)))
         return
     os.environ.update(request["environment"])
-    supervise = ["-m", "tasks.processes.supervise", "--silence", str(SILENCE_SECONDS), str(GRACE_SECONDS)]
-    ranks = [sys.executable, "-m", "tasks.processes.ranks", *request["arguments"]]
-    os.execv(sys.executable, [sys.executable, *supervise, *ranks])
+    _take_gpus(request["arguments"])
+    os.execv(sys.executable, supervised(request, SILENCE_SECONDS))
 
 
 if __name__ == "__main__":

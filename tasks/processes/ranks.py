@@ -73,16 +73,22 @@ def describe(code: int) -> str:
 
 def interface_to(address: str) -> str | None:
     """The network interface with this machine's address on the way to another machine; None if there is no way."""
+    own = own_address(address)
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            with suppress(ValueError):
+                if ipaddress.ip_address(each.address) == own:
+                    return name
+    return None
+
+
+def own_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """This machine's address on the way to another machine; None if there is no way."""
     with suppress(OSError):
         family, kind, protocol, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as way:
             way.connect(place)  # sends nothing
-            own = ipaddress.ip_address(way.getsockname()[0])
-        for name, addresses in psutil.net_if_addrs().items():
-            for each in addresses:
-                with suppress(ValueError):
-                    if ipaddress.ip_address(each.address) == own:
-                        return name
+            return ipaddress.ip_address(way.getsockname()[0])
     return None
 
 

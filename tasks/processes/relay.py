@@ -1,7 +1,7 @@
 """`python -m tasks.processes.relay TRANSPORT ARGUMENTS…`: run `tasks.processes.machine run` on another machine.
 
 TRANSPORT is a command, as JSON, that runs it there and passes input and output on, such as an ssh. ARGUMENTS are for
-`tasks.processes.ranks`. The relay sends the request and then signs of life. On SIGTERM it closes the input, on which
+`python` there. The relay sends the request and then signs of life. On SIGTERM it closes the input, on which
 the processes there save and end. The exit status is theirs, or LOST if the connection broke: then the relay returns
 only when they must have ended, so that no two attempts at a training run at the same time.
 """

@@ -18,12 +18,14 @@ from tasks.stages.errors import StageError
 from tasks.stages.locks import held_locks
 
 TAIL_LINES = 25
+CHECK_SECONDS = 1.0
 GRACE_SECONDS = 20.0
 SIGNALLED = 128  # plus n: exit status of a process that was ended by signal n
 TOLD = SIGNALLED + signal.SIGTERM
 LAST_SIGNAL = 64
 LOST = 254  # exit status of a relay if the connection to the other machine is lost
-SETTLE_SECONDS = 60.0  # in which a failure may show on the machine that it began on, once another has failed by it
+# In which a failure may show on the machine that it began on, once another has failed by it; `grace`, if that is more.
+SETTLE_SECONDS = 60.0
 
 
 class TimeLimitError(StageError):
@@ -32,11 +34,16 @@ class TimeLimitError(StageError):
 
 class ProcessError(StageError):
     """A process that failed. `restartable`: not by a fault of its own, but because it or a process that it works with
-    was killed, or its machine or the network is gone."""
+    was killed, or its machine or the network is gone. `told`: another process than this one told it to stop, by
+    SIGTERM."""
 
-    def __init__(self, message: str, restartable: bool):
+    def __init__(self, message: str, restartable: bool, told: bool = False):
         super().__init__(message)
-        self.restartable = restartable
+        self.restartable, self.told = restartable, told
+
+
+class TakenError(ProcessError):
+    """Machines that a scheduler took away, for example for another job; the training was told to stop before."""
 
 
 def run_process(
@@ -45,9 +52,10 @@ def run_process(
     env: Mapping[str, str] | None = None,
     grace: float = GRACE_SECONDS,
     limit: float = threading.TIMEOUT_MAX,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Run `python COMMAND…` to its end, as `run_together` runs several."""
-    run_together({"": command}, lambda name, line: on_line(line), env, grace, limit)
+    run_together({"": command}, lambda name, line: on_line(line), env, grace, limit, check)
 
 
 def run_together(
@@ -56,14 +64,17 @@ def run_together(
     env: Mapping[str, str] | None = None,
     grace: float = GRACE_SECONDS,
     limit: float = threading.TIMEOUT_MAX,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run `python COMMAND…` for each name, concurrently, to the end of all. `on_line` gets the name with each line.
+    """Run `python COMMAND…` for each name, concurrently, to the end of all. `on_line` gets the name with each line;
+    `check` is called at least every CHECK_SECONDS.
 
     If one fails, the others are ended too. Raises ProcessError with the name and the last lines of the one that failed
     by itself, TimeLimitError if they have not ended after `limit` seconds.
 
-    Whatever ends the caller (an exception, also in `on_line`; a signal; SIGKILL) also ends the processes and all that
-    they started: first SIGTERM, then after `grace` seconds SIGKILL. An exception is raised once all of them have ended.
+    Whatever ends the caller (an exception, also in `on_line` and `check`; a signal; SIGKILL) also ends the processes
+    and all that they started: first SIGTERM, then after `grace` seconds SIGKILL. An exception is raised once all have
+    ended.
     """
     lines: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
     tails = {name: collections.deque[str](maxlen=TAIL_LINES) for name in commands}
@@ -80,21 +91,28 @@ def run_together(
             open_outputs = len(running)
             while open_outputs:
                 try:
-                    name, line = lines.get(timeout=None if told else max(0.0, deadline - time.monotonic()))
+                    left = deadline - time.monotonic()
+                    name, line = lines.get(timeout=None if told else max(0.0, min(left, CHECK_SECONDS)))
                 except queue.Empty:
+                    if time.monotonic() < deadline:
+                        check()
+                        continue
                     told = True
                     _terminate(running)
                     continue
                 if line is not None:
                     tails[name].append(line)
                     on_line(name, line)
+                    if not told:
+                        check()
                     continue
                 open_outputs -= 1
                 code = running[name].wait()
                 if not told:
                     ended[name] = code
                     if code:
-                        deadline = min(deadline, time.monotonic() + (0.0 if is_cause(code) else SETTLE_SECONDS))
+                        settle = 0.0 if is_cause(code) else max(SETTLE_SECONDS, grace)
+                        deadline = min(deadline, time.monotonic() + settle)
         except BaseException:
             _terminate(running)
             while any(reader.is_alive() for reader in readers) or not lines.empty():  # they still save and print
@@ -108,8 +126,9 @@ def run_together(
         name = min(failed, key=lambda name: blame(failed[name]))
         who = f"machine {name}" if name else " ".join(commands[name])
         raise ProcessError(
-            f"{who} ended with {_status(failed[name])}; its last lines:\n" + "\n".join(tails[name]),
+            f"{who} ended with {describe_status(failed[name])}; its last lines:\n" + "\n".join(tails[name]),
             restartable=is_cause(failed[name]) or failed[name] in (TOLD, LOST_PEER),
+            told=failed[name] == TOLD,
         )
     if told and any(process.returncode for process in running.values()):
         [(name, command), *_] = commands.items()
@@ -160,7 +179,7 @@ def is_cause(code: int) -> bool:
     return code == LOST or (SIGNALLED < code <= SIGNALLED + LAST_SIGNAL and code != TOLD)
 
 
-def _status(code: int) -> str:
+def describe_status(code: int) -> str:
     """Exit status, and what it stands for."""
     if code == LOST:
         return f"status {code}: the connection to it is lost"

@@ -1,5 +1,5 @@
-"""`python -m tasks.processes.supervise [--silence SECONDS] GRACE COMMAND…`: run a command so that none of its processes
-outlives the process that started it.
+"""`python -m tasks.processes.supervise [OPTIONS] GRACE COMMAND…`: run a command so that none of its processes outlives
+the process that started it. Options: --silence SECONDS, --children-first.
 
 It stands between a task and its training, and around the servers. It ends the command on SIGTERM, and when its standard
 input closes, a pipe or sshd's socket (the task's process has died, even by SIGKILL): SIGTERM to the command's process
@@ -8,6 +8,9 @@ to every descendant left. As a subreaper it also finds descendants in their own 
 
 With --silence, the input has to say something at least every SECONDS. After more, the machine that asks counts as gone
 or cut off, and everything gets SIGKILL immediately: the training may have been started again elsewhere.
+
+With --children-first, SIGTERM goes to the command's own process only when all other processes of its group have ended.
+Prefect's runner and worker, told to end, immediately kill the flow runs that they watch.
 
 It consists of two processes, since one could itself be killed: the supervisor, and its parent, the guard. Each ends
 everything when the other dies.
@@ -27,12 +30,16 @@ from contextlib import suppress
 import psutil
 
 from grpo_core.system.descendants import POLL_SECONDS, adopt_orphans, kill_descendants, running_descendants
+from tasks.processes.stacks import write_stacks_when_asked
 
 
-async def supervise(command: list[str], grace: float, from_guard: int, silence: float | None = None) -> int:
+async def supervise(
+    command: list[str], grace: float, from_guard: int, silence: float | None = None, children_first: bool = False
+) -> int:
     """Run the command to its end or until told to stop. Returns its exit status, 128 + n if signal n ended it.
 
     `from_guard`: a pipe that closes when the guard dies. `silence`: longest time without input, in seconds.
+    `children_first`: end the command's own process last.
     """
     loop = asyncio.get_running_loop()
     told_to_stop, cut_off = asyncio.Event(), asyncio.Event()
@@ -77,16 +84,37 @@ async def supervise(command: list[str], grace: float, from_guard: int, silence: 
         if cut_off.is_set():
             print("no sign of life from the machine that started this: all of it is ended", file=sys.stderr, flush=True)
         elif not exited.done():
-            with suppress(ProcessLookupError):  # it has ended since, for example by the same signal
-                os.killpg(child.pid, signal.SIGTERM)
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace):
+                    if children_first:
+                        await _end_children(child.pid)
+                    with suppress(ProcessLookupError):  # it has ended since, for example by the same signal
+                        os.killpg(child.pid, signal.SIGTERM)
                     while not exited.done() or running_descendants():
                         await asyncio.sleep(POLL_SECONDS)
     finally:
         left = kill_descendants()
     code = -signal.SIGKILL if child.pid in left else await exited
     return code if code >= 0 else 128 - code
+
+
+async def _end_children(leader: int) -> None:
+    told = _children(leader)
+    for process in told:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    while told & _children(leader):
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _children(leader: int) -> set[psutil.Process]:
+    """Running processes of the leader's process group, except the leader."""
+    found = set()
+    for process in running_descendants():
+        with suppress(ProcessLookupError):
+            if process.pid != leader and os.getpgid(process.pid) == leader:
+                found.add(process)
+    return found
 
 
 def guard(supervisor: int, grace: float) -> int:
@@ -114,17 +142,19 @@ def guard(supervisor: int, grace: float) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--silence", type=float)
+    parser.add_argument("--children-first", action="store_true")
     parser.add_argument("grace", type=float)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
-    grace = arguments.grace
+    grace, options = arguments.grace, (arguments.silence, arguments.children_first)
     from_guard, to_supervisor = os.pipe()
     supervisor = os.fork()
     adopt_orphans()  # not inherited by fork: both call it
     if supervisor:
         sys.exit(guard(supervisor, grace))
     os.close(to_supervisor)
-    sys.exit(asyncio.run(supervise(arguments.command, grace, from_guard, arguments.silence)))
+    write_stacks_when_asked()
+    sys.exit(asyncio.run(supervise(arguments.command, grace, from_guard, *options)))
 
 
 if __name__ == "__main__":

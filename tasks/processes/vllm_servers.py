@@ -1,25 +1,31 @@
-"""The vLLM servers of a stage: on this machine, for the length of the stage, restarted when they die."""
+"""The vLLM servers of a stage: on this machine or on hosts of their own, for the length of the stage, restarted when
+they die."""
 
 from __future__ import annotations
 
 import collections
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
-from grpo_core.config.run import RunConfig
+from grpo_core.config.launch import host_name
+from grpo_core.config.rollout import RolloutConfig
+from grpo_core.rollout.vllm.secret import SECRET, with_secret
 from grpo_core.rollout.vllm.serve import ADDRESSES
-from tasks.processes.run import GRACE_SECONDS, TAIL_LINES
+from tasks.processes.launchers.ssh import RELAY_SECONDS, address_of, answering_hosts, relayed
+from tasks.processes.run import GRACE_SECONDS, TAIL_LINES, ProcessError, describe_status
 from tasks.stages.errors import StageError
 from tasks.stages.locks import held_locks
 from tasks.stages.run import Context
@@ -28,65 +34,165 @@ POLL_SECONDS = 0.5
 PAUSE_SECONDS = 2.0  # before a server that died is started again
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a server runs. `command`: arguments of `python` here that run it there, and that end it there however they
+    end; `grace`: seconds that this may take; `host`: "" for this machine."""
+
+    host: str
+    url: str
+    command: list[str]
+    grace: float
+    log: Path
+
+
 @contextmanager
 def servers(context: Context, log: Logger | LoggerAdapter[Any]) -> Iterator[dict[str, str]]:
     """Start the servers that the configuration asks for, and give the environment variables by which the stage's
     process finds them; empty if it asks for none. Raises StageError if a server does not start."""
     rollout = context.config.rollout
-    if rollout.engine != "vllm-server" or rollout.vllm_server_base_urls:
+    if not _starts_servers(rollout):
         yield {}
         return
-    devices = _devices(context.config)
-    with ExitStack() as running:
-        started = []
-        for number in range(rollout.vllm_num_servers):
-            output = context.partial / f"vllm-server-{number}.log"
-            server = _Server(context.run / "config.toml", output, devices[number], log)
-            running.callback(server.stop)
-            started.append(server)
+    addresses, secret = context.partial / "vllm-servers", {SECRET: secrets.token_hex(16)}
+    started: list[_Server] = []
+    announcing = threading.Lock()
+
+    def announce() -> None:
+        with announcing:
+            written = addresses.with_suffix(".new")
+            written.write_text("\n".join(server.place.url for server in started))
+            written.rename(addresses)
+
+    with ExitStack() as held:
+        places = _on_hosts(context) if context.config.launch.server_hosts else _on_this_machine(context, held)
+        held.callback(addresses.unlink, missing_ok=True)
+        held.callback(_stop, started)
+        for find in places:
+            started.append(_Server(find, secret, log, announce))
         for server in started:
             server.wait_until_up(rollout.vllm_server_timeout)
-        yield {ADDRESSES: " ".join(server.url for server in started)}
+        announce()
+        try:
+            yield {ADDRESSES: str(addresses), **secret}
+        except ProcessError as error:
+            if problems := [server.problem for server in started if server.problem]:
+                raise ProcessError(f"{'; '.join(problems)}. {error}", error.restartable) from error
+            raise
+
+
+def _on_this_machine(context: Context, held: ExitStack) -> list[Callable[[], Place]]:
+    """For each server, what gives its place: always the same, on the GPUs after the training's and other servers'."""
+    rollout = context.config.rollout
+    first = 0 if rollout.vllm_weight_transfer == "ipc" else context.config.train.num_processes
+
+    def place(number: int) -> Place:
+        address, port = held.enter_context(hold_port()).getsockname()
+        gpu = first + number * rollout.vllm_tensor_parallel_size * rollout.vllm_data_parallel_size
+        log = context.partial / f"vllm-server-{number}.log"
+        command = _serve(context, address, port, gpu)
+        return Place("", f"http://{address}:{port}", command, GRACE_SECONDS, log)
+
+    def always(place: Place) -> Callable[[], Place]:
+        return lambda: place
+
+    return [always(place(number)) for number in range(rollout.vllm_num_servers)]
+
+
+def _on_hosts(context: Context) -> list[Callable[[], Place]]:
+    """For each server, what gives its place: the host that it was on before, or else the first of launch.server_hosts
+    that answers and has none. Raises StageError if there is no such host, or if the host lacks something."""
+    config = context.config
+    hosts, training = config.launch.server_hosts, config.launch.hosts if config.launch.launcher == "ssh" else []
+    towards = address_of(training[0]) if training else ""
+    chosen: dict[int, str] = {}
+    choosing = threading.Lock()
+
+    def place(number: int) -> Place:
+        with choosing:
+            others = {host for other, host in chosen.items() if other != number}
+            free = sorted((host for host in hosts if host not in others), key=lambda host: host != chosen.get(number))
+            answers = answering_hosts(
+                "launch.server_hosts (those with a server left out)",
+                free,
+                1,
+                "one for a server is",
+                context.partial,
+                towards,
+            )
+            [(host, answer)] = answers.items()
+            chosen[number] = host
+        address, port, name = answer["address"], answer["port"], host_name(host)
+        if not address:
+            raise StageError(f"{host} has no way to {towards}, where the training runs (launch.hosts)")
+        return Place(
+            host=name,
+            url=f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}",
+            command=[*relayed(host), *_serve(context, address, port, 0)],  # the first of those that are its own there
+            grace=RELAY_SECONDS,
+            log=context.partial / f"vllm-server-{number}-{name}.log",
+        )
+
+    def placing(number: int) -> Callable[[], Place]:
+        return lambda: place(number)
+
+    return [placing(number) for number in range(config.rollout.vllm_num_servers)]
+
+
+def _serve(context: Context, address: str, port: int, first_gpu: int) -> list[str]:
+    options = ["--host", address, "--port", str(port), "--first-gpu", str(first_gpu)]
+    return ["-m", "grpo_core.rollout.vllm.serve", str(context.run / "config.toml"), *options]
 
 
 class _Server:
-    """One server under supervision, its output in a file. Stopping it stops all processes that it started."""
+    """One server under supervision, its output in a file. Stopping it stops all processes that it started.
 
-    def __init__(self, config: Path, output: Path, environment: dict[str, str], log: Logger | LoggerAdapter[Any]):
-        self.held = hold_port()
-        port = self.held.getsockname()[1]
-        self.url, self.output, self.log = f"http://127.0.0.1:{port}", output, log
-        self.command = ["-m", "grpo_core.rollout.vllm.serve", str(config), "--port", str(port)]
-        self.environment = {**os.environ, "PYTHONSAFEPATH": "1", **environment}
+    `find` gives its place, for each start; `announce` tells the training that it has changed.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Place],
+        secret: dict[str, str],
+        log: Logger | LoggerAdapter[Any],
+        announce: Callable[[], None],
+    ):
+        self.find, self.log, self.announce = find, log, announce
+        self.environment = {**os.environ, "PYTHONSAFEPATH": "1", **secret}
         self.stopping, self.changing = threading.Event(), threading.Lock()
-        self.process = self._start()
+        self.problem = ""  # as long as it is not up again
+        self.place = find()
+        self.process = self._start(self.place)
         self.watch = threading.Thread(target=self._watch, daemon=True)
+
+    @property
+    def name(self) -> str:
+        return f"the vLLM server at {self.place.url}{f' on {self.place.host}' * bool(self.place.host)}"
 
     def wait_until_up(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self._is_up():
             if self.process.poll() is not None or time.monotonic() > deadline:
-                with self.output.open(errors="replace") as lines:
+                with self.place.log.open(errors="replace") as lines:
                     tail = "".join(collections.deque(lines, TAIL_LINES))
                 code = self.process.poll()
                 what = f"is not up after {seconds:g} s (rollout.vllm_server_timeout)"
-                what = what if code is None else f"ended with status {code} before it was up"
-                raise StageError(f"the vLLM server at {self.url} {what}; the end of {self.output}:\n{tail}")
+                what = what if code is None else f"ended with {describe_status(code)} before it was up"
+                raise StageError(f"{self.name} {what}; the end of {self.place.log}:\n{tail}")
             time.sleep(POLL_SECONDS)
-        self.log.info("a vLLM server is up at %s; its log is %s", self.url, self.output.name)
+        self.log.info("%s is up; its log is %s", self.name, self.place.log.name)
         self.watch.start()
 
-    def stop(self) -> None:
+    def tell_to_stop(self) -> None:
+        self.stopping.set()
         with self.changing:
-            self.stopping.set()
             self.process.terminate()
-        self.process.wait()
-        self.held.close()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        with self.output.open("ab") as output:
+    def _start(self, place: Place) -> subprocess.Popen[bytes]:
+        supervise = ["-m", "tasks.processes.supervise", str(place.grace), sys.executable]
+        with place.log.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "tasks.processes.supervise", str(GRACE_SECONDS), sys.executable, *self.command],
+                [sys.executable, *supervise, *place.command],
                 stdin=subprocess.PIPE,  # it closes when this process dies
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -97,47 +203,45 @@ class _Server:
 
     def _watch(self) -> None:
         """Restart it whenever it ends. Meanwhile the training waits, for at most rollout.vllm_server_timeout."""
-        while True:
-            code = self.process.wait()
+        while not self.stopping.is_set():
+            if (code := self.process.poll()) is None:
+                if self.problem and self._is_up():
+                    self.problem = ""
+                    self.log.info("%s is up", self.name)
+                self.stopping.wait(POLL_SECONDS)
+                continue
+            self.problem = self.problem or f"{self.name} ended with {describe_status(code)}"
+            self.log.warning("%s ended with %s and is started again", self.name, describe_status(code))
             self.stopping.wait(PAUSE_SECONDS)
-            with self.changing:
-                if self.stopping.is_set():
-                    return
-                self.log.warning("the vLLM server at %s ended with status %s and is started again", self.url, code)
-                try:
-                    self.process = self._start()
-                except OSError as error:  # no memory, no process, no space on the disk: try again later
-                    self.log.error("the vLLM server at %s cannot be started: %s", self.url, error)
+            try:
+                self._restart(self.find())
+            except (OSError, StageError) as error:  # no host; no memory, process, or space on the disk: try again later
+                self.log.error("%s cannot be started again: %s", self.name, error)
+
+    def _restart(self, place: Place) -> None:
+        with self.changing:
+            if not self.stopping.is_set():
+                self.place, self.process = place, self._start(place)
+                self.announce()
 
     def _is_up(self) -> bool:
+        headers = with_secret(self.environment)
         try:
-            answer = httpx2.get(f"{self.url}/health", timeout=5, trust_env=False)  # a proxy has its own 127.0.0.1
+            answer = httpx2.get(f"{self.place.url}/health", timeout=5, headers=headers, trust_env=False)  # no proxy
         except httpx2.HTTPError:
             return False
         return answer.status_code == 200
 
 
-def _devices(config: RunConfig) -> list[dict[str, str]]:
-    """For each server, the variable with the GPUs that it sees: those after the training's own; with ipc, the
-    training's GPU."""
-    import torch
+def _stop(started: list[_Server]) -> None:
+    for server in started:
+        server.tell_to_stop()
+    for server in started:
+        server.process.wait()
 
-    rollout = config.rollout
-    count = torch.cuda.device_count()
-    if count == 0:
-        return [{} for _ in range(rollout.vllm_num_servers)]
-    own = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = own.split(",") if own else [str(number) for number in range(count)]
-    each = rollout.vllm_tensor_parallel_size * rollout.vllm_data_parallel_size
-    first = 0 if rollout.vllm_weight_transfer == "ipc" else config.train.num_processes
-    if first + each * rollout.vllm_num_servers > len(visible):
-        raise StageError(
-            f"the training takes {first} GPUs and its {rollout.vllm_num_servers} vLLM servers {each} each "
-            "(rollout.vllm_num_servers, vllm_tensor_parallel_size, vllm_data_parallel_size), and there are "
-            f"{len(visible)}; lower one of them, or train.num_processes"
-        )
-    starts = range(first, first + each * rollout.vllm_num_servers, each)
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(visible[start : start + each])} for start in starts]
+
+def _starts_servers(rollout: RolloutConfig) -> bool:
+    return rollout.engine == "vllm-server" and not rollout.vllm_server_base_urls
 
 
 def hold_port() -> socket.socket:

@@ -73,13 +73,18 @@ def saved_progress(stage: Stage, run: Path, key: str) -> str:
     partial = stage.partial(run)
     if not stage.resumable or read_json(partial / MARKER).get("lineage_key") != key:
         return ""
-    names = (re.fullmatch(r"step-(\d+)", path.name) for path in partial.glob("checkpoints/*"))
-    newest = max((int(name[1]) for name in names if name), default=0)
+    newest = saved_updates(partial)
     try:
         planned = PLAN.read_receipt(run)["plan"]["max_steps"]
     except (KeyError, TypeError):
         return ""
     return f"{newest} of {planned} updates saved" if newest else ""
+
+
+def saved_updates(folder: Path) -> int:
+    """Updates after which the newest checkpoint in a training's folder was saved; 0 without one."""
+    names = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("checkpoints/*"))
+    return max((int(name[1]) for name in names if name), default=0)
 
 
 def identity(receipt: Receipt, prompts: Collection[str]) -> Any:

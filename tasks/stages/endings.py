@@ -20,12 +20,12 @@ from typing import ParamSpec, TypeVar, cast
 
 from prefect import get_run_logger
 from prefect.context import TagsContext
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import Abort, TerminationSignal
 from prefect.runtime import deployment
 from prefect.states import Cancelled
 
 from grpo_core.errors import GrpoError
-from tasks.stages.attempts import close_left_open
+from tasks.stages.attempts import close_left_open, come_back
 from tasks.stages.errors import Interrupted
 
 P = ParamSpec("P")
@@ -38,8 +38,8 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
     """Decorator for a flow's function, so that it ends in plain words.
 
     A GrpoError is raised to the caller, which prints it; in a deployment's run it is logged once. A signal cancels the
-    flow run, and the caller gets Interrupted; in a deployment's run the signal comes from Prefect's runner and is
-    raised again.
+    flow run, and the caller gets Interrupted. A deployment's run that gets a signal goes on later by itself
+    (`come_back`), unless it was cancelled: then the signal is raised again.
     """
 
     @functools.wraps(work)
@@ -62,10 +62,14 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
                 get_run_logger().error("%s", error)
             raise
         except (KeyboardInterrupt, TerminationSignal) as error:
-            interrupted = Interrupted("interrupted; run the same again to go on", error)
+            interrupted = Interrupted("interrupted", error)
         if deployment.id:
-            get_run_logger().info("%s", interrupted)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is saved, and what follows is short
             atexit.register(_leave)
+            if come_back(interrupted.what):
+                get_run_logger().info("%s; it goes on by itself, on this machine or another", interrupted.what)
+                raise Abort("the state of this flow run is set already")
+            get_run_logger().info("%s", interrupted)
             raise interrupted.signal
         return cast(R, Cancelled(message=str(interrupted), data=interrupted))
 
@@ -74,7 +78,7 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
 
 
 def _leave() -> None:
-    """End the process of a cancelled run at once. Called after Prefect has sent its logs and states.
+    """End the process of an interrupted run immediately. Called after Prefect has sent its logs and states.
 
     A normal exit frees everything that was imported. On a busy machine this takes so long that Prefect's runner kills
     the process and reports that it was perhaps out of memory.

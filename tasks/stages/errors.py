@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from signal import SIGINT
+
 from grpo_core.errors import GrpoError
 
 
@@ -12,10 +14,10 @@ class StageError(GrpoError):
 
 
 class Interrupted(GrpoError):
-    """A stage or flow ended by a signal; the message says what is saved. `signal`: the exception raised for it."""
+    """A stage or flow ended by a signal. `what`: what was interrupted and what is saved; `signal`: the exception raised
+    for it. The exit status is a shell's for that signal: 130 for Ctrl-C, 143 for SIGTERM."""
 
-    exit_status = 130
-
-    def __init__(self, message: str, signal: BaseException):
-        super().__init__(message)
-        self.signal = signal
+    def __init__(self, what: str, signal: BaseException):
+        super().__init__(f"{what}; run the same again to go on")
+        self.what, self.signal = what, signal
+        self.exit_status = 128 + getattr(signal, "signal", SIGINT)

@@ -40,15 +40,23 @@ def locked(run: Path, say: Callable[[str], None] = print, wait: bool = False) ->
     waited for, up to ENDING_SECONDS, even without `wait`.
     """
     descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+    with holding(descriptor):
         _acquire(descriptor, run, say, wait)
-        _locks.add(descriptor)
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(_this_process()).encode(), 0)
         yield run
+
+
+@contextmanager
+def holding(*descriptors: int) -> Iterator[None]:
+    """Let processes that are started in the block inherit these locked files, and close them after it."""
+    _locks.update(descriptors)
+    try:
+        yield
     finally:
-        _locks.discard(descriptor)
-        os.close(descriptor)  # unlocking it would take it from the supervised processes too
+        _locks.difference_update(descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)  # unlocking it would take it from the supervised processes too
 
 
 def held_locks() -> tuple[int, ...]:
@@ -60,7 +68,7 @@ def held_locks() -> tuple[int, ...]:
 def _acquire(descriptor: int, run: Path, say: Callable[[str], None], wait: bool) -> None:
     deadline = time.monotonic() + ENDING_SECONDS
     waiting = False
-    while not _lock(descriptor):
+    while not lock(descriptor):
         holder = _holder(descriptor)
         name = "process {pid} on {host} since {since}".format(**holder) if holder else "another process"
         if not wait and (not _is_ending(holder) or time.monotonic() > deadline):
@@ -75,7 +83,8 @@ def _acquire(descriptor: int, run: Path, say: Callable[[str], None], wait: bool)
         time.sleep(POLL_SECONDS)
 
 
-def _lock(descriptor: int) -> bool:
+def lock(descriptor: int) -> bool:
+    """Try to lock an open file; returns whether it is locked now."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

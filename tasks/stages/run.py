@@ -57,9 +57,8 @@ def run_stage(
     try:
         return _run_stage(stage, run, config, work, force)
     except (KeyboardInterrupt, ExternalSignal) as signal:
-        saved = saved_progress(stage, run, lineage_keys(config)[stage.name])
-        message = f"{stage.name} was interrupted" + (f", {saved}" if saved else "") + "; run the same again to go on"
-        return Cancelled(message=message, data=Interrupted(message, signal))
+        interrupted = describe_interruption(stage, run, config, signal)
+        return Cancelled(message=str(interrupted), data=interrupted)
     except Exception as error:
         _note_down(stage, run, error)
         if isinstance(error, GrpoError) and not isinstance(error, StageError):
@@ -67,6 +66,12 @@ def run_stage(
         if sentence := _advice(error):
             raise StageError(f"{stage.name}: {sentence}") from error
         raise
+
+
+def describe_interruption(stage: Stage, run: Path, config: RunConfig, signal: BaseException) -> Interrupted:
+    """The error of a stage that a signal ended, with what is saved of it."""
+    saved = saved_progress(stage, run, lineage_keys(config)[stage.name])
+    return Interrupted(f"{stage.name} was interrupted" + (f", {saved}" if saved else ""), signal)
 
 
 def _note_down(stage: Stage, run: Path, error: Exception) -> None:

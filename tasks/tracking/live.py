@@ -36,6 +36,7 @@ LAST_LINES = 20  # of the lines left out, logged at the end
 LONGEST_LINE = 2000  # characters
 ALARM = re.compile(r"\b(error|warning|traceback)\b|\w(Error|Warning)\b", re.IGNORECASE)
 FINDING = re.compile(r"([\w.-]+: )?health:")  # after the name of the machine, of several
+MACHINE = re.compile(r"time/machine_\d+/tokens_per_second")
 SECONDS_BETWEEN_UPDATES = 2.0
 ROWS = 20
 
@@ -148,6 +149,7 @@ class Live:
         table = live_table(rows, self.plan)
         done = f"{rows[-1]['step']}/{self.plan.max_steps} updates, reward {rows[-1]['reward']:.3f}"
         left = f", {table[0]['time left']} left" if rows[-1]["step"] < self.plan.max_steps else ""
+        left += machines_line(rows[-1])
         percent = 100.0 * rows[-1]["step"] / self.plan.max_steps
         update_progress_artifact(self.progress, percent, description=done + left)
         if self.table is None:
@@ -181,6 +183,12 @@ def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
             }
         )
     return table[::-1][:ROWS]
+
+
+def machines_line(row: Row) -> str:
+    """How fast each of several machines samples, as the end of a sentence; "" for a single one."""
+    rates = [f"{value:,.0f}" for name, value in row.items() if MACHINE.fullmatch(name)]
+    return f"; the machines sample {', '.join(rates)} tokens/s" if rates else ""
 
 
 def show_curves(folder: Path) -> None:

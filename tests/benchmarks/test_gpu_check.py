@@ -14,7 +14,7 @@ import torch
 from benchmarks import gpu_check, gpu_checks
 from benchmarks.gpu_check import Row
 from grpo_core.config.files import parse_config
-from tasks.processes.vllm_servers import _devices
+from grpo_core.rollout.vllm.serve import own_gpus
 
 
 @pytest.mark.slow
@@ -26,15 +26,18 @@ def test_a_check_runs_without_a_gpu_and_fails_nothing(check: Callable[..., None]
     assert not [row for row in rows if row.passed is False]
 
 
-@pytest.mark.parametrize(("gpus", "of_server"), [(0, [{}]), (1, ["0"]), (2, ["1"])])
+@pytest.mark.parametrize(
+    ("gpus", "of_server"), [(0, {}), (1, {"CUDA_VISIBLE_DEVICES": "0"}), (2, {"CUDA_VISIBLE_DEVICES": "1"})]
+)
 def test_a_server_has_room_on_every_machine(
-    gpus: int, of_server: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: int, of_server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one GPU, it shares the training's."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = parse_config(tomllib.loads(gpu_checks._configuration(tmp_path, "vllm-server", lora=False)))
-    assert [found and found["CUDA_VISIBLE_DEVICES"] for found in _devices(config)] == of_server
+    first = 0 if config.rollout.vllm_weight_transfer == "ipc" else config.train.num_processes
+    assert own_gpus(config, first) == of_server
 
 
 def _checked(monkeypatch: pytest.MonkeyPatch, output: Path, *checks: str) -> dict[str, dict[str, object]]:

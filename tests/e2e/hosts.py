@@ -87,6 +87,13 @@ class Host:
     def plug_in(self) -> None:
         _ip("link", "set", self.link, "up")
 
+    def lose(self, other: Host) -> None:
+        """Send all packets for another host to an address on the bridge that nothing has: neither end is told."""
+        _ip("-n", self.namespace, "neighbour", "replace", other.address, "lladdr", "02:00:00:00:00:01", "dev", "cable")
+
+    def find(self, other: Host) -> None:
+        _ip("-n", self.namespace, "neighbour", "flush", "to", other.address, "nud", "permanent")
+
     def freeze(self) -> None:
         for _ in range(3):  # what one of them has started meanwhile, too
             for process in self.processes():
@@ -100,12 +107,13 @@ class Host:
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[tuple[list[Host], dict[str, str]]]:
-    """Two hosts, and the environment in which `ssh` reaches them as alpha and beta. Skips where they cannot be made."""
+def some_hosts(folder: Path, *names: str) -> Iterator[tuple[list[Host], dict[str, str]]]:
+    """Hosts, and the environment in which `ssh` reaches them by these names, which begin with different letters. Skips
+    where they cannot be made."""
     sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
     if os.geteuid() or not sshd or not shutil.which("ip") or not shutil.which("ssh"):
         pytest.skip("hosts as network namespaces need root, and Debian's iproute2 and openssh-server")
-    hosts = [Host(name, f"{BRIDGE}-{name}", f"{NETWORK}.{n}") for n, name in enumerate(("alpha", "beta"), 1)]
+    hosts = [Host(name, f"{BRIDGE}-{name}", f"{NETWORK}.{n}") for n, name in enumerate(names, 1)]
     with ExitStack() as stack:
         _make_network(hosts, stack)
         for name in ("host_key", "client_key"):
@@ -177,5 +185,5 @@ def _ip(*words: str) -> str:
 
 if __name__ == "__main__":  # for hands: python -m tests.e2e.hosts FOLDER COMMAND…
     Path(sys.argv[1]).mkdir()
-    with two_hosts(Path(sys.argv[1]).absolute()) as (_, environment):
+    with some_hosts(Path(sys.argv[1]).absolute(), "alpha", "beta") as (_, environment):
         sys.exit(subprocess.run(sys.argv[2:], env=environment).returncode)

@@ -117,6 +117,22 @@ def _result(server: Served, name: str) -> tuple[dict[str, Any], list[dict[str, f
     return json.loads((training / "result.json").read_text()), metrics
 
 
+def _states(server: Served, run_id: str) -> list[str]:
+    """Names of the states that a flow run has been in since it was triggered. "Late" comes and goes."""
+    states = server.get(f"/flow_run_states/?flow_run_id={run_id}")
+    return [state["name"] for state in states if state["name"] not in ("Scheduled", "Late", "Submitting")]
+
+
+def _tracked(server: Served, training: Path) -> list[str]:
+    """The MLflow runs of this training's experiment that have its name."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{server.storage / 'mlflow' / 'mlflow.db'}")
+    run = client.get_run(json.loads((training / "mlflow.json").read_text())["run_id"])
+    found = client.search_runs([run.info.experiment_id], f"run_name = '{run.info.run_name}'")
+    return [each.info.run_id for each in found]
+
+
 def _tracked_status(server: Served, training: Path) -> str:
     from mlflow import MlflowClient
 
@@ -141,7 +157,7 @@ def test_a_cancelled_training_saves_ends_and_goes_on_from_there(
         cancelled = _start(server, "cancelled")
         _wait_until_stuck(server, "cancelled")
         waiting = _start(server, "waiting")
-        _wait_for(lambda: "waiting: all slots" in server.messages(waiting))
+        _wait_for(lambda: "waiting for 1 slots" in server.messages(waiting))
         processes = _processes(runner, "cancelled")
         server.cancel(cancelled)
         _wait_until_ended(processes)
@@ -197,12 +213,33 @@ def test_told_to_end_grpo_serve_ends_its_trainings_too_each_with_a_checkpoint(
         runner.terminate()
         _wait_until_ended(processes)
     assert [path.name for path in (_partial(server, "told") / "checkpoints").iterdir()] == ["step-000003"]
-    server.wait(run_id, "CRASHED")
+    assert server.wait(run_id, "SCHEDULED")["state"]["message"] == "train was interrupted, 3 of 6 updates saved"
     _wait_for(lambda: _slots_taken(server) == 0)
     with grpo_serve(server):
-        server.retry(run_id)
-        assert _finish(server, run_id) == "Completed"
+        assert _finish(server, run_id) == "Completed", "it did not go on by itself"
     assert _result(server, "told")[1] == undisturbed
+    assert "Crashed" not in _states(server, run_id)
+
+
+def test_a_flow_s_process_that_is_told_to_end_from_outside_goes_on_by_itself(
+    server: Served, undisturbed: list[dict[str, float]]
+) -> None:
+    with grpo_serve(server) as runner:
+        run_id = _start(server, "evicted")
+        _wait_until_stuck(server, "evicted")
+        [flow] = [p for p in runner.children(recursive=True) if "prefect.engine" in " ".join(p.cmdline())]
+        flow.terminate()
+        sentence = "train was interrupted, 3 of 6 updates saved; it goes on by itself"
+        assert "Crash" not in server.messages_with(run_id, sentence)
+        assert _finish(server, run_id) == "Completed"
+    result, metrics = _result(server, "evicted")
+    assert result["resumed_at_step"] == 3
+    assert metrics == undisturbed
+    assert _states(server, run_id) == ["Pending", "Running", "AwaitingRetry", "Pending", "Running", "Completed"]
+    assert sorted(server.tasks(run_id, 2)) == [("train", "Cancelled"), ("train", "Completed")]
+    training = server.storage / "runs" / "evicted" / "training"
+    assert _tracked_status(server, training) == "FINISHED"
+    assert len(_tracked(server, training)) == 1
 
 
 def test_a_run_killed_with_its_runner_is_shown_as_crashed_and_its_retry_goes_on(

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ import psutil
 import pytest
 
 from grpo_core.config.files import dump_config, load_config, parse_config
+from grpo_core.planning.plan import make_plan, plan_inputs
 from tests.conftest import config_values, make_run, write_sums
-from tests.e2e.hosts import Host, two_hosts
+from tests.e2e.hosts import Host, some_hosts
 
 pytestmark = pytest.mark.e2e
 
 PROJECT = Path(__file__).parents[2]
-SECONDS = 300.0  # of what has no limit of its own
+SECONDS = 900.0  # of what has no limit of its own
 LIMIT_SECONDS = 90.0  # in which everything on a host has ended once it is on its own
 
 # Stands still in its fourth rollout until it may go on, or is told to stop.
@@ -108,7 +110,10 @@ class Place:
         run = self.folder / name
         if not run.exists():
             shutil.copytree(self.folder / "local", run, ignore=shutil.ignore_patterns("training"))
-        (run / "config.toml").write_text(dump_config(parse_config(values)))
+        config = parse_config(values)
+        (run / "config.toml").write_text(dump_config(config))
+        num_prompts = json.loads((run / "plan.json").read_text())["plan"]["num_prompts"]
+        (run / "plan.json").write_text(json.dumps({"plan": asdict(make_plan(plan_inputs(config, num_prompts)))}))
         return run
 
     def start(self, run: Path) -> Started:
@@ -135,7 +140,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("hosts")
-    with two_hosts(folder) as (hosts, environment):
+    with some_hosts(folder, "alpha", "beta") as (hosts, environment):
         yield Place(folder, model_folder, hosts, environment)
 
 
@@ -238,6 +243,23 @@ def test_what_happens_to_a_host_ends_the_training_by_name_or_is_survived(
     place.until_ended()
 
 
+def test_a_network_that_goes_silent_between_the_hosts_is_noticed_named_and_survived(place: Place) -> None:
+    """The stage still reaches both hosts, so no connection is lost: gloo waits, for an hour if nothing ends it."""
+    alpha, beta = place.hosts
+    run = place.run("silent", max_restarts=1, hang_timeout=5.0)
+    with standing_still(place, place.start(run)) as stage:
+        alpha.lose(beta)
+        place.go_on.touch()
+        stage.until(r"restart 1 of 1 .*: hang: all 2 processes wait for each other in sampling at .*distributed.py")
+        alpha.find(beta)
+        assert stage.end() == 0, stage.text
+    assert metrics(run) == place.undisturbed()
+    for rank, host in enumerate(("alpha", "beta")):
+        stacks = (run / "training" / "ranks" / f"{rank}.stacks").read_text()
+        assert re.search(rf"rank {rank} \({host}\), process \d+, in sampling", stacks) and "in share_samples" in stacks
+    place.until_ended()
+
+
 def test_a_cancelled_training_saves_and_ends_on_all_hosts_and_goes_on_from_there(place: Place) -> None:
     run = place.run("cancelled", save_steps=100)
     with standing_still(place, place.start(run)) as stage:
@@ -298,3 +320,17 @@ def test_a_reward_that_fails_is_no_reason_to_start_again(place: Place) -> None:
     assert stage.end() == 1
     assert stage.said("no score") and not stage.said("restart 1")
     place.until_ended()
+
+
+def test_a_killed_process_of_four_in_a_hybrid_training_is_survived(place: Place) -> None:
+    """Two processes per host, each host with the whole of the model between them."""
+    run = place.run("hybrid", max_restarts=1, sharding="hybrid", num_processes=4, per_device_train_batch_size=4)
+    with standing_still(place, place.start(run)) as stage:
+        place.hosts[1].named("grpo_core.train")[-1].kill()
+        place.go_on.touch()
+        assert stage.end() == 0, stage.text
+    assert stage.said("restart 1 of 1")
+    place.until_ended()
+    for found, expected in zip(metrics(run), place.undisturbed(), strict=True):
+        assert found["reward"] == pytest.approx(expected["reward"], rel=1e-4)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)

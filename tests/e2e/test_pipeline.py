@@ -323,6 +323,8 @@ def test_an_impossible_plan_is_refused_with_fixes(storage: Path, inputs: Path) -
 def test_a_reward_that_raises_fails_train_by_name_and_keeps_its_checkpoints(
     storage: Path, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from flows.stages import plan_run, train_run, validate_run
+
     module = tmp_path / "fragile_rewards.py"
     module.write_text(
         "calls = []\n"
@@ -339,7 +341,8 @@ def test_a_reward_that_raises_fails_train_by_name_and_keeps_its_checkpoints(
     assert (folder / "training.partial" / "checkpoints" / "step-000002").is_dir()
     assert not (folder / "training").exists()
     module.write_text("def fragile(completions):\n    return [float(len(c)) for c in completions]\n")
-    _run(inputs, "name=bad-reward", 'rewards=[{function="fragile_rewards:fragile"}]')
+    for stage in (validate_run, plan_run, train_run):
+        stage("bad-reward")
     assert json.loads((folder / "training" / "result.json").read_text())["counted"]["updates"] == 4
 
 

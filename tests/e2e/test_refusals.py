@@ -94,8 +94,12 @@ def test_a_form_with_sizes_that_do_not_go_together_fails_before_any_stage(server
     assert (server.storage / "grpo-serve.log").read_text().count("every group must be whole") == 1
 
 
-def test_ctrl_c_keeps_the_state_and_says_how_to_go_on(server: Served, model_folder: Path) -> None:
-    values = _values(server, model_folder, name="stopped", rewards=[{"function": "patience:patient"}])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_the_state_and_says_how_to_go_on(
+    number: signal.Signals, status: int, server: Served, model_folder: Path
+) -> None:
+    name = f"stopped-{status}"
+    values = _values(server, model_folder, name=name, rewards=[{"function": "patience:patient"}])
     command = [*CLI, "run", _write(server, values)]
     process = subprocess.Popen(
         command, env=server.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -106,15 +110,15 @@ def test_ctrl_c_keeps_the_state_and_says_how_to_go_on(server: Served, model_fold
     assert process.stdout is not None
     assert any("stuck in the fourth rollout" in line for line in process.stdout)
     started = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    os.killpg(process.pid, number)  # as a terminal does with SIGINT, systemd with SIGTERM
     said = process.communicate()[0]
     watchdog.cancel()
-    sentence = "stopped: train was interrupted, 3 of 6 updates saved; run the same again to go on"
-    assert (process.returncode, said.count(sentence)) == (130, 1), said
+    sentence = f"{name}: train was interrupted, 3 of 6 updates saved; run the same again to go on"
+    assert (process.returncode, said.count(sentence)) == (status, 1), said
     assert "Crash" not in said and "Traceback" not in said
     assert not psutil.wait_procs(started, timeout=60)[1]
-    [run] = server.filter("flow_runs", flow_runs={"name": {"any_": ["stopped"]}})
-    assert (run["state_type"], run["state"]["message"]) == ("CANCELLED", sentence.removeprefix("stopped: "))
+    [run] = server.filter("flow_runs", flow_runs={"name": {"any_": [name]}})
+    assert (run["state_type"], run["state"]["message"]) == ("CANCELLED", sentence.removeprefix(f"{name}: "))
     assert server.tasks(run["id"], 3)[-1] == ("train", "Cancelled")
-    status = subprocess.run([*CLI, "status", "stopped"], env=server.environment, capture_output=True, text=True)
+    status = subprocess.run([*CLI, "status", name], env=server.environment, capture_output=True, text=True)
     assert "3 of 6 updates saved" in " ".join(status.stdout.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""The pipeline triggered as from Prefect's UI, in small: `grpo up` in a process of its own, runs by the API."""
+"""`grpo up` in a process of its own: runs triggered by the API, as from Prefect's UI, and commands beside it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from tasks.stages import table
 from tests.conftest import make_model, write_sums
-from tests.serving import START_SECONDS, STOP_SECONDS, Served, starting
+from tests.serving import START_SECONDS, STOP_SECONDS, Served, free_ports, run_grpo, run_up, starting
 
 STAGES = [stage.name for stage in table.STAGES]
 
@@ -37,6 +37,19 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "rollout": {"engine": "transformers"},
         "train": {"per_device_train_batch_size": 32, "max_steps": 4, "save_steps": 2},
     }
+
+
+def test_the_terminal_shows_the_addresses_and_what_is_served_and_nothing_else(served: Served) -> None:  # first
+    lines = served.log.read_text().splitlines()
+    assert [line.split(" /")[0].split(" pipeline")[0] for line in lines] == [
+        "Starting Prefect and MLflow over",
+        f"Prefect  {served.prefect_url}  ready; writes to",
+        f"MLflow   {served.mlflow_url}  ready; writes to",
+        "Serving",
+        f"Ready: start a run at {served.prefect_url}/deployments. Ctrl-C ends all of it.",
+    ]
+    for line in lines[1:3]:
+        assert Path(line.split("writes to ")[1]).is_file()
 
 
 def test_a_run_triggered_by_the_api_ends_with_a_registered_model(served: Served, changes: dict[str, Any]) -> None:
@@ -84,6 +97,7 @@ def test_the_form_runs_no_code(served: Served, changes: dict[str, Any], tmp_path
     assert not (served.storage / "runs" / "evil").exists()
 
 
+@pytest.mark.e2e
 def test_values_that_do_not_go_together_fail_at_once_by_name(served: Served) -> None:
     changes = {"name": "refused", "train": {"lr_scheduler_type": "constant"}}
     run = served.wait(served.trigger("pipeline/local", changes=changes))
@@ -102,11 +116,53 @@ def test_a_stage_is_a_deployment_of_its_own_and_closes_what_a_killed_attempt_lef
     assert served.tasks(run["id"], 2) == [("plan", "Crashed"), ("plan", "Skipped")]
 
 
+def test_a_second_up_on_a_taken_port_is_refused_before_anything_starts(served: Served, tmp_path: Path) -> None:
+    prefect_port, mlflow_port = _ports(served)
+    free = str(free_ports(1)[0])
+    for ports, taken in [((prefect_port, free), prefect_port), ((free, mlflow_port), mlflow_port)]:
+        refused = run_up(tmp_path, *ports)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert f"-port {taken}: the port is taken by a server of grpo over another storage, {served.storage}" in (
+            refused.stderr
+        )
+        assert "Nothing was started. Ports that are free: --prefect-port " in refused.stderr
+    assert not (tmp_path / "mlflow").exists()
+    assert not list((tmp_path / "prefect").iterdir())
+
+
+def test_a_second_up_of_one_storage_is_refused_on_other_ports_too(served: Served) -> None:
+    refused = run_up(served.storage, *free_ports(2))
+    assert refused.returncode == 2
+    assert f"is served already at {served.prefect_url} and {served.mlflow_url}, by `grpo up`" in refused.stderr
+    assert f"(process {served.process.pid} of " in refused.stderr
+
+
+def test_serving_another_storage_s_server_is_refused(served: Served, tmp_path: Path) -> None:
+    api = served.environment["PREFECT_API_URL"]
+    for command in (["serve"], ["worker", "cpu"]):
+        refused = run_grpo(tmp_path, *command, PREFECT_API_URL=api)
+        assert refused.returncode == 2
+        assert f"is of the storage {served.storage}, and this is {tmp_path}" in refused.stderr
+
+
+def test_commands_join_the_server_of_their_storage(served: Served) -> None:
+    refused = run_grpo(served.storage, "promote", "arithmetic", "--set", "promotion.min_gain=0.95")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr.startswith("arithmetic version 1: refused: ")
+    assert len(refused.stderr.splitlines()) == 1
+    [run] = served.filter("flow_runs", flow_runs={"name": {"any_": ["arithmetic-candidate-promote"]}})
+    assert (run["state_name"], run["tags"]) == ("Refused", ["grpo"])
+
+
 def test_what_serving_needs_is_there_and_the_schedule_waits_to_be_switched_on(served: Served) -> None:
     limit: dict[str, Any] = served.get("/v2/concurrency_limits/grpo-training")
     assert limit["limit"] == 1
     [schedule] = served.get("/deployments/name/pipeline/local")["schedules"]
     assert (schedule["active"], schedule["slug"], schedule["schedule"]["timezone"]) == (False, "nightly", "UTC")
+
+
+def _ports(served: Served) -> list[str]:
+    return [url.rsplit(":", 1)[1] for url in (served.prefect_url, served.mlflow_url)]
 
 
 @pytest.mark.e2e

@@ -181,7 +181,7 @@ calls = []
 def parity(completion_ids):
     calls.append(1)
     if len(calls) == 3:
-        port = os.environ["GRPO_VLLM_SERVERS"].split()[0].rsplit(":", 1)[1]
+        port = open(os.environ["GRPO_VLLM_SERVERS"]).read().split()[0].rsplit(":", 1)[1]
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             if port in words and "tasks.processes.supervise" not in words:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from grpo_core.config.files import load_config
+from tasks.processes.vllm_servers import servers
 from tasks.stages.run import Context
 from tasks.train import run_training
 
@@ -20,7 +21,10 @@ def main() -> None:
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     context = Context(load_config(run / "config.toml"), run, run / "training")
     context.partial.mkdir(exist_ok=True)
-    run_training(context, say, {}, logging.getLogger("stage"))
+    log = logging.getLogger("stage")
+    log.setLevel(logging.INFO)
+    with servers(context, log) as addresses:
+        run_training(context, say, addresses, log)
 
 
 if __name__ == "__main__":

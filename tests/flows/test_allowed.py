@@ -67,6 +67,22 @@ def test_no_function_of_a_module_that_the_worker_does_not_list_not_even_imported
     assert {path.name for path in folder.iterdir()} == {"house.py", "team.toml"}
 
 
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("section", "key", "given"),
+    [
+        ("rollout", "vllm_server_base_urls", ["http://evil.example"]),
+        ("launch", "hosts", ["evil.example"]),
+        ("launch", "server_hosts", ["evil.example"]),
+    ],
+)
+def test_no_machine_to_which_weights_or_the_environment_would_be_sent(section: str, key: str, given: list[str]) -> None:
+    changes: dict[str, Any] = {"rollout": {"engine": "vllm-server"}}
+    changes.setdefault(section, {})[key] = given
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} = .*evil.* only a preset may set where"):
+        resolve_allowed("team", changes)
+
+
 def test_a_listed_module_s_own_rewards_and_nothing_that_it_imports(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +149,20 @@ def test_a_built_in_reward_that_reaches_further_may_not(name: str) -> None:
 def test_every_other_built_in_reward_looks_at_text_only() -> None:
     """Look at what a new one reaches before you add it here or set `looks_at_text_only`."""
     assert {name for name, record in BUILTIN.items() if not record.looks_at_text_only} == {*REACHING}
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"launch": {"launcher": "ssh", "hosts": ["evil"]}},
+        {"launch": {"launcher": "slurm", "slurm": ["--account=others"]}},
+        {"rollout": {"engine": "vllm-server", "vllm_server_base_urls": ["http://evil:8000"]}},
+    ],
+)
+def test_only_a_preset_says_where_the_environment_and_weights_are_sent(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="here only a preset may set where the environment or weights are sent"):
+        resolve_allowed("team", changes)
 
 
 def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import polars as pl
 import pytest
 import tomli_w
 
+from tests.command_line import run_here
 from tests.conftest import config_values, make_model
 from tests.qwen import QWEN
 from tests.serving import free_ports
@@ -48,8 +48,7 @@ TRL_CASE = {
 
 
 def _grpo(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flows.cli.main", "plan", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    return run_here("plan", *map(str, arguments), **environment)
 
 
 def _json(*arguments: Any, status: int = 0, **environment: str) -> dict[str, Any]:
@@ -76,7 +75,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_a_configuration_s_plan_as_json(config: Path, tmp_path: Path) -> None:
     answer = _json(config, GRPO_STORAGE=str(tmp_path))
     assert (answer["valid"], answer["errors"], answer["fixes"], answer["rules"]) == (True, [], [], "grpo")
@@ -87,7 +85,6 @@ def test_a_configuration_s_plan_as_json(config: Path, tmp_path: Path) -> None:
     assert answer["forecasts"]["useful_groups"]["share"] == pytest.approx(1 - 2 * 0.5**4)
 
 
-@pytest.mark.slow
 def test_forecasts_are_for_this_machine_or_for_the_gpu_that_is_named(config: Path, tmp_path: Path) -> None:
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'NVIDIA L4, [N/A]'\n")
@@ -107,7 +104,6 @@ def test_forecasts_are_for_this_machine_or_for_the_gpu_that_is_named(config: Pat
     assert there["memory"]["gpu_memory_gib"] == pytest.approx(140.4, abs=0.1)
 
 
-@pytest.mark.slow
 def test_float32_in_vllm_is_named_for_a_gpu_only(config: Path) -> None:
     for gpu, named in (("H200", 1), ("", 0)):
         keys = ["--set", "train.mixed_precision=no", "--set", "rollout.engine=vllm"]
@@ -134,7 +130,6 @@ def test_a_completion_longer_than_the_model_s_positions_is_refused(config: Path)
     assert "takes 64 tokens, the prompt's among them" in answer["errors"][0]
 
 
-@pytest.mark.slow
 def test_data_that_is_elsewhere_is_planned_by_its_number_of_prompts(config: Path, tmp_path: Path) -> None:
     answer = _json(config, "--set", "data.train=gone.parquet", "--num-prompts", 40, GRPO_STORAGE=str(tmp_path))
     assert (answer["num_prompts"], set(answer["forecasts"])) == (40, {"time"})
@@ -163,7 +158,6 @@ def test_no_configuration_is_needed() -> None:
     assert answer["forecasts"] == {}
 
 
-@pytest.mark.slow
 def test_an_invalid_run_says_why_and_what_works() -> None:
     options = {**TRL_CASE, "--num-processes": 7, "--per-device-train-batch-size": 1, "--num-generations": 8}
     options["--gradient-accumulation-steps"] = 1
@@ -176,7 +170,6 @@ def test_an_invalid_run_says_why_and_what_works() -> None:
         assert _json(*_flat({**options, **changed}))["generation_batch_size"] == fix["generation_batch_size"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -198,7 +191,6 @@ def test_what_cannot_be_planned_is_one_json_object_too(arguments: list[Any], err
     assert error in "\n".join(answer["errors"])
 
 
-@pytest.mark.slow
 def test_a_recipe_is_planned_by_its_system_s_rules_over_its_data(tmp_path: Path) -> None:
     pl.DataFrame({"prompt": ["x"] * 8000}).write_parquet(tmp_path / "data.parquet")
     script = tmp_path / "args.sh"
@@ -212,7 +204,6 @@ def test_a_recipe_is_planned_by_its_system_s_rules_over_its_data(tmp_path: Path)
     assert _json("--recipe", "swift", script, "--num-train-epochs", 3)["max_steps"] == 3960
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("rules", "status"), [("trl-1.16", 0), ("trl-0.17", 0), ("trl-0.16", 2)])
 def test_the_same_recipe_under_the_rules_of_another_version(tmp_path: Path, rules: str, status: int) -> None:
     recipe = tmp_path / "recipe.yaml"
@@ -221,7 +212,6 @@ def test_the_same_recipe_under_the_rules_of_another_version(tmp_path: Path, rule
     assert _json(*arguments, status=status)["rules"] == rules
 
 
-@pytest.mark.slow
 def test_a_megatron_recipe_is_planned_by_its_own_arithmetic(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(
@@ -243,7 +233,6 @@ def test_a_schedule_that_another_system_never_finishes_is_noted() -> None:
     assert any("plans 10 updates but ends after 9" in note for note in _json(*_flat(options))["notes"])
 
 
-@pytest.mark.slow
 def test_the_table_shows_what_the_json_says(config: Path, tmp_path: Path) -> None:
     done = _grpo(config, "--gpu", "H200", COLUMNS="200", GRPO_STORAGE=str(tmp_path))
     assert done.returncode == 0
@@ -254,6 +243,7 @@ def test_the_table_shows_what_the_json_says(config: Path, tmp_path: Path) -> Non
     assert "not divisible by num_generations=7" in refused.stderr
 
 
+@pytest.mark.slow
 def test_planning_needs_neither_torch_nor_prefect_nor_mlflow(config: Path) -> None:
     code = (
         "import sys; from flows.cli.main import app\n"
@@ -270,6 +260,7 @@ def test_planning_needs_neither_torch_nor_prefect_nor_mlflow(config: Path) -> No
 def test_ctrl_c_ends_a_plan_that_waits_after_it_has_read_data(config: Path) -> None:
     code = (
         "import os, signal, threading\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background ignores it
         "from flows.cli.plan import _sources\n"
         "with _sources() as sources:\n"
         f"    sources.count_prompts('data.train', {str(config.parent / 'train.parquet')!r}, 'train')\n"
@@ -285,7 +276,6 @@ def test_ctrl_c_ends_a_plan_that_waits_after_it_has_read_data(config: Path) -> N
     assert done.stdout == "interrupted\n", (done.returncode, done.stderr)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 import typer
+from prefect.exceptions import TerminationSignal
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -80,6 +81,7 @@ def test_a_command_that_asks_nothing_of_mlflow_works_with_any_address(config: Pa
         (ConfigError("so it is"), 2),
         (StageError("so it is"), 1),
         (Interrupted("so it is", KeyboardInterrupt()), 130),
+        (Interrupted("so it is", TerminationSignal(15)), 143),
         (GrpoError("so it is"), 2),
     ],
     ids=lambda value: type(value).__name__,
@@ -102,7 +104,7 @@ def test_an_error_for_a_person_ends_any_command_with_its_sentence_and_its_status
         """Without it there would be no group of commands."""
 
     done = CliRunner().invoke(broken, ["first"])
-    assert (done.exit_code, done.stderr) == (status, f"{about}: so it is\n" if about else "so it is\n")
+    assert (done.exit_code, done.stderr) == (status, f"{about}: {error}\n" if about else f"{error}\n")
 
 
 @pytest.mark.parametrize(

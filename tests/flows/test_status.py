@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from flows.cli.main import app
+from flows.cli.status import training_line
+from grpo_core.system.progress import RANKS, Record
+from tasks.processes.stacks import HANG
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.run_directory import read_config
 from tasks.stages.table import EVALUATE, PLAN, STAGES, TRAIN, VALIDATE, Stage
@@ -89,3 +94,31 @@ def test_saved_updates_of_a_training_are_left_out_if_the_plan_cannot_be_read(run
     assert "2 of 50 updates saved" in _rows()["train"]
     (run / "plan.json").write_text('{"plan": null}')
     assert "not done yet" in _rows()["train"]
+
+
+def _record(rank: int, machine: str, phase: str, **values: Any) -> Record:
+    others = {"reward": "", "waits": False, "since": 1000, "moves": 1, "moved": 1010 + rank, "limit": 600}
+    return Record(rank=rank, ranks=7, machine=machine, host="box", pid=1, phase=phase, **{**others, **values})
+
+
+def test_status_says_on_which_machines_a_training_runs_and_what_it_does(run: Path) -> None:
+    (run / "training").rename(run / "training.partial")
+    ranks = run / "training.partial" / RANKS
+    ranks.mkdir()
+    records = [_record(0, "a", "rewards", reward="judge"), *(_record(rank, "b", "sampling") for rank in range(1, 6))]
+    for record in (*records, _record(6, "b", "update", waits=True)):
+        (ranks / f"{record.rank}.json").write_text(json.dumps(vars(record)))
+    since = f"{datetime.fromtimestamp(1000):%H:%M:%S}"
+    doing = f"rewards (judge) since {since} (rank 0); sampling since {since} (rank 1, 2, 3, 4, …)"
+    assert training_line(ranks, 1020) == f"training on a, b: {doing}; moved 4 s ago"
+    shown = CliRunner().invoke(app, ["status", "test"]).output
+    assert doing in " ".join(shown.split())
+
+
+def test_status_says_why_a_training_was_ended_that_hung(run: Path) -> None:
+    (run / "training").rename(run / "training.partial")
+    ranks = run / "training.partial" / RANKS
+    assert training_line(ranks, 0) == ""
+    ranks.mkdir()
+    (ranks / HANG).write_text("rank 3 has not moved")
+    assert training_line(ranks, 0) == "the last training was ended, since it hung: rank 3 has not moved"

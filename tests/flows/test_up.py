@@ -18,10 +18,12 @@ from typing import TextIO
 import psutil
 import pytest
 
+from flows.cli.terminal import Refusal
+from flows.cli.up import Child, _wait_for_end
 from flows.serving.find_server import find_api_to_serve, wait_until_healthy
 from flows.serving.up_file import ServerError, announced, find_up, new_up
 from tests.conftest import config_values, make_run
-from tests.serving import STOP_SECONDS, Served, free_ports, serving
+from tests.serving import STOP_SECONDS, Served, free_ports, run_grpo, run_up, serving
 
 VERSIONS = """
 from tests.evaluations import fixed_samples, register_version
@@ -29,21 +31,6 @@ for right in (40, 45):
     register_version("sums", fixed_samples({"base": [0] * 50, "trained": [1] * right + [0] * (50 - right)}))
 """
 PROJECT = Path(__file__).parents[2]
-
-
-def _grpo(storage: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
-    return subprocess.run(
-        [sys.executable, "-m", "flows.cli.main", *arguments],
-        env={**kept, "GRPO_STORAGE": str(storage), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def _up(storage: Path, prefect_port: int | str, mlflow_port: int | str) -> subprocess.CompletedProcess[str]:
-    return _grpo(storage, "up", "--prefect-port", str(prefect_port), "--mlflow-port", str(mlflow_port))
 
 
 @contextmanager
@@ -81,80 +68,20 @@ def served(storage: Path) -> Iterator[Served]:
         yield served
 
 
-def _ports(served: Served) -> list[str]:
-    return [url.rsplit(":", 1)[1] for url in (served.prefect_url, served.mlflow_url)]
-
-
 @pytest.mark.e2e
 def test_promoting_and_rolling_back_need_no_server_and_say_one_sentence(storage: Path) -> None:
     for arguments, status, said in [
         (("promote", "sums", "--version", "1"), 0, "sums version 1: promoted: accuracy on held-out 80.0% against 0.0%"),
         (("rollback", "sums"), 2, "sums has had no champion before version 1"),
     ]:
-        done = _grpo(storage, *arguments)
+        done = run_grpo(storage, *arguments)
         assert (done.returncode, (done.stdout + done.stderr).startswith(said)) == (status, True), done
         assert len((done.stdout + done.stderr).splitlines()) == 1
     assert not list((storage / "prefect").iterdir()), "no server was started"
 
 
-@pytest.mark.slow
-def test_the_terminal_shows_the_addresses_and_what_is_served_and_nothing_else(served: Served) -> None:
-    lines = served.log.read_text().splitlines()
-    assert [line.split(" /")[0].split(" pipeline")[0] for line in lines] == [
-        "Starting Prefect and MLflow over",
-        f"Prefect  {served.prefect_url}  ready; writes to",
-        f"MLflow   {served.mlflow_url}  ready; writes to",
-        "Serving",
-        f"Ready: start a run at {served.prefect_url}/deployments. Ctrl-C ends all of it.",
-    ]
-    for line in lines[1:3]:
-        assert Path(line.split("writes to ")[1]).is_file()
-
-
-@pytest.mark.slow
-def test_a_second_up_on_a_taken_port_is_refused_before_anything_starts(served: Served, tmp_path: Path) -> None:
-    prefect_port, mlflow_port = _ports(served)
-    free = str(free_ports(1)[0])
-    for ports, taken in [((prefect_port, free), prefect_port), ((free, mlflow_port), mlflow_port)]:
-        refused = _up(tmp_path, *ports)
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert f"-port {taken}: the port is taken by a server of grpo over another storage, {served.storage}" in (
-            refused.stderr
-        )
-        assert "Nothing was started. Ports that are free: --prefect-port " in refused.stderr
-    assert not (tmp_path / "mlflow").exists()
-    assert not list((tmp_path / "prefect").iterdir())
-
-
-@pytest.mark.slow
-def test_a_second_up_of_one_storage_is_refused_on_other_ports_too(served: Served) -> None:
-    refused = _up(served.storage, *free_ports(2))
-    assert refused.returncode == 2
-    assert f"is served already at {served.prefect_url} and {served.mlflow_url}, by `grpo up`" in refused.stderr
-    assert f"(process {served.process.pid} of " in refused.stderr
-
-
-@pytest.mark.slow
-def test_serving_another_storage_s_server_is_refused(served: Served, tmp_path: Path) -> None:
-    api = served.environment["PREFECT_API_URL"]
-    for command in (["serve"], ["worker", "cpu"]):
-        refused = _grpo(tmp_path, *command, PREFECT_API_URL=api)
-        assert refused.returncode == 2
-        assert f"is of the storage {served.storage}, and this is {tmp_path}" in refused.stderr
-
-
-@pytest.mark.slow
-def test_commands_join_the_server_of_their_storage(served: Served) -> None:
-    refused = _grpo(served.storage, "promote", "sums", "--set", "promotion.min_gain=0.95")
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr.startswith("sums version 2: refused: ")
-    assert len(refused.stderr.splitlines()) == 1
-    [run] = served.filter("flow_runs")
-    assert (run["name"], run["state_name"], run["tags"]) == ("sums-candidate-promote", "Refused", ["grpo"])
-
-
-@pytest.mark.slow
-def test_when_a_server_ends_everything_does_and_it_says_which(served: Served) -> None:  # the last one: they are gone
+@pytest.mark.e2e
+def test_when_a_server_ends_everything_does_and_it_says_which(served: Served) -> None:
     up = psutil.Process(served.process.pid)
     started = up.children(recursive=True)
     [mlflow] = [it for it in started if "mlflow.server.fastapi_app:app" in it.cmdline()]
@@ -167,10 +94,28 @@ def test_when_a_server_ends_everything_does_and_it_says_which(served: Served) ->
     assert (served.storage / "up.json").read_text() == ""
 
 
+def test_the_first_server_to_end_is_named_with_the_last_lines_of_its_log(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("".join(f"line {n}\n" for n in range(40)))
+    stays, ends = (subprocess.Popen(["sh", "-c", command]) for command in ("exec sleep 600", "exit 3"))
+    try:
+        with pytest.raises(Refusal) as refused:
+            _wait_for_end([Child("Prefect's server", stays), Child("MLflow's server", ends, log)])
+    finally:
+        stays.kill()
+        stays.wait()
+    assert refused.value.exit_status == 1
+    said = str(refused.value)
+    assert "MLflow's server has ended, with status 3; everything else is ended too" in said
+    assert "line 39" in said and "line 29" not in said
+
+
 @pytest.mark.slow
 def test_a_stranger_on_the_port_is_named_and_nothing_starts(tmp_path: Path) -> None:
     with _stranger() as port:
-        refused = _up(tmp_path, port, free_ports(1)[0])
+        refused = run_up(tmp_path, port, free_ports(1)[0])
     assert (refused.returncode, refused.stdout) == (2, "")
     assert f"--prefect-port {port}: the port is taken by process {os.getpid()} of " in refused.stderr
     assert not (tmp_path / "mlflow").exists()
@@ -234,7 +179,7 @@ def test_a_file_of_another_version_or_a_folder_is_no_known_up(tmp_path: Path, mo
 @pytest.mark.e2e
 def test_a_command_s_own_server_has_the_limit_of_one_training_before_the_first_run(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "test", config_values(tmp_path / "model", tmp_path))
-    refused = _grpo(tmp_path, "stage", "validate", "--run", "test")
+    refused = run_grpo(tmp_path, "stage", "validate", "--run", "test")
     assert refused.returncode == 1
     with closing(sqlite3.connect(tmp_path / "prefect" / "prefect.db")) as database:
         assert database.execute('select name, "limit" from concurrency_limit_v2').fetchall() == [("grpo-training", 1)]

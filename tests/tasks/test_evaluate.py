@@ -11,11 +11,13 @@ import mlflow
 import pytest
 from markdown_it import MarkdownIt
 
+from grpo_core.config.files import parse_config
 from grpo_core.evaluation.statistics import Difference, Estimate
-from tasks.evaluate import _log_metrics, _markdown, _shown
+from tasks.evaluate import _log_metrics, _markdown, _run, _shown
 from tasks.registry.champion import present_champion
 from tasks.reports.evaluation_tables import rows_of, verdicts
 from tasks.tracking.runs import connect
+from tests.conftest import config_values
 from tests.pages import Page
 from tests.tasks.rendering.test_markdown import HOSTILE, read, render
 
@@ -46,6 +48,34 @@ def test_a_registry_that_does_not_answer_is_not_one_without_a_champion(monkeypat
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(Exception, match=r"127\.0\.0\.1"):
         present_champion(mlflow.MlflowClient("http://127.0.0.1:1"), "sums")
+
+
+@pytest.mark.parametrize(
+    ("sharding", "launch", "expected"),
+    [
+        ("none", {}, None),
+        ("hybrid", {}, (4, 1)),
+        ("none", {"launcher": "ssh", "hosts": ["a", "b"]}, (1, 1)),
+        ("hybrid", {"launcher": "ssh", "hosts": ["a", "b"]}, (4, 2)),
+    ],
+)
+def test_an_evaluation_runs_where_the_training_ran(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sharding: str,
+    launch: dict[str, Any],
+    expected: tuple[int, int] | None,
+) -> None:
+    machines = 2 if launch else 1
+    values = config_values(tmp_path, tmp_path, sharding=sharding, num_processes=4, num_machines=machines)
+    found: list[Any] = []
+    monkeypatch.setattr(
+        "tasks.evaluate.launch",
+        lambda config, *_: found.append((config.train.num_processes, config.train.num_machines)),
+    )
+    monkeypatch.setattr("tasks.evaluate.run_process", lambda *_: found.append(None))
+    _run(parse_config(values | {"launch": launch}), ["-m", "work"], print, tmp_path, {})
+    assert found == [expected]
 
 
 def _report(names: list[str], categories: list[str] = ()) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.planning.plan import Plan, make_plan
 from grpo_core.planning.rules import PlanInputs
 from tasks import train as stage
-from tasks.processes.run import ProcessError
+from tasks.processes.run import ProcessError, TakenError
 from tasks.stages.errors import StageError
 from tasks.stages.run import Context
 from tasks.train import RETURN_SECONDS, check_result, run_training
@@ -104,6 +104,25 @@ def test_a_killed_training_is_started_again_as_often_as_allowed_and_waits_for_it
     monkeypatch.setattr(stage, "launch", launches := Launches(True, True))
     with pytest.raises(ProcessError, match="beta"):
         _train(tmp_path, max_restarts=1)
+
+
+def test_machines_that_are_taken_away_count_as_no_restart_as_long_as_each_start_saves_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [3, 7, 7]
+
+    def taken(*arguments: Any) -> None:
+        (tmp_path / "checkpoints" / f"step-{steps.pop(0):06d}").mkdir(parents=True, exist_ok=True)
+        raise TakenError("Slurm ended job 7 (PREEMPTED)", restartable=True)
+
+    monkeypatch.setattr(stage, "launch", taken)
+    with pytest.raises(TakenError):
+        _train(tmp_path, max_restarts=0)
+    assert not steps
+    steps[:] = [9, 9, 9, 9]
+    with pytest.raises(TakenError):
+        _train(tmp_path, max_restarts=2)
+    assert not steps
 
 
 def test_a_training_that_was_killed_when_it_had_written_everything_is_finished(

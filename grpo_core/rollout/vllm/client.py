@@ -7,23 +7,33 @@ Whatever happens to it (it dies, is started again, comes back with the base's we
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 from torch import Tensor
 
 from grpo_core.config.rollout import RolloutConfig
+from grpo_core.rollout.vllm.secret import with_secret
 
 LEASE_SECONDS = 20.0  # after which a trainer that was killed no longer has the server
 RENEWALS = 4  # of a lease in its time
 CONTROL_SECONDS = 30.0  # for requests that need no work; a server that takes longer counts as down
 POLL_SECONDS = 0.5
 ATTEMPTS = 5  # at one answer, the server brought back in between
+# A connection to a machine that is off or cut off fails after 30 s, also while an answer is awaited.
+SOCKET_OPTIONS = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *((socket.IPPROTO_TCP, option, 5) for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
+]
+
+Result = TypeVar("Result")
 
 
 class ServerError(RuntimeError):
@@ -71,9 +81,23 @@ class Server:
         self.restoring = asyncio.Lock()
         # As many requests as the server works on, by its `sequences` per copy of the model: each is a connection.
         self.sequences, self.in_flight = 0, asyncio.Semaphore(1)
+        self.moved = asyncio.Event()
         # A connection for each request: an idle one may be closed by the server just when it is used again.
         limits = httpx2.Limits(max_keepalive_connections=0)
-        self.http = httpx2.AsyncClient(base_url=self.url, limits=limits, trust_env=False)  # through no proxy
+        transport = httpx2.AsyncHTTPTransport(limits=limits, socket_options=SOCKET_OPTIONS)
+        self.http = httpx2.AsyncClient(
+            base_url=self.url,
+            transport=transport,
+            headers=with_secret(),
+            trust_env=False,  # through no proxy
+        )
+
+    def move(self, url: str) -> None:
+        """The server is started again at this address: what was asked of it at the old one is asked again."""
+        print(f"the vLLM server at {self.url} is started again at {url}", flush=True)
+        self.url, self.http.base_url = url, httpx2.URL(url)
+        self.moved.set()
+        self.moved = asyncio.Event()
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of /inference/v1/generate, every token of it by the weights that are wanted now."""
@@ -203,7 +227,7 @@ class Server:
         threading.Thread(target=work, daemon=True).start()
         try:
             async with asyncio.timeout(self.seconds):
-                await asyncio.shield(asyncio.wrap_future(done))
+                await self._unless_moved(asyncio.shield(asyncio.wrap_future(done)))
         except TimeoutError:
             raise ServerError(
                 f"{self.url}: the weights have not arrived within {self.seconds:g} s (rollout.vllm_request_timeout)"
@@ -212,7 +236,7 @@ class Server:
     async def _request(self, method: str, path: str, seconds: float, **options: Any) -> Any:
         try:
             timeout = httpx2.Timeout(CONTROL_SECONDS, read=seconds)
-            answer = await self.http.request(method, path, timeout=timeout, **options)
+            answer = await self._unless_moved(self.http.request(method, path, timeout=timeout, **options))
         except httpx2.ReadTimeout:
             raise
         except httpx2.TransportError as error:
@@ -230,6 +254,18 @@ class Server:
             return answer.json()
         except ValueError:
             raise Unavailable(f"{path} answers with something other than JSON: {answer.text[:200]!r}") from None
+
+    async def _unless_moved(self, work: Awaitable[Result]) -> Result:
+        """The result of this work; Unavailable as soon as the server is started again elsewhere."""
+        doing, moved = asyncio.ensure_future(work), asyncio.ensure_future(self.moved.wait())
+        try:
+            await asyncio.wait({doing, moved}, return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                raise Unavailable("it is started again at another address")
+            return doing.result()
+        finally:
+            doing.cancel()
+            moved.cancel()
 
 
 def _is_whole(answer: Mapping[str, Any], version: str) -> bool:

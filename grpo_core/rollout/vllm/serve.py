@@ -1,7 +1,7 @@
 """Start a vLLM server for a run: `python -m grpo_core.rollout.vllm.serve CONFIG`.
 
-It is what `vllm serve` starts, with the options that a training needs. Whoever can reach its port can have it do
-anything: it belongs on 127.0.0.1 or a private network.
+It is what `vllm serve` starts, with the options that a training needs. Callers need the secret in GRPO_VLLM_SECRET, if
+that is set; without one, anyone who reaches the port can replace the weights.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ import argparse
 import importlib.metadata
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
+from grpo_core.rollout.vllm.secret import SECRET
 from grpo_core.system.libraries import quiet_libraries
 
-ADDRESSES = "GRPO_VLLM_SERVERS"  # environment variable of a training: the addresses of servers that were started for it
-
+# Environment variable of a training: a file with the address of each server that was started for it. A server that is
+# started again may have another address.
+ADDRESSES = "GRPO_VLLM_SERVERS"
 LEAST_SEQUENCES = 128  # completions that vLLM works on concurrently by default: 128 on a CPU, more on any GPU
 VLLM = "0.32"  # the release that weights are sent by: each changes that API
 
@@ -32,14 +35,22 @@ def main() -> None:
     parser.add_argument("config", type=Path, help="the run's configuration")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="default 8000")
+    parser.add_argument("--first-gpu", type=int, help="take as many GPUs as needed from this one; default: all")
     arguments, further = parser.parse_known_args()
     quiet_libraries()
     if wrong := wrong_vllm():
         sys.exit(wrong)
     config = load_config(arguments.config)
     os.environ |= server_environment(config)
+    if arguments.first_gpu is not None:
+        os.environ |= own_gpus(config, arguments.first_gpu)
     command = [*server_command(config), "--host", arguments.host, "--port", str(arguments.port), *further]
     os.execv(sys.executable, [sys.executable, *command])
+
+
+def read_addresses() -> list[str]:
+    """Addresses of the servers that were started for this training; none without such servers."""
+    return Path(os.environ[ADDRESSES]).read_text().split() if os.environ.get(ADDRESSES) else []
 
 
 def wrong_vllm() -> str:
@@ -61,9 +72,10 @@ def server_command(config: RunConfig) -> list[str]:
 
     on_cpu = not torch.cuda.is_available()
     config = on_device(config, "cpu" if on_cpu else "cuda")
-    rollout, transfer = config.rollout, config.rollout.vllm_weight_transfer
+    rollout, transfer = config.rollout, str(config.rollout.vllm_weight_transfer)
     if transfer == "auto":
-        transfer = "shared_memory" if on_cpu else "nccl"
+        between_cpus = "http" if config.launch.server_hosts else "shared_memory"
+        transfer = between_cpus if on_cpu else "nccl"
     revision = config.model.revision
     pinned = ["--revision", revision, "--tokenizer-revision", revision] if revision else []
     return [
@@ -74,6 +86,7 @@ def server_command(config: RunConfig) -> list[str]:
         *("--max-model-len", "auto", "--uvicorn-log-level", "warning"),
         # vLLM itself answers the pages of every origin.
         *("--middleware", "grpo_core.system.origin_check.OwnPagesOnly"),
+        *(["--middleware", "grpo_core.rollout.vllm.secret.SecretRequired"] if os.environ.get(SECRET) else []),
         *("--logprobs-mode", LOGPROBS_MODE),
         *("--weight-transfer-config", json.dumps({"backend": transfer})),
         *("--worker-extension-cls", "grpo_core.rollout.vllm.worker.TrainerLease"),
@@ -103,6 +116,25 @@ def server_environment(config: RunConfig) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": str(config.rollout.cpu_kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
+
+
+def own_gpus(config: RunConfig, first: int) -> dict[str, str]:
+    """The variable with the GPUs that the server sees: as many as it needs from number `first` of the visible ones;
+    empty without a GPU. Ends the process with a sentence if there are fewer."""
+    import torch
+
+    if not (count := torch.cuda.device_count()):
+        return {}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = given.split(",") if given else [str(number) for number in range(count)]
+    needed = config.rollout.vllm_tensor_parallel_size * config.rollout.vllm_data_parallel_size
+    if first + needed > len(visible):
+        sys.exit(
+            f"{socket.gethostname()} has {len(visible)} GPUs; {first} are taken (train.num_processes, other servers), "
+            f"and this vLLM server needs {needed} (rollout.vllm_tensor_parallel_size · vllm_data_parallel_size): lower "
+            "one of these keys, or name other machines in launch.server_hosts"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + needed])}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import threading
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -30,10 +31,11 @@ from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Weights
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
-from grpo_core.rollout.vllm.serve import ADDRESSES, largest_group, wrong_vllm
+from grpo_core.rollout.vllm.serve import largest_group, read_addresses, wrong_vllm
 from grpo_core.rollout.vllm.snapshot import take_snapshot
 
 TURN_SECONDS = 0.05  # after which a caller that waits for completions may do something else
+FOLLOW_SECONDS = 2.0  # in which a server's new address is noticed
 NOT_A_NUMBER = -9999.0  # vLLM's answers have it for a log-probability of NaN or -inf
 
 Result = TypeVar("Result")
@@ -51,7 +53,7 @@ class VLLMServerEngine:
         from grpo_core.rollout.vllm.shared_memory import pid_namespace_id
         from grpo_core.rollout.vllm.transfer import send
 
-        urls = config.rollout.vllm_server_base_urls or os.environ.get(ADDRESSES, "").split()
+        urls = config.rollout.vllm_server_base_urls or read_addresses()
         if not urls:
             raise ServerError(
                 "rollout.engine='vllm-server' without a server: name them in rollout.vllm_server_base_urls "
@@ -76,6 +78,8 @@ class VLLMServerEngine:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.keepers = [self._start(server.keep()) for server in self.servers]
+        if not config.rollout.vllm_server_base_urls:
+            self.keepers.append(self._start(_follow(self.servers)))
         try:
             self.sync_weights(model)
         except BaseException:  # after a refusal, nothing may go on asking for the lease
@@ -161,6 +165,16 @@ class VLLMServerEngine:
             future.cancel()  # for when the wait was interrupted
 
 
+async def _follow(servers: Sequence[Server]) -> None:
+    """Notice, for ever, which servers the stage has started again at another address."""
+    while True:
+        await asyncio.sleep(FOLLOW_SECONDS)
+        with suppress(OSError):
+            for server, url in zip(servers, await asyncio.to_thread(read_addresses), strict=True):
+                if url != server.url:
+                    server.move(url)
+
+
 async def _all(questions: Any) -> list[Any]:
     return await asyncio.gather(*questions)
 
@@ -206,11 +220,14 @@ def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:
 def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool, here: str) -> str:
     """Sentence on why a server started with these options cannot be used; "" if it can."""
     dtype = "bfloat16" if config.train.mixed_precision == "bf16" else "float32"
-    transfers = ["shared_memory"] if on_cpu else ["nccl", "ipc"]
+    transfers = ["shared_memory", "http"] if on_cpu else ["nccl", "ipc"]
     if started["weight_transfer"] not in transfers:
         return f"takes weights by {started['weight_transfer']}, and here they can be sent by {' or '.join(transfers)}"
     if started["weight_transfer"] == "shared_memory" and started["pid_namespace_id"] != here:
-        return "takes weights by shared memory, which another machine or container does not see; run it beside this one"
+        return (
+            "takes weights by shared memory, which another machine or container does not see; run it beside this one, "
+            "or start it with rollout.vllm_weight_transfer='http'"
+        )
     if started["weight_transfer"] == "ipc" and config.train.num_processes > 1:
         return (
             f"takes weights by ipc, which is for one training process; train.num_processes={config.train.num_processes}"

@@ -68,7 +68,7 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine[SharedMemoryTrainerI
     def send_weights(self) -> None:
         assert self.source is not None
         self.client.start_weight_update()
-        for part in _parts(self.source):
+        for part in parts(self.source, PART_BYTES):
             with os.fdopen(os.memfd_create("grpo-weights"), "wb") as file:
                 torch.save(part, file)
                 file.flush()
@@ -76,14 +76,14 @@ class SharedMemoryTrainerEngine(TrainerWeightTransferEngine[SharedMemoryTrainerI
         self.client.finish_weight_update()
 
 
-def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The weights in parts of about PART_BYTES: a part is what exists twice."""
+def parts(weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The weights in parts of about `part_bytes`: a part is what exists twice."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
         part[name] = tensor
         size += tensor.numel() * tensor.itemsize
-        if size >= PART_BYTES:
+        if size >= part_bytes:
             yield part
             part, size = {}, 0
     if part:

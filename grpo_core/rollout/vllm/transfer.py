@@ -1,9 +1,9 @@
 """Weights on their way to a vLLM server: by vLLM's own weight-transfer API, whatever the device.
 
-NCCL between GPUs, CUDA IPC on one, shared memory on a CPU.
+NCCL between GPUs, CUDA IPC on one; between CPUs shared memory or, on two machines, HTTP.
 
-Only the last has been run by this project; the other two are written against the source of vLLM 0.32, whose API it is:
-each release changes it.
+Only the last two have been run by this project; the others are written against the source of vLLM 0.32, whose API it
+is: each release changes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
-from grpo_core.rollout.vllm.client import Server, Unavailable
+from grpo_core.rollout.vllm.client import SOCKET_OPTIONS, Server, Unavailable
+from grpo_core.rollout.vllm.secret import with_secret
 from grpo_core.rollout.vllm.snapshot import Snapshot
 
 PACKED_BYTES = 2**29  # of each of the two buffers that NCCL sends from, per server
@@ -92,6 +93,10 @@ def _connect(server: Server) -> Any:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         info = IPCTrainerInitInfo(rank=0)
+    elif server.backend == "http":
+        from grpo_core.rollout.vllm.over_http import HTTPTrainerInit
+
+        info = HTTPTrainerInit(rank=0)
     else:
         from grpo_core.rollout.vllm.shared_memory import SharedMemoryTrainerInit
 
@@ -101,7 +106,9 @@ def _connect(server: Server) -> Any:
 
 def _ask(method: str, url: str, seconds: float, json: dict[str, Any] | None = None) -> httpx2.Response:
     """The answer, asked for through no proxy; raises httpx2.HTTPError if there is none or it is an error."""
-    return httpx2.request(method, url, json=json, timeout=seconds, trust_env=False).raise_for_status()
+    transport = httpx2.HTTPTransport(socket_options=SOCKET_OPTIONS)
+    with httpx2.Client(transport=transport, timeout=seconds, headers=with_secret(), trust_env=False) as client:
+        return client.request(method, url, json=json).raise_for_status()
 
 
 def _meeting_point(url: str) -> tuple[str, int]:

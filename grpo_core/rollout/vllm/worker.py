@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from grpo_core.rollout.vllm import over_http  # noqa: F401  # registers this transfer, and that by shared memory
 from grpo_core.rollout.vllm.logprobs import ignore_truncation
-from grpo_core.rollout.vllm.shared_memory import pid_namespace_id  # and the transfer registers itself
+from grpo_core.rollout.vllm.shared_memory import pid_namespace_id
 
 
 class TrainerLease:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,5 +12,5 @@ from tasks.processes.machine import free_port
 
 
 @contextmanager
-def local(config: RunConfig, folder: Path, patience: float) -> Iterator[list[Machine]]:
+def local(config: RunConfig, folder: Path, patience: float, say: Callable[[str], None]) -> Iterator[list[Machine]]:
     yield [Machine("", ["-m", "tasks.processes.ranks"], "127.0.0.1", free_port())]

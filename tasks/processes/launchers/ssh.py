@@ -9,16 +9,15 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 from grpo_core.config.launch import host_name
 from grpo_core.config.run import RunConfig
-from tasks.processes.launchers.machines import Machine
-from tasks.processes.machine import code_version
+from tasks.processes.launchers.machines import Machine, refuse_unfit
 from tasks.processes.relay import ENDING_SECONDS
 from tasks.stages.errors import StageError
 
@@ -31,42 +30,61 @@ OPTIONS = {
     "ServerAliveCountMax": ALIVE_COUNT,
 }
 LOST_SECONDS = ALIVE_SECONDS * (ALIVE_COUNT + 1)  # in which a lost connection is noticed
+RELAY_SECONDS = ENDING_SECONDS + LOST_SECONDS  # in which a relay has ended what it runs, and itself
 CHECK_SECONDS = 90.0  # in which a host has to answer; Python's first start there reads its files from shared storage
 PAUSE_SECONDS = 5.0  # before hosts that are missing are asked again
 SILENT = "silent"
 
 
 @contextmanager
-def ssh(config: RunConfig, folder: Path, patience: float) -> Iterator[list[Machine]]:
+def ssh(config: RunConfig, folder: Path, patience: float, say: Callable[[str], None]) -> Iterator[list[Machine]]:
     """The first of launch.hosts that answer, as many as are needed. Each has to see the run's folder and have the code
     that this machine has."""
+    needed = f"train.num_machines={config.train.num_machines} are"
     hosts, count = config.launch.hosts, config.train.num_machines
+    answers = answering_hosts("launch.hosts", hosts, count, needed, folder, patience=patience)
+    yield [
+        Machine(
+            name=host_name(host),
+            command=[*relayed(host), "-m", "tasks.processes.ranks"],
+            address=address_of(host),
+            port=answer["port"],
+            grace=RELAY_SECONDS,
+        )
+        for host, answer in answers.items()
+    ]
+
+
+def answering_hosts(
+    key: str, hosts: list[str], count: int, needed: str, folder: Path, towards: str = "", patience: float = 0.0
+) -> dict[str, dict[str, Any]]:
+    """The first `count` of the hosts that answer, and what they answer to the check.
+
+    `key`: of the configuration, which names the hosts; `needed`: how many and why, for the error. For
+    `towards` see `machine.check`. Raises StageError if fewer answer within `patience` seconds, or if one of them does
+    not see the folder, has other code than this machine, or lacks something.
+    """
     deadline = time.monotonic() + patience
     while True:
-        answers = _ask_all(hosts, folder.absolute())
+        answers = _ask_all(hosts, folder.absolute(), towards)
         there = [host for host in hosts if SILENT not in answers[host]]
         if len(there) >= count:
             break
         if time.monotonic() > deadline:
             silent = "; ".join(f"{host}: {answers[host][SILENT]}" for host in hosts if host not in there)
             raise StageError(
-                f"{len(there)} of the {len(hosts)} hosts in launch.hosts answer, and train.num_machines={count} are "
-                f"needed. {silent}. Try `ssh -o BatchMode=yes HOST true`"
+                f"{len(there)} of the {len(hosts)} hosts in {key} answer, and {needed} needed. "
+                f"{silent}. Try `ssh -o BatchMode=yes HOST true`"
             )
         time.sleep(PAUSE_SECONDS)
-    there = there[:count]
-    for host in there:
-        _refuse(host, answers[host], folder)
-    yield [
-        Machine(
-            name=host_name(host),
-            command=["-m", "tasks.processes.relay", json.dumps(remote_command(host, "run"))],
-            address=_address(host),
-            port=answers[host]["port"],
-            grace=ENDING_SECONDS + LOST_SECONDS,
-        )
-        for host in there
-    ]
+    for host in there[:count]:
+        refuse_unfit(host, answers[host], folder)
+    return {host: answers[host] for host in there[:count]}
+
+
+def relayed(host: str) -> list[str]:
+    """Arguments of `python` here that run `python` on the host, to be followed by the arguments of that."""
+    return ["-m", "tasks.processes.relay", json.dumps(remote_command(host, "run"))]
 
 
 def remote_command(host: str, action: str) -> list[str]:
@@ -77,44 +95,41 @@ def remote_command(host: str, action: str) -> list[str]:
     return ["ssh", *options, "--", host, f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(start)}"]
 
 
-def _ask_all(hosts: list[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """What each host answers to the check; under SILENT, why it does not."""
+def _ask_all(hosts: list[str], folder: Path, towards: str) -> dict[str, dict[str, Any]]:
+    """What each host answers to the check; under SILENT, why it does not. Whatever ends this ends the questions."""
     file = folder / f".host-check-{secrets.token_hex(8)}"  # a new name: NFS remembers which files were not there
-    file.touch()
-    request = json.dumps({"file": str(file)}) + "\n"
-    try:
-        with ThreadPoolExecutor(len(hosts)) as pool:
-            return dict(zip(hosts, pool.map(lambda host: _ask(host, request), hosts), strict=True))
-    finally:
-        file.unlink()
+    deadline = time.monotonic() + CHECK_SECONDS
+    with ExitStack() as stack:
+        stack.callback(file.unlink)
+        file.touch()
+        asked = {}
+        for host in hosts:
+            asked[host] = stack.enter_context(
+                Popen(remote_command(host, "check"), stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
+            )
+            stack.callback(asked[host].kill)  # before it is waited for
+            _write(asked[host], json.dumps({"file": str(file), "towards": towards}) + "\n")
+        return {host: _answer(process, deadline) for host, process in asked.items()}
 
 
-def _ask(host: str, request: str) -> dict[str, Any]:
+def _write(process: Popen[str], request: str) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has failed; its output says why
+        process.stdin.write(request)
+        process.stdin.flush()
+
+
+def _answer(process: Popen[str], deadline: float) -> dict[str, Any]:
     try:
-        done = subprocess.run(
-            remote_command(host, "check"), input=request, capture_output=True, text=True, timeout=CHECK_SECONDS
-        )
-        return dict(json.loads(done.stdout.splitlines()[-1]))  # a login shell may print before it
-    except subprocess.TimeoutExpired:
+        output, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        return dict(json.loads(output.splitlines()[-1]))  # a login shell may print before it
+    except TimeoutExpired:
         return {SILENT: f"no answer within {CHECK_SECONDS:g} s"}
     except (ValueError, TypeError, IndexError):
-        return {SILENT: (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]}
+        return {SILENT: (errors.strip().splitlines() or [f"status {process.returncode}"])[-1]}
 
 
-def _refuse(host: str, answer: dict[str, Any], folder: Path) -> None:
-    """Raises StageError if the training cannot run on this host."""
-    if not answer["sees_run"]:
-        raise StageError(
-            f"{host} does not see {folder.absolute()} as this machine does: put the storage root (GRPO_STORAGE) on a "
-            "disk that all machines share, under the same path"
-        )
-    if answer["version"] != (own := code_version()):
-        raise StageError(f"{host} has {answer['version']}, and this machine {own}: install the same on both")
-    if answer["problem"]:
-        raise StageError(f"{host}: {answer['problem']}")
-
-
-def _address(host: str) -> str:
+def address_of(host: str) -> str:
     """The host's address as ssh resolves it, aliases of ~/.ssh/config included."""
     done = subprocess.run(["ssh", "-G", "--", host], capture_output=True, text=True, check=True)
     return next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname "))

@@ -85,7 +85,7 @@ def _with(key: str, value: Any) -> dict[str, Any]:
         ({"health": {"kl_action": "roll back"}}, "Input should be 'warn', 'stop' or 'roll_back'"),
         ({"train": {"steps_per_generation": 2, "generation_batch_size": 8}}, "are both given"),
         ({"train": {"num_processes": 8, "num_machines": 3}}, "cannot be divided equally among num_machines=3"),
-        ({"train": {"num_processes": 2, "num_machines": 2}}, "on this machine only; set launch.launcher to 'ssh'"),
+        ({"train": {"num_processes": 2, "num_machines": 2}}, "set launch.launcher to 'slurm', or to 'ssh'"),
         (
             {"train": {"num_processes": 2, "num_machines": 2}, "launch": {"launcher": "ssh", "hosts": ["a"]}},
             "launch.hosts=['a']: name at least as many hosts as machines",
@@ -94,8 +94,9 @@ def _with(key: str, value: Any) -> dict[str, Any]:
         ({"launch": {"hosts": ["-oProxyCommand=sh"]}}, "launch.hosts.0 = '-oProxyCommand=sh': String should match"),
         (
             {"launch": {"launcher": "ssh", "hosts": ["a"]}, "rollout": {"engine": "vllm-server"}},
-            "the hosts do not reach them; start servers yourself",
+            "the others do not reach them; name machines for them in launch.server_hosts",
         ),
+        ({"launch": {"launcher": "kubernetes"}}, "launch.kubernetes; name a YAML file with a Job"),
         (
             {
                 "train": {"num_processes": 4, "num_machines": 2},

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -33,7 +31,7 @@ from grpo_core.rollout.vllm import server as vllm_server
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Unavailable
 from grpo_core.rollout.vllm.server import VLLMServerEngine
 from tests.conftest import config_values
-from tests.grpo_core.training.launching import TWO_PROCESSES
+from tests.grpo_core.training.several import in_two_processes
 
 ROOT = Path(__file__).parents[3]
 
@@ -79,15 +77,6 @@ def _engine(folder: Path, model: Any) -> VLLMServerEngine:
     no_vllm = {f"grpo_core.rollout.vllm.{name}": mock.Mock() for name in names}  # which takes long to import
     with mock.patch.object(vllm_server, "Server", _Server), mock.patch.dict(sys.modules, no_vllm):
         return VLLMServerEngine(parse_config(values), model, 16)
-
-
-def begin_and_sync(folder: str) -> None:
-    """One of two processes; it writes FOLDER/PROCESS.json."""
-    PartialState(cpu=True)
-    engine = _engine(Path(folder), torch.nn.Linear(1, 1))
-    engine.begin([Request([3], 1, 0)], Sampling(4, 1.0))
-    engine.sync_weights(torch.nn.Linear(1, 1))
-    (Path(folder) / f"{PartialState().process_index}.json").write_text(json.dumps(engine.servers[0].at))
 
 
 def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,6 +251,24 @@ def test_a_server_takes_a_whole_group_or_is_refused_or_started_for_it(tmp_path: 
     assert ("--max-num-seqs" in command) == (group > 128)
 
 
+@pytest.mark.parametrize(
+    ("launch", "rollout", "transfer"),
+    [
+        ({}, {}, "shared_memory"),
+        ({"server_hosts": ["gpu-3"]}, {}, "http"),
+        ({}, {"vllm_weight_transfer": "http"}, "http"),
+    ],
+)
+def test_weights_reach_another_machines_cpu_over_http(
+    tmp_path: Path, launch: dict[str, Any], rollout: dict[str, Any], transfer: str
+) -> None:
+    values = config_values(tmp_path, tmp_path, engine="vllm-server", **rollout)
+    config = parse_config(values | {"launch": launch})
+    assert json.dumps({"backend": transfer}) in vllm_serve.server_command(config)
+    started = {**STARTED, "weight_transfer": transfer}
+    assert bool(vllm_server._objection(started, config, 16, True, "another machine")) == (transfer == "shared_memory")
+
+
 def test_a_server_that_cannot_see_the_trainers_memory_is_refused(tmp_path: Path) -> None:
     config = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server"))
     assert vllm_server._objection(STARTED, config, 16, True, "there") == ""
@@ -324,15 +331,12 @@ def test_what_was_begun_before_a_roll_back_is_ended(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_no_process_gets_new_weights_to_a_server_that_still_answers_another_process(tmp_path: Path) -> None:
-    code = f"from tests.grpo_core.rollout.test_vllm_client import begin_and_sync; begin_and_sync({str(tmp_path)!r})"
-    (tmp_path / "child.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, *TWO_PROCESSES, str(tmp_path / "child.py")],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = (json.loads((tmp_path / f"{number}.json").read_text()) for number in (0, 1))
+    def begin_and_sync(rank: int) -> None:
+        engine = _engine(tmp_path, torch.nn.Linear(1, 1))
+        engine.begin([Request([3], 1, 0)], Sampling(4, 1.0))
+        engine.sync_weights(torch.nn.Linear(1, 1))
+        (tmp_path / f"{rank}.json").write_text(json.dumps(engine.servers[0].at))
+
+    in_two_processes(tmp_path, begin_and_sync)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first["restored"] > second["answered"]

@@ -6,9 +6,6 @@ The model is one whose layers vLLM packs and whose head is tied: the kind that g
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,8 @@ import pytest
 
 from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.rollout.vllm_engine import PACKED
+from tests.grpo_core.training.killing import train
 from tests.serving import free_ports, policy_server
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
@@ -32,11 +28,9 @@ def test_a_server_samples_from_the_trainers_policy_after_every_update(tmp_path: 
     values["rollout"]["vllm_server_base_urls"] = [f"http://127.0.0.1:{port}"]
     run = make_run(tmp_path / "run", values)
     with policy_server(run / "config.toml", port, tmp_path / "server.log"):
-        command = [sys.executable, "-m", "grpo_core.train", str(run)]  # waits until the server is up
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # site-packages may have a package `tests` of its own
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        ended = train(run)  # waits until the server is up
         assert _statuses(f"http://127.0.0.1:{port}") == {"program": 200, "page": 403, "foreign name": 403}
-    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "server.log").read_text()
+    assert ended == 0, (tmp_path / "server.log").read_text()
     steps = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 3
     assert all(step["sampling/sync_drift"] < 1e-5 for step in steps)

@@ -1,21 +1,13 @@
-"""Run as a process: one training undisturbed, then again and again killed at a forward pass and resumed.
-
-Each training is a forked child, so that the imports are paid once; a kill is a SIGKILL that the child sends itself.
-`python -m tests.grpo_core.training.killing VALUES_JSON FOLDER KILLS` prints how many forward passes the training has
-and the one of each kill.
-"""
+"""A training in a forked child, so that the imports are paid once; a kill is a SIGKILL that the child sends itself."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from tests.conftest import make_run
 
 NUMBER_OF_PROMPTS = 13
 
@@ -57,23 +49,3 @@ def train(run: Path, kill_at: int = 0, signal_number: int = signal.SIGKILL) -> i
         (run / "passes").write_text(str(count))
 
     return in_child(work)
-
-
-def main() -> None:
-    import grpo_core.training.loop  # noqa: F401  before any child, for all of them
-
-    values, folder, kills = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), int(sys.argv[3])
-    whole = make_run(folder / "whole", values, NUMBER_OF_PROMPTS)
-    assert train(whole) == 0
-    passes = int((whole / "passes").read_text())
-    print(f"passes {passes}")
-    for position in range(kills):
-        kill_at = 1 + position * passes // kills + position % 2
-        run = make_run(folder / f"killed-at-{kill_at}", values, NUMBER_OF_PROMPTS)
-        assert os.WTERMSIG(train(run, kill_at)) == signal.SIGKILL
-        assert train(run) == 0
-        print(f"killed {kill_at}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,10 +21,17 @@ def in_two_processes(folder: Path, work: Callable[[int], None]) -> None:
 
 def in_processes(count: int, folder: Path, work: Callable[[int], None]) -> None:
     """Call work(rank) in each. Raises AssertionError with the tracebacks if one of them fails."""
-    children = [_forked(rank, count, folder, work) for rank in range(count)]
-    statuses = [os.waitpid(child, 0)[1] for child in children]
+    statuses = exit_statuses(count, folder, work)
     problems = [path.read_text() for path in sorted(folder.glob("problem-*"))]
     assert statuses == [0] * count, "\n".join(problems)
+
+
+def exit_statuses(count: int, folder: Path, work: Callable[[int], None]) -> list[int]:
+    """Call work(rank) in each; their exit statuses, -n for signal n. Their process group is noted in `folder`, which
+    is another one for each call."""
+    folder.mkdir(exist_ok=True)
+    children = [_forked(rank, count, folder, work) for rank in range(count)]
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def _forked(rank: int, count: int, folder: Path, work: Callable[[int], None]) -> int:

@@ -1,15 +1,12 @@
 """Random valid plans, stepped through by the real loop with a model of four numbers; what was done is counted.
 
 Counted where it happens: requests at the engine, micro-steps as they are put together, steps at the optimizer.
-`python -m tests.grpo_core.training.stepping SEED COUNT OUTPUT` under `accelerate launch` does so in several processes.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,17 +142,3 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
         "rollouts": [[[r.prompt_ids[0], r.num_completions] for r in requests] for requests in engine.rollouts],
         "result": result["counted"],
     }
-
-
-def main() -> None:
-    seed, count, output = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    accelerator = Accelerator(cpu=True)
-    done = [
-        step_through(random_settings(n, accelerator.num_processes), accelerator, output / f"run-{n}")
-        for n in range(seed, seed + count)
-    ]
-    (output / f"{accelerator.process_index}.json").write_text(json.dumps(done))
-
-
-if __name__ == "__main__":
-    main()

@@ -30,7 +30,7 @@ from grpo_core.training.interrupt import Stopped
 from grpo_core.training.loop import train
 from grpo_core.training.random_state import random_state, set_random_state
 from tests.conftest import config_values, make_run, with_keys, write_sums
-from tests.grpo_core.training.launching import REWARD, TWO_PROCESSES, finish, kill_tree, started
+from tests.grpo_core.training import killing
 from tests.grpo_core.training.training import are_close, assert_same, figures_of, interrupted, result_of
 
 ROOT = Path(__file__).parents[3]
@@ -71,16 +71,18 @@ ADAPTER = {"use_peft": True, "lora_r": 4, "beta": 0.1, "num_iterations": 2, "max
 def test_a_training_killed_at_any_micro_step_ends_with_the_same_weights(
     values: dict[str, Any], tmp_path: Path, keys: dict[str, Any], kills: int
 ) -> None:
-    config = tmp_path / "values.json"
-    config.write_text(json.dumps(with_keys(values, **keys)))
-    command = [sys.executable, "-m", "tests.grpo_core.training.killing", str(config), str(tmp_path), str(kills)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    whole, runs = tmp_path / "whole", sorted(tmp_path.glob("killed-at-*"))
-    assert len(runs) == kills
-    for run in runs:
+    values = with_keys(values, **keys)
+    whole = make_run(tmp_path / "whole", values, killing.NUMBER_OF_PROMPTS)
+    assert killing.train(whole) == 0
+    passes = int((whole / "passes").read_text())
+    runs = []
+    for position in range(kills):
+        kill_at = 1 + position * passes // kills + position % 2
+        run = make_run(tmp_path / f"killed-at-{kill_at}", values, killing.NUMBER_OF_PROMPTS)
+        assert os.WTERMSIG(killing.train(run, kill_at)) == signal.SIGKILL
+        assert killing.train(run) == 0
         assert_same(run, whole)
+        runs.append(run)
     resumed = {json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] for run in runs}
     assert len(resumed) > 2, "kills fell between different checkpoints"
 
@@ -353,82 +355,3 @@ def test_every_weight_and_count_of_a_run_is_in_its_checkpoint(values: dict[str, 
     assert state["state"]["updates"] == 3
     assert state["state"]["rollout"]["index"] == plan.counts(3)["rollouts"] - 1
     assert state["optimizer"].keys() == state["model"].keys()
-
-
-@pytest.mark.e2e
-def test_two_processes_killed_and_started_again_end_with_the_same_weights(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
-    (tmp_path / "patience.py").write_text(REWARD)
-    values["rewards"] = [{"function": "patience:patient"}]
-    keys = {"num_processes": 2, "per_device_train_batch_size": 4, "max_steps": 7, "save_steps": 2, "num_iterations": 2}
-    whole, run = (make_run(tmp_path / name, with_keys(values, **keys)) for name in ("whole", "run"))
-    with started(run, tmp_path, 3, *TWO_PROCESSES) as process:
-        assert process.stdout is not None
-        assert any("stuck" in line for line in process.stdout)
-        kill_tree(process.pid)
-    for folder in (run, whole):
-        with started(folder, tmp_path, 0, *TWO_PROCESSES) as process:
-            finish(process)
-    resumed_at = json.loads((run / "training" / "result.json").read_text())["resumed_at_step"]
-    assert resumed_at in (2, 4), "the checkpoint of step 4 is being written when the training is killed"
-    assert_same(run, whole)
-
-
-TELLING = """
-import os, pathlib, signal, time
-told, calls, telling = pathlib.Path(__file__).with_name("told"), [], False
-def tell(completion_ids):
-    global telling
-    calls.append(1)
-    if len(calls) == 4 and os.environ["RANK"] == "0" and not told.exists():
-        told.touch()
-        telling = True
-        os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(telling)
-    return [-float(len(ids)) for ids in completion_ids]
-"""
-
-
-@pytest.mark.e2e
-def test_two_processes_told_to_stop_agree_where_and_end_with_the_same_weights(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
-    (tmp_path / "telling.py").write_text(TELLING)
-    values["rewards"] = [{"function": "telling:tell"}]
-    keys = {"num_processes": 2, "per_device_train_batch_size": 4, "max_steps": 20, "save_steps": 100}
-    whole, run = (make_run(tmp_path / name, with_keys(values, **keys)) for name in ("whole", "run"))
-    with started(run, tmp_path, 0, *TWO_PROCESSES) as process:
-        output, _ = process.communicate()
-    assert process.returncode
-    assert "training: told to stop" in output
-    for folder in (run, whole):
-        with started(folder, tmp_path, 0, *TWO_PROCESSES) as process:
-            finish(process)
-    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] in range(3, 20)
-    assert_same(run, whole)
-
-
-@pytest.mark.slow
-def test_the_process_of_a_training_told_to_stop_ends_with_status_143(values: dict[str, Any], tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", values)
-    code = (
-        "import os, signal, sys; from pathlib import Path; from tests.grpo_core.training.killing import train;"
-        "sys.exit(os.waitstatus_to_exitcode(train(Path(sys.argv[1]), 6, signal.SIGTERM)))"
-    )
-    command, environment = [sys.executable, "-c", code, str(run)], {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 143, done.stderr
-    assert "training: told to stop, the checkpoint of step" in done.stdout
-
-
-@pytest.mark.slow
-def test_a_training_that_cannot_start_ends_with_one_sentence(values: dict[str, Any], tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", with_keys(values, num_processes=2))
-    command = [sys.executable, "-m", "grpo_core.train", str(run)]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "the plan is for num_processes=2, but 1 were started" in done.stderr

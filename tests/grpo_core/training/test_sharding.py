@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,11 +19,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from grpo_core.evaluation.run import evaluate
+from grpo_core.training.loop import train
 from grpo_core.training.pass_limit import read_limit
 from tests.conftest import config_values, make_model, make_run, with_keys, write_sums
 from tests.grpo_core.training.launching import REWARD, finish, kill_tree, processes, started
+from tests.grpo_core.training.several import exit_statuses, in_processes, in_two_processes
 from tests.grpo_core.training.test_loop import CALM_ADAM, EVERYTHING
-from tests.grpo_core.training.training import trained_run
+from tests.grpo_core.training.training import result_of, trained_run
 
 pytestmark = pytest.mark.slow
 
@@ -122,6 +126,16 @@ def test_a_sharded_training_ends_with_the_weights_of_one_process(
     assert distance(weights(one), weights(shared)) < 1e-5
 
 
+_scorings = itertools.count(1)
+
+
+def deadly(completion_ids: list[list[int]]) -> list[float]:
+    """Kills its process at the scoring that $KILLED_AT numbers."""
+    if next(_scorings) == int(os.environ.get("KILLED_AT", "0")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [-float(len(ids)) for ids in completion_ids]
+
+
 @pytest.mark.parametrize(
     "division",
     [
@@ -131,33 +145,30 @@ def test_a_sharded_training_ends_with_the_weights_of_one_process(
     ids=["one whole", "three"],
 )
 def test_a_sharded_training_that_was_killed_goes_on_bit_for_bit_and_by_other_numbers_of_processes_too(
-    tmp_path: Path, reward: None, division: dict[str, Any]
+    tmp_path: Path, division: dict[str, Any]
 ) -> None:
     model = make_model(tmp_path / "model", **TIED)
     values = config_values(model, tmp_path, engine="transformers", save_steps=2, max_steps=6, sharding="full")
-    values["rewards"] = [{"function": "patience:patient"}]
+    values["rewards"] = [{"function": "tests.grpo_core.training.test_sharding:deadly"}]
     keys = {**CALM_ADAM, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "eval_steps": 3, "beta": 0.1}
     keys |= {"sync_ref_model": True, "ref_model_sync_steps": 2, "load_best_model_at_end": True}
     values = with_keys(values, **keys, per_device_train_batch_size=6, num_processes=2)
     whole = make_run(tmp_path / "whole", values)
-    with started(whole, tmp_path, 0, *processes(2)) as process:
-        finish(process)
+    in_two_processes(tmp_path / "undisturbed", lambda _: train(whole, whole / "training"))
     run = make_run(tmp_path / "run", values)
-    with started(run, tmp_path, 4, *processes(2)) as process:
-        assert process.stdout is not None
-        assert any("stuck" in line for line in process.stdout)
-        kill_tree(process.pid)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KILLED_AT", "4")
+        assert all(exit_statuses(2, tmp_path / "killed", lambda _: train(run, run / "training")))
     names = [folder.name for folder in (run / "training" / "checkpoints").iterdir() if not folder.suffix]
     assert "step-000002" in names
 
     copy = make_run(tmp_path / "copy", with_keys(values, **division))
     shutil.copytree(run / "training", copy / "training")
-    with started(copy, tmp_path, 0, *processes(division["num_processes"])) as process:
-        assert "continuing after step" in finish(process)
+    in_processes(division["num_processes"], tmp_path / "divided", lambda _: train(copy, copy / "training"))
     assert distance(weights(whole), weights(copy)) < 5e-6
-    with started(run, tmp_path, 0, *processes(2)) as process:
-        assert "continuing after step" in finish(process)
+    in_two_processes(tmp_path / "continued", lambda _: train(run, run / "training"))
     assert distance(weights(whole), weights(run)) == 0
+    assert result_of(copy)["resumed_at_step"] == result_of(run)["resumed_at_step"] in (2, 4)
 
 
 @pytest.mark.e2e

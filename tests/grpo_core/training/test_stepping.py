@@ -6,9 +6,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +18,7 @@ from accelerate.state import AcceleratorState
 from grpo_core.config.files import parse_config
 from grpo_core.planning.plan import make_plan, plan_inputs
 from tests.conftest import config_values
+from tests.grpo_core.training.several import in_processes
 from tests.grpo_core.training.stepping import random_settings, step_through
 
 
@@ -46,21 +44,17 @@ def test_one_process_does_what_was_planned(
     ("num_processes", "count"), [(2, 10), *(pytest.param(n, 60, marks=pytest.mark.e2e) for n in (2, 3))]
 )
 def test_several_processes_do_together_what_was_planned(tmp_path: Path, num_processes: int, count: int) -> None:
-    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(num_processes)]
-    done = subprocess.run(
-        [
-            *(sys.executable, *launcher, "--main_process_port", "0"),
-            *("-m", "tests.grpo_core.training.stepping", "1000", str(count), str(tmp_path)),
-        ],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(Path(__file__).parents[3])},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    processes = [json.loads((tmp_path / f"{n}.json").read_text()) for n in range(num_processes)]
-    for n in range(count):
-        _expect_as_planned(random_settings(1000 + n, num_processes), [process[n] for process in processes])
+    settings = [random_settings(seed, num_processes) for seed in range(1000, 1000 + count)]
+
+    def step(rank: int) -> None:
+        accelerator = Accelerator(cpu=True)
+        done = [step_through(each, accelerator, tmp_path / f"run-{n}") for n, each in enumerate(settings)]
+        (tmp_path / f"{rank}.json").write_text(json.dumps(done))
+
+    in_processes(num_processes, tmp_path, step)
+    processes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_processes)]
+    for n, each in enumerate(settings):
+        _expect_as_planned(each, [process[n] for process in processes])
 
 
 def _expect_as_planned(settings: dict[str, Any], processes: list[dict[str, Any]]) -> None:

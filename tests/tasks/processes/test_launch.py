@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -198,6 +199,7 @@ def test_the_other_machines_are_ended_when_one_is_killed() -> None:
 FAKE = """#!/bin/bash
 [ "$1" = -G ] && { echo "hostname 10.0.0.${3: -1}"; exit; }
 host="${@: -2:1}"
+[ "$host" = stuck ] && { kill -INT $PPID; sleep 20; touch "${0%/*}/waited"; }
 [[ "$host" == *up* ]] || { echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255; }
 cd / && exec env -i bash -c "echo welcome; ${@: -1}"
 """
@@ -223,7 +225,7 @@ def _ssh_config(*hosts: str, machines: int = 1) -> RunConfig:
 @pytest.mark.slow
 @pytest.mark.usefixtures("client")
 def test_the_first_hosts_that_answer_are_used(tmp_path: Path) -> None:
-    with ssh(_ssh_config("root@up1", "down2", "ssh://up3:2222", "up4", machines=2), tmp_path, 0) as machines:
+    with ssh(_ssh_config("root@up1", "down2", "ssh://up3:2222", "up4", machines=2), tmp_path, 0, print) as machines:
         found = [(each.name, each.address) for each in machines]
     assert found == [("up1", "10.0.0.1"), ("up3-2222", "10.0.0.2")]
     assert not [*tmp_path.glob(".host-check*")]
@@ -233,8 +235,17 @@ def test_the_first_hosts_that_answer_are_used(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("client")
 def test_too_few_hosts_are_refused_with_what_ssh_says(tmp_path: Path) -> None:
     expected = r"1 of the 2 hosts .*train.num_machines=2 are needed. down2: ssh: connect .*No route to host"
-    with pytest.raises(StageError, match=expected), ssh(_ssh_config("up1", "down2", machines=2), tmp_path, 0):
+    with pytest.raises(StageError, match=expected), ssh(_ssh_config("up1", "down2", machines=2), tmp_path, 0, print):
         pass
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("client")
+def test_hosts_that_do_not_answer_are_not_waited_for_once_the_stage_is_told_to_end(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), ssh(_ssh_config("stuck", "up1", machines=2), tmp_path, 0, print):
+        pass
+    assert not (tmp_path / "waited").exists()
+    assert not [*tmp_path.glob(".host-check*")]
 
 
 @pytest.mark.parametrize(
@@ -248,9 +259,11 @@ def test_too_few_hosts_are_refused_with_what_ssh_says(tmp_path: Path) -> None:
 def test_a_host_that_cannot_take_part_is_refused(
     answer: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = {"sees_run": True, "version": machine.code_version(), "problem": "", "port": 1}
-    monkeypatch.setattr("tasks.processes.launchers.ssh._ask", lambda host, request: right | answer)
-    with pytest.raises(StageError, match=message), ssh(_ssh_config("up1"), tmp_path, 0):
+    right = {"sees_run": True, "version": machine.code_version(), "problem": "", "address": "", "port": 1}
+    monkeypatch.setattr(
+        "tasks.processes.launchers.ssh._ask_all", lambda hosts, folder, towards: {"up1": right | answer}
+    )
+    with pytest.raises(StageError, match=message), ssh(_ssh_config("up1"), tmp_path, 0, print):
         pass
 
 
@@ -261,17 +274,24 @@ def test_a_host_s_name_can_be_that_of_a_file(host: str, name: str) -> None:
     assert host_name(host) == name
 
 
+def test_a_free_port_is_none_that_an_outgoing_connection_may_take_meanwhile() -> None:
+    port = machine.free_port()
+    assert port < 32768  # Linux's default
+    with socket.socket() as held:
+        held.bind(("", port))
+
+
 def test_the_interface_to_this_machine_is_the_one_with_that_address() -> None:
     assert interface_to("127.0.0.1") == "lo"
 
 
 def test_a_machine_gets_the_environment_except_what_is_a_machine_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_STORAGE", "/shared")
-    for name in ("CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "HOME"):
+    for name in ("CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "SLURM_NODEID", "HOME"):
         monkeypatch.setenv(name, "own")
     found = machine.shared_environment()
     assert found["GRPO_STORAGE"] == "/shared"
-    assert not {"CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "HOME"} & found.keys()
+    assert not {"CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "SLURM_NODEID", "HOME"} & found.keys()
 
 
 # Stands for ssh: says what arrives, and ends as if the other side had (with the status), or the connection (255).
@@ -292,7 +312,7 @@ def _relay(status: int | None) -> subprocess.Popen[str]:
     transport = json.dumps([sys.executable, "-c", TRANSPORT.format(status=status)])
     patched = "from tasks.processes import relay; relay.ENDING_SECONDS = 0.1; relay.main()"
     return subprocess.Popen(
-        [sys.executable, "-c", patched, transport, "--nnodes", "2"],
+        [sys.executable, "-c", patched, transport, "-m", "work"],
         env={**os.environ, "SECRET": "it's $HOME"},
         stdout=subprocess.PIPE,
         text=True,
@@ -302,7 +322,7 @@ def _relay(status: int | None) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("code", [0, 1, LOST_PEER, 137])
 def test_a_relay_ends_as_the_other_side_does(code: int) -> None:
     relay = _relay(code)
-    assert relay.communicate()[0] == "['--nnodes', '2'] it's $HOME\n"
+    assert relay.communicate()[0] == "['-m', 'work'] it's $HOME\n"
     assert relay.returncode == code
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ import pytest
 import torch
 
 from grpo_core.config.files import load_config, parse_config
-from tasks.processes.vllm_servers import _devices, _Server, hold_port, servers
+from grpo_core.rollout.vllm.secret import SECRET
+from grpo_core.rollout.vllm.serve import own_gpus
+from tasks.processes.vllm_servers import Place, _on_this_machine, _Server, _stop, hold_port, servers
 from tasks.stages.errors import StageError
 from tasks.stages.run import Context
 from tests.conftest import config_values, make_run, with_keys
@@ -40,6 +43,7 @@ def values(tmp_path: Path) -> dict[str, Any]:
 def test_servers_take_the_gpus_after_the_trainings_own(
     values: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     visible: str | None,
     keys: dict[str, Any],
     expected: list[str],
@@ -48,8 +52,11 @@ def test_servers_take_the_gpus_after_the_trainings_own(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = _devices(parse_config(with_keys(values, **keys)))
-    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in found] == expected
+    config = parse_config(with_keys(values, **keys))
+    with ExitStack() as held:
+        places = [find() for find in _on_this_machine(Context(config, tmp_path, tmp_path), held)]
+    firsts = [int(place.command[place.command.index("--first-gpu") + 1]) for place in places]
+    assert [own_gpus(config, first)["CUDA_VISIBLE_DEVICES"] for first in firsts] == expected
 
 
 def test_too_few_gpus_are_refused_with_the_keys_that_ask_for_them(
@@ -57,8 +64,9 @@ def test_too_few_gpus_are_refused_with_the_keys_that_ask_for_them(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(StageError, match=r"takes 2 GPUs and its 1 vLLM servers 4 each .* there are 4"):
-        _devices(parse_config(with_keys(values, num_processes=2, vllm_tensor_parallel_size=4)))
+    with pytest.raises(SystemExit, match=r"has 4 GPUs; 2 are taken .*, and this vLLM server needs 4 \("):
+        own_gpus(parse_config(with_keys(values, num_processes=2, vllm_tensor_parallel_size=4)), 2)
+    own_gpus(parse_config(with_keys(values, vllm_tensor_parallel_size=4)), 0)
 
 
 def test_a_held_port_is_given_to_nothing_else_and_a_server_can_listen_on_it_twice() -> None:
@@ -71,37 +79,45 @@ def test_a_held_port_is_given_to_nothing_else_and_a_server_can_listen_on_it_twic
                 pass
 
 
+class Stage:
+    """Stands for what starts a server: what runs is `command`, which ends immediately."""
+
+    def __init__(self, folder: Path):
+        self.held, self.announced = hold_port(), threading.Event()
+        self.url = f"http://127.0.0.1:{self.held.getsockname()[1]}"
+        self.place = Place("", self.url, ["-c", ""], 1.0, folder / "server.log")
+        self.server = _Server(lambda: self.place, {SECRET: "right"}, logging.getLogger(), self.announced.set)
+
+
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Server]:
-    """One whose processes do nothing but end."""
-    monkeypatch.setattr(_Server, "_start", lambda self: subprocess.Popen(["true"]))
+def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Stage]:
+    monkeypatch.setattr(_Server, "_start", lambda self, place: subprocess.Popen(["true"]))
     monkeypatch.setattr("tasks.processes.vllm_servers.PAUSE_SECONDS", 0.0)
-    made = _Server(tmp_path / "config.toml", tmp_path / "server.log", {}, logging.getLogger())
+    made = Stage(tmp_path)
     yield made
-    made.stop()
+    _stop([made.server])
+    made.held.close()
 
 
+@pytest.mark.parametrize("reason", [OSError(errno.ENOSPC, "No space left on device"), StageError("no host answers")])
 def test_a_server_that_cannot_be_started_again_immediately_is_tried_again(
-    server: _Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: Exception
 ) -> None:
-    started = threading.Event()
+    failures = iter([reason])
 
-    def start(self: _Server) -> subprocess.Popen[bytes]:
-        if not started.is_set():
-            started.set()
-            raise OSError(errno.ENOSPC, "No space left on device")
-        again.set()
+    def start(self: _Server, place: Place) -> subprocess.Popen[bytes]:
+        for failure in failures:
+            raise failure
         return subprocess.Popen(["true"])
 
-    again = threading.Event()
     monkeypatch.setattr(_Server, "_start", start)
-    server.watch.start()
-    assert again.wait(30)
-    assert "cannot be started: [Errno 28] No space left on device" in caplog.text
+    stage.server.watch.start()
+    assert stage.announced.wait(30)
+    assert f"cannot be started again: {reason}" in caplog.text
 
 
-def test_a_stages_server_is_asked_whether_it_is_up_through_no_proxy(
-    server: _Server, monkeypatch: pytest.MonkeyPatch
+def test_a_stages_server_is_asked_whether_it_is_up_with_the_secret_and_through_no_proxy(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing answers
     for variable in ("NO_PROXY", "no_proxy"):
@@ -109,14 +125,14 @@ def test_a_stages_server_is_asked_whether_it_is_up_through_no_proxy(
 
     class Healthy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
+            self.send_response(200 if self.headers["Authorization"] == "Bearer right" else 401)
             self.end_headers()
 
-    assert not server._is_up()
-    with HTTPServer(server.held.getsockname(), Healthy) as healthy:
+    assert not stage.server._is_up()
+    with HTTPServer(stage.held.getsockname(), Healthy) as healthy:
         thread = threading.Thread(target=healthy.handle_request)
         thread.start()
-        assert server._is_up()
+        assert stage.server._is_up()
         thread.join()
 
 

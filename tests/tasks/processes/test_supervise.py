@@ -200,6 +200,38 @@ def test_a_graceful_child_gets_to_finish_on_sigterm() -> None:
     assert process.wait(timeout=20) == 7
 
 
+# As Prefect's runner, kills its child when it is told to end; the child takes a moment to save.
+RUNNER = """
+import signal, subprocess, sys
+def end(*_):
+    child.kill()
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+code = "import signal, sys, time; from pathlib import Path; " \\
+    "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), Path(sys.argv[1]).touch(), sys.exit())); " \\
+    "print('up', flush=True); signal.pause()"
+child = subprocess.Popen([sys.executable, "-c", code, sys.argv[1]])
+child.wait()
+signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_with_children_first_a_runner_is_told_to_end_when_its_children_have_ended(tmp_path: Path) -> None:
+    command = ["-m", "tasks.processes.supervise", "--children-first", "60", sys.executable, "-c", RUNNER]
+    process = subprocess.Popen(
+        [sys.executable, *command, str(tmp_path / "saved")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    assert (tmp_path / "saved").exists()
+
+
 # Dies at once; its child, told at the same time, takes a while to save.
 LAUNCHER = """
 import subprocess, sys

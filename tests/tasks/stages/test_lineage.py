@@ -84,6 +84,7 @@ def test_another_composition_of_the_rewards_trains_again(values: dict[str, Any],
         ("train", "save_steps", 7),
         ("train", "save_total_limit", 7),
         ("train", "max_restarts", 3),
+        ("train", "hang_timeout", 60.0),
         ("launch", "hosts", ["alpha", "beta"]),
     ],
 )

@@ -11,7 +11,15 @@ import pytest
 from grpo_core.planning.plan import make_plan
 from grpo_core.planning.rules import PlanInputs
 from tasks.rendering.drawing import draw_curves
-from tasks.tracking.live import LAST_LINES, LINES_AT_ONCE, LINES_PER_SECOND, Figures, Output, live_table
+from tasks.tracking.live import (
+    LAST_LINES,
+    LINES_AT_ONCE,
+    LINES_PER_SECOND,
+    Figures,
+    Output,
+    live_table,
+    machines_line,
+)
 
 LOG = logging.getLogger("training output")
 
@@ -90,3 +98,9 @@ def test_the_live_table_has_the_newest_updates_and_the_time_left_by_the_plan() -
 def test_curves_are_drawn_of_whatever_figures_there_are() -> None:
     for rows in ([_row(1)], [_row(n, kl=0.1, entropy=1.0) for n in range(1, 60)]):
         assert draw_curves(rows).startswith(b"\x89PNG")
+
+
+def test_several_machines_are_shown_with_their_pace() -> None:
+    assert machines_line(_row(1)) == ""
+    rates = {f"time/machine_{number}/tokens_per_second": 1000.4 + number for number in range(12)}
+    assert machines_line(_row(1, **rates)).startswith("; the machines sample 1,000, 1,001, 1,002, 1,003")

@@ -1,0 +1,323 @@
+"""A training sharded over two pods of a real Job, with the shipped role: whatever happens to them, it goes on or says
+why, and leaves nothing. Nodes are pretended (`tests.e2e.cluster`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from kubernetes import client
+
+from grpo_core.config.files import dump_config, load_config, parse_config
+from tasks.processes.launchers import kubernetes
+from tasks.processes.launchers.kubernetes import cancel, look, submit
+from tests.conftest import config_values, make_run
+from tests.e2e.cluster import Cluster, Node, control_plane, wait_for
+from tests.e2e.test_hosts import PROJECT, REWARD, SECONDS, Started, metrics
+
+pytestmark = pytest.mark.e2e
+
+SHIPPED = PROJECT / "docs" / "how-to" / "kubernetes"
+NAMESPACE = "training"
+LIMIT_SECONDS = 150.0  # in which pods have ended once they are on their own
+SCENE = """
+{apiVersion: v1, kind: Namespace, metadata: {name: training}}
+---
+apiVersion: v1
+kind: PersistentVolume
+metadata: {name: shared}
+spec:
+  accessModes: [ReadWriteMany]
+  capacity: {storage: 1Ti}
+  hostPath: {path: /}
+  claimRef: {namespace: training, name: grpo-storage}
+---
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata: {name: grpo-storage, namespace: training, annotations: {pv.kubernetes.io/bind-completed: "yes"}}
+spec:
+  accessModes: [ReadWriteMany]
+  resources: {requests: {storage: 1Ti}}
+  storageClassName: ""
+  volumeName: shared
+---
+apiVersion: scheduling.k8s.io/v1
+kind: PriorityClass
+metadata: {name: urgent}
+value: 1000
+"""
+URGENT = """
+apiVersion: v1
+kind: Pod
+metadata: {name: urgent, namespace: training}
+spec:
+  priorityClassName: urgent
+  containers:
+    - {name: it, image: it, command: [sleep, "600"], resources: {limits: {nvidia.com/gpu: 8}}}
+"""
+QUOTA = """
+apiVersion: v1
+kind: ResourceQuota
+metadata: {name: gpus, namespace: training}
+spec: {hard: {requests.nvidia.com/gpu: 16}} # the stage has 8
+"""
+
+
+class Place:
+    """A cluster with two nodes, the run directories, and what a training that nothing happens to ends with."""
+
+    def __init__(self, folder: Path, model: Path, cluster: Cluster):
+        self.folder, self.cluster, self.go_on = folder, cluster, folder / "go-on"
+        self.nodes: dict[str, Node] = {}
+        cluster.make(SCENE)
+        cluster.make((SHIPPED / "role.yaml").read_text())
+        account = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/grpo-train/token"
+        token = cluster.ask("POST", account, {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest"})
+        self.kubeconfig = cluster.kubeconfig("stage", token["status"]["token"])
+        (folder / "patience.py").write_text(REWARD)
+        path = os.pathsep.join([str(folder), str(PROJECT), os.environ.get("PYTHONPATH", "")])
+        self.environment = {**os.environ, "PYTHONPATH": path, "MAY_GO_ON": str(self.go_on)}
+        self.environment["KUBECONFIG"] = str(self.kubeconfig)
+        values = config_values(model, folder, max_steps=8, save_steps=1, sharding="full", num_processes=2)
+        self.values = {**values, "rewards": [{"function": "patience:patient"}]}
+        make_run(folder / "local", self.values)
+
+    def run(self, name: str, **train: Any) -> Path:
+        """A run directory for two pods; the present one, if there is one, with other keys."""
+        launch = {"launcher": "kubernetes", "kubernetes": str(SHIPPED / "training.yaml")}
+        values = {**self.values, "launch": launch}
+        values["train"] = {**self.values["train"], "num_machines": 2, **train}
+        run = self.folder / name
+        if not run.exists():
+            shutil.copytree(self.folder / "local", run, ignore=shutil.ignore_patterns("training"))
+        (run / "config.toml").write_text(dump_config(parse_config(values)))
+        return run
+
+    def start(self, run: Path) -> Started:
+        """The stage train."""
+        return Started(self.environment, "tests.e2e.train_on_hosts", run)
+
+    def node(self, name: str) -> Node:
+        """The node of this name, which is made if there is none."""
+        if name not in self.nodes:
+            self.nodes[name] = Node(self.cluster, name)
+        return self.nodes[name]
+
+    def remove_node(self, name: str) -> None:
+        if name in self.nodes:
+            self.nodes.pop(name).end()
+            self.cluster.ask("DELETE", f"/api/v1/nodes/{name}")
+
+    def pods(self) -> list[dict[str, Any]]:
+        """Those that have not ended."""
+        return [it for it in self.cluster.pods(NAMESPACE) if it["status"]["phase"] in ("Pending", "Running")]
+
+    def until_ended(self, seconds: float = LIMIT_SECONDS) -> None:
+        """Until no pod of the cluster runs or waits, and none of their processes is left."""
+        wait_for(lambda: not self.pods() and not any(node.processes() for node in self.nodes.values()), seconds)
+
+    def undisturbed(self) -> list[dict[str, float]]:
+        if not (self.folder / "local" / "training" / "result.json").exists():
+            self.go_on.touch()
+            stage = self.start(self.folder / "local")
+            assert stage.end() == 0, stage.text
+            self.go_on.unlink()
+        return metrics(self.folder / "local")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("kubernetes")
+    with control_plane(folder) as cluster:
+        place = Place(folder, model_folder, cluster)
+        yield place
+        for name in [*place.nodes]:
+            place.remove_node(name)
+
+
+@pytest.fixture
+def place(shared: Place) -> Iterator[Place]:
+    shared.go_on.unlink(missing_ok=True)
+    yield shared
+    for kind in ("resourcequotas", "pods"):
+        shared.cluster.ask("DELETE", f"/api/v1/namespaces/{NAMESPACE}/{kind}", {"gracePeriodSeconds": 0})
+    options = {"propagationPolicy": "Background"}
+    shared.cluster.ask("DELETE", f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs", options)
+    for node in shared.nodes.values():
+        for process in node.processes():
+            process.kill()
+    wait_for(lambda: not shared.cluster.pods(NAMESPACE), 60)
+
+
+@contextmanager
+def standing_still(place: Place, stage: Started) -> Iterator[Started]:
+    """A training on two nodes of which every process stands still in its fourth rollout."""
+    place.node("a"), place.node("b")
+    try:
+        for number in (0, 1):
+            stage.until(rf"grpo-.*-{number}: stuck")
+        yield stage
+    finally:
+        stage.process.kill()
+        stage.process.wait()
+
+
+def test_two_pods_end_with_what_two_processes_on_one_machine_end_with_once_there_is_a_second_node(place: Place) -> None:
+    place.go_on.touch()
+    run = place.run("undisturbed")
+    place.node("a")
+    place.remove_node("b")
+    stage = place.start(run)
+    stage.until(r"Kubernetes: job training/grpo-test-\w+ is waiting \(.*Unschedulable: 0/1 nodes .* nvidia.com/gpu")
+    place.node("b")
+    assert stage.end() == 0, stage.text
+    place.until_ended()
+    assert metrics(run) == place.undisturbed()
+    assert len([*(run / "training").glob("grpo-test-*.log")]) == 2
+    assert not [*(run / "training").glob(".machines-*")]
+    [job] = place.cluster.jobs(NAMESPACE)
+    assert job["status"]["succeeded"] == 2 and job["spec"]["ttlSecondsAfterFinished"] == 3600
+
+
+def test_a_killed_process_is_survived(place: Place) -> None:
+    run = place.run("killed-process", max_restarts=1)
+    with standing_still(place, place.start(run)) as stage:
+        ranks = [it for it in place.node("b").processes() if "grpo_core.train" in it.cmdline()]
+        [rank] = [it for it in ranks if "tasks.processes.ranks" not in it.cmdline()]
+        rank.kill()
+        place.go_on.touch()
+        stage.until(
+            r"restart 1 of 1 \(train.max_restarts\), .*: machine grpo-test-\S+ ended with status 137 \(SIGKILL\)"
+        )
+        assert stage.end() == 0, stage.text
+    assert metrics(run) == place.undisturbed()
+    place.until_ended()
+
+
+def test_a_pod_that_is_killed_for_memory_is_named_and_survived(place: Place) -> None:
+    run = place.run("out-of-memory", max_restarts=1)
+    with standing_still(place, place.start(run)) as stage:
+        place.node("b").kill_for_memory()
+        place.go_on.touch()
+        stage.until(r"restart 1 of 1 .*Kubernetes ended job .*training was killed for memory \(OOMKilled\)")
+        assert stage.end() == 0, stage.text
+    assert metrics(run) == place.undisturbed()
+    place.until_ended()
+
+
+def test_a_node_that_is_gone_is_survived_on_another(place: Place) -> None:
+    run = place.run("gone-node", max_restarts=1)
+    with standing_still(place, place.start(run)) as stage:
+        place.nodes["b"].end()  # the API has its pod as running, for ever
+        place.go_on.touch()
+        stage.until(r"restart 1 of 1 .*: machine grpo-test-\S+ ended with status 254: the connection to it is lost")
+        assert stage.said("was cancelled and has not ended .*; its machines end by themselves")
+        place.node("c")
+        assert stage.end() == 0, stage.text
+    assert metrics(run) == place.undisturbed()
+    place.remove_node("b")
+    for pod in place.pods():
+        assert "deletionTimestamp" in pod["metadata"]
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}"
+        place.cluster.ask("DELETE", path, {"gracePeriodSeconds": 0})
+    place.until_ended()
+    place.remove_node("c")
+
+
+def _evict(place: Place) -> None:
+    name = place.pods()[0]["metadata"]["name"]
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
+    place.cluster.ask("POST", f"/api/v1/namespaces/{NAMESPACE}/pods/{name}/eviction", eviction)
+
+
+def _preempt(place: Place) -> None:
+    place.cluster.make(URGENT)
+
+
+@pytest.mark.parametrize("take", [_evict, _preempt], ids=["evicted", "preempted"])
+def test_a_training_whose_pod_is_taken_saves_and_goes_on_by_itself(place: Place, take: Callable[[Place], None]) -> None:
+    run = place.run(take.__name__, save_steps=100)  # max_restarts is 0
+    with standing_still(place, place.start(run)) as stage:
+        take(place)
+        stage.until(r"told to stop, the checkpoint of step 3")
+        place.go_on.touch()
+        stage.until(r"the machines were taken away; going on from step 3")
+        if take is _preempt:
+            stage.until(r"is waiting \(.*Unschedulable")
+            place.cluster.ask("DELETE", f"/api/v1/namespaces/{NAMESPACE}/pods/urgent")
+        assert stage.end() == 0, stage.text
+    assert stage.said("DisruptionTarget"), stage.text
+    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 3
+    assert metrics(run) == place.undisturbed()
+    place.until_ended()
+
+
+def test_a_cancelled_training_saves_and_ends_in_all_pods_and_goes_on_from_there(place: Place) -> None:
+    run = place.run("cancelled", save_steps=100)
+    with standing_still(place, place.start(run)) as stage:
+        stage.process.send_signal(signal.SIGINT)
+        assert stage.end() != 0
+        assert stage.said("told to stop, the checkpoint of step 3"), stage.text
+    assert not place.pods() and not any(node.processes() for node in place.nodes.values())
+    place.go_on.touch()
+    stage = place.start(run)
+    assert stage.end() == 0, stage.text
+    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 3
+    assert metrics(run) == place.undisturbed()
+
+
+def test_a_training_that_is_cancelled_while_it_waits_leaves_no_job(place: Place) -> None:
+    place.node("a")
+    place.remove_node("b")
+    stage = place.start(place.run("waiting"))
+    stage.until(r"is waiting \(.*Unschedulable")
+    stage.process.send_signal(signal.SIGINT)
+    assert stage.end() != 0
+    assert not place.cluster.jobs(NAMESPACE) and not place.pods()
+
+
+def test_pods_end_when_their_stage_is_killed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = place.run("killed-stage")
+    with standing_still(place, place.start(run)) as stage:
+        for process in [*psutil.Process(stage.process.pid).children(recursive=True), stage.process]:
+            process.kill()
+        place.until_ended()
+    monkeypatch.setenv("KUBECONFIG", str(place.kubeconfig))
+    [job] = place.cluster.jobs(NAMESPACE)
+    wait_for(lambda: look(f"{NAMESPACE}/{job['metadata']['name']}").state == "ended", SECONDS)
+
+
+@pytest.fixture
+def stage_pod(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """This process asks as the stage would in the pod of this name."""
+    monkeypatch.setenv("KUBECONFIG", str(place.kubeconfig))
+    kubernetes._connect()
+    monkeypatch.setattr(kubernetes, "_connect", lambda: (client, NAMESPACE, True))
+    pod = yaml.safe_load(URGENT)
+    pod["metadata"]["name"] = "stage"
+    pod["spec"]["nodeName"] = "elsewhere"
+    place.cluster.ask("POST", f"/api/v1/namespaces/{NAMESPACE}/pods", pod)
+    monkeypatch.setattr("socket.gethostname", lambda: "stage")
+    return "stage"
+
+
+def test_a_job_waits_for_its_quota_and_goes_with_the_pod_of_its_stage(place: Place, stage_pod: str) -> None:
+    place.cluster.make(QUOTA)
+    config = load_config(place.run("quota") / "config.toml")
+    job = submit(config, ["sleep", "600"], Path(".machines-0a1b2c3d"))
+    wait_for(lambda: "exceeded quota: gpus" in look(job).reason, 30)
+    assert look(job).state == "waiting"
+    pod = f"/api/v1/namespaces/{NAMESPACE}/pods/{stage_pod}"
+    place.cluster.ask("DELETE", pod, {"gracePeriodSeconds": 0})
+    wait_for(lambda: look(job).state == "ended", 60)
+    assert place.cluster.jobs(NAMESPACE) == []
+    cancel(job)

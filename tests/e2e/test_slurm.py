@@ -1,0 +1,269 @@
+"""A training sharded over two nodes of a real Slurm: what is taken away comes back, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from grpo_core.config.files import dump_config, parse_config
+from tests.conftest import config_values, make_run, write_sums
+from tests.e2e.slurm import NODES, Cluster, slurm_cluster
+from tests.e2e.test_hosts import PROJECT, REWARD, Started, metrics, wait_for
+
+pytestmark = pytest.mark.e2e
+
+SILENT_SECONDS = 150.0  # in which machines notice that their stage is gone, and end everything
+
+
+class Place:
+    """A cluster, the run directories, and what a training that nothing happens to ends with."""
+
+    def __init__(self, folder: Path, model: Path, cluster: Cluster):
+        self.folder, self.cluster, self.go_on = folder, cluster, folder / "go-on"
+        (folder / "patience.py").write_text(REWARD)
+        path = os.pathsep.join([str(folder), str(PROJECT)])
+        self.environment = {**cluster.environment, "PYTHONPATH": path, "MAY_GO_ON": str(self.go_on)}
+        values = config_values(model, folder, max_steps=8, save_steps=1, sharding="full", num_processes=2)
+        self.values = {**values, "rewards": [{"function": "patience:patient"}]}
+        make_run(folder / "local", self.values)
+
+    def run(self, name: str, **train: Any) -> Path:
+        values = {**self.values, "launch": {"launcher": "slurm", "slurm": ["--partition=low", "--time=1:00:00"]}}
+        values["train"] = {**self.values["train"], "num_machines": 2, **train}
+        run = self.folder / name
+        shutil.copytree(self.folder / "local", run, ignore=shutil.ignore_patterns("training"))
+        (run / "config.toml").write_text(dump_config(parse_config(values)))
+        return run
+
+    def start(self, run: Path) -> Started:
+        return Started(self.environment, "tests.e2e.train_on_hosts", run)
+
+    def undisturbed(self) -> list[dict[str, float]]:
+        if not (self.folder / "local" / "training" / "result.json").exists():
+            self.go_on.touch()
+            stage = self.start(self.folder / "local")
+            assert stage.end() == 0, stage.text
+        return metrics(self.folder / "local")
+
+    def nothing_is_left(self, run: Path) -> bool:
+        left = [process for node in NODES for process in self.cluster.running_on(node)]
+        return not left and not self.cluster.jobs() and not [*(run / "training").glob(".machines-*")]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("slurm")
+    with slurm_cluster(folder) as cluster:
+        yield Place(folder, model_folder, cluster)
+
+
+@pytest.fixture
+def place(shared: Place) -> Iterator[Place]:
+    shared.go_on.unlink(missing_ok=True)
+    yield shared
+    for job in shared.cluster.jobs():
+        shared.cluster("scancel", job)
+    for node in NODES:
+        if shared.cluster.daemons[node].poll() is not None:
+            shared.cluster.start_node(node)
+        for process in shared.cluster.running_on(node):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    shared.cluster.until_idle()
+
+
+@contextmanager
+def standing_still(place: Place, stage: Started) -> Iterator[Started]:
+    """A training of which every process stands still in its fourth rollout."""
+    try:
+        for node in NODES:
+            stage.until(f"{node}: stuck")
+        yield stage
+    finally:
+        stage.process.kill()
+        stage.process.wait()
+
+
+def _kill_stage(stage: Started) -> None:
+    """End the stage and all that it has started here, as when its machine is switched off."""
+    processes = [psutil.Process(stage.process.pid), *psutil.Process(stage.process.pid).children(recursive=True)]
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def test_two_nodes_end_with_what_two_processes_on_one_machine_end_with(place: Place) -> None:
+    place.go_on.touch()
+    run = place.run("undisturbed")
+    stage = place.start(run)
+    assert stage.end() == 0, stage.text
+    assert stage.said(r"Slurm: job \d+ runs on alpha, beta")
+    wait_for(lambda: place.nothing_is_left(run))
+    assert metrics(run) == place.undisturbed()
+    assert "step 8/8" in (run / "training" / "alpha.log").read_text()
+
+
+def _kill_a_rank(cluster: Cluster) -> None:
+    ranks = [
+        it
+        for it in cluster.running_on("beta")
+        if "grpo_core.train" in (words := it.cmdline())
+        and "supervise" not in " ".join(words)
+        and "ranks" not in " ".join(words)
+    ]
+    assert len(ranks) == 1
+    ranks[0].kill()
+
+
+def _kill_the_node(cluster: Cluster) -> None:
+    cluster.kill_node("beta")
+
+
+def _freeze_the_node(cluster: Cluster) -> None:
+    for process in cluster.running_on("beta"):
+        if process.name() != "srun":
+            process.suspend()
+
+
+FAULTS = {
+    _kill_a_rank: r"machine beta ended with status 137 \(SIGKILL\)",
+    _freeze_the_node: "machine beta ended with status 254: the connection to it is lost",
+    _kill_the_node: r"machine (alpha|beta) ended with",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+def test_a_fault_is_survived_with_the_undisturbed_metrics(place: Place, fault: Callable[[Cluster], None]) -> None:
+    run = place.run(fault.__name__.strip("_"), max_restarts=1)
+    with standing_still(place, place.start(run)) as stage:
+        fault(place.cluster)
+        place.go_on.touch()
+        stage.until(rf"restart 1 of 1 \(train.max_restarts\), from the newest checkpoint: (.|\n)*{FAULTS[fault]}")
+        if place.cluster.daemons["beta"].poll() is not None:
+            stage.until(r"Slurm: job \d+ is waiting")
+            place.cluster.start_node("beta")
+        assert stage.end() == 0, stage.text
+    assert metrics(run) == place.undisturbed()
+    wait_for(lambda: place.nothing_is_left(run))
+
+
+def _send_sigterm(cluster: Cluster) -> None:
+    [job] = cluster.jobs()
+    cluster("scancel", "--signal=TERM", job)
+
+
+def _preempt(cluster: Cluster) -> None:
+    cluster.occupy(5)
+
+
+def _reach_the_time_limit(cluster: Cluster) -> None:
+    [job] = cluster.jobs()
+    cluster("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (_send_sigterm, "ended with status 143"),
+        (_preempt, r"Slurm ended job \d+ \(.*pre-empted\)"),
+        (_reach_the_time_limit, r"Slurm ended job \d+ \(TIMEOUT, TimeLimit\)"),
+    ],
+    ids=["sigterm", "preempted", "time_limit"],
+)
+def test_a_pre_empted_training_saves_and_comes_back_by_itself(
+    place: Place, how: Callable[[Cluster], None], said: str
+) -> None:
+    run = place.run(how.__name__.strip("_"), save_steps=100)
+    with standing_still(place, place.start(run)) as stage:
+        how(place.cluster)
+        stage.until("told to stop, the checkpoint of step 3")
+        place.go_on.touch()
+        stage.until(rf"the machines were taken away; going on from step 3 on other ones: .*{said}")
+        assert stage.end() == 0, stage.text
+    assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == 3
+    assert metrics(run) == place.undisturbed()
+    wait_for(lambda: place.nothing_is_left(run))
+
+
+def test_a_pipeline_trains_and_evaluates_a_sharded_model_as_jobs(place: Place) -> None:
+    place.go_on.touch()
+    write_sums(place.folder / "train.parquet", 10, 34)
+    write_sums(place.folder / "eval.parquet", 60, 76)
+    run, storage = place.run("pipeline"), place.folder / "storage"
+    environment = {**place.environment, "GRPO_STORAGE": str(storage)}
+    command = Started(environment, "flows.cli.main", "run", run / "config.toml")
+    assert command.end() == 0, command.text
+    assert len(set(re.findall(r"Slurm: job (\d+) runs on alpha, beta", command.text))) == 2
+    run = storage / "runs" / "test"
+    assert metrics(run) == place.undisturbed()
+    assert (run / "evaluation" / "report.json").exists()
+    wait_for(lambda: place.nothing_is_left(run))
+
+
+def test_a_job_that_a_person_cancels_ends_the_stage(place: Place) -> None:
+    run = place.run("scancel", max_restarts=3)
+    with standing_still(place, place.start(run)) as stage:
+        [job] = place.cluster.jobs()
+        place.cluster("scancel", job)
+        assert stage.end() == 1
+        assert stage.said(f"somebody cancelled job {job} in Slurm") and not stage.said("restart 1"), stage.text
+        assert stage.said("told to stop, the checkpoint of step 3")
+    assert place.nothing_is_left(run)
+
+
+def test_a_cancelled_stage_leaves_no_job_and_no_process(place: Place) -> None:
+    run = place.run("cancelled", save_steps=100)
+    with standing_still(place, place.start(run)) as stage:
+        stage.process.send_signal(signal.SIGINT)
+        assert stage.end() != 0
+        assert stage.said("told to stop, the checkpoint of step 3"), stage.text
+    assert place.nothing_is_left(run)
+
+
+def test_a_stage_that_is_killed_leaves_no_job_and_no_process(place: Place) -> None:
+    run = place.run("killed")
+    with standing_still(place, place.start(run)) as stage:
+        _kill_stage(stage)
+        wait_for(lambda: not place.cluster.jobs(), SILENT_SECONDS)
+    assert not [process for node in NODES for process in place.cluster.running_on(node)]
+    place.go_on.touch()
+    stage = place.start(run)
+    assert stage.end() == 0, stage.text
+    assert metrics(run) == place.undisturbed()
+    assert place.nothing_is_left(run)
+
+
+def test_a_waiting_job_is_said_with_its_reason_and_cancelled_with_the_stage(place: Place) -> None:
+    place.cluster.occupy(600)
+    run = place.run("waiting")
+    stage = place.start(run)
+    try:
+        stage.until(r"Slurm: job \d+ is waiting \(PENDING, (Resources|Priority)\)")
+        stage.process.send_signal(signal.SIGINT)
+        assert stage.end() != 0
+    finally:
+        stage.process.kill()
+    assert len(place.cluster.jobs()) == 1
+    assert not [*(run / "training").glob(".machines-*")]
+
+
+def test_a_waiting_job_whose_stage_is_killed_ends_once_it_runs(place: Place) -> None:
+    occupied = place.cluster.occupy(600)
+    stage = place.start(place.run("orphan"))
+    stage.until(r"Slurm: job \d+ is waiting")
+    _kill_stage(stage)
+    stage.end()
+    assert len(place.cluster.jobs()) == 2
+    place.cluster("scancel", occupied)
+    wait_for(lambda: not place.cluster.jobs(), SILENT_SECONDS)
+    assert not [process for node in NODES for process in place.cluster.running_on(node)]

@@ -1,0 +1,62 @@
+"""What a training does about a vLLM server that is started again at another address."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from grpo_core.config.rollout import RolloutConfig
+from grpo_core.rollout.vllm import serve as vllm_serve
+from grpo_core.rollout.vllm import server as vllm_server
+from grpo_core.rollout.vllm.client import Server, Unavailable
+from tests.grpo_core.rollout.test_vllm_client import _answering, _server
+
+
+@pytest.mark.slow
+def test_what_was_asked_of_a_server_is_asked_again_where_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = {"choices": [{"finish_reason": "stop", "weight_versions": [{"version": "none"}]}]}
+    monkeypatch.setattr(vllm_server, "FOLLOW_SECONDS", 0.0)
+    addresses = tmp_path / "vllm-servers"
+    monkeypatch.setenv(vllm_serve.ADDRESSES, str(addresses))
+
+    async def answer(url: str) -> Any:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            addresses.write_text(f"http://127.0.0.1:{silent.getsockname()[1]}")
+            [old] = vllm_serve.read_addresses()
+            server = _server(old)
+            monkeypatch.setattr(server, "restore", mock.AsyncMock())
+            asked = asyncio.create_task(server.ask({}))
+            await asyncio.to_thread(silent.accept)
+            following = asyncio.create_task(vllm_server._follow([server]))
+            addresses.write_text(url)
+            found = await asked
+            following.cancel()
+            assert server.url == url
+            return found
+
+    with _answering(json.dumps(whole).encode()) as url:
+        assert asyncio.run(answer(url)) == whole
+
+
+def test_weights_that_are_on_their_way_to_a_server_that_moves_are_not_waited_for() -> None:
+    held = threading.Event()
+    server = Server("http://127.0.0.1:1", RolloutConfig(), "token", "holder", str, lambda *_: held.wait(60))
+
+    async def move() -> None:
+        sending = asyncio.create_task(server._receive({}))
+        await asyncio.sleep(0)
+        server.move("http://127.0.0.1:2")
+        with pytest.raises(Unavailable, match="another address"):
+            await sending
+
+    asyncio.run(move())
+    held.set()

@@ -1,0 +1,221 @@
+"""Stages on one machine use different GPUs, whichever they may see and however they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from grpo_core.config.files import dump_config, parse_config
+from tasks.processes import gpu_locks
+from tasks.processes.gpu_locks import own_gpus, take_gpus, visible_gpus
+from tasks.processes.machine import gpus_needed
+from tasks.processes.run import run_process
+from tasks.stages.errors import StageError
+from tests.conftest import config_values, with_keys
+
+COUNT = 8
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with eight GPUs; the folder of its locks."""
+    smi = tmp_path / "nvidia-smi"
+    listed = {"index": "{n}", "index,uuid": "{n}, GPU-{n}a6e"}
+    cases = [
+        f"--query-gpu={asked}) printf '%s\\n' {' '.join(repr(form.format(n=n)) for n in range(COUNT))};;"
+        for asked, form in listed.items()
+    ]
+    smi.write_text(f'#!/bin/sh\ncase "$1" in\n{chr(10).join(cases)}\nesac\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpu_locks, "LOCKS", tmp_path / "locks")
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "locks"
+
+
+class Refused(Exception):
+    pass
+
+
+def refuse() -> None:
+    raise Refused
+
+
+def refused(text: str) -> None:
+    raise Refused(text)
+
+
+def free(count: int) -> dict[str, int]:
+    """What a stage would get now; Refused if it would have to wait."""
+    return take_gpus(count, lambda text: None, refuse)
+
+
+@pytest.fixture
+def at_end() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_two_stages_of_four_share_a_machine_of_eight_and_the_third_waits(at_end: ExitStack) -> None:
+    first, second = free(4), free(4)
+    assert [*first, *second] == [str(number) for number in range(COUNT)]
+    said: list[str] = []
+    with pytest.raises(Refused):
+        take_gpus(1, said.append, refuse)
+    assert said == [f"waiting for 1 GPUs of this machine: 0 of 8 are free (locks in {gpu_locks.LOCKS})"]
+    os.close(first["2"])
+    assert [*free(1)] == ["2"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_begins_and_ends_no_gpu_is_used_twice_and_a_stage_waits_only_if_too_few_are_free(seed: int) -> None:
+    chance = random.Random(seed)
+    stages: list[dict[str, int]] = []
+    for _ in range(40):
+        if stages and chance.random() < 0.4:
+            for descriptor in stages.pop(chance.randrange(len(stages))).values():
+                os.close(descriptor)
+        count, used = chance.randint(1, COUNT), [name for stage in stages for name in stage]
+        try:
+            stages.append(free(count))
+            assert len(used) + count <= COUNT
+        except Refused:
+            assert len(used) + count > COUNT
+        used = [name for stage in stages for name in stage]
+        assert len(used) == len(set(used))
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (None, list("01234567")),
+        ("6,4", ["6", "4"]),
+        ("6,9,4", ["6"]),
+        ("", []),
+        ("-1", []),
+        ("GPU-5a,MIG-1/2", ["GPU-5a", "MIG-1/2"]),
+    ],
+)
+def test_visible_are_the_gpus_that_cuda_would_show(
+    own: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if own is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
+    assert visible_gpus() == expected
+
+
+def test_a_gpu_is_the_same_by_number_and_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = free(6)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5a,GPU-6a,3,7")
+    assert [*free(2)] == ["GPU-6a", "7"]
+    os.close(held["3"])
+
+
+@pytest.mark.slow
+def test_processes_of_a_stage_see_its_gpus_in_the_order_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    see = (
+        "import json, os; print(json.dumps([os.environ.get(f'CUDA_{x}') for x in ('VISIBLE_DEVICES', 'DEVICE_ORDER')]))"
+    )
+    seen: list[str] = []
+    with own_gpus(2, refused):
+        run_process(["-c", see], seen.append)
+    assert json.loads(seen[0]) == ["0,1", "PCI_BUS_ID"]
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ and "CUDA_DEVICE_ORDER" not in os.environ
+
+
+def test_without_gpus_nothing_is_locked_and_the_environment_stays(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with own_gpus(2, refused):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert not machine.exists()
+
+
+def test_more_gpus_than_the_machine_shows_are_refused_before_anything_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with (
+        pytest.raises(StageError, match=r"4 GPUs are needed .*train.num_processes.* and 2 are visible"),
+        own_gpus(4, refused),
+    ):
+        pass
+
+
+SAVING = """
+import os, signal, sys, time
+def save(*_):
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_stage_keeps_its_gpus_until_the_last_of_its_processes_has_ended(machine: Path) -> None:
+    saved = machine.parent / "saved"
+    code = f"""
+import os, signal
+from pathlib import Path
+from grpo_core.config.files import dump_config, parse_config
+from tasks.processes import gpu_locks
+from tasks.processes.machine import gpus_needed
+from tasks.processes.run import run_process
+gpu_locks.LOCKS = Path({str(machine)!r})
+with gpu_locks.own_gpus(8, print):
+    run_process(["-c", {SAVING!r}, {str(saved)!r}], lambda line: os.kill(os.getpid(), signal.SIGKILL))
+"""
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    with pytest.raises(Refused):
+        free(1)
+    take_gpus(8, lambda text: None, saved.touch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [False, True])
+def test_a_machine_gives_a_launcher_free_gpus_or_waits_until_it_is_told_to_end(machine: Path, told: bool) -> None:
+    """`told`: the machine that asks ends the training while this one still waits."""
+    held = free(7)
+    code = f"""
+import os, sys
+from pathlib import Path
+from tasks.processes import gpu_locks, machine
+gpu_locks.LOCKS = Path({str(machine)!r})
+sys.argv[1:] = ["run"]
+os.execv = lambda path, words: (print(os.environ["CUDA_VISIBLE_DEVICES"]), sys.exit())
+machine.main()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    with process:
+        process.stdin.write(json.dumps({"environment": {}, "arguments": ["--nproc-per-node", "2"]}) + "\n")
+        process.stdin.flush()
+        assert process.stdout.readline().startswith("waiting for 2 GPUs of this machine: 1 of 8 are free")
+        if told:
+            process.stdin.close()
+            assert process.wait() == 143
+        else:
+            os.close(held["4"])
+            assert process.stdout.readline().strip() == "4,7"
+
+
+def test_a_machine_takes_as_many_gpus_as_run_there(tmp_path: Path) -> None:
+    """Ranks say how many; a vLLM server's configuration does."""
+    values = with_keys(config_values(tmp_path, tmp_path), vllm_tensor_parallel_size=2, vllm_data_parallel_size=3)
+    (tmp_path / "config.toml").write_text(dump_config(parse_config(with_keys(values, engine="vllm-server"))))
+    ranks = ["-m", "tasks.processes.ranks", "--nnodes", "2", "--nproc-per-node", "4", "train.py"]
+    assert gpus_needed(ranks) == 4
+    assert gpus_needed(["-m", "grpo_core.rollout.vllm.serve", str(tmp_path / "config.toml"), "--port", "1"]) == 6

@@ -1,0 +1,179 @@
+"""Servers on other machines, without vLLM and without sshd; tests/e2e/test_servers_on_hosts.py has both."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import os
+import queue
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from grpo_core.config.files import parse_config
+from grpo_core.rollout.vllm.secret import with_secret
+from grpo_core.rollout.vllm.serve import ADDRESSES
+from tasks.processes import machine, vllm_servers
+from tasks.processes.run import ProcessError
+from tasks.processes.vllm_servers import servers
+from tasks.stages.errors import StageError
+from tasks.stages.run import Context
+from tests.conftest import config_values, with_keys
+from tests.tasks.processes.test_launch import FAKE
+
+# Stands for vLLM: answers its process's number, and what it was started with.
+STUB = """
+import http.server, json, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.headers["Authorization"] == "Bearer " + os.environ["GRPO_VLLM_SECRET"] else 401)
+        self.end_headers()
+        self.wfile.write(json.dumps([os.getpid(), int(sys.argv[3])]).encode())
+http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An `ssh` that runs commands here, for hosts with a name that begins with "up", unless the folder has a file of
+    the name; and a server without vLLM."""
+    away = f'[ -e "{tmp_path}/$host" ] && {{ echo "ssh: $host: No route to host" >&2; exit 255; }}\ncd /'
+    fake = FAKE.replace("env -i", "env -i SSH_CONNECTION='127.0.0.1 1 127.0.0.1 22'").replace("cd /", away, 1)
+    (tmp_path / "ssh").write_text(fake)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(machine.__file__).parents[2]))
+    monkeypatch.setattr(vllm_servers, "_serve", lambda context, *told: ["-c", STUB, *(str(each) for each in told)])
+    monkeypatch.setattr(vllm_servers, "PAUSE_SECONDS", 0.0)
+    return tmp_path
+
+
+def _config(folder: Path, *hosts: str, launch: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
+    values = config_values(folder / "model", folder, engine="vllm-server")
+    return with_keys({**values, "launch": {"server_hosts": list(hosts), **(launch or {})}}, **keys)
+
+
+class Servers:
+    """The servers of a stage, as its training finds them."""
+
+    def __init__(self, environment: dict[str, str], said: queue.SimpleQueue[logging.LogRecord]):
+        self.environment, self.said = environment, said
+
+    def until(self, words: str) -> str:
+        """The next line of the log that has these words."""
+        while words not in (line := self.said.get(timeout=60).getMessage()):
+            pass
+        return line
+
+    def ask(self) -> list[tuple[psutil.Process, int]]:
+        """Each server's process, and the number of its first GPU."""
+        urls = Path(self.environment[ADDRESSES]).read_text().split()
+        answers = [httpx2.get(url, headers=with_secret(self.environment), trust_env=False).json() for url in urls]
+        return [(psutil.Process(pid), gpu) for pid, gpu in answers]
+
+
+@contextmanager
+def serving(values: dict[str, Any], folder: Path) -> Iterator[Servers]:
+    said: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    log = logging.Logger("stage")
+    log.addHandler(logging.handlers.QueueHandler(said))
+    before = set(psutil.Process().children(recursive=True))
+    with servers(Context(parse_config(values), folder, folder), log) as environment:
+        yield Servers(environment, said)
+    assert not set(psutil.Process().children(recursive=True)) - before
+    assert not Path(environment[ADDRESSES]).exists()
+
+
+@pytest.mark.slow
+def test_a_server_is_started_again_on_its_host_or_on_a_spare_one_and_the_training_learns_its_address(
+    hosts: Path,
+) -> None:
+    with serving(_config(hosts, "up1", "up2"), hosts) as found:
+        [(first, _)] = found.ask()
+        first.send_signal(signal.SIGKILL)
+        assert "on up1 ended with status 137 (SIGKILL)" in found.until("is started again")
+        assert found.until("is up").endswith("on up1 is up")
+        [(second, _)] = found.ask()
+        (hosts / "up1").touch()
+        second.kill()
+        assert found.until("is up").endswith("on up2 is up")
+        [(third, _)] = found.ask()
+        (hosts / "up1").unlink()
+        third.kill()
+        assert found.until("is up").endswith("on up2 is up")
+        [(fourth, _)] = found.ask()
+        assert len({first.pid, second.pid, third.pid, fourth.pid}) == 4
+    assert not fourth.is_running()
+    assert {file.name for file in hosts.glob("vllm-server*")} == {"vllm-server-0-up1.log", "vllm-server-0-up2.log"}
+
+
+@pytest.mark.slow
+def test_each_server_has_a_host_and_counts_from_the_gpus_that_are_its_own_there(hosts: Path) -> None:
+    values = _config(
+        hosts,
+        *("up1", "down2", "up3"),
+        launch={"launcher": "ssh", "hosts": ["me@up3", "up4"]},
+        vllm_num_servers=2,
+        num_processes=4,
+        num_machines=2,
+    )
+    (hosts / "ssh").write_text(
+        (hosts / "ssh").read_text().replace('"hostname 10.0.0.${3: -1}"', '"hostname 127.0.0.1"')
+    )
+    with serving(values, hosts) as found:
+        assert [gpu for _, gpu in found.ask()] == [0, 0]
+
+
+@pytest.mark.slow
+def test_too_few_hosts_for_the_servers_are_refused_with_what_ssh_says(hosts: Path) -> None:
+    values = _config(hosts, "up1", "down2", vllm_num_servers=2)
+    expected = r"0 of the 1 hosts in launch.server_hosts .* and one for a server is needed. down2: ssh: .*No route"
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(StageError, match=expected), serving(values, hosts):
+        raise AssertionError("nothing is served")
+    assert not {*psutil.Process().children(recursive=True)} - {*before}
+
+
+@pytest.mark.slow
+def test_a_training_that_fails_while_a_server_is_down_names_its_host(hosts: Path) -> None:
+    expected = r"^the vLLM server at http://127.0.0.1:\d+ on up1 ended with status 137 \(SIGKILL\)\. it is away$"
+    with pytest.raises(ProcessError, match=expected) as raised, serving(_config(hosts, "up1"), hosts) as found:
+        (hosts / "up1").touch()
+        found.ask()[0][0].kill()
+        assert "up1: ssh: up1: No route to host" in found.until("cannot be started again")
+        raise ProcessError("it is away", restartable=True)
+    assert raised.value.restartable
+
+
+@pytest.mark.parametrize(
+    ("launch", "keys", "message"),
+    [
+        ({}, {"engine": "transformers"}, r"launch.server_hosts=\['a', 'b'\] are for servers .* engine='transformers'"),
+        ({}, {"vllm_server_base_urls": ["http://c:1"]}, r"without vllm_server_base_urls.*\['http://c:1'\]"),
+        ({"server_hosts": ["a", "me@a"]}, {}, "names a machine twice"),
+        ({}, {"vllm_num_servers": 3}, r"rollout.vllm_num_servers=3 with .*a machine gets one server"),
+        ({}, {"vllm_weight_transfer": "ipc"}, "'ipc' is for a server on the training's own machine"),
+        ({}, {"vllm_weight_transfer": "shared_memory"}, "'shared_memory' is for a server on the training's own"),
+        (
+            {"server_hosts": [], "launcher": "ssh", "hosts": ["a"]},
+            {},
+            "launch.launcher='ssh': .* name machines for them in launch.server_hosts",
+        ),
+        (
+            {"launcher": "ssh", "hosts": ["a", "b"]},
+            {"sharding": "full", "num_processes": 2, "num_machines": 2},
+            "train.sharding='full' and train.num_machines=2: weights .* memory of one machine",
+        ),
+    ],
+)
+def test_servers_that_cannot_be_placed_are_refused(
+    tmp_path: Path, launch: dict[str, Any], keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Exception, match=message):
+        parse_config(_config(tmp_path, "a", "b", launch=launch, **keys))

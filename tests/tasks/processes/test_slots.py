@@ -1,0 +1,140 @@
+"""Slots that a stage takes: one per GPU that it uses, on whichever machine, or one where there is no GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prefect.exceptions import ObjectNotFound
+
+from grpo_core.config.files import parse_config
+from tasks.processes import slots
+from tasks.stages.errors import StageError
+from tests.conftest import config_values, with_keys
+
+SHARDED = {"num_processes": 4, "sharding": "full"}
+SERVERS = {"engine": "vllm-server", "vllm_num_servers": 2, "vllm_tensor_parallel_size": 2}
+HOSTS = {"launcher": "ssh", "hosts": ["alpha", "beta"]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "launched", "visible", "wanted", "here"),
+    [
+        ({}, True, 8, 1, 1),
+        ({}, True, 0, 1, 1),
+        (SHARDED, True, 8, 4, 4),
+        (SHARDED, True, 0, 1, 4),
+        (SHARDED, False, 8, 1, 1),
+        (SERVERS, True, 8, 5, 5),
+        (SERVERS, False, 8, 5, 5),
+        (
+            SERVERS | {"vllm_weight_transfer": "ipc", "vllm_num_servers": 1, "vllm_tensor_parallel_size": 1},
+            True,
+            8,
+            1,
+            1,
+        ),
+        (SERVERS | {"vllm_server_base_urls": ["http://127.0.0.1:1"]}, True, 8, 1, 1),
+        (SHARDED | {"num_machines": 2}, True, 8, 4, 0),
+        (SHARDED | {"num_machines": 2}, True, 0, 1, 0),
+        (SHARDED | {"num_machines": 2}, False, 8, 1, 0),
+    ],
+)
+def test_a_stage_takes_a_slot_per_gpu_and_the_gpus_of_its_own_machine(
+    keys: dict[str, Any],
+    launched: bool,
+    visible: int,
+    wanted: int,
+    here: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[int] = []
+
+    @contextmanager
+    def take(count: int, *_: Any) -> Iterator[None]:
+        taken.append(count)
+        yield
+
+    monkeypatch.setattr(slots, "visible_gpus", lambda: ["0"] * visible)
+    monkeypatch.setattr(slots, "slots", take)
+    monkeypatch.setattr(slots, "own_gpus", take)
+    monkeypatch.setattr(slots, "get_run_logger", logging.getLogger)
+    values = with_keys(config_values(tmp_path, tmp_path), **keys)
+    config = parse_config(values | ({"launch": HOSTS} if "num_machines" in keys else {}))
+    with slots.gpus(config, launched):
+        assert taken == [wanted, here]
+
+
+class Server:
+    """Stands for Prefect's: one limit, or none."""
+
+    def __init__(self, limit: int | None, taken: int, active: bool):
+        self.limit = limit and SimpleNamespace(limit=limit, active_slots=taken, active=active)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def read_global_concurrency_limit_by_name(self, name: str) -> Any:
+        if self.limit is None:
+            raise ObjectNotFound(Exception())
+        return self.limit
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What Prefect was asked for."""
+    found: list[dict[str, Any]] = []
+
+    @contextmanager
+    def concurrency(name: str, **options: Any) -> Iterator[None]:
+        found.append({"name": name, **options})
+        yield
+
+    monkeypatch.setattr(slots, "concurrency", concurrency)
+    monkeypatch.setattr(slots, "get_run_logger", logging.getLogger)
+    return found
+
+
+def _server(monkeypatch: pytest.MonkeyPatch, limit: int | None, taken: int = 0, active: bool = True) -> None:
+    monkeypatch.setattr(slots, "get_client", lambda sync_client: Server(limit, taken, active))
+
+
+def test_a_stage_that_has_to_wait_says_for_how_many_slots(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: list[dict[str, Any]]
+) -> None:
+    caplog.set_level(logging.INFO)
+    _server(monkeypatch, 8, 4)
+    with slots.slots(4):
+        assert not caplog.messages
+    with slots.slots(8):
+        pass
+    expected = "waiting for 8 slots of the concurrency limit grpo-training: 4 of 8 are taken, 4 are free"
+    assert caplog.messages == [expected]
+    assert [(it["occupy"], it["lease_duration"]) for it in asked] == [(4, 60.0), (8, 60.0)]
+
+
+def test_a_stage_that_can_never_have_its_slots_is_refused_with_the_command_that_helps(
+    monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, Any]]
+) -> None:
+    _server(monkeypatch, 1)
+    with pytest.raises(StageError, match=r"takes 4 slots, .* grpo-training has 1: .* --limit 4`"), slots.slots(4):
+        pass
+    assert not asked
+
+
+@pytest.mark.parametrize(("limit", "active"), [(None, True), (1, False)])
+def test_a_limit_that_is_missing_or_switched_off_holds_up_nothing(
+    limit: int | None, active: bool, monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, Any]]
+) -> None:
+    _server(monkeypatch, limit, active=active)
+    with slots.slots(4):
+        assert asked[0]["occupy"] == 4

@@ -1,0 +1,88 @@
+"""A flow run that is stopped from outside goes on by itself; a cancelled one, or one that gets nowhere, does not."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from prefect.client.schemas.objects import State
+from prefect.states import AwaitingRetry, Cancelling, Crashed, Pending, Running, Scheduled
+
+from tasks.stages import attempts
+from tasks.stages.attempts import MOST_STOPS, RETURN_SECONDS, come_back
+
+WHAT = "train was interrupted, 3 of 6 updates saved"
+
+
+class Server:
+    """Stands for Prefect's: the states that the flow run was in, and those that it is put into."""
+
+    def __init__(self, states: list[State]):
+        self.states, self.proposed = states, []
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def read_flow_run_states(self, run_id: uuid.UUID) -> list[State]:
+        return self.states[::-1]
+
+    def set_flow_run_state(self, run_id: uuid.UUID, state: State) -> None:
+        self.proposed.append(state)
+
+
+def _attempt(stopped: str) -> list[State]:
+    return [Pending(), Running(), AwaitingRetry(message=stopped)]
+
+
+def _stops(count: int, what: str = WHAT) -> list[State]:
+    return [state for _ in range(count) for state in _attempt(what)]
+
+
+@pytest.fixture
+def comes_back(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[bool, list[State]]]:
+    def asked(*states: State) -> tuple[bool, list[State]]:
+        server = Server(list(states))
+        monkeypatch.setattr(attempts, "get_client", lambda sync_client: server)
+        monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid.uuid4()))
+        return come_back(WHAT), server.proposed
+
+    return asked
+
+
+Asked = Callable[..., tuple[bool, list[State]]]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        [],
+        _stops(MOST_STOPS - 1),
+        [*_stops(MOST_STOPS - 1), *_attempt("train was interrupted, 2 of 6 updates saved")],
+        [*_stops(MOST_STOPS), *_attempt("")],  # a person's Retry begins from the start
+    ],
+)
+def test_a_run_that_is_stopped_from_outside_is_scheduled_for_when_its_process_has_gone(
+    before: list[State], comes_back: Asked
+) -> None:
+    back, proposed = comes_back(*before, Pending(), Running())
+    assert back
+    [state] = proposed
+    assert (state.type.value, state.name, state.message) == ("SCHEDULED", "AwaitingRetry", WHAT)
+    due = state.state_details.scheduled_time
+    assert due is not None and (due - state.timestamp).total_seconds() == pytest.approx(RETURN_SECONDS, abs=5)
+
+
+@pytest.mark.parametrize(
+    "before", [[Running(), Cancelling()], [Running(), Crashed()], [*_stops(MOST_STOPS), Running()]]
+)
+def test_a_run_that_is_cancelled_or_over_or_gets_nowhere_stays_ended(before: list[State], comes_back: Asked) -> None:
+    assert comes_back(*before) == (False, [])
+
+
+def test_a_run_that_is_scheduled_already_stays_as_it_is(comes_back: Asked) -> None:
+    assert comes_back(Running(), Scheduled()) == (True, [])
