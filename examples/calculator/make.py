@@ -14,7 +14,7 @@ STEPS, CONTEXT = 300, 128
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "{% for call in message['tool_calls'] or [] %}<tool_call>\n"
-    '{"name": "{{ call[\'function\'][\'name\'] }}", "arguments": {{ call[\'function\'][\'arguments\'] | tojson }}}'
+    "{\"name\": \"{{ call['function']['name'] }}\", \"arguments\": {{ call['function']['arguments'] | tojson }}}"
     "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -44,9 +44,7 @@ def demonstrations(rng: random.Random) -> list[tiny.Demonstration]:
 def make(folder: Path) -> None:
     rng = random.Random(tiny.SEED)
     pairs = {question(rng) for _ in range(3 * (TRAIN_ROWS + EVAL_ROWS))}
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{a}*{b}"}], "answer": str(a * b)} for a, b in sorted(pairs)
-    ]
+    rows = [{"prompt": [{"role": "user", "content": f"{a}*{b}"}], "answer": str(a * b)} for a, b in sorted(pairs)]
     rng.shuffle(rows)
     tiny.write_rows(folder, rows[:TRAIN_ROWS], rows[TRAIN_ROWS : TRAIN_ROWS + EVAL_ROWS])
     tiny.make_base(folder / "base", demonstrations(rng), STEPS, CONTEXT, TEMPLATE)

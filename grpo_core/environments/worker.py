@@ -24,6 +24,7 @@ from typing import Any
 from grpo_core.system.guard import guarded
 
 LONGEST_ANSWER = 1 << 16  # characters of a tool's answer: far more than fits into any context
+NO_TEXT = "which is no text"  # at the end of what is said of such an answer
 OPEN_FILES = 1024
 OWN = ("reset", "get_reward")  # methods of an environment that are no tools
 PLAIN = (str, int, float, bool, list, dict, type(None))
@@ -116,7 +117,7 @@ def serve(
 def text_of(value: Any) -> str:
     """A tool's answer as text. Raises TypeError or ValueError for what is none."""
     if type(value) not in PLAIN:
-        raise TypeError(f"the tool returned {type(value).__name__}, which is no text")
+        raise TypeError(f"the tool returned {type(value).__name__}, {NO_TEXT}")
     text = value if isinstance(value, str) else str(value)
     if len(text) > LONGEST_ANSWER:
         raise ValueError(f"the tool returned {len(text):,} characters; {LONGEST_ANSWER:,} are the most")
