@@ -6,7 +6,7 @@ import os
 
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import make_plan, plan_inputs
-from grpo_core.rewards.contract import resolve
+from grpo_core.rewards.contract import check_environments, resolve
 from tasks.data.places import check_places
 from tasks.data.sources import count_prompts, needs_loading
 from tasks.processes.gpu import check_gpu_machine
@@ -24,8 +24,7 @@ def refuse_early(config: RunConfig) -> None:
         check_gpu_machine()
     check_places(config)
     check_template(config)
-    for reward in config.rewards:
-        resolve(reward)
+    check_environments([resolve(reward) for reward in config.rewards], config.environment.is_used)
     data = config.data
     num_prompts = ENOUGH if needs_loading(data.train) else count_prompts("data.train", data.train, data.train_split)
     make_plan(plan_inputs(config, num_prompts))

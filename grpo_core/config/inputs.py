@@ -14,6 +14,12 @@ from grpo_core.config.base import Section
 
 LONGEST_ARGUMENT = 200  # characters: MLflow takes names of parameters up to 250, with rewards.0.args. in front
 WIDEST_RANGE = 1e12  # of a reward
+# Arguments of transformers' apply_chat_template that are no variables of the template.
+NO_VARIABLES = {
+    "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "messages",
+}  # fmt: skip
 
 
 Bounds = Annotated[tuple[float, float], Field(strict=False)]  # a list in TOML
@@ -46,8 +52,8 @@ class DataChecks(Section):
     blank_prompt: Refusal = "error"
     """A prompt that is missing, empty or only white space."""
     malformed_conversation: Refusal = "error"
-    """Messages with another role than system, user or assistant, or without text; a system message that is not the
-    first; a last message that is not the user's."""
+    """Messages with another role than system, user, assistant or tool, or without text; a system message that is not
+    the first; a last message that is neither the user's nor a tool's."""
     chat_template: Refusal = "error"
     """A conversation that the model's chat template refuses because of its roles or their order."""
     no_tokens: Refusal = "error"
@@ -82,7 +88,17 @@ class DataConfig(Section):
     """Column with the prompts, in `train`, `eval` and `evaluation.sets` alike; rewards receive it as `prompts`."""
     answer_column: str = "answer"
     """Column with the right answer, if there is one: before training, the rewards are tried on it."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the model's chat template, such as `{ enable_thinking = false }`; the same in training and
+    evaluation."""
     checks: DataChecks = DataChecks()
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(given.keys() & NO_VARIABLES):
+            raise ValueError(f"{taken[0]!r} is no variable of a chat template, but set by this project; leave it out")
+        return given
 
 
 class RewardConfig(Section):

@@ -28,9 +28,9 @@ class RunConfig(Section):
     """Reward functions; the policy is trained on the weighted sum of their values, each as clipped, normalized and
     gated."""
     rollout: RolloutConfig = RolloutConfig()
-    environment: EnvironmentConfig = EnvironmentConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     launch: LaunchConfig = LaunchConfig()
     health: HealthConfig = HealthConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -146,12 +146,13 @@ class RunConfig(Section):
 
     def _check_environment(self) -> None:
         """Raises ValueError for what conversations with tools or an environment cannot be combined with."""
+        own = [reward.name for reward in self.rewards if reward.function == "environment"]
+        if own and not self.environment.factories:
+            raise ValueError(
+                f"rewards: {own[0]!r} is the environment's own reward, and there is none; name a class in "
+                "environment.environment_factory"
+            )
         if not self.environment.is_used:
-            if own := [reward.name for reward in self.rewards if reward.function == "environment"]:
-                raise ValueError(
-                    f"rewards: {own[0]!r} is the environment's own reward, and there is none; name a class in "
-                    "environment.environment_factory"
-                )
             return
         if self.rollout.max_staleness:
             raise ValueError(

@@ -26,6 +26,10 @@ class Setting:
         tools = self.environments.tools(self.environments.name_for(row))
         return self.turns.prompt(without_gaps(row["prompt"]), [*tools.values()])
 
+    def options(self, name: str) -> dict[str, Any]:
+        """What the chat template is given beside the messages of this environment's rows, as in `encode`."""
+        return {**self.turns.options, "tools": [*self.environments.tools(name).values()] or None}
+
     def converse(self, row: Mapping[str, Any], seed: int, max_tokens: int) -> Play:
         """A conversation about the row; see `conversation.converse`."""
         return converse(row, seed, max_tokens, self.environments, self.turns)
@@ -40,7 +44,7 @@ def make_setting(config: RunConfig, tokenizer: Any) -> Setting | None:
     or the model's chat template cannot write what they say."""
     if not config.environment.is_used:
         return None
-    turns = TurnFormat(tokenizer, _ends(config, tokenizer), {})
+    turns = TurnFormat(tokenizer, _ends(config, tokenizer), config.data.chat_template_kwargs)
     if problem := turns.problem(with_tools=True):
         raise EnvironmentsError(f"environment: {problem}")
     return Setting(Environments(config.environment), turns)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os.path
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,14 @@ class TurnFormat:
             if calls := read_calls(form, written, tools):
                 return FORMS[form].text(written), calls
         return self.tokenizer.decode(ids, skip_special_tokens=True), []
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """A turn of the policy that makes these calls, as the template writes it, without its end token."""
+        written = [{"id": f"call{place:05d}", **call.message} for place, call in enumerate(calls)]
+        text = self._render([FIRST, {"role": "assistant", "content": "", "tool_calls": written}])
+        before, _, _ = self._render([FIRST, {"role": "assistant", "content": MARK}]).rpartition(MARK)
+        turn = text[len(os.path.commonprefix([before, text])) :]
+        return turn[: min((turn.find(end) for end in self.ends if end in turn), default=len(turn))]
 
     def problem(self, with_tools: bool) -> str:
         """Why conversations of several turns cannot be held with this template; "" if they can."""

@@ -34,6 +34,7 @@ from grpo_core.system.guard import die_with_parent, guarded
 
 LONGEST_ANSWER = 1 << 16  # characters of a tool's answer: far more than fits into any context
 MOST_BYTES = 1 << 26  # of an attribute that a reward reads
+NO_TEXT = "which is no text"  # at the end of what is said of such an answer
 OPEN_FILES = 1024
 OWN = ("reset", "get_reward")  # methods of an environment that are no tools
 ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # in the text of an object that has none
@@ -174,7 +175,7 @@ def text_of(value: Any) -> str:
     """What a tool or `reset` has returned, as text. Raises TypeError or ValueError for what is none."""
     text = value if isinstance(value, str) else str(value)
     if not isinstance(value, str) and ADDRESS.search(text):
-        raise TypeError(f"the tool returned {type(value).__name__}, which is no text")
+        raise TypeError(f"the tool returned {type(value).__name__}, {NO_TEXT}")
     if len(text) > LONGEST_ANSWER:
         raise ValueError(f"{len(text):,} characters were returned; {LONGEST_ANSWER:,} are the most")
     text.encode()  # no lone surrogates

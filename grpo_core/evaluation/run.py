@@ -65,7 +65,8 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     files = {name: run / "dataset" / f"{file}.parquet" for name, file in config.evaluation_files.items()}
     setting = make_setting(config, tokenizer)
     encode = setting.encode if setting else None
-    sets = {name: load_prompts(path, tokenizer, encode) for name, path in files.items()}
+    options = config.data.chat_template_kwargs
+    sets = {name: load_prompts(path, tokenizer, options, encode) for name, path in files.items()}
     rewards = [resolve(reward) for reward in config.rewards]
     sampling, n = evaluation_sampling(config), config.evaluation.num_samples
 
@@ -148,7 +149,7 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
     is the same. `files`: the prompts of each set."""
     sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
     parts: list[Any] = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward, config.seed]
-    parts += [held] if (held := environment_parts(config)) else []
+    parts += [held for held in (environment_parts(config), config.data.chat_template_kwargs) if held]
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for name, path in sorted(files.items()):
         digest.update(name.encode() + hashlib.blake2b(path.read_bytes()).digest())

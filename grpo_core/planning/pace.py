@@ -43,6 +43,7 @@ class PaceRequest:
     completions: int
     prompt_tokens: int
     prompts: str
+    chat_template_kwargs: dict[str, Any]
     folder: str  # where checkpoints would be written
     threads: int  # CPU threads per process
     identity: str
@@ -80,6 +81,7 @@ def pace_request(
         max(min(per_process, MAX_ROWS) // group, 1) * group,
         max(round(lengths.mean), 1),
         str(prompts) if prompts else "",
+        config.data.chat_template_kwargs,
         str(folder),
         threads,
         identity,

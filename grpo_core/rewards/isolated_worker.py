@@ -106,6 +106,7 @@ def describe(config: RewardConfig, reward: Reward) -> dict[str, Any]:
         "columns": {column: kind_names(kind) for column, kind in reward.columns.items()},
         "accepts": None if reward.accepts is None else sorted(reward.accepts),
         "is_async": reward.is_async,
+        "needs_environments": reward.needs_environments,
         "files": files_here(config),
     }
 

@@ -67,7 +67,7 @@ def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
     continued only under the same one."""
     sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
     values = [determining(config)[section] for section in sections]
-    values += [parts] if (parts := environment_parts(config)) else []
+    values += [parts for parts in (environment_parts(config), config.data.chat_template_kwargs) if parts]
     digest = hashlib.blake2b(json.dumps([values, planned_values(vars(plan))], sort_keys=True).encode())
     for reward in config.rewards:
         digest.update(hashlib.blake2b(source_of(reward)).digest())

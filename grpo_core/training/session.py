@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,9 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     tokenizer = load_tokenizer(config.model)
     setting = make_setting(config, tokenizer)
     encode = setting.encode if setting else None
-    prompts = load_prompts(run / "dataset" / "train.parquet", tokenizer, encode)
-    held_out = load_prompts(run / "dataset" / "eval.parquet", tokenizer, encode) if config.train.eval_steps else None
+    read = partial(load_prompts, tokenizer=tokenizer, options=config.data.chat_template_kwargs, encode=encode)
+    prompts = read(run / "dataset" / "train.parquet")
+    held_out = read(run / "dataset" / "eval.parquet") if config.train.eval_steps else None
     set_seed(config.seed)
     # vLLM scores nothing as long as its longest sequence: it wants room for one more token.
     longest = prompts.max_length + config.rollout.max_completion_length  # of the sequences that are trained

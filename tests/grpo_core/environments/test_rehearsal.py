@@ -1,0 +1,121 @@
+"""The rehearsal of environments and tools: what it reports of sound ones, and what it finds wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from grpo_core.config.files import parse_config
+from grpo_core.environments import rehearsal
+from grpo_core.environments.registry import EnvironmentsError
+from grpo_core.environments.rehearsal import arguments_for, longest, rehearse
+from tests.grpo_core.environments import scripted
+
+HERE = "tests.grpo_core.environments.faulty"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with a chat template for tools."""
+    folder = tmp_path_factory.mktemp("talking")
+    scripted.turns().tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def rehearsed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Rehearse two rows of each of these classes."""
+
+    def run(*names: str, reward: dict[str, Any] | None = None, **environment: Any) -> dict[str, Any]:
+        factories = {name: f"{HERE}:{name}" for name in names}
+        values = {
+            "name": "tried",
+            "model": {"name_or_path": str(model)},
+            "data": {"train": "train.parquet", "eval": "eval.parquet"},
+            "rewards": [reward or {"function": "environment"}],
+            "environment": {"tool_timeout": 2.0, "environment_factory": factories, **environment},
+            "rollout": {"max_completion_length": 400},
+        }
+        prompt = [{"role": "user", "content": "#0"}]
+        rows = [{"prompt": prompt, "answer": "1", "environment": name} for name in [*names] * 3]
+        pl.DataFrame(rows).write_parquet(tmp_path / "train.parquet")
+        monkeypatch.setattr(rehearsal, "ROWS", 2 * len(names))
+        return rehearse(parse_config(values), tmp_path / "train.parquet")
+
+    return run
+
+
+def test_a_sound_environment_is_measured_and_its_rewards_too(rehearsed: Any) -> None:
+    report = rehearsed("Sound", reward={"function": f"{HERE}:told"}, tools=["calculator"])
+    found = report["environments"][f"{HERE}:Sound"]
+    assert (found["rows"], [*found["parts"]]) == (2, ["reset", "calculator", "tell", "get_reward"])
+    assert found["parts"]["tell"]["tokens"] > 0 and found["parts"]["calculator"]["raised"] == 0
+    assert report["rewards"]["told"]["garbage"] == len("told 2")
+    assert report["warnings"] == [
+        f"{HERE}:Sound has a method get_reward, and what it gives does not count: no reward is called 'environment'"
+    ]
+
+
+BROKEN = {
+    "RaisesInReset": "reset, with row 0: KeyError: 'board'",
+    "ReturnsNumber": "reset, with row 1: TypeError: reset returned int; return text or None",
+    "Hangs": "tool tell(number=1): its time was up (environment.tool_timeout = 2 s)",
+    "Ends": "tool tell(): its process ended",
+    "NoText": "tool tell(): TypeError: the tool returned object, which is no text",
+    "NoNumber": "get_reward returned 'much' with row 5; return a finite number",
+    "Talks": "nothing is left for the policy",
+}
+
+
+def test_all_that_would_end_conversations_is_refused_in_a_sentence_each(rehearsed: Any) -> None:
+    with pytest.raises(EnvironmentsError) as error:
+        rehearsed(*BROKEN)
+    sentences = str(error.value).splitlines()
+    for sentence, (name, problem) in zip(sentences, BROKEN.items(), strict=True):
+        assert sentence.startswith(f"{HERE}:{name}: ") and problem in sentence
+
+
+DOUBTED = {
+    "Carries": "reset gave two texts for row 5 and the same seed, ' 2' and ' 1'",
+    "Hashes": "reset gave two texts for row 6 and the same seed",
+    "Answers": "an answer of the tool 'tell' has up to",
+    "Refuses": "tool tell(number=1): ValueError: a number from 2 to 9. Each of the 2 calls raised",
+    "Slow": "reset takes 0.1 s; a conversation waits for each of its calls",
+}
+
+
+def test_what_looks_wrong_is_warned_of(rehearsed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "SLOW", 0.09)
+    found = [
+        warning for warning in rehearsed(*DOUBTED)["warnings"] if "reset takes" not in warning or "Slow" in warning
+    ]
+    for warning, (name, problem) in zip(found, DOUBTED.items(), strict=True):
+        assert warning.startswith(f"{HERE}:{name}: {problem}")
+
+
+def test_arguments_are_made_of_every_kind_that_a_schema_may_name() -> None:
+    kinds = {
+        "text": ({"type": "string"}, "1"),
+        "choice": ({"type": "string", "enum": ["left", "right"]}, "left"),
+        "several": ({"type": ["integer", "string"]}, 1),
+        "either": ({"anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "null"}]}, [1.0]),
+        "nested": ({"type": "array", "items": {"type": "array", "items": {"type": "boolean"}}}, [[True]]),
+        "object": ({"type": "object"}, {}),
+        "anything": ({}, "1"),
+    }
+    parameters = {"properties": {name: kind for name, (kind, _) in kinds.items()}, "required": ["text"]}
+    tool = {"function": {"parameters": parameters}}
+    assert arguments_for(tool, optional=True) == {name: value for name, (_, value) in kinds.items()}
+    assert arguments_for(tool, optional=False) == {"text": "1"}
+
+
+def test_the_rehearsal_may_take_as_long_as_its_calls() -> None:
+    values = {"name": "x", "model": {"name_or_path": "m"}, "data": {"train": "t", "eval": "e"}}
+    values |= {"rewards": [{"function": "numeric_match"}]}
+    brief, long = (
+        parse_config({**values, "environment": {"tools": ["calculator"], "tool_timeout": s}}) for s in (1.0, 50.0)
+    )
+    assert longest(long) - longest(brief) >= 4 * 49
