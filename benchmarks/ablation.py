@@ -131,7 +131,7 @@ def measure(workload: Workload, precision: str, variants: dict[str, Any], rounds
             run_directory(workload, folder, run, {"precision": precision})
             session = load_session(run)
             progress = TrainingState(tokens_per_pass=session.memory.tokens)
-            rollout, _ = roll_out(session, 0, progress)
+            rollout, *_ = roll_out(session, 0, progress)
         batch = update_batch([(rollout, 0)], session.plan, session.config)
         seconds: dict[str, list[float]] = {name: [] for name in variants}
         for turn in range(rounds + 1):

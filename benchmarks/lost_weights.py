@@ -70,7 +70,7 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
     with _engine_made_as(engine, run):
         session = load_session(run)
         progress = TrainingState(tokens_per_pass=100)
-        rollout, _ = roll_out(session, 0, progress)
+        rollout, *_ = roll_out(session, 0, progress)
         generator = torch.Generator().manual_seed(0)
         rollout = replace(rollout, advantages=torch.randn(len(rollout.advantages), generator=generator))
         batch = update_batch([(rollout, 0)], session.plan, session.config)

@@ -8,11 +8,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 
 from grpo_core.algorithm.advantages import Advantages, group_advantages, sample_std
 from grpo_core.config.algorithm import AlgorithmConfig
@@ -30,6 +32,7 @@ from grpo_core.planning.plan import Plan
 from grpo_core.rewards.composition import counted
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.scoring import Batch, score_arriving
+from grpo_core.rollout.ahead import Group, Taking, requests_of, windows
 from grpo_core.rollout.conversations import play
 from grpo_core.rollout.process_work import TOKENS, work_metrics
 from grpo_core.rollout.requests import training_sampling
@@ -47,6 +50,8 @@ class Sample:
     text: str  # of a conversation, the policy's last words
     rewards: list[float]  # K, NaN for None
     said: Said | None = None  # in a conversation with tools or an environment
+    place: int = 0  # among all completions that its process has asked for
+    turn: int = 0  # the generation batch whose turn the row was
 
 
 def collect(
@@ -59,11 +64,12 @@ def collect(
     engine: Engine,
     attempt: int = 0,
     setting: Setting | None = None,
-) -> tuple[GenerationBatch, list[Sample]]:
-    """Generation batch `index`, and its samples in the same order.
+    begun: Sequence[Group] | None = None,
+) -> tuple[GenerationBatch, list[Sample], list[Group]]:
+    """Generation batch `index`, its samples in the same order, and the groups that are begun and not in it.
 
     Every process samples and scores its share, and all get the whole. Another `attempt` draws other samples of the same
-    prompts.
+    prompts. `begun`: the groups that the call before has left; None if nothing is sampled ahead.
     """
     g = plan.num_generations
     sampling = training_sampling(config.rollout)
@@ -72,22 +78,43 @@ def collect(
 
     def draw(rows: Sequence[int]) -> list[Sample]:
         """G scored completions of each row, over all processes."""
+        requests, own = _requests(rows, prompts, g, (config.seed, index, attempt), share(len(rows) * g))
+        return scored(partial(sample_and_score, engine, requests, own, sampling, prompts, tokenizer, rewards, setting))
+
+    def take(window: Sequence[Group], count: int) -> list[Sample]:
+        """G scored completions of `count` of this process's begun groups, and of those of the others."""
+        assert isinstance(engine, Lookahead)
+        requests = requests_of(window, prompts, plan, config.seed, attempt)
+        engine.begin(requests, sampling)
+        taking, own = Taking(engine, count, config.rollout.max_staleness), [row for _, row in window]
+
+        def taken() -> tuple[list[Sample], float]:
+            found, generated = sample_and_score(taking, requests, own, sampling, prompts, tokenizer, rewards)
+            return [replace(sample, turn=window[sample.place // g][0]) for sample in found], generated
+
+        return scored(taken)
+
+    def scored(sample: Callable[[], tuple[list[Sample], float]]) -> list[Sample]:
+        """What all processes sample."""
         start = time.perf_counter()
-        mine = share(len(rows) * g)
-        requests, request_rows = _requests(rows, prompts, g, (config.seed, index, attempt), mine)
-        drawn, generated, worked = share_samples(
-            lambda: sample_and_score(engine, requests, request_rows, sampling, prompts, tokenizer, rewards, setting)
-        )
+        drawn, generated, worked = share_samples(sample)
         seconds["time/generate"] += generated
         seconds["time/score"] += time.perf_counter() - start - generated
         work.append(worked)
         return drawn
 
-    scheduled = rollout_prompts(plan, config.seed, index)
-    samples = draw(scheduled)
+    scheduled, left = rollout_prompts(plan, config.seed, index), list[Group]()
+    if begun is None:
+        samples = draw(scheduled)
+    else:
+        process = PartialState()
+        all_begun = windows(begun, plan, config.seed, index, process.num_processes)
+        samples = take(all_begun[process.process_index], len(share(plan.prompts_per_generation)))
+        taken = {(sample.turn, sample.row) for sample in samples}
+        left = [group for window in all_begun for group in window if group not in taken]
     advantages = _advantages(samples, config, plan)
     first_reward, sampled = advantages.rewards.nanmean().item(), list(samples)
-    used = set(scheduled)
+    used = {*scheduled, *(sample.row for sample in samples)}
     for _ in range(config.rollout.max_resample_times if config.rollout.dynamic_sample else 0):
         silent = (advantages.group_std == 0).nonzero().flatten().tolist()
         fresh = fresh_prompts(plan, config.seed, index, used, len(silent))
@@ -106,6 +133,7 @@ def collect(
         "frac_reward_zero_std": (advantages.group_std == 0).float().mean().item(),
         **_reward_metrics(config.rewards, _matrix(samples)),
         **_length_metrics([sample.completion for sample in samples]),
+        **_age_metrics([sample.completion for sample in samples]),
         **conversation_metrics([sample.said for sample in samples if sample.said]),
         **seconds,
         **work_metrics([sum(map(Counter, own), Counter()) for own in zip(*work, strict=True)], processes_per_machine()),
@@ -134,14 +162,7 @@ def collect(
         sampled_tokens=sum(sample.completion.sampled_tokens for sample in sampled),
         metrics=metrics,
     )
-    return batch, samples
-
-
-def begin(index: int, config: RunConfig, plan: Plan, prompts: Prompts, engine: Lookahead, attempt: int) -> None:
-    """Start sampling this process's share of generation batch `index`; `collect` takes it up later."""
-    rows, g = rollout_prompts(plan, config.seed, index), plan.num_generations
-    requests, _ = _requests(rows, prompts, g, (config.seed, index, attempt), share(len(rows) * g))
-    engine.begin(requests, training_sampling(config.rollout))
+    return batch, samples, left
 
 
 def _matrix(samples: Sequence[Sample]) -> np.ndarray:
@@ -172,7 +193,7 @@ class _Answer:
 
 
 def sample_and_score(
-    engine: Engine,
+    engine: Engine | Taking,
     requests: Sequence[Request],
     rows: Sequence[int],
     sampling: Sampling,
@@ -220,7 +241,7 @@ def sample_and_score(
 
 
 def _alone(
-    engine: Engine, requests: Sequence[Request], rows: Sequence[int], sampling: Sampling
+    engine: Engine | Taking, requests: Sequence[Request], rows: Sequence[int], sampling: Sampling
 ) -> Generator[list[_Answer], None, None]:
     """Completions of one turn."""
     first = [0, *itertools.accumulate(request.num_completions for request in requests)]
@@ -233,7 +254,7 @@ def _alone(
 
 
 def _conversations(
-    engine: Engine,
+    engine: Engine | Taking,
     requests: Sequence[Request],
     rows: Sequence[int],
     sampling: Sampling,
@@ -264,7 +285,7 @@ def _has_failed(answer: _Answer) -> bool:
 
 def _sample(answer: _Answer, text: str, rewards: list[float]) -> Sample:
     said = answer.conversation.said if answer.conversation else None
-    return Sample(answer.row, answer.prompt_ids, answer.completion, text, rewards, said)
+    return Sample(answer.row, answer.prompt_ids, answer.completion, text, rewards, said, answer.place)
 
 
 def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
@@ -338,6 +359,14 @@ def _reward_metrics(rewards: Sequence[RewardConfig], given: np.ndarray) -> dict[
             if reward.clip or reward.gate:
                 metrics[f"rewards/{reward.name}/counted"] = counts[scored].mean().item()
     return metrics
+
+
+def _age_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """How often the engine has got other weights since it sampled: mean over the tokens, and of the oldest."""
+    ages = [age for completion in completions for age in completion.ages or []]
+    return (
+        {"sampling/staleness/mean": sum(ages) / len(ages), "sampling/staleness/max": float(max(ages))} if ages else {}
+    )
 
 
 def _length_metrics(completions: Sequence[Completion]) -> dict[str, float]:

@@ -41,13 +41,15 @@ class Completion:
 
     A log-probability is at the sampling temperature (at 1 where sampling is greedy) and over the whole vocabulary,
     whatever top-k and top-p have left out. `mask`: of a conversation, 1 per token that the policy sampled and 0 per
-    token of the environment, whose log-probability is given as 0; None: the policy sampled all of them.
+    token of the environment, whose log-probability is given as 0; None: the policy sampled all of them. `ages`: how
+    often the engine has got other weights since it sampled the token; None: not since any of them.
     """
 
     ids: list[int]
     logprobs: list[float]
     truncated: bool
     mask: list[int] | None = None
+    ages: list[int] | None = None
 
     @property
     def sampled_tokens(self) -> int:
@@ -83,10 +85,16 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Lookahead(Protocol):
-    """An engine that samples later generation batches while the training trains."""
+    """An engine that samples while the training trains, and goes on with other weights when they come."""
 
     def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Start sampling with the weights as they are; `generate` with the same requests returns the result."""
+        """Start sampling those that are not begun yet."""
+        ...
+
+    def take(self, requests: Sequence[Request], sampling: Sampling, count: int, max_staleness: int) -> Stream:
+        """The completions of `count` of these requests, all of them begun: those that began `max_staleness` hand-overs
+        of weights ago or earlier, and of the others those that finish first, which are older ones where several have.
+        What is left is sampled on."""
         ...
 
     def drop_begun(self) -> None:

@@ -87,6 +87,9 @@ class TrainingLog:
             "completion_tokens": [sample.completion.sampled_tokens for sample in samples],
             "truncated": rollout.truncated.tolist(),
         }
+        if self.session.lookahead is not None:
+            columns["scheduled_batch"] = [sample.turn for sample in samples]
+            columns["ages"] = [sample.completion.ages for sample in samples]
         columns |= conversation_columns(samples)
         for position, reward in enumerate(self.session.rewards):
             values = [sample.rewards[position] for sample in samples]

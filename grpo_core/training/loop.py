@@ -117,9 +117,9 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
             for micro_step in plan.micro_steps(state.updates):
                 rollout = state.rollout
                 if rollout is None or rollout.index != micro_step.rollout:
-                    rollout, samples = roll_out(session, micro_step.rollout, state)
+                    rollout, samples, begun = roll_out(session, micro_step.rollout, state)
                     log.completions(state.updates + 1, rollout, samples)
-                    state = state.with_rollout(rollout, plan)
+                    state = replace(state.with_rollout(rollout, plan), begun=begun)
                     stop_if_asked()
                 parts.append((rollout, micro_step.slice))
             metrics = update(session, update_batch(parts, plan, config), state)

@@ -11,7 +11,8 @@ from grpo_core.model.loading import without_adapter
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
 from grpo_core.model.transfer import move
-from grpo_core.rollout.collect import Sample, begin, collect
+from grpo_core.rollout.ahead import Group
+from grpo_core.rollout.collect import Sample, collect
 from grpo_core.rollout.types import GenerationBatch, Rollout
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import balanced, join, with_gradient
@@ -20,20 +21,19 @@ from grpo_core.training.state import TrainingState
 from grpo_core.training.weight_sync import sync_weights
 
 
-def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollout, list[Sample]]:
-    """Generation batch `index`: sync weights, sample, score, advantages, old and reference log-probabilities."""
+def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollout, list[Sample], list[Group]]:
+    """Generation batch `index`: sync weights, sample, score, advantages, old and reference log-probabilities. Also its
+    samples, and the groups that are begun and left for later batches."""
     s = session
     drift = sync_weights(s, state)
-    if s.lookahead is not None:
-        # This batch was begun one batch ago, except at a start.
-        for number in range(index, min(index + 2, s.plan.rollouts)):
-            begin(number, s.config, s.plan, s.prompts, s.lookahead, state.roll_backs)
-    batch, samples = collect(
-        index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, s.engine, state.roll_backs, s.setting
-    )
+    is_new = index == state.rollouts  # else it is sampled again after a roll-back
+    begun = state.begun if s.lookahead is not None and is_new else None
+    arguments = index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, s.engine, state.roll_backs, s.setting
+    batch, samples, left = collect(*arguments, begun)
+    left = left if is_new else state.begun
     old_logprobs, keep = _old_logprobs(s, batch)
     fields = {**vars(batch), "metrics": {**batch.metrics, "sampling/sync_drift": drift}}
-    return Rollout(**fields, old_logprobs=old_logprobs, ref_logprobs=_ref_logprobs(s, batch), keep=keep), samples
+    return Rollout(**fields, old_logprobs=old_logprobs, ref_logprobs=_ref_logprobs(s, batch), keep=keep), samples, left
 
 
 @phase("old log-probabilities")

@@ -16,6 +16,7 @@ class TrainingState:
     updates: int = 0
     tokens_per_pass: int | None = None  # of a forward pass, at most, after memory has run out; None if it has not
     rollout: Rollout | None = None  # the generation batch in use
+    begun: list[tuple[int, int]] = field(default_factory=list)  # groups sampled ahead; see rollout.ahead.Group
     unrecorded: dict[str, float] | None = None  # metrics of the last update until its evaluation is complete
     # What happened, to be compared with the plan.
     rollouts: int = 0

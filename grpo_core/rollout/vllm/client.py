@@ -46,14 +46,14 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights under a name of their own; `snapshot`: the tensors, by the names that vLLM's loader knows; None in the
-    processes that do not send them."""
+    """Weights by their number; `snapshot`: the tensors, by the names that vLLM's loader knows; None in the processes
+    that do not send them."""
 
-    version: str
+    version: int
     snapshot: Mapping[str, Tensor] | None = None
 
 
-NO_WEIGHTS = Weights("none")  # those of a server between two
+NO_WEIGHTS = Weights(0)  # those of a server between two
 
 
 class Server:
@@ -100,8 +100,8 @@ class Server:
         self.moved = asyncio.Event()
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of /inference/v1/generate, every token of it by the weights that are wanted now."""
-        version, failure = self.wanted.version, ""
+        """The answer of /inference/v1/generate, every token of it by the weights that are wanted now or later."""
+        oldest, failure = self.wanted.version, ""
         async with self.in_flight:
             for _ in range(ATTEMPTS):
                 try:
@@ -114,9 +114,9 @@ class Server:
                 except Unavailable as error:
                     failure = str(error)
                 else:
-                    if _is_whole(answer, version):
+                    if self._is_whole(answer, oldest):
                         return answer
-                    failure = f"the answer was aborted, or is not by weights {version!r}"
+                    failure = f"the answer was aborted, or is not by weights {self._name(oldest)!r} or later ones"
                 await self.restore()
         raise ServerError(f"{self.url}: {ATTEMPTS} attempts at one answer have failed; the last: {failure}")
 
@@ -143,17 +143,24 @@ class Server:
         wanted, found = self.wanted, (await self.control("GET", "/weight_info"))["weight_version"]
         if found != self.given:  # another process than the one that `transfer` speaks to, or half an update
             self.transfer = None
-        if found == wanted.version:
-            return
+        name = self._name(wanted.version)
+        if found != name:
+            await self._update(wanted, found)
+        if wanted.snapshot is not None and self.given != name:
+            await self.control("POST", "/resume")
+            self.given = name
+
+    async def _update(self, wanted: Weights, found: str) -> None:
+        """Bring the weights there; the server stands still then."""
+        name = self._name(wanted.version)
         if wanted.snapshot is None:
-            raise Unavailable(f"it has weights {found!r}, wanted are {wanted.version!r}")
-        # Answers still in flight are discarded, and what was computed by the old weights is forgotten.
-        await self.control("POST", "/pause", params={"mode": "abort"})
-        await self.control("POST", "/update_weight_version", json={"new_version": NO_WEIGHTS.version})
+            raise Unavailable(f"it has weights {found!r}, wanted are {name!r}")
+        # What was computed by the old weights is forgotten. Answers in flight go on from the tokens that they have;
+        # after half an update, whose weights may have sampled some, they are discarded.
+        await self.control("POST", "/pause", params={"mode": "keep" if found == self.given else "abort"})
+        await self.control("POST", "/update_weight_version", json={"new_version": self._name(NO_WEIGHTS.version)})
         await self._receive(wanted.snapshot)
-        await self.control("POST", "/resume")
-        await self.control("POST", "/update_weight_version", json={"new_version": wanted.version})
-        self.given = wanted.version
+        await self.control("POST", "/update_weight_version", json={"new_version": name})
 
     async def take_lease(self) -> None:
         """The server is this trainer's for LEASE_SECONDS more. Another's lease is waited for; when that one renews it,
@@ -200,6 +207,25 @@ class Server:
             return await self._request(method, path, CONTROL_SECONDS, **options)
         except httpx2.ReadTimeout:
             raise Unavailable(f"{path} has not answered for {CONTROL_SECONDS:g} s") from None
+
+    def versions(self, choice: Mapping[str, Any]) -> list[int]:
+        """The version of the weights that sampled each token of a completion; 0: none of this training's."""
+        found = []
+        for span in choice["weight_versions"] or ():
+            token, _, number = span["version"].rpartition("-")
+            found += [int(number) if token == self.token else 0] * (span["end"] - span["start"])
+        return found
+
+    def _is_whole(self, answer: Mapping[str, Any], oldest: int) -> bool:
+        """Whether each completion came to its end, and each of its tokens is by weights as new as these."""
+        return all(
+            choice["finish_reason"] != "abort" and min(self.versions(choice), default=0) >= max(oldest, 1)
+            for choice in answer["choices"]
+        )
+
+    def _name(self, version: int) -> str:
+        """What the server calls these weights."""
+        return f"{self.token}-{version}" if version else "none"
 
     async def _copies(self) -> int:
         """Copies of the model that the server has (data parallelism). Its workers know of one each."""
@@ -266,12 +292,3 @@ class Server:
         finally:
             doing.cancel()
             moved.cancel()
-
-
-def _is_whole(answer: Mapping[str, Any], version: str) -> bool:
-    """Whether each completion came to its end, and each of its tokens is by the weights of that version."""
-    return all(
-        choice["finish_reason"] != "abort"
-        and {span["version"] for span in choice["weight_versions"] or ()} == {version}
-        for choice in answer["choices"]
-    )

@@ -92,6 +92,7 @@ def server_command(config: RunConfig) -> list[str]:
         *("--worker-extension-cls", "grpo_core.rollout.vllm.worker.TrainerLease"),
         *("--tensor-parallel-size", str(rollout.vllm_tensor_parallel_size)),
         *("--data-parallel-size", str(rollout.vllm_data_parallel_size)),
+        *(["--scheduling-policy", "priority"] if rollout.max_staleness else []),
         # It refuses a request for more completions of a prompt than it works on concurrently.
         *(["--max-num-seqs", str(group)] if (group := largest_group(config)) > LEAST_SEQUENCES else []),
         *(

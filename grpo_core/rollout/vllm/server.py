@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
-from grpo_core.distributed import from_main, sharers, wait_for_all
+from grpo_core.distributed import from_main, sharers
 from grpo_core.model.loading import plain_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
@@ -39,6 +40,15 @@ FOLLOW_SECONDS = 2.0  # in which a server's new address is noticed
 NOT_A_NUMBER = -9999.0  # vLLM's answers have it for a log-probability of NaN or -inf
 
 Result = TypeVar("Result")
+Answer = list[tuple[Completion, list[int]]]  # the versions of the weights that sampled each token
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A request that is sampled; `version`: of the weights when it began."""
+
+    version: int
+    answer: Future[Answer]
 
 
 class VLLMServerEngine:
@@ -73,8 +83,10 @@ class VLLMServerEngine:
 
         self.servers = [Server(url, config.rollout, self.token, holder, objection, send) for url in urls]
         self.turns = itertools.count(process.process_index)
-        self.versions = itertools.count(1)
-        self.begun: dict[tuple[Any, ...], Future[list[Completion]]] = {}
+        # What the training waits for goes before what is sampled ahead of it.
+        self.urgent = {"priority": -1} if config.rollout.max_staleness else {}
+        self.version = 0  # of the weights, counted by hand-overs
+        self.begun: dict[tuple[Any, ...], _Begun] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.keepers = [self._start(server.keep()) for server in self.servers]
@@ -87,12 +99,10 @@ class VLLMServerEngine:
             raise
 
     def sync_weights(self, model: nn.Module) -> str:
-        """Waits until everything that was begun is sampled, with the weights that it began with."""
-        wait(self.begun.values())
-        wait_for_all()  # pausing the servers earlier would abort answers that other processes still wait for
+        """What is being sampled stands still meanwhile, and goes on with the new weights."""
         for server in self.servers:
             server.wanted = NO_WEIGHTS  # which frees the last copy before there is another
-        version = f"{self.token}-{next(self.versions)}"
+        self.version += 1
         if is_sharded(model):
             if sharers(model) > (here := int(os.environ.get("LOCAL_WORLD_SIZE", sharers(model)))):
                 raise ServerError(
@@ -103,41 +113,55 @@ class VLLMServerEngine:
             snapshot: Mapping[str, Tensor] | None = take_snapshot(model, self.dtype, mine=self.sends)
         else:
             snapshot = plain_weights(model) if self.sends else None
-        weights = Weights(version, snapshot)
+        weights = Weights(self.version, snapshot)
         for server in self.servers:
             server.wanted = weights
         self._run(_all(server.restore() for server in self.servers))
         return "sent by " + ", ".join(sorted({server.backend for server in self.servers}))
 
     def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Have these sampled by the weights as they are; `generate` with the same requests gives what came of it."""
         for request in requests:
             if (key := _key(request, sampling)) not in self.begun:
-                self.begun[key] = self._submit(request, sampling)
+                self.begun[key] = _Begun(self.version, self._submit(request, sampling, {}))
+
+    def take(self, requests: Sequence[Request], sampling: Sampling, count: int, max_staleness: int) -> Stream:
+        keys = [_key(request, sampling) for request in requests]
+        left = {number: self.begun[key] for number, key in enumerate(keys)}
+        due = {number for number, begun in left.items() if begun.version <= self.version - max_staleness}
+        while count:
+            room = count - len(due)  # for others
+            awaited = [begun.answer for number, begun in left.items() if room or number in due]
+            wait(awaited, TURN_SECONDS, FIRST_COMPLETED)
+            done = [number for number, begun in left.items() if begun.answer.done()]
+            others = [number for number in done if number not in due]
+            taken = [number for number in done if number in due] + others[:room]
+            count, due = count - len(taken), due - set(taken)
+            yield [(number, self._aged(self.begun.pop(keys[number]).answer.result())) for number in taken]
+            left = {number: begun for number, begun in left.items() if number not in taken}
 
     def drop_begun(self) -> None:
         """End requests that were begun and whose answers will not be asked for."""
-        for future in self.begun.values():
-            future.cancel()  # which closes the connection, and that ends the request
+        for begun in self.begun.values():
+            begun.answer.cancel()  # which closes the connection, and that ends the request
         self.begun.clear()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
-        numbers: dict[Future[list[Completion]], int] = {}  # of the requests that are not finished
+        numbers: dict[Future[Answer], int] = {}  # of the requests that are not finished
         count, more = 0, requests
         try:
             while numbers or more:
                 for number, request in enumerate(more, count):
-                    begun = self.begun.pop(_key(request, sampling), None)
-                    numbers[begun or self._submit(request, sampling)] = number
+                    numbers[self._submit(request, sampling, self.urgent)] = number
                 count += len(more)
                 finished, _ = wait(numbers, TURN_SECONDS, FIRST_COMPLETED)
-                more = (yield [(numbers.pop(future), future.result()) for future in finished]) or ()
+                given = [(numbers.pop(future), [each for each, _ in future.result()]) for future in finished]
+                more = (yield given) or ()
         finally:
             for future in numbers:
                 future.cancel()  # which closes the connection, and that ends the request
 
     def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        questions = (_logprobs(server, ids) for server in self.servers for ids in sequences)
+        questions = (_logprobs(server, ids, self.urgent) for server in self.servers for ids in sequences)
         return self._run(_all(questions))
 
     def close(self) -> None:
@@ -150,9 +174,12 @@ class VLLMServerEngine:
         for keeper in self.keepers:
             keeper.cancel()
 
-    def _submit(self, request: Request, sampling: Sampling) -> Future[list[Completion]]:
+    def _aged(self, answer: Answer) -> list[Completion]:
+        return [replace(each, ages=[self.version - version for version in versions]) for each, versions in answer]
+
+    def _submit(self, request: Request, sampling: Sampling, options: Mapping[str, Any]) -> Future[Answer]:
         server = self.servers[next(self.turns) % len(self.servers)]
-        return self._start(_complete(server, request, sampling))
+        return self._start(_complete(server, request, sampling, options))
 
     def _start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -179,7 +206,7 @@ async def _all(questions: Any) -> list[Any]:
     return await asyncio.gather(*questions)
 
 
-async def _complete(server: Server, request: Request, sampling: Sampling) -> list[Completion]:
+async def _complete(server: Server, request: Request, sampling: Sampling, options: Mapping[str, Any]) -> Answer:
     parameters = {
         "n": request.num_completions,
         "seed": request.seed,  # vLLM gives completion i of a request the seed + i
@@ -190,21 +217,24 @@ async def _complete(server: Server, request: Request, sampling: Sampling) -> lis
         "logprobs": 0,
         "detokenize": False,
     }
-    answer = await server.ask({"token_ids": request.prompt_ids, "sampling_params": parameters})
+    answer = await server.ask({"token_ids": request.prompt_ids, "sampling_params": parameters, **options})
     return [
-        Completion(
-            ids=choice["token_ids"],
-            logprobs=[_number(token["logprob"]) for token in choice["logprobs"]["content"]],
-            truncated=choice["finish_reason"] == "length",
+        (
+            Completion(
+                ids=choice["token_ids"],
+                logprobs=[_number(token["logprob"]) for token in choice["logprobs"]["content"]],
+                truncated=choice["finish_reason"] == "length",
+            ),
+            server.versions(choice),
         )
         for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
     ]
 
 
-async def _logprobs(server: Server, ids: list[int]) -> list[float]:
+async def _logprobs(server: Server, ids: list[int], options: Mapping[str, Any]) -> list[float]:
     # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
     parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-    answer = await server.ask({"token_ids": ids, "sampling_params": parameters})
+    answer = await server.ask({"token_ids": ids, "sampling_params": parameters, **options})
     scored = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)  # the first token has none
     return [_number(found[str(token)]["logprob"]) for token, found in scored]
 
@@ -248,6 +278,8 @@ def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, o
             f"takes at most {started['max_num_seqs']} completions of a prompt, needed are {group} "
             f"(rollout.num_generations or evaluation.num_samples): start it with --max-num-seqs {group}, or lower them"
         )
+    if config.rollout.max_staleness and started["scheduling_policy"] != "priority":
+        return "works in the order of arrival, and rollout.max_staleness needs --scheduling-policy priority"
     if on_cpu and started["chunked_prefill"]:
         return "computes prompts in chunks, after which a seed on a CPU does not give the same tokens again"
     return ""

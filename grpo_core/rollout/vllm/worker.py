@@ -41,6 +41,7 @@ class TrainerLease:
                 "max_model_len": self.model_config.max_model_len,
                 "max_num_seqs": config.scheduler_config.max_num_seqs,
                 "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+                "scheduling_policy": config.scheduler_config.policy,
                 "on_cpu": self.device.type == "cpu",
                 "pid_namespace_id": pid_namespace_id(),
             },
