@@ -106,8 +106,8 @@ def _rules(config: HealthConfig) -> list[_Rule]:
         _Rule(
             "log_ratio", "log_ratio/max", 1, c.max_log_ratio, c.patience, c.log_ratio_action,
             "the trainer finds a sampled token e to that power more or less likely than the engine did. Engine and "
-            "trainer differ (precision, sampling settings), or the rollout is too old (with rollout.max_staleness = 1 "
-            "one batch of training is always among it): lower num_iterations, learning_rate or max_staleness, or use "
+            "trainer differ (precision, sampling settings), or the rollout is too old (with rollout.max_staleness "
+            "above 0 some training is always between): lower num_iterations, learning_rate or max_staleness, or use "
             "the same precision on both sides",
         ),
         _Rule(

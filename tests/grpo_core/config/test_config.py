@@ -153,7 +153,7 @@ def _with(key: str, value: Any) -> dict[str, Any]:
             {"rollout": {"max_staleness": 1}},
             "are for engine='vllm-server', which can sample while the policy is trained",
         ),
-        ({"rollout": {"engine": "vllm-server", "max_staleness": 2}}, "rollout.max_staleness = 2: Input should be less"),
+        ({"rollout": {"engine": "vllm-server", "max_staleness": 9}}, "rollout.max_staleness = 9: Input should be less"),
         (
             {"rollout": {"engine": "vllm-server", "vllm_server_base_urls": ["10.0.0.5:8000"]}},
             "'10.0.0.5:8000' is not an address such as http://127.0.0.1:8000",

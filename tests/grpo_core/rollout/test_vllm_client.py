@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import json
 import re
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,6 @@ from unittest import mock
 import httpx2
 import pytest
 import torch
-from accelerate import PartialState
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.rollout import RolloutConfig
@@ -31,7 +30,6 @@ from grpo_core.rollout.vllm import server as vllm_server
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Unavailable
 from grpo_core.rollout.vllm.server import VLLMServerEngine
 from tests.conftest import config_values
-from tests.grpo_core.training.several import in_two_processes
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,23 +49,20 @@ def test_another_vllm_is_refused_with_the_one_that_is_needed(monkeypatch: pytest
 
 
 class _Server:
-    """Stands for a server: slow to answer the second process, and it writes down what happens when."""
+    """Stands for a server."""
 
     backend = "shared_memory"
 
     def __init__(self, *_: Any):
         self.wanted = NO_WEIGHTS
-        self.at: dict[str, float] = {}
 
     async def keep(self) -> None:
         pass
 
     async def restore(self) -> None:
-        self.at["restored"] = time.time()
+        pass
 
     async def ask(self, body: Any) -> dict[str, Any]:
-        await asyncio.sleep(2.0 * PartialState().process_index)
-        self.at["answered"] = time.time()
         return {"choices": []}
 
 
@@ -237,6 +232,7 @@ STARTED = {
     "max_model_len": 16,
     "max_num_seqs": 128,
     "chunked_prefill": False,
+    "scheduling_policy": "fcfs",
     "pid_namespace_id": "there",
 }
 
@@ -267,6 +263,32 @@ def test_weights_reach_another_machines_cpu_over_http(
     assert json.dumps({"backend": transfer}) in vllm_serve.server_command(config)
     started = {**STARTED, "weight_transfer": transfer}
     assert bool(vllm_server._objection(started, config, 16, True, "another machine")) == (transfer == "shared_memory")
+
+
+def test_a_server_that_would_let_the_training_wait_behind_what_is_sampled_ahead_is_refused(tmp_path: Path) -> None:
+    config = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server", max_staleness=1))
+    assert "needs --scheduling-policy priority" in vllm_server._objection(STARTED, config, 16, True, "there")
+    assert vllm_server._objection({**STARTED, "scheduling_policy": "priority"}, config, 16, True, "there") == ""
+    command = vllm_serve.server_command(config)
+    assert command[command.index("--scheduling-policy") + 1] == "priority"
+
+
+def test_an_answer_is_whole_if_its_tokens_are_by_the_weights_that_it_began_with_or_later_ones() -> None:
+    server = _server("http://127.0.0.1:1")
+
+    def answer(*spans: tuple[str, int], reason: str = "stop") -> dict[str, Any]:
+        starts = [0, *itertools.accumulate(count for _, count in spans)]
+        found = [{"version": v, "start": start, "end": start + n} for (v, n), start in zip(spans, starts, strict=False)]
+        return {"choices": [{"finish_reason": reason, "weight_versions": found}]}
+
+    mixed = answer(("token-2", 3), ("token-10", 1))
+    assert server.versions(mixed["choices"][0]) == [2, 2, 2, 10]
+    assert server._is_whole(mixed, 2) and server._is_whole(mixed, 1)
+    assert not server._is_whole(mixed, 3)
+    for wrong in (("none", 1), ("default", 1), ("other-3", 1), ("token-1", 1)):
+        assert not server._is_whole(answer(("token-2", 3), wrong), 2)
+    assert not server._is_whole(answer(("token-2", 3), reason="abort"), 2)
+    assert not server._is_whole(answer(), 0)
 
 
 def test_a_server_that_cannot_see_the_trainers_memory_is_refused(tmp_path: Path) -> None:
@@ -327,16 +349,3 @@ def test_what_was_begun_before_a_roll_back_is_ended(tmp_path: Path, monkeypatch:
     assert engine.begun == {}
     assert ended.wait(60)
     engine.sync_weights(torch.nn.Linear(1, 1))
-
-
-@pytest.mark.slow
-def test_no_process_gets_new_weights_to_a_server_that_still_answers_another_process(tmp_path: Path) -> None:
-    def begin_and_sync(rank: int) -> None:
-        engine = _engine(tmp_path, torch.nn.Linear(1, 1))
-        engine.begin([Request([3], 1, 0)], Sampling(4, 1.0))
-        engine.sync_weights(torch.nn.Linear(1, 1))
-        (tmp_path / f"{rank}.json").write_text(json.dumps(engine.servers[0].at))
-
-    in_two_processes(tmp_path, begin_and_sync)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert first["restored"] > second["answered"]

@@ -49,6 +49,9 @@ class CountingEngine:
     def __init__(self, model: FourLogits):
         self.model = model
         self.rollouts: list[list[Request]] = []
+        self.now = 0  # hand-overs of weights
+        self.begun: dict[int, tuple[int, float]] = {}  # when, and when it would be finished, by seed
+        self.ages: list[int] = []  # of the groups that were taken
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
         self.rollouts.append(list(requests))
@@ -57,11 +60,32 @@ class CountingEngine:
             lengths = [1 + (request.seed + i) % 2 for i in range(request.num_completions)]
             yield [(number, [Completion([3] * length, [logprob] * length, truncated=False) for length in lengths])]
 
+    def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Each is sampled for a time of its own, in hand-overs of weights; a few take very long."""
+        for request in requests:
+            self.begun.setdefault(request.seed, (self.now, self.now + random.Random(request.seed).paretovariate(0.25)))
+
+    def take(
+        self, requests: Sequence[Request], sampling: Sampling, count: int, max_staleness: int
+    ) -> Generator[list[Finished], None, None]:
+        assert len(requests) == len(self.begun)  # no other is left behind
+        by_end = sorted(range(len(requests)), key=lambda number: self.begun[requests[number].seed][1])
+        due = [n for n in by_end if self.begun[requests[n].seed][0] <= self.now - max_staleness]
+        taken = (due + [number for number in by_end if number not in due])[:count]
+        self.ages += [self.now - self.begun.pop(requests[number].seed)[0] for number in taken]
+        yield []
+        generated = self.generate([requests[number] for number in taken], sampling)
+        yield [(taken[number], found) for ((number, found),) in generated]
+
+    def drop_begun(self) -> None:
+        self.begun.clear()
+
     def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         logprobs = self.model.logits.detach().log_softmax(0).tolist()
         return [[logprobs[token] for token in ids[1:]] for ids in sequences]
 
     def sync_weights(self, model: torch.nn.Module) -> str:
+        self.now += 1
         return "shared"
 
     def close(self) -> None:
@@ -126,7 +150,7 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
         optimizer=optimizer,
         learning_rate=lambda updates: 0.01,
         engine=engine,
-        lookahead=None,
+        lookahead=engine if config.rollout.max_staleness else None,
         memory=OutOfMemoryRetry(4 * plan.per_device_train_batch_size, policy),
         probe=Probe([[0]], [[1]], "no"),
     )
@@ -142,4 +166,6 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
         "micro_steps": sum(len(call.args[0]) for call in batches.call_args_list),
         "rollouts": [[[r.prompt_ids[0], r.num_completions] for r in requests] for requests in engine.rollouts],
         "result": result["counted"],
+        "left": len(engine.begun),
+        "ages": engine.ages,
     }

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from grpo_core.config.files import parse_config
+from grpo_core.data.order import rollout_prompts
 from grpo_core.planning.plan import make_plan, plan_inputs
 from tests.conftest import config_values
 from tests.grpo_core.training.several import in_processes
@@ -37,6 +38,37 @@ def test_one_process_does_what_was_planned(
     for seed in seeds:
         settings = random_settings(seed, 1)
         _expect_as_planned(settings, [step_through(settings, accelerator, tmp_path / str(seed))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_sampling_ahead_trains_every_group_once_and_none_too_late(tmp_path: Path, num_processes: int) -> None:
+    """However long groups take: a few for longer than the training."""
+    staleness = [1, 2, 4]
+    settings = [random_settings(seed, num_processes) for seed in range(2000, 2000 + len(staleness))]
+    for each, most in zip(settings, staleness, strict=True):
+        each["keys"] |= {"max_staleness": most, "engine": "vllm-server", "max_steps": 20, "num_iterations": 1}
+
+    def step(rank: int) -> None:
+        accelerator = Accelerator(cpu=True)
+        done = [step_through(each, accelerator, tmp_path / f"run-{n}") for n, each in enumerate(settings)]
+        (tmp_path / f"{rank}.json").write_text(json.dumps(done))
+
+    in_processes(num_processes, tmp_path, step)
+    processes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_processes)]
+    oldest = []
+    for n, (each, most) in enumerate(zip(settings, staleness, strict=True)):
+        config = parse_config(config_values(Path("model"), Path("data"), **{"max_steps": None, **each["keys"]}))
+        plan, own = make_plan(plan_inputs(config, each["num_prompts"])), [process[n] for process in processes]
+        taken = Counter(prompt for process in own for batch in process["rollouts"] for prompt, _ in batch)
+        scheduled = (row for index in range(plan.rollouts) for row in rollout_prompts(plan, config.seed, index))
+        assert taken == Counter(scheduled), each
+        for process in own:
+            assert process["result"] == plan.counts(plan.max_steps)
+            assert process["left"] == 0
+            assert max(process["ages"], default=0) <= most, each
+        oldest.append(max(age for process in own for age in process["ages"]))
+    assert {1, 2, 4} <= set(oldest)  # the limits are used
 
 
 @pytest.mark.slow
