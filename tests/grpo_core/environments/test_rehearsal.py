@@ -19,17 +19,16 @@ HERE = "tests.grpo_core.environments.faulty"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer with a chat template for tools."""
-    folder = tmp_path_factory.mktemp("talking")
-    scripted.turns().tokenizer.save_pretrained(folder)
-    return folder
+    return scripted.save_model(tmp_path_factory.mktemp("talking"))
 
 
 @pytest.fixture
 def rehearsed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Rehearse two rows of each of these classes."""
 
-    def run(*names: str, reward: dict[str, Any] | None = None, **environment: Any) -> dict[str, Any]:
+    def run(
+        *names: str, reward: dict[str, Any] | None = None, model: Path = model, **environment: Any
+    ) -> dict[str, Any]:
         """Without names: tools alone."""
         factories = {name: f"{HERE}:{name}" for name in names} or None
         values = {
@@ -104,15 +103,9 @@ def test_a_tool_without_environment_that_hangs_is_refused(rehearsed: Any) -> Non
     assert str(error.value) == "tools: tool hang(): its time was up (environment.tool_timeout = 0.5 s)"
 
 
-def test_a_template_that_drops_earlier_thoughts_is_warned_of(model: Path, rehearsed: Any) -> None:
-    kept = (model / "chat_template.jinja").read_text()
-    (model / "chat_template.jinja").write_text(
-        kept.replace("{{ message['content'] }}", "{{ message['content'].split('</think>')[-1] }}")
-    )
-    try:
-        (warning,) = rehearsed("Sound")["warnings"]
-    finally:
-        (model / "chat_template.jinja").write_text(kept)
+def test_a_template_that_drops_earlier_thoughts_is_warned_of(tmp_path: Path, rehearsed: Any) -> None:
+    template = scripted.TEMPLATE.replace("message['content'] }}", "message['content'].split('</think>')[-1] }}")
+    (warning,) = rehearsed("Sound", model=scripted.save_model(tmp_path / "forgetful", template))["warnings"]
     assert warning.startswith("the chat template leaves the thoughts of earlier turns out")
 
 
