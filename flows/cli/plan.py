@@ -173,6 +173,7 @@ def _own_plan(
             hardware,
             held_out_prompts=data.held_out_prompts if data else None,
             reward_seconds=data.reward_seconds if data else None,
+            environment=data.environment if data else None,
         )
         if "error" in forecasts["time"] and not history:
             elsewhere = "" if gpu else ", --gpu H200 forecasts for that GPU"
