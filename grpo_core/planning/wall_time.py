@@ -105,8 +105,8 @@ def _conversation(
         found.frame_seconds + (turns - 1) * found.call_seconds,
         [
             f"conversations of {policy + told:.0f} tokens: {turns} turns are assumed (no earlier run says how many), "
-            "each as long as a completion measured, whose prompt shows no tools, and a call of the slowest tool between "
-            "two; those of a batch wait for their environments at the same time"
+            "each as long as a completion measured, whose prompt shows no tools, with a call of the slowest tool "
+            "between; those of a batch wait for their environments at the same time"
         ],
     )
 

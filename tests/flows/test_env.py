@@ -107,6 +107,12 @@ def test_what_cannot_be_tried_is_refused(config: Path, options: list[str], sente
     assert sentence in _grpo(config, *options, status=2)
 
 
+def test_a_completion_without_a_conversation_is_no_case_for_a_reward_that_reads_environments(config: Path) -> None:
+    done = CliRunner().invoke(app, ["rewards", "try", str(config), "--completion", "864"])
+    assert done.exit_code == 2
+    assert "reward 'environment' reads `environments`: hold a conversation with `grpo env try` instead" in done.output
+
+
 @pytest.mark.parametrize(
     ("line", "turn"),
     [

@@ -15,6 +15,7 @@ import tomli_w
 from flows.parameters.early import refuse_early
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.environments.registry import EnvironmentsError
+from grpo_core.errors import RewardError
 from tasks.stages import table
 from tasks.stages.lineage import lineage_inputs, lineage_keys, what_changed
 from tasks.stages.run_directory import kept_rewards, open_run
@@ -122,5 +123,26 @@ def test_a_class_or_tool_that_is_not_there_is_refused_before_any_stage(
 ) -> None:
     values["environment"] |= keys
     with pytest.raises(EnvironmentsError) as error:
+        refuse_early(parse_config(values))
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("reward", "is_used", "sentence"),
+    [
+        ({}, False, "reward 'told' reads `environments`, and there are none: name a class in environment."),
+        ({"isolated": True}, True, "reward 'told' reads `environments`, which cannot be sent to the process of an "),
+        ({}, True, ""),
+    ],
+)
+def test_a_reward_that_reads_environments_needs_some_and_the_training_s_process(
+    values: dict[str, Any], reward: dict[str, Any], is_used: bool, sentence: str
+) -> None:
+    values["rewards"] = [{"function": "tests.grpo_core.environments.faulty:told", **reward}]
+    values["environment"] = values["environment"] if is_used else {}
+    if not sentence:
+        refuse_early(parse_config(values))
+        return
+    with pytest.raises(RewardError) as error:
         refuse_early(parse_config(values))
     assert sentence in str(error.value)
