@@ -16,6 +16,7 @@ PAGES = {  # what explains a section, seen from the page
     "rollout": "[sampling](algorithm.md#sampling), [vLLM servers](../how-to/vllm-server.md)",
     "algorithm": "[the algorithm](algorithm.md)",
     "train": "[the plan](plan.md), [training](algorithm.md#training)",
+    "environment": "[what it is tried with](data.md#rehearsal)",
     "launch": "[several machines](../how-to/cluster.md)",
     "health": "[health limits](algorithm.md#health-limits)",
     "evaluation": "[evaluation](../explanation/evaluation.md)",

@@ -141,3 +141,29 @@ def test_the_pace_of_earlier_runs_is_that_of_the_same_hardware(run: Path, monkey
     assert f"on {name_hardware(None)}: 50 tokens/s per process" in here.how
     assert "on NVIDIA H200, CPU" in any_of_them.how
     assert earlier_throughput(config, "NVIDIA L4") is None
+
+
+@pytest.mark.slow
+def test_the_pace_of_conversations_is_that_of_runs_with_the_same_environment(run: Path) -> None:
+    acting = {
+        "environment_factory": {"a maze!": "openenv", "chess": "textarena"},
+        "environment_args": {"chess": {"n": 8}},
+    }
+    plain, calling, playing = (
+        _config(run, registry={"experiment": "turns"}, environment=environment)
+        for environment in ({}, {"tools": ["calculator"]}, acting)
+    )
+    client = connect()
+    measured = {"step_time": 2.0, "num_tokens": 100, "completions/mean_length": 5.0}
+    turns = {"conversations/mean_turns": 2.5, "conversations/environment_tokens": 7.0}
+    for name, config, metrics in (("plain", plain, measured), ("playing", playing, measured | turns)):
+        (run / name).mkdir()
+        run_id = open_tracking_run(config, run, run / name)["run_id"]
+        for metric, value in metrics.items():
+            client.log_metric(run_id, metric, value)
+        client.set_terminated(run_id)
+    alone, none, played = (earlier_throughput(config, "") for config in (plain, calling, playing))
+    assert alone and played and none is None
+    assert (alone.completion_tokens, played.completion_tokens) == (5, 12)
+    assert "completions of 5 tokens at their end" in alone.how
+    assert "conversations of 2.5 turns and 12 tokens, waiting for environments included, at their end" in played.how
