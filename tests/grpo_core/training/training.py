@@ -32,7 +32,8 @@ def checkpoint_of(run: Path, step: int) -> dict[str, Any]:
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "training" / "model" / "model.safetensors")
+    files = (run / "training" / "model").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def are_close(first: Path, second: Path) -> bool:
