@@ -135,7 +135,8 @@ def _of_samples(
     if metric == "reward":
         given = samples.select(pl.col(f"{policy}/rewards/{reward.name}").cast(pl.Float64) for reward in rewards)
         return pl.Series(weighted_sum(given.to_numpy(), rewards), nan_to_null=True)
-    return samples[f"{policy}/{evaluated_metric(metric).column}"].cast(pl.Float64)
+    values = samples[f"{policy}/{evaluated_metric(metric).column}"]
+    return (values != "" if values.dtype == pl.String else values).cast(pl.Float64)
 
 
 def _pass_at(k: int, of_set: pl.DataFrame, reward: str) -> np.ndarray:

@@ -15,7 +15,7 @@ from grpo_core.rewards.contract import Reward
 if TYPE_CHECKING:
     from grpo_core.rollout.collect import Sample
 
-SHOWN = ("conversation", "turns", "tool_calls", "failed_tool_calls", "environment_failure")  # of a conversation
+SHOWN = ("opening", "conversation", "turns", "tool_calls", "failed_tool_calls", "environment_failure")
 
 
 def answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, list[Any]]:

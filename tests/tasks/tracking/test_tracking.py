@@ -69,10 +69,18 @@ def test_a_training_is_tracked_whatever_keys_its_rewards_arguments_have(run: Pat
     """MLflow refuses names of parameters with other characters than letters, digits and _ - . / : and space."""
     schema = {"$defs": {"p": {"type": "integer"}}, "properties": {"a+b €": {"$ref": "#/$defs/p"}, "k" * 300: {}}}
     args = {"schema": schema, "keywords": ["x", "y"], "strict": True}
-    config = _config(run, rewards=[{"function": "json_schema", "args": args}])
+    environment = {
+        "environment_factory": {"a+b €": "tests.grpo_core.environments.playing:Dice"},
+        "environment_args": {"a+b €": {"size": 3}},
+    }
+    rewards = [{"function": "json_schema", "args": args}]
+    data = {**config_values(run / "model", run)["data"], "chat_template_kwargs": {"k+€": True}}
+    config = _config(run, rewards=rewards, environment=environment, data=data)
     params = connect().get_run(open_tracking_run(config, run, run / "training")["run_id"]).data.params
     assert json.loads(params["rewards.0.args.schema"]) == schema
     assert json.loads(params["rewards.0.args.keywords"]) == ["x", "y"]
+    assert json.loads(params["environment.environment_args"]) == environment["environment_args"]
+    assert json.loads(params["data.chat_template_kwargs"]) == {"k+€": True}
     assert (params["rewards.0.args.strict"], params["train.max_steps"]) == ("True", "4")
 
 
