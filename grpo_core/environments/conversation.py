@@ -70,6 +70,7 @@ class Conversation:
     said: Said = field(default_factory=Said)
 
 
+REWARD_REQUEST: Mapping[str, Any] = {"do": "invoke", "name": "get_reward", "args": [], "kwargs": {}}
 Play = Generator[Turn | Question, Any, Conversation]
 
 
@@ -87,9 +88,7 @@ def converse(row: Mapping[str, Any], seed: int, max_tokens: int, environments: E
     talk = Conversation(environments.take())
     said = talk.said
     try:
-        columns = {column: value for column, value in row.items() if not (name and column == "environment")}
-        request = {"do": "reset", "environment": name, "seed": seed, "row": columns}
-        shown = yield from _ask(talk, environments, request)
+        shown = yield from _ask(talk, environments, reset_request(name, seed, row))
         left = max_tokens - _begin(talk, row["prompt"], shown, tools, turns)
         if left < 1:
             said.failure = f"reset returned more tokens than rollout.max_completion_length={max_tokens}"
@@ -118,11 +117,16 @@ def converse(row: Mapping[str, Any], seed: int, max_tokens: int, environments: E
             if said.seconds >= limits.conversation_timeout:
                 break
         if has_reward:
-            request = {"do": "invoke", "name": "get_reward", "args": [], "kwargs": {}}
-            said.reward = yield from _ask(talk, environments, request)
+            said.reward = yield from _ask(talk, environments, REWARD_REQUEST)
     except CallError as error:
         said.failure = str(error)
     return talk
+
+
+def reset_request(name: str, seed: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Begins a conversation about the row. `name`: the environment's; the column that holds it is not handed on."""
+    columns = {column: value for column, value in row.items() if not (name and column == "environment")}
+    return {"do": "reset", "environment": name, "seed": seed, "row": columns}
 
 
 def _begin(talk: Conversation, prompt: Any, shown: str | None, tools: Mapping[str, Any], turns: TurnFormat) -> int:

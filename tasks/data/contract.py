@@ -249,7 +249,7 @@ def _unplayable(name: str, frame: pl.DataFrame, environment: EnvironmentConfig) 
         return
     unknown = ~frame["environment"].is_in([*named]).fill_null(False)
     if unknown.any():
-        row = unknown.arg_max()
+        row = unknown.arg_true()[0]
         yield (
             f"{name} row {row}, column 'environment': {frame['environment'][row]!r}, and {unknown.sum() - 1} more rows "
             f"like it; environment.environment_factory names {', '.join(named)}"
