@@ -201,7 +201,7 @@ def _pieces(prompt: Prompt, said: str | list[Message], tokenizer: Qwen2Tokenizer
     messages, written = [*prompt], ""
     for turn in said if isinstance(said, list) else [say(said)]:
         if turn["role"] == "assistant":
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
             yield text.removeprefix(written), False
             yield turn["content"], True
             written = text + turn["content"] + END
