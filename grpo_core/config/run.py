@@ -12,7 +12,7 @@ from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
 from grpo_core.config.inputs import DataConfig, ModelConfig, RewardConfig
 from grpo_core.config.launch import LaunchConfig, host_name
-from grpo_core.config.metrics import EVALUATED, reward_means
+from grpo_core.config.metrics import evaluated_metrics, reward_means
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
 
@@ -57,7 +57,7 @@ class RunConfig(Section):
             if name not in sets:
                 raise ValueError(f"{key}={name!r} is not among the evaluation sets {sets}")
         self._check_judging_sets()
-        metrics = [*EVALUATED, *reward_means(names)]
+        metrics = [*evaluated_metrics(self.environment.is_used), *reward_means(names)]
         for place, guard in enumerate(self.promotion.guards):
             if guard.metric not in metrics:
                 raise ValueError(f"promotion.guards.{place}.metric={guard.metric!r} is not among {metrics}")

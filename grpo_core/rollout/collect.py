@@ -268,12 +268,14 @@ def _sample(answer: _Answer, text: str, rewards: list[float]) -> Sample:
 
 
 def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Columns of records for conversations; none without tools and environment. `conversation`: the messages after the
-    prompt, as JSON; `trained_tokens`: 1 per token that the policy sampled, 0 per token of the environment."""
+    """Columns of records for conversations; none without tools and environment. `opening`: what the environment's
+    `reset` added to the prompt; `conversation`: the messages after that, as JSON; `trained_tokens`: 1 per token that
+    the policy sampled, 0 per token of the environment; `environment_failure`: "" if there was none."""
     held = [(sample.said, sample.completion) for sample in samples if sample.said]
     if not held:
         return {}
     return {
+        "opening": [said.opening for said, _ in held],
         "conversation": [json.dumps(said.messages, ensure_ascii=False) for said, _ in held],
         "completion_ids": [completion.ids for _, completion in held],
         "trained_tokens": [completion.mask for _, completion in held],
@@ -281,7 +283,7 @@ def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
         "tool_calls": [said.calls.total() for said, _ in held],
         "failed_tool_calls": [said.failed_calls.total() for said, _ in held],
         "environment_seconds": [round(said.seconds, 4) for said, _ in held],
-        "environment_failure": [said.failure or None for said, _ in held],
+        "environment_failure": [said.failure for said, _ in held],
     }
 
 

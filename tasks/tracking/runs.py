@@ -44,6 +44,11 @@ RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start
 PARAMS_PER_REQUEST = 100  # MLflow's maximum
 REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # seconds; times
 EARLIER_RUNS = 5
+FOREIGN_TABLES = [
+    ("environment", "environment_factory"),
+    ("environment", "environment_args"),
+    ("data", "chat_template_kwargs"),
+]
 HARDWARE, LINEAGE = "hardware", "lineage"  # tags of a run
 SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the environment of what it starts
 
@@ -154,15 +159,16 @@ def _describe(client: mlflow.MlflowClient, run_id: str, config: RunConfig, run: 
 
 
 def parameters(config: RunConfig) -> dict[str, str]:
-    """MLflow's parameters of a training: the configuration's values by their keys. A table whose keys anyone may choose
-    is one value, as JSON, since MLflow refuses some characters in a name."""
+    """MLflow's parameters of a training: the configuration's values by their keys. A table whose keys are not ours, and
+    a list among a reward's arguments, is one value, as JSON: keys may have characters that MLflow refuses in a name."""
     values = config.model_dump(mode="json", exclude_none=True)
-    named = [(reward["args"], key) for reward in values["rewards"] for key in reward["args"]]
-    chosen = {"data": ["chat_template_kwargs"], "environment": ["environment_factory", "environment_args"]}
-    named += [(values[section], key) for section, keys in chosen.items() for key in keys if values[section].get(key)]
-    for table, key in named:
-        if isinstance(table[key], (dict, list)):
-            table[key] = json.dumps(table[key])
+    for section, key in FOREIGN_TABLES:
+        if isinstance(table := values[section].get(key), dict) and table:
+            values[section][key] = json.dumps(table)
+    for reward in values["rewards"]:
+        for key, value in reward["args"].items():
+            if isinstance(value, (dict, list)):
+                reward["args"][key] = json.dumps(value)
     return {key: str(value) for key, value in flatten(values).items()}
 
 
@@ -254,8 +260,8 @@ def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
         tokens = run.data.metrics.get("num_tokens")
         if seconds and tokens:
             paces.append(tokens / seconds / int(run.data.params["train.num_processes"]))
-            told = run.data.metrics.get("conversations/environment_tokens", 0.0)
-            lengths.append(run.data.metrics["completions/mean_length"] + told)
+            sampled = 1 - run.data.metrics.get("conversations/environment_share", 0.0)
+            lengths.append(run.data.metrics["completions/mean_length"] / sampled)
             turns.append(run.data.metrics.get("conversations/mean_turns", 0.0))
             names.append(run.data.tags[HARDWARE])
             whole = (max(metric.timestamp for metric in history) - run.info.start_time) / 1000
