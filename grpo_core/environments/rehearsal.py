@@ -41,11 +41,12 @@ class _Part:
     raised: list[str] = field(default_factory=list)
 
     def ask(self, environment: Environment, request: Row, limit: float) -> Any:
-        """The answer, timed. Raises CallError."""
+        """The answer, timed, also if it is that the call raised. Raises CallError."""
         start = time.perf_counter()
-        value = _ask(environment, request, limit)
-        self.seconds.append(time.perf_counter() - start)
-        return value
+        try:
+            return _ask(environment, request, limit)
+        finally:
+            self.seconds.append(time.perf_counter() - start)
 
     @property
     def figures(self) -> dict[str, Any]:

@@ -91,12 +91,12 @@ def left_unscored(
 
 
 def prompt_numbers(samples: pl.DataFrame, set: str) -> np.ndarray:
-    """Number of each row's prompt, in the order of the set's rows; equal prompts have the same number. (N,)"""
+    """Number of each row's prompt, in the order of the set's rows; equal prompts have the same number. With an
+    environment, rows are told apart by all that it begins with (`task`). (N,)"""
+    unit = "task" if "task" in samples.columns else "prompt"
     of_set = samples.filter((pl.col("set") == set) & (pl.col("sample") == 0)).sort("row")
     numbers: dict[str, int] = {}
-    return np.array(
-        [numbers.setdefault(repr(prompt), len(numbers)) for prompt in of_set["prompt"].to_list()], dtype=int
-    )
+    return np.array([numbers.setdefault(repr(prompt), len(numbers)) for prompt in of_set[unit].to_list()], dtype=int)
 
 
 def per_prompt(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:

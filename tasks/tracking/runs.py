@@ -260,8 +260,8 @@ def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
         tokens = run.data.metrics.get("num_tokens")
         if seconds and tokens:
             paces.append(tokens / seconds / int(run.data.params["train.num_processes"]))
-            told = run.data.metrics.get("conversations/environment_tokens", 0.0)
-            lengths.append(run.data.metrics["completions/mean_length"] + told)
+            sampled = 1 - run.data.metrics.get("conversations/environment_share", 0.0)
+            lengths.append(run.data.metrics["completions/mean_length"] / sampled)
             turns.append(run.data.metrics.get("conversations/mean_turns", 0.0))
             names.append(run.data.tags[HARDWARE])
             whole = (max(metric.timestamp for metric in history) - run.info.start_time) / 1000

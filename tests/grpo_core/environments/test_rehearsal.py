@@ -83,17 +83,18 @@ DOUBTED = {
     "Hashes": "reset gave two texts for row 6 and the same seed",
     "Answers": "the tool 'tell' returns up to",
     "Refuses": "tool tell(number=1): ValueError: a number from 2 to 9. All 2 calls raised",
-    "Slow": "reset takes 0.1 s; a conversation waits for it",
+    "Slow": "reset takes 0.",
 }
 
 
 def test_what_looks_wrong_is_warned_of(rehearsed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsal, "SLOW", 0.09)
-    found = [
-        warning for warning in rehearsed(*DOUBTED)["warnings"] if "reset takes" not in warning or "Slow" in warning
-    ]
+    report = rehearsed(*DOUBTED)
+    # A busy machine makes others slow too.
+    found = [it for it in report["warnings"] if " takes " not in it or it.startswith("Slow: reset takes")]
     for warning, (name, problem) in zip(found, DOUBTED.items(), strict=True):
         assert warning.startswith(f"{name}: {problem}")
+    assert report["environments"]["Refuses"]["tools"]["tell"]["seconds"] > 0
 
 
 def test_a_tool_without_environment_that_hangs_is_refused(rehearsed: Any) -> None:

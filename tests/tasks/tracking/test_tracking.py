@@ -163,7 +163,7 @@ def test_the_pace_of_conversations_is_that_of_runs_with_the_same_environment(run
     )
     client = connect()
     measured = {"step_time": 2.0, "num_tokens": 100, "completions/mean_length": 5.0}
-    turns = {"conversations/mean_turns": 2.5, "conversations/environment_tokens": 7.0}
+    turns = {"conversations/mean_turns": 2.5, "conversations/environment_share": 0.75}
     for name, config, metrics in (("plain", plain, measured), ("playing", playing, measured | turns)):
         (run / name).mkdir()
         run_id = open_tracking_run(config, run, run / name)["run_id"]
@@ -172,6 +172,6 @@ def test_the_pace_of_conversations_is_that_of_runs_with_the_same_environment(run
         client.set_terminated(run_id)
     alone, none, played = (earlier_throughput(config, "") for config in (plain, calling, playing))
     assert alone and played and none is None
-    assert (alone.completion_tokens, played.completion_tokens) == (5, 12)
+    assert (alone.completion_tokens, played.completion_tokens) == (5, 20)
     assert "completions of 5 tokens at their end" in alone.how
-    assert "conversations of 2.5 turns and 12 tokens, waiting for environments included, at their end" in played.how
+    assert "conversations of 2.5 turns and 20 tokens, waiting for environments included, at their end" in played.how
