@@ -65,6 +65,9 @@ def bounds_of(metric: str, config: RunConfig) -> Bounds:
     ranges = {f"rewards/{reward.name}/mean": range_of(reward) or (-math.inf, math.inf) for reward in config.rewards}
     ranges["reward"] = range_of_sum(config.rewards)
     ranges["completions/mean_length"] = 0.0, float(config.evaluation_length)
+    ranges["conversations/mean_turns"] = 0.0, float(config.environment.max_turns)
+    calls = 0.0, float(config.environment.max_tool_calls)
+    ranges |= {"conversations/tool_calls": calls, "conversations/failed_tool_calls": calls}
     return ranges.get(metric, BINARY if evaluated_metric(metric).is_share else (0.0, math.inf))
 
 

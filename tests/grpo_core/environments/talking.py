@@ -95,8 +95,8 @@ def make_talking_run(folder: Path, values: Mapping[str, Any]) -> Path:
 
 
 def share_environments(monkeypatch: pytest.MonkeyPatch, environments: Environments) -> None:
-    """Let trainings of this process and of its forks use the process that starts these: another takes seconds to
-    import."""
+    """Let trainings and evaluations of this process and of its forks use the process that starts these: another takes
+    seconds to import."""
 
     def setting(config: RunConfig, tokenizer: Any) -> Setting | None:
         own = copy.copy(environments)
@@ -106,6 +106,7 @@ def share_environments(monkeypatch: pytest.MonkeyPatch, environments: Environmen
             return make_setting(config, tokenizer)
 
     monkeypatch.setattr(sessions, "make_setting", setting)
+    monkeypatch.setattr("grpo_core.environments.setting.make_setting", setting)
 
 
 def said_in(run: Path) -> list[dict[str, Any]]:

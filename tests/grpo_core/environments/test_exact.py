@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from accelerate.state import AcceleratorState
 
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.environments.processes import Environments
 from grpo_core.errors import NotFiniteError
+from grpo_core.evaluation.run import evaluate
 from grpo_core.training import loop as trainer
 from grpo_core.training.loop import train
 from tests.grpo_core.environments.talking import (
@@ -132,3 +134,17 @@ def test_a_training_on_conversations_that_rolls_back_holds_others_about_the_same
     assert [row["prompt_tokens"] for row in before] == [row["prompt_tokens"] for row in after]
     assert [row["prompt"] for row in before] == [row["prompt"] for row in after]
     assert [row["completion_ids"] for row in before] != [row["completion_ids"] for row in after]
+
+
+def test_an_evaluation_has_pass_at_k_turns_calls_and_failures_of_its_conversations(model: Path, tmp_path: Path) -> None:
+    values = talking_values(model, max_steps=1)
+    values["evaluation"] = {"num_samples": 4, "temperature": 1.0}
+    run = make_talking_run(tmp_path / "run", values)
+    train(run, run / "training")
+    found = evaluate(run, tmp_path)["sets"]["held-out"]["policies"]["trained"]
+    samples = pl.read_parquet(tmp_path / "samples.parquet")
+    assert 0 < found["pass@1"]["mean"] < found["pass@4"]["mean"]
+    assert found["conversations/mean_turns"]["mean"] == pytest.approx(samples["trained/turns"].mean())
+    assert found["conversations/tool_calls"]["mean"] > found["conversations/failed_tool_calls"]["mean"] > 0
+    assert found["conversations/failed"]["mean"] == 0
+    assert set(samples["trained/environment_failure"]) == {""}
