@@ -10,7 +10,8 @@ from typing import Any
 
 import polars as pl
 
-from tasks.data.contract import RULES, SHOWN
+from tasks.data.contract import RULES
+from tasks.data.repeats import SHOWN
 from tasks.rendering.drawing import draw_lengths
 from tasks.rendering.markdown import escape, table
 from tasks.stages.files import remove
