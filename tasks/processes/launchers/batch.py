@@ -97,18 +97,18 @@ def _machines(
         with suppress(FileNotFoundError):
             _end(scheduler, (left / "job").read_text(), say, linger=0.0)
         shutil.rmtree(left, ignore_errors=True)
-    shared = folder.absolute() / f"{PREFIX}{secrets.token_hex(8)}"
-    shared.mkdir(mode=0o700)
-    job, linger = None, 0.0
+    shared, job = _submit(scheduler, config, folder, patience)
+    linger = 0.0
     try:
-        job = _submit(scheduler, config, shared, patience)
         write_text(shared / "job", job)
         answers = _await_answers(scheduler, job, config.train.num_machines, shared, say)
         for answer in answers:
             refuse_unfit(answer["name"], answer, folder)
+        nodes = collections.Counter(answer["name"] for answer in answers)
         machines = [
             Machine(
-                name=answer["name"],
+                # Pods in the network of the same node have its name.
+                name=answer["name"] if nodes[answer["name"]] == 1 else f"{answer['name']}-{number}",
                 command=["-m", "tasks.processes.follow", str(shared), str(number), "-m", "tasks.processes.ranks"],
                 address=answer["address"],
                 port=answer["port"],
@@ -122,8 +122,7 @@ def _machines(
         except ProcessError as error:
             raise _explained(error, scheduler, job) from error
     finally:
-        if job is not None:
-            _end(scheduler, job, say, linger)
+        _end(scheduler, job, say, linger)
         shutil.rmtree(shared, ignore_errors=True)
 
 
@@ -133,13 +132,18 @@ def command(shared: Path) -> list[str]:
     return ["env", *path, "PYTHONSAFEPATH=1", sys.executable, "-m", "tasks.processes.scheduled", str(shared)]
 
 
-def _submit(scheduler: Scheduler, config: RunConfig, shared: Path, patience: float) -> str:
+def _submit(scheduler: Scheduler, config: RunConfig, folder: Path, patience: float) -> tuple[Path, str]:
+    """FOLDER and the job. Each try has a FOLDER of its own: a scheduler that does not answer in time may have taken the
+    job nevertheless, and the machines of that one end without theirs."""
     deadline = time.monotonic() + patience
     while True:
+        shared = folder.absolute() / f"{PREFIX}{secrets.token_hex(8)}"
+        shared.mkdir(mode=0o700)
         try:
-            return scheduler.submit(config, command(shared), shared)
-        except SchedulerError:
-            if time.monotonic() > deadline:
+            return shared, scheduler.submit(config, command(shared), shared)
+        except BaseException as error:
+            shutil.rmtree(shared, ignore_errors=True)
+            if not isinstance(error, SchedulerError) or time.monotonic() > deadline:
                 raise
         time.sleep(LOOK_SECONDS)
 

@@ -88,7 +88,7 @@ class Here:
 
     def __init__(self) -> None:
         self.jobs: dict[str, list[subprocess.Popen[bytes]]] = {}
-        self.looks_to_wait, self.refusals = 0, 0
+        self.looks_to_wait, self.refusals, self.lost_answers = 0, 0, 0
         self.ended_by: Any = "itself"
         self.start: Callable[[Path, int], subprocess.Popen[bytes]] = _start_member
 
@@ -100,6 +100,9 @@ class Here:
         job = f"job-{len(self.jobs)}"
         self.jobs[job] = [] if self.looks_to_wait else self._run(config, shared)
         self.pending = (config, shared)
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise SchedulerError("the controller has taken the job and does not say so")
         return job
 
     def _run(self, config: RunConfig, shared: Path) -> list[subprocess.Popen[bytes]]:
@@ -140,7 +143,9 @@ def _config() -> RunConfig:
     return parse_config(config_values(Path("m"), Path("d"), num_processes=2, num_machines=2) | {"launch": ssh})
 
 
-def _run(here: Here, folder: Path, *words: str, disturb: Callable[[str], None] = lambda line: None) -> list[str]:
+def _run(
+    here: Here, folder: Path, *words: str, patience: float = 0.0, disturb: Callable[[str], None] = lambda line: None
+) -> list[str]:
     """Run the stub on two machines to its end, and give the lines in the stage's log."""
     lines: list[str] = []
 
@@ -148,7 +153,7 @@ def _run(here: Here, folder: Path, *words: str, disturb: Callable[[str], None] =
         lines.append(f"{name}: {line}")
         disturb(line)
 
-    with batch.batch(here.scheduler())(_config(), folder, 0.0, lines.append) as machines:
+    with batch.batch(here.scheduler())(_config(), folder, patience, lines.append) as machines:
         [shared] = folder.glob(f"{PREFIX}*")
         assert stat.S_IMODE(shared.stat().st_mode) == 0o700
         commands = {
@@ -175,6 +180,32 @@ def test_machines_run_what_the_stage_asks_for_and_nothing_is_left(here: Here, tm
         )
     assert [process.returncode for process in here.jobs["job-0"]] == [0, 0]
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_job_that_was_taken_without_an_answer_does_not_mix_with_the_next(here: Here, tmp_path: Path) -> None:
+    folders: list[Path] = []
+
+    def start(shared: Path, number: int) -> subprocess.Popen[bytes]:
+        assert not any(folder.exists() for folder in folders if folder != shared)
+        folders.append(shared)
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    here.start, here.lost_answers = start, 1
+    with pytest.raises(StageError, match="job-1"):
+        _run(here, tmp_path, "0", patience=60.0)
+    assert folders[0] == folders[1] != folders[2] == folders[3]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_machines_of_the_same_name_are_told_apart(here: Here, tmp_path: Path) -> None:
+    def start(shared: Path, number: int) -> subprocess.Popen[bytes]:
+        answer = {"sees_run": True, "version": code_version(), "problem": "", "name": "node", "address": "", "port": 1}
+        (shared / f"{number}.answer").write_text(json.dumps(answer))
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    here.start = start
+    with batch.batch(here.scheduler())(_config(), tmp_path, 0.0, lambda line: None) as machines:
+        assert [machine.name for machine in machines] == ["node-0", "node-1"]
 
 
 @pytest.mark.slow
