@@ -205,7 +205,7 @@ class _Server:
         """Restart it whenever it ends. Meanwhile the training waits, for at most rollout.vllm_server_timeout."""
         while not self.stopping.is_set():
             if (code := self.process.poll()) is None:
-                if self.problem and self._is_up():
+                if self.problem and self._is_up() and self._is_announced():
                     self.problem = ""
                     self.log.info("%s is up", self.name)
                 self.stopping.wait(POLL_SECONDS)
@@ -216,13 +216,21 @@ class _Server:
             try:
                 self._restart(self.find())
             except (OSError, StageError) as error:  # no host; no memory, process, or space on the disk: try again later
-                self.log.error("%s cannot be started again: %s", self.name, error)
+                if not self.stopping.is_set():
+                    self.log.error("%s cannot be started again: %s", self.name, error)
 
     def _restart(self, place: Place) -> None:
         with self.changing:
             if not self.stopping.is_set():
                 self.place, self.process = place, self._start(place)
-                self.announce()
+
+    def _is_announced(self) -> bool:
+        try:
+            self.announce()
+        except OSError as error:  # a full disk: try again later
+            self.log.error("%s is up, and the training cannot be told: %s", self.name, error)
+            return False
+        return True
 
     def _is_up(self) -> bool:
         headers = with_secret(self.environment)

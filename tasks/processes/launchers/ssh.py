@@ -26,6 +26,8 @@ ALIVE_SECONDS, ALIVE_COUNT = 5, 4
 OPTIONS = {
     "BatchMode": "yes",
     "ConnectTimeout": 10,
+    "ControlPath": "none",  # a connection that others share would not be watched, nor end with what it runs
+    "RequestTTY": "no",
     "ServerAliveInterval": ALIVE_SECONDS,
     "ServerAliveCountMax": ALIVE_COUNT,
 }

@@ -341,6 +341,16 @@ def test_a_relay_says_that_the_connection_is_lost_and_returns_when_nothing_can_b
     assert relay.returncode == LOST
 
 
+def test_a_connection_is_its_own_whatever_the_user_s_ssh_configuration_says(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host *\nControlMaster auto\nControlPath /tmp/%C\nRequestTTY force\n")
+    client, *words = remote_command("alpha", "run")
+    try:
+        shown = subprocess.run([client, "-G", "-F", tmp_path / "config", *words], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("needs OpenSSH's client")
+    assert "requesttty false" in shown.stdout and "controlpath" not in shown.stdout
+
+
 @pytest.mark.usefixtures("client")
 def test_a_remote_command_is_quoted(tmp_path: Path) -> None:
     [line] = remote_command("alpha", "run")[-1:]

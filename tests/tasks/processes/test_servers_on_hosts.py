@@ -114,6 +114,19 @@ def test_a_server_is_started_again_on_its_host_or_on_a_spare_one_and_the_trainin
 
 
 @pytest.mark.slow
+def test_an_address_that_could_not_be_written_is_written_later(hosts: Path) -> None:
+    with serving(_config(hosts, "up1"), hosts) as found:
+        [(first, _)] = found.ask()
+        (hosts / "vllm-servers.new").mkdir()
+        first.kill()
+        assert "is up, and the training cannot be told" in found.until("is up")
+        (hosts / "vllm-servers.new").rmdir()
+        while not found.until("is up").endswith("on up1 is up"):
+            pass
+        assert found.ask()[0][0] != first
+
+
+@pytest.mark.slow
 def test_each_server_has_a_host_and_counts_from_the_gpus_that_are_its_own_there(hosts: Path) -> None:
     values = _config(
         hosts,

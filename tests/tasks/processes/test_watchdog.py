@@ -81,6 +81,14 @@ def test_the_process_that_the_others_wait_for_is_named(tmp_path: Path, ranks: in
     assert hang.value.restartable
 
 
+def test_a_training_that_hangs_is_ended_even_if_the_reason_cannot_be_written(tmp_path: Path) -> None:
+    training = Simulated(tmp_path, 1)
+    (tmp_path / HANG).unlink()
+    (tmp_path / HANG).mkdir()
+    with pytest.raises(HangError):
+        training.turn(2 * LIMIT, set())
+
+
 def test_processes_that_all_wait_for_each_other_are_cut_off_from_each_other(tmp_path: Path) -> None:
     training = Simulated(tmp_path, 3)
     for rank in range(3):
