@@ -22,6 +22,7 @@ from tasks.processes.stacks import WATCHED
 from tasks.processes.watchdog import watchdog
 
 LAUNCHERS: dict[str, Launcher] = {"kubernetes": kubernetes, "local": local, "slurm": slurm, "ssh": ssh}
+RETURN_SECONDS = 600.0  # in which a machine may come back, before processes that start again do without it
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # by which a user sets up torch's allocator
 
 
