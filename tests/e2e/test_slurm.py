@@ -87,7 +87,7 @@ def standing_still(place: Place, stage: Started) -> Iterator[Started]:
     """A training of which every process stands still in its fourth rollout."""
     try:
         for node in NODES:
-            stage.until(f"{node}: stuck")
+            stage.until(rf"{node}: (rank \d: )?stuck")
         yield stage
     finally:
         stage.process.kill()

@@ -128,6 +128,26 @@ def test_several_processes_are_started_whatever_the_user_s_accelerate_configurat
         assert not [name for name in found if "FSDP" in name]
 
 
+PRINTING = """
+import os, sys
+for number in range(300):
+    print("line", number)
+os.system("echo from a child")
+print("the last words", end="", file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_each_line_of_several_processes_is_whole_and_names_all_but_the_first(tmp_path: Path) -> None:
+    (tmp_path / "printing.py").write_text(PRINTING)
+    lines: list[str] = []
+    launch(_config(num_processes=3), [str(tmp_path / "printing.py")], lines.append, tmp_path)
+    expected = [*(f"line {number}" for number in range(300)), "from a child", "the last words"]
+    for rank, name in enumerate(("", "rank 1: ", "rank 2: ")):
+        own = [line for line in lines if line.startswith("rank") == bool(rank) and line.startswith(name)]
+        assert own == [name + line for line in expected]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said", "restartable"),
