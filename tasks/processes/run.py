@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from grpo_core.errors import LOST_PEER
@@ -70,9 +70,10 @@ def run_together(
     grace: float = GRACE_SECONDS,
     limit: float = threading.TIMEOUT_MAX,
     check: Callable[[], None] = lambda: None,
+    endless: Collection[str] = (),
 ) -> None:
-    """Run `python COMMAND…` for each name, concurrently, to the end of all. `on_line` gets the name with each line;
-    `check` is called at least every CHECK_SECONDS.
+    """Run `python COMMAND…` for each name, concurrently, to the end of all; those in `endless` are ended when the
+    others have. `on_line` gets the name with each line; `check` is called at least every CHECK_SECONDS.
 
     If one fails, the others are ended too. Raises ProcessError with the name and the last lines of the one that failed
     by itself, TimeLimitError if they have not ended after `limit` seconds.
@@ -86,7 +87,7 @@ def run_together(
     running: dict[str, subprocess.Popen[str]] = {}
     followers: list[threading.Thread] = []
     ended: dict[str, int] = {}  # the status of each that ended before the others were told to
-    deadline, told = time.monotonic() + min(limit, threading.TIMEOUT_MAX / 2), False
+    deadline, told, done = time.monotonic() + min(limit, threading.TIMEOUT_MAX / 2), False, False
     with ExitStack() as stack:
         try:
             for name, command in commands.items():
@@ -96,7 +97,7 @@ def run_together(
                     threading.Thread(target=_follow, args=(name, running[name], lines, grace), daemon=True)
                 )
                 followers[-1].start()
-            left = len(running)
+            left = {*running}
             while left:
                 try:
                     name, line = lines.get(timeout=max(0.0, min(deadline - time.monotonic(), CHECK_SECONDS)))
@@ -104,13 +105,15 @@ def run_together(
                     pass
                 else:
                     if line is None:
-                        left -= 1
+                        left.remove(name)
                         code = running[name].wait()
                         if not told:
                             ended[name] = code
                             if code:
                                 settle = 0.0 if is_cause(code) else max(SETTLE_SECONDS, grace)
                                 deadline = min(deadline, time.monotonic() + settle)
+                            if left <= {*endless}:
+                                deadline, done = -math.inf, not any(ended.values())
                     else:
                         tails[name].append(line)
                         on_line(name, line)
@@ -138,7 +141,7 @@ def run_together(
             restartable=is_cause(failed[name]) or failed[name] in (TOLD, LOST_PEER),
             told=failed[name] == TOLD,
         )
-    if told and any(process.returncode for process in running.values()):
+    if told and not done and any(process.returncode for process in running.values()):
         [(name, command), *_] = commands.items()
         raise TimeLimitError(
             f"{' '.join(command)} had not ended after {limit:g} s; its last lines:\n" + "\n".join(tails[name])

@@ -32,7 +32,7 @@ def gpus(config: RunConfig, launched: bool) -> Iterator[None]:
     """
     processes = config.train.num_processes if launched else 1
     servers = config.rollout.server_gpus
-    here = 0 if config.launch.server_hosts else servers
+    here = 0 if config.servers_elsewhere else servers
     here += processes if config.launch.launcher == "local" else 0
     visible = visible_gpus()
     with slots(processes + servers if visible else 1), own_gpus(here, get_run_logger().info):

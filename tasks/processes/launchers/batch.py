@@ -1,4 +1,4 @@
-"""Machines that a scheduler gives, by one job of train.num_machines machines. The stage needs no connection to them:
+"""Machines that a scheduler gives, by one job for all of them. The stage needs no connection to them:
 they meet in a folder on the shared disk.
 
 A scheduler is three functions (`Scheduler`), and `batch(SCHEDULER)` is the launcher. Each machine of the job runs
@@ -73,10 +73,10 @@ class Scheduler:
     name: str
     """Name of the scheduler in messages."""
     submit: Callable[[RunConfig, list[str], Path], str]
-    """Submit a job that runs the command (an argv, the same on each machine) on train.num_machines machines, in this
-    working directory; the folder is FOLDER. The job is never started again by the scheduler itself, and a machine that
-    ends does not end the others. Returns what the scheduler calls the job, which has to identify it also for another
-    process."""
+    """Submit a job that runs the command (an argv, the same on each machine) on RunConfig.num_machines machines, in
+    this working directory; the folder is FOLDER. The job is never started again by the scheduler itself, and a machine
+    that ends does not end the others. Returns what the scheduler calls the job, which has to identify it also for
+    another process."""
     look: Callable[[str], Job]
     """State of the job. A job that the scheduler does not know any more has ended."""
     cancel: Callable[[str], None]
@@ -101,7 +101,7 @@ def _machines(
     linger = 0.0
     try:
         write_text(shared / "job", job)
-        answers = _await_answers(scheduler, job, config.train.num_machines, shared, say)
+        answers = _await_answers(scheduler, job, config.num_machines, shared, say)
         for answer in answers:
             refuse_unfit(answer["name"], answer, folder)
         nodes = collections.Counter(answer["name"] for answer in answers)
@@ -109,7 +109,7 @@ def _machines(
             Machine(
                 # Pods in the network of the same node have its name.
                 name=answer["name"] if nodes[answer["name"]] == 1 else f"{answer['name']}-{number}",
-                command=["-m", "tasks.processes.follow", str(shared), str(number), "-m", "tasks.processes.ranks"],
+                command=["-m", "tasks.processes.follow", str(shared), str(number)],
                 address=answer["address"],
                 port=answer["port"],
                 grace=SILENCE_SECONDS + ENDING_SECONDS,

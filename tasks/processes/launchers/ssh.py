@@ -48,7 +48,7 @@ def ssh(config: RunConfig, folder: Path, patience: float, say: Callable[[str], N
     yield [
         Machine(
             name=host_name(host),
-            command=[*relayed(host), "-m", "tasks.processes.ranks"],
+            command=relayed(host),
             address=address_of(host),
             port=answer["port"],
             grace=RELAY_SECONDS,

@@ -106,7 +106,7 @@ class Here:
         return job
 
     def _run(self, config: RunConfig, shared: Path) -> list[subprocess.Popen[bytes]]:
-        return [self.start(shared, number) for number in range(config.train.num_machines)]
+        return [self.start(shared, number) for number in range(config.num_machines)]
 
     def look(self, job: str) -> Job:
         if not self.jobs[job]:
@@ -157,7 +157,15 @@ def _run(
         [shared] = folder.glob(f"{PREFIX}*")
         assert stat.S_IMODE(shared.stat().st_mode) == 0o700
         commands = {
-            it.name: ["-c", FOLLOW.format(patch=""), *it.command[2:], str(number), *words]
+            it.name: [
+                "-c",
+                FOLLOW.format(patch=""),
+                *it.command[2:],
+                "-m",
+                "work",
+                str(number),
+                *words,
+            ]
             for number, it in enumerate(machines)
         }
         try:
@@ -175,9 +183,7 @@ def test_machines_run_what_the_stage_asks_for_and_nothing_is_left(here: Here, tm
     assert lines[0] == "Here: job job-0 is waiting (Resources)"
     assert "Here: job job-0 runs on a, b" in lines
     for name, number in (("a", "0"), ("b", "1")):
-        assert any(
-            line.startswith(f"{name}: ['-m', 'tasks.processes.ranks', '{number}', '0'] it's $HOME") for line in lines
-        )
+        assert any(line.startswith(f"{name}: ['-m', 'work', '{number}', '0'] it's $HOME") for line in lines)
     assert [process.returncode for process in here.jobs["job-0"]] == [0, 0]
     assert not [*tmp_path.iterdir()]
 

@@ -49,7 +49,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path(machine.__file__).parents[2]))
-    monkeypatch.setattr(vllm_servers, "_serve", lambda context, *told: ["-c", STUB, *(str(each) for each in told)])
+    monkeypatch.setattr(vllm_servers, "serve", lambda run, *told: ["-c", STUB, *(str(each) for each in told)])
     monkeypatch.setattr(vllm_servers, "PAUSE_SECONDS", 0.0)
     return tmp_path
 

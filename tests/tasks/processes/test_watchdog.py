@@ -218,7 +218,7 @@ def _config(ranks: int) -> RunConfig:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], str]:
     """Starts processes that stand still, and gives the reason for which they are ended."""
     (tmp_path / "standing.py").write_text(STANDING)
-    machines = [Machine("", ["-m", "tasks.processes.ranks"], "127.0.0.1", free_port(), grace=1.0)]
+    machines = [Machine("", [], "127.0.0.1", free_port(), grace=1.0)]
     monkeypatch.setitem(launching.LAUNCHERS, "local", lambda *_: _given(machines))
     monkeypatch.setattr("tasks.processes.run.GRACE_SECONDS", 1.0)
 
