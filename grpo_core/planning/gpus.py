@@ -26,5 +26,5 @@ def count_gpus(config: RunConfig, gpu: Gpu) -> dict[str, Any]:
             f"{gpu.per_machine}: lower one of these keys, or name other machines in launch.server_hosts"
         )
     where = f"the first of {', '.join(hosts)} that answer" if hosts else "this machine, after the training's"
-    where = f"{config.servers_in_job} further machines of the job" if config.servers_in_job else where
+    where = "further machines of the job, one each" if config.servers_in_job else where
     return {"training": train.num_processes, "servers": rollout.server_gpus, "how": f"{asked}, on {where}"}

@@ -17,6 +17,8 @@ import pytest
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
+from grpo_core.planning.gpus import count_gpus
+from grpo_core.planning.hardware import Gpu
 from tasks.processes import job_servers, launch
 from tasks.processes.launchers.machines import Machine
 from tasks.processes.machine import free_port
@@ -74,6 +76,11 @@ def test_a_job_has_a_further_machine_for_each_server_that_has_no_other_place(
     config: RunConfig, machines: int, elsewhere: bool
 ) -> None:
     assert (config.num_machines, config.servers_elsewhere) == (machines, elsewhere)
+
+
+def test_the_gpus_of_servers_in_a_job_are_not_counted_on_this_machine() -> None:
+    found = count_gpus(_config(vllm_tensor_parallel_size=8), Gpu("H100", 80.0, (9, 0), per_machine=1))
+    assert found["servers"] == 8 and found["how"].endswith("on further machines of the job, one each")
 
 
 def test_weights_do_not_go_to_another_machine_s_memory() -> None:

@@ -337,5 +337,9 @@ def test_output_that_stays_open_after_the_end_is_not_waited_for(
 @pytest.mark.slow
 def test_a_time_limit_holds_for_output_that_comes_faster_than_it_is_read() -> None:
     code = "import time\nwhile True:\n    print('more', flush=True)\n    time.sleep(0.0002)"
+
+    def slow(line: str) -> None:
+        threading.Event().wait(0.002)
+
     with pytest.raises(TimeLimitError):
-        run_process(["-c", code], lambda line: threading.Event().wait(0.002), grace=0.1, limit=1.0)
+        run_process(["-c", code], slow, grace=0.1, limit=1.0)
