@@ -122,6 +122,7 @@ def _runs(pid: int) -> bool:
 FOREVER = "import signal; signal.pause()"
 
 
+@pytest.mark.slow
 def test_what_is_endless_ends_with_the_others_and_its_loss_is_theirs() -> None:
     run_together({"a": ["-c", ""], "server": ["-c", FOREVER]}, lambda *_: None, endless=["server"])
     killed = "import os; os.kill(os.getpid(), 9)"
