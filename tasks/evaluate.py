@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from grpo_core.config.evaluation import CHAMPION, HELD_OUT
 from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
-from tasks.processes.launch import launch
-from tasks.processes.run import run_process
+from tasks.processes.launch import RETURN_SECONDS, launch
+from tasks.processes.run import ProcessError
 from tasks.processes.slots import gpus
 from tasks.processes.vllm_servers import servers
 from tasks.registry.champion import identity, present_champion
@@ -58,13 +59,13 @@ def _work(context: Context) -> dict[str, Any]:
         champion = present_champion(client, config.registry.model_name or config.name)
     with gpus(config, launched=config.train.sharding != "none"), servers(context, log) as addresses:
         if champion is None:
-            _run(config, command, log.info, context.partial, addresses)
+            _run(config, command, log, context.partial, addresses)
         else:
             log.info("the present champion is %s version %s", champion.name, champion.version)
             with tempfile.TemporaryDirectory(dir=context.partial) as folder:
                 uri = f"models:/{champion.name}/{champion.version}/model"
                 model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
-                _run(config, [*command, "--champion", model], log.info, context.partial, addresses)
+                _run(config, [*command, "--champion", model], log, context.partial, addresses)
     report = json.loads((context.partial / "report.json").read_text())
     if champion is not None and CHAMPION in report["policies"]:
         report["champion"] = identity(champion)
@@ -92,16 +93,26 @@ def _work(context: Context) -> dict[str, Any]:
 
 
 def _run(
-    config: RunConfig, command: list[str], on_line: Callable[[str], None], folder: Path, addresses: dict[str, str]
+    config: RunConfig,
+    command: list[str],
+    log: Logger | LoggerAdapter[Any],
+    folder: Path,
+    environment: dict[str, str],
 ) -> None:
     """Run `python COMMAND` where the training ran: in as many processes if the model is sharded, since it may be larger
-    than one GPU, otherwise in one."""
+    than one GPU, otherwise in one. It begins again up to train.max_restarts times, as trainings do."""
     if config.train.sharding == "none":
-        if config.launch.launcher == "local":
-            return run_process(command, on_line, addresses)
         train = config.train.model_copy(update={"num_processes": 1, "num_machines": 1})
         config = config.model_copy(update={"train": train})
-    return launch(config, command, on_line, folder, addresses)
+    most, restarts, patience = config.train.max_restarts, 0, 0.0
+    while True:
+        try:
+            return launch(config, command, log.info, folder, environment, patience)
+        except ProcessError as error:
+            if not error.restartable or restarts == most:
+                raise
+            restarts, patience = restarts + 1, RETURN_SECONDS
+            log.warning("restart %d of %d (train.max_restarts): %s", restarts, most, error)
 
 
 def _log_metrics(client: mlflow.MlflowClient, run_id: str, report: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.samples import answer_columns, prompt_columns, samples_table
 from grpo_core.fingerprint import environment_parts, reward_parts
 from grpo_core.system.processes import importing
+from grpo_core.system.progress import expect
 
 if TYPE_CHECKING:
     from grpo_core.data.prompts import Prompts
@@ -54,9 +55,10 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
         from grpo_core.rollout.collect import sample_and_score, share_samples
         from grpo_core.rollout.factory import make_engine
         from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
-        from grpo_core.rollout.waiting import longest_wait
+        from grpo_core.rollout.waiting import longest_wait, phase_limits
 
     config = load_config(run / "config.toml")
+    expect(config.train.hang_timeout, phase_limits(config))
     processes = start_processes(longest_wait(config))
     device, is_main = processes.device, processes.is_main_process
     config = on_device(config, device)

@@ -74,7 +74,7 @@ def server_command(config: RunConfig) -> list[str]:
     config = on_device(config, "cpu" if on_cpu else "cuda")
     rollout, transfer = config.rollout, str(config.rollout.vllm_weight_transfer)
     if transfer == "auto":
-        between_cpus = "http" if config.launch.server_hosts else "shared_memory"
+        between_cpus = "http" if config.servers_elsewhere else "shared_memory"
         transfer = between_cpus if on_cpu else "nccl"
     revision = config.model.revision
     pinned = ["--revision", revision, "--tokenizer-revision", revision] if revision else []
