@@ -27,8 +27,9 @@ def load_model(
     device: torch.device | str = "cpu",
     shard: Callable[[Any], None] | None = None,
 ) -> Any:
-    """A causal LM with weights of `dtype` (float32 or bfloat16), dropout off: the ratio of an on-policy update must be
-    exactly 1. Each weight goes straight from the file to the device, without a copy in another dtype or place.
+    """A causal LM with weights of `dtype` (float32 or bfloat16), without its own dropout: the ratio of an on-policy
+    update must be exactly 1. Each weight goes straight from the file to the device, without a copy in another dtype or
+    place.
 
     `shard`: applied to the model while it has no weights yet; then each process reads its own share of them only.
     """
@@ -94,13 +95,20 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
         task_type="CAUSAL_LM",
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
-        lora_dropout=0.0,
+        use_rslora=config.use_rslora,
+        lora_dropout=config.lora_dropout,
         target_modules=config.lora_target_modules or "all-linear",
     )
     adapted = get_peft_model(model, adapter).eval()
     for module, name, parameter in base:
         module._parameters[name] = parameter.requires_grad_(False)
     return adapted
+
+
+def adapter_dropouts(model: nn.Module) -> list[nn.Dropout]:
+    """Dropout layers of a model's adapter, which act in training mode only."""
+    layers = [each for module in model.modules() for each in getattr(module, "lora_dropout", nn.ModuleDict()).values()]
+    return [layer for layer in layers if isinstance(layer, nn.Dropout)]
 
 
 def without_adapter(model: Any) -> AbstractContextManager[None]:

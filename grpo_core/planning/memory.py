@@ -10,7 +10,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.plan import Plan
-from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_parameters
+from grpo_core.planning.shapes import ModelShape, PromptLengths, adapted_inputs, adapter_parameters
 from grpo_core.planning.sharding import FLOAT, HALF, how_shared, per_machine, sharing_processes, width, working_set
 
 GIB = 2**30
@@ -124,6 +124,8 @@ def activations(config: RunConfig, shape: ModelShape, tokens: int) -> tuple[floa
     # Per token: two norms, each with its input in float32, its result and what the weight makes of it; queries, what
     # attention makes of them, keys and values, these once more for each sequence that attends to them; four of the MLP.
     layer = 2 * (FLOAT + 2 * w) * shape.hidden + w * (2 * shape.attention + 4 * shape.key_value + 4 * shape.widest)
+    if config.model.lora_dropout:  # each adapter has a copy of its input with holes, and a byte per element that tells
+        layer += (w + 1) * adapted_inputs(shape, config)
     if not config.train.gradient_checkpointing:
         return tokens * shape.layers * layer, 0.0
     # One layer's activations and about as much of their gradients.
