@@ -177,6 +177,12 @@ def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
             yield name.replace(".base_layer", ""), tensor, changes.get(id(tensor), [])
 
 
+def base_weights(model: Any) -> dict[str, Tensor]:
+    """The frozen weights under an adapter, in the model's own memory, by their names in the base model."""
+    state = model.get_base_model().state_dict()
+    return {name.replace(".base_layer", ""): tensor for name, tensor in state.items() if ".lora_" not in name}
+
+
 def plain_weights(model: Any) -> dict[str, Tensor]:
     """All `whole_weights`, in memory of their own; what shares its memory does so here too."""
     live = {own_share(parameter).data_ptr() for parameter in model.parameters()}

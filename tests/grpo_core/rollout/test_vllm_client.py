@@ -28,9 +28,10 @@ from grpo_core.rollout.types import Request, Sampling
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server as vllm_server
-from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Unavailable
+from grpo_core.rollout.vllm.adapter import room_for
+from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Unavailable, Weights
 from grpo_core.rollout.vllm.server import VLLMServerEngine
-from tests.conftest import config_values
+from tests.conftest import config_values, make_model
 from tests.grpo_core.training.several import in_two_processes
 
 ROOT = Path(__file__).parents[3]
@@ -180,20 +181,20 @@ def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_ane
     transfer = _transfer()
     server = mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": error}))
     with pytest.raises(Unavailable, match=rf"{message}.*see the server's log") as raised:
-        transfer.send(server, {"weight": torch.zeros(1)})
+        transfer.send(server, Weights("v", {"weight": torch.zeros(1)}))
     assert raised.value.__cause__ is error
     assert server.transfer is None
     monkeypatch.setattr(transfer, "_connect", mock.Mock(side_effect=error))
     with pytest.raises(Unavailable, match=message):
-        transfer.send(server, {"weight": torch.zeros(1)})
+        transfer.send(server, Weights("v", {"weight": torch.zeros(1)}))
 
 
 def test_several_servers_are_sent_their_weights_concurrently() -> None:
-    transfer, both = _transfer(), threading.Barrier(2, timeout=60)
+    transfer, both, weights = _transfer(), threading.Barrier(2, timeout=60), Weights("v", {"weight": torch.zeros(1)})
     made: list[Any] = [mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": both.wait})) for _ in range(2)]
-    other = threading.Thread(target=transfer.send, args=(made[0], {"weight": torch.zeros(1)}), daemon=True)
+    other = threading.Thread(target=transfer.send, args=(made[0], weights), daemon=True)
     other.start()
-    transfer.send(made[1], {"weight": torch.zeros(1)})
+    transfer.send(made[1], weights)
     other.join()
     assert [server.transfer.send_weights.call_count for server in made] == [1, 1]
     assert [server.transfer.source.snapshot for server in made] == [{}, {}]
@@ -235,6 +236,7 @@ STARTED = {
     "logprobs_mode": "processed_logprobs",
     "truncation_problem": "",
     "max_model_len": 16,
+    "lora_rank": 0,
     "max_num_seqs": 128,
     "chunked_prefill": False,
     "pid_namespace_id": "there",
@@ -249,6 +251,87 @@ def test_a_server_takes_a_whole_group_or_is_refused_or_started_for_it(tmp_path: 
     assert bool(objection) == (group > 128)
     command = vllm_serve.server_command(config)
     assert ("--max-num-seqs" in command) == (group > 128)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "room"),
+    [
+        ("Qwen2", {}, 0),
+        ("Qwen2", {"use_peft": True}, 16),
+        ("Qwen2", {"use_peft": True, "lora_r": 20}, 32),
+        ("Qwen3Moe", {"use_peft": True}, 0),  # the weights, merged
+    ],
+)
+def test_a_server_makes_room_for_the_adapter_or_is_refused(
+    tmp_path: Path, architecture: str, keys: dict[str, Any], room: int
+) -> None:
+    shape = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32} if architecture == "Qwen3Moe" else {}
+    folder = make_model(tmp_path / "model", architecture, **shape)
+    config = parse_config(config_values(folder, tmp_path, engine="vllm-server", **keys))
+    assert vllm_serve.adapter_room(config) == room
+    command = vllm_serve.server_command(config)
+    assert ("--enable-lora" in command) == bool(room)
+    assert not room or command[command.index("--max-lora-rank") + 1] == str(room)
+    for rank in (0, 8, 16, 32):
+        said = vllm_server._objection({**STARTED, "lora_rank": rank}, config, 16, True, "there", room)
+        assert bool(said) == (rank < room)
+        assert not said or ("takes no adapters" if rank == 0 else f"adapters of rank {rank} at most") in said
+
+
+def test_the_room_for_adapters_is_the_next_that_vllm_knows() -> None:
+    assert [room_for(rank) for rank in (1, 8, 9, 300, 512)] == [8, 8, 16, 320, 512]
+    with pytest.raises(ValueError, match="lora_r=513"):
+        room_for(513)
+
+
+@pytest.mark.parametrize(
+    ("found", "has_base"),
+    [("default", True), ("a-7-over-base", True), ("a-7", False), ("none", False)],
+)
+def test_an_adapter_goes_to_a_server_alone_if_it_has_the_base_that_it_was_started_with(
+    found: str, has_base: bool
+) -> None:
+    """A server that an evaluation or another training gave whole weights gets the base first."""
+    sent: list[Weights] = []
+    transfer, server = _transfer(), _server("http://127.0.0.1:1")
+    base = {"weight": torch.zeros(1)}
+    adapter = Weights("b-1-over-base", {"lora_A": torch.zeros(1)}, {"r": 4}, lambda: base)
+    server.wanted = adapter
+
+    async def control(method: str, path: str, **options: Any) -> Any:
+        return {"weight_version": found}
+
+    with mock.patch.object(server, "control", control), mock.patch.object(server, "_receive", mock.AsyncMock()):
+        asyncio.run(server.bring_up_to_date())
+    assert server.has_base == has_base
+    server.transfer = mock.Mock(**{"send_weights.side_effect": lambda: sent.append(server.transfer.source.snapshot)})
+    with mock.patch.object(transfer, "_send_adapter", lambda *arguments: sent.append(arguments[-1])):
+        transfer.send(server, adapter)
+    assert sent == [base, adapter.snapshot][has_base:]
+    server.has_base = False
+    with pytest.raises(ServerError, match="the base of a sharded model is not sent to servers; start it again"):
+        transfer.send(server, Weights("b-1-over-base", adapter.snapshot, {"r": 4}))
+
+
+def test_a_server_that_is_started_again_and_does_not_know_the_adapter_yet_is_waited_for() -> None:
+    server = _server("http://127.0.0.1:1")
+    server.wanted = Weights("v", adapter={})
+    missing = httpx2.Response(404, json={"error": {"message": "The model `policy` does not exist."}})
+    whole = {"choices": [{"finish_reason": "stop", "weight_versions": [{"version": "v"}]}]}
+    answers = [missing, httpx2.Response(200, json=whole)]
+    asked: list[Any] = []
+
+    async def request(method: str, path: str, **options: Any) -> Any:
+        asked.append(options["json"]["model"])
+        return answers.pop(0)
+
+    async def ask() -> Any:
+        with mock.patch.object(server.http, "request", request), mock.patch.object(server, "restore", restore):
+            return await server.ask({"token_ids": [1]})
+
+    restore = mock.AsyncMock()
+    assert asyncio.run(ask()) == whole
+    assert (asked, restore.await_count) == (["policy", "policy"], 1)
 
 
 @pytest.mark.parametrize(
