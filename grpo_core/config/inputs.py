@@ -26,6 +26,9 @@ class ModelConfig(Section):
     """Hub revision (branch, tag or commit); only for hub names."""
     use_peft: bool = False
     """Train a LoRA adapter (arXiv:2106.09685) and leave the base model as it is."""
+    adapter: str | None = None
+    """Folder of an adapter to go on with, as peft saves it (an earlier run's training/adapter); default: a new one.
+    The base with it is the reference policy, and what evaluations compare with."""
     lora_r: int = Field(16, ge=1)
     """Rank of the adapter."""
     lora_alpha: int = Field(32, ge=1)
@@ -42,7 +45,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _adapter_keys_need_an_adapter(self) -> ModelConfig:
-        for key in ("use_rslora", "lora_dropout"):
+        for key in ("adapter", "use_rslora", "lora_dropout"):
             if getattr(self, key) and not self.use_peft:
                 raise ValueError(f"{key}={getattr(self, key)!r} is for an adapter; set use_peft = true, or remove it")
         return self

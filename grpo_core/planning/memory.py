@@ -44,7 +44,8 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     cache: float = in_flight * (prompt + completion) * _kv_bytes(config, shape)
     sampled = f"{in_flight} completions sampled together by {engine}"
     # For a server, the weights that are sent to it: a copy that stays as it is while the policy moves, which shares
-    # have in the host's memory, as an adapter that goes alone. The transformers engine samples with the trained weights, or, of shares, a whole copy.
+    # have in the host's memory, as an adapter that goes alone. The transformers engine samples with the trained
+    # weights, or, of shares, a whole copy.
     engine_weights = {
         "vllm": _vllm_weights(config, shape),
         "vllm-server": w * weights * (not sharded and (not lora or shape.experts.layers > 0)),
