@@ -14,7 +14,12 @@ from accelerate import PartialState
 from tests.conftest import config_values, make_model, make_run
 from tests.serving import free_ports, policy_server
 
-MODEL: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+MODEL: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+}
 
 
 def main() -> None:

@@ -28,10 +28,9 @@ from grpo_core.rollout.types import Request, Sampling
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server as vllm_server
-from grpo_core.rollout.vllm.adapter import room_for
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Unavailable, Weights
 from grpo_core.rollout.vllm.server import VLLMServerEngine
-from tests.conftest import config_values, make_model
+from tests.conftest import config_values
 from tests.grpo_core.training.several import in_two_processes
 
 ROOT = Path(__file__).parents[3]
@@ -106,7 +105,7 @@ class _VLLMClient:
         self._post("start_weight_update")  # type: ignore[attr-defined]
 
 
-def _transfer() -> Any:
+def make_transfer() -> Any:
     """The module without vLLM, which takes long to import."""
     vllm = mock.Mock(WeightSource=object, HTTPVLLMWeightSyncClient=_VLLMClient)
     with mock.patch.dict(sys.modules, {"vllm.distributed.weight_transfer": vllm}):
@@ -136,7 +135,7 @@ def _answering(body: bytes) -> Iterator[str]:
         server.shutdown()
 
 
-def _server(url: str, **keys: Any) -> Server:
+def make_server(url: str, **keys: Any) -> Server:
     return Server(url, RolloutConfig(**keys), "token", "holder", lambda started: "", mock.Mock())
 
 
@@ -146,10 +145,10 @@ def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing answers
     for variable in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(variable, raising=False)
-    transfer = _transfer()
+    transfer = make_transfer()
     connect = transfer.WeightTransferTrainerFactory.trainer_init = mock.Mock()
     with _answering(b'{"weight_version": "base"}') as url:
-        server = _server(url)
+        server = make_server(url)
         assert asyncio.run(server.control("GET", "/weight_info")) == {"weight_version": "base"}
         with mock.patch.dict(sys.modules, {"grpo_core.rollout.vllm.shared_memory": mock.Mock()}):
             transfer._connect(server)
@@ -159,7 +158,7 @@ def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, nam
 @pytest.mark.slow
 def test_an_answer_that_is_not_json_counts_as_a_server_that_is_away() -> None:
     with _answering(b"<html>this network wants you to log in</html>") as url:
-        server = _server(url, vllm_server_timeout=0.01, vllm_request_timeout=0.01)
+        server = make_server(url, vllm_server_timeout=0.01, vllm_request_timeout=0.01)
         with pytest.raises(ServerError, match=rf"{url}: not available .*other than JSON.*wants you to log in"):
             asyncio.run(server.restore())
 
@@ -178,7 +177,7 @@ def test_an_answer_that_is_not_json_counts_as_a_server_that_is_away() -> None:
 def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
-    transfer = _transfer()
+    transfer = make_transfer()
     server = mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": error}))
     with pytest.raises(Unavailable, match=rf"{message}.*see the server's log") as raised:
         transfer.send(server, Weights("v", {"weight": torch.zeros(1)}))
@@ -190,7 +189,11 @@ def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_ane
 
 
 def test_several_servers_are_sent_their_weights_concurrently() -> None:
-    transfer, both, weights = _transfer(), threading.Barrier(2, timeout=60), Weights("v", {"weight": torch.zeros(1)})
+    transfer, both, weights = (
+        make_transfer(),
+        threading.Barrier(2, timeout=60),
+        Weights("v", {"weight": torch.zeros(1)}),
+    )
     made: list[Any] = [mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": both.wait})) for _ in range(2)]
     other = threading.Thread(target=transfer.send, args=(made[0], weights), daemon=True)
     other.start()
@@ -202,7 +205,7 @@ def test_several_servers_are_sent_their_weights_concurrently() -> None:
 
 @pytest.mark.parametrize(("copies", "concurrent"), [(1, 1024), (2, 2048)])
 def test_a_server_is_asked_as_much_as_it_works_on_concurrently(copies: int, concurrent: int) -> None:
-    server = _server("http://127.0.0.1:1")
+    server = make_server("http://127.0.0.1:1")
     started = {**STARTED, "max_num_seqs": 1024}
     open_requests: list[asyncio.Event] = []
 
@@ -251,87 +254,6 @@ def test_a_server_takes_a_whole_group_or_is_refused_or_started_for_it(tmp_path: 
     assert bool(objection) == (group > 128)
     command = vllm_serve.server_command(config)
     assert ("--max-num-seqs" in command) == (group > 128)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "keys", "room"),
-    [
-        ("Qwen2", {}, 0),
-        ("Qwen2", {"use_peft": True}, 16),
-        ("Qwen2", {"use_peft": True, "lora_r": 20}, 32),
-        ("Qwen3Moe", {"use_peft": True}, 0),  # the weights, merged
-    ],
-)
-def test_a_server_makes_room_for_the_adapter_or_is_refused(
-    tmp_path: Path, architecture: str, keys: dict[str, Any], room: int
-) -> None:
-    shape = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32} if architecture == "Qwen3Moe" else {}
-    folder = make_model(tmp_path / "model", architecture, **shape)
-    config = parse_config(config_values(folder, tmp_path, engine="vllm-server", **keys))
-    assert vllm_serve.adapter_room(config) == room
-    command = vllm_serve.server_command(config)
-    assert ("--enable-lora" in command) == bool(room)
-    assert not room or command[command.index("--max-lora-rank") + 1] == str(room)
-    for rank in (0, 8, 16, 32):
-        said = vllm_server._objection({**STARTED, "lora_rank": rank}, config, 16, True, "there", room)
-        assert bool(said) == (rank < room)
-        assert not said or ("takes no adapters" if rank == 0 else f"adapters of rank {rank} at most") in said
-
-
-def test_the_room_for_adapters_is_the_next_that_vllm_knows() -> None:
-    assert [room_for(rank) for rank in (1, 8, 9, 300, 512)] == [8, 8, 16, 320, 512]
-    with pytest.raises(ValueError, match="lora_r=513"):
-        room_for(513)
-
-
-@pytest.mark.parametrize(
-    ("found", "has_base"),
-    [("default", True), ("a-7-over-base", True), ("a-7", False), ("none", False)],
-)
-def test_an_adapter_goes_to_a_server_alone_if_it_has_the_base_that_it_was_started_with(
-    found: str, has_base: bool
-) -> None:
-    """A server that an evaluation or another training gave whole weights gets the base first."""
-    sent: list[Weights] = []
-    transfer, server = _transfer(), _server("http://127.0.0.1:1")
-    base = {"weight": torch.zeros(1)}
-    adapter = Weights("b-1-over-base", {"lora_A": torch.zeros(1)}, {"r": 4}, lambda: base)
-    server.wanted = adapter
-
-    async def control(method: str, path: str, **options: Any) -> Any:
-        return {"weight_version": found}
-
-    with mock.patch.object(server, "control", control), mock.patch.object(server, "_receive", mock.AsyncMock()):
-        asyncio.run(server.bring_up_to_date())
-    assert server.has_base == has_base
-    server.transfer = mock.Mock(**{"send_weights.side_effect": lambda: sent.append(server.transfer.source.snapshot)})
-    with mock.patch.object(transfer, "_send_adapter", lambda *arguments: sent.append(arguments[-1])):
-        transfer.send(server, adapter)
-    assert sent == [base, adapter.snapshot][has_base:]
-    server.has_base = False
-    with pytest.raises(ServerError, match="the base of a sharded model is not sent to servers; start it again"):
-        transfer.send(server, Weights("b-1-over-base", adapter.snapshot, {"r": 4}))
-
-
-def test_a_server_that_is_started_again_and_does_not_know_the_adapter_yet_is_waited_for() -> None:
-    server = _server("http://127.0.0.1:1")
-    server.wanted = Weights("v", adapter={})
-    missing = httpx2.Response(404, json={"error": {"message": "The model `policy` does not exist."}})
-    whole = {"choices": [{"finish_reason": "stop", "weight_versions": [{"version": "v"}]}]}
-    answers = [missing, httpx2.Response(200, json=whole)]
-    asked: list[Any] = []
-
-    async def request(method: str, path: str, **options: Any) -> Any:
-        asked.append(options["json"]["model"])
-        return answers.pop(0)
-
-    async def ask() -> Any:
-        with mock.patch.object(server.http, "request", request), mock.patch.object(server, "restore", restore):
-            return await server.ask({"token_ids": [1]})
-
-    restore = mock.AsyncMock()
-    assert asyncio.run(ask()) == whole
-    assert (asked, restore.await_count) == (["policy", "policy"], 1)
 
 
 @pytest.mark.parametrize(
