@@ -87,7 +87,7 @@ def pace_request(
     """The request whose answer tells the pace of a run."""
     group, per_process = plan.num_generations, -(-plan.generation_batch_size // plan.num_processes)
     return PaceRequest(
-        config.model.model_dump(mode="json"),
+        config.model.model_dump(mode="json", exclude={"adapter"}),
         {key: getattr(config.rollout, key) for key in SAMPLING},
         {key: getattr(config.train, key) for key in TRAINING},
         max(min(per_process, MAX_ROWS) // group, 1) * group,

@@ -19,7 +19,7 @@ PEAK_FLOPS = {"H200": 790e12, "H100": 989e12}
 ASSUMED_UTILISATION = 0.11
 UTILISATION_SOURCE = "published for RL training on one H100 by prime-rl, Qwen3-0.6B"
 FLOPS_PER_PARAMETER = 8  # a token is sampled (2) and trained on, forward and backward (6)
-FLOPS_RECOMPUTED = 2  # gradient_checkpointing repeats the forward pass
+FLOPS_REPEATED = 2  # gradient_checkpointing repeats the forward pass; lora_dropout computes one without dropout
 FORWARD = 1 / 3  # of the time of a forward and backward pass
 WEIGHT_BYTES = 4  # per parameter of a saved model, or trained one of a checkpoint; there AdamW's moments come on top
 TURNS = 2  # of a conversation, assumed until a run tells: one that calls a tool, and one after its answer
@@ -126,7 +126,8 @@ def _measured(
     per_process = plan.generation_batch_size / plan.num_processes
     completion_seconds = talk.sampled * pace.sample_seconds / pace.completions
     scored = (reward_seconds or 0.0) * rounds * per_process * plan.rollouts
-    slices = plan.rollouts * plan.steps_per_generation * (plan.num_iterations + FORWARD * scorings(config, plan))
+    trainings = plan.num_iterations * (1 + FORWARD * (config.model.lora_dropout > 0))
+    slices = plan.rollouts * plan.steps_per_generation * (trainings + FORWARD * scorings(config, plan))
     updates = {
         "updates": plan.rollouts * rounds * per_process * completion_seconds
         + scored
@@ -190,7 +191,8 @@ def _assumed(
         raise ForecastError("no earlier run is known, and a pace is assumed only with train.mixed_precision = 'bf16'")
     if shape is None:
         raise ForecastError("neither an earlier run nor the model's size is known")
-    flops = shape.active * (FLOPS_PER_PARAMETER + FLOPS_RECOMPUTED * config.train.gradient_checkpointing)
+    repeated = config.train.gradient_checkpointing + (config.model.lora_dropout > 0)
+    flops = shape.active * (FLOPS_PER_PARAMETER + FLOPS_REPEATED * repeated)
     longest = config.rollout.max_completion_length
     tokens = plan.completions * (lengths.mean + longest) / plan.num_processes
     return {"updates": tokens * flops / (peak * ASSUMED_UTILISATION)}, (

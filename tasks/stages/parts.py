@@ -81,7 +81,10 @@ class Parts:
     @cached_property
     def model(self) -> Named:
         settings = self.section("model") | self._base_model
-        del settings["model.name_or_path"]  # its content counts
+        for key in ("model.name_or_path", "model.adapter"):  # their content counts
+            del settings[key]
+        if adapter := self.config.model.adapter:
+            settings["content of the adapter"] = content_hash(adapter)
         return settings
 
     @cached_property

@@ -116,6 +116,8 @@ def test_what_is_held_follows_from_the_configuration() -> None:
     assert parts(beta=0.1, sync_ref_model=True)["reference"] == 4
     assert parts(beta=0.1, sync_ref_model=True, mixed_precision="bf16")["reference"] == 6
     assert parts(use_peft=True, mixed_precision="bf16")["weights"] < 1
+    sent = [parts(engine="vllm-server", **keys)["engine_weights"] for keys in ({}, {"use_peft": True})]
+    assert sent == [4, 0]  # an adapter's copy is in the host's memory
     lora = parts(beta=0.1, use_peft=True)
     assert lora["reference"] == 0
     assert lora["optimizer"] < 1

@@ -355,11 +355,3 @@ def test_a_new_process_draws_the_same_bits_as_one_that_has_served_before(drawn: 
     resumed = forked.call(resume, drawn.run, drawn.other)
     assert len(resumed["long synced"]) == 48
     assert resumed == {name: drawn.values[name] for name in resumed}
-
-
-def test_the_room_for_adapters_is_the_next_that_vllm_knows() -> None:
-    from grpo_core.rollout.vllm.colocated import lora_rank
-
-    assert [lora_rank(rank) for rank in (1, 8, 9, 300, 512)] == [8, 8, 16, 320, 512]
-    with pytest.raises(ValueError, match="lora_r=513"):
-        lora_rank(513)
