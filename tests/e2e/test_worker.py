@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -37,7 +37,8 @@ def _worker(server: Served) -> Iterator[psutil.Popen]:
     try:
         yield worker
     finally:
-        worker.terminate()
+        with suppress(psutil.NoSuchProcess):  # the test may have ended it
+            worker.terminate()
         worker.wait()
 
 
