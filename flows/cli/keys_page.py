@@ -17,7 +17,6 @@ PAGES = {  # what explains a section, seen from the page
     "environment": "[tools and environments](../how-to/environments.md)",
     "algorithm": "[the algorithm](algorithm.md)",
     "train": "[the plan](plan.md), [training](algorithm.md#training)",
-    "environment": "[what it is tried with](data.md#rehearsal)",
     "launch": "[several machines](../how-to/cluster.md)",
     "health": "[health limits](algorithm.md#health-limits)",
     "evaluation": "[evaluation](../explanation/evaluation.md)",
