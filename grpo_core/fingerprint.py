@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.environments.registry import sources
 from grpo_core.rewards.contract import source_of
 from grpo_core.rewards.registry import BUILTIN
 
@@ -73,6 +74,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
         "rewards": {"__all__": {"timeout", "range", "isolated", "memory_gib"}},
         "rollout": {"max_sync_drift", "gpu_memory_utilization", "cpu_kv_cache_gib", *SERVERS},
         "data": {"answer_column"},
+        "environment": {"tool_timeout", "conversation_timeout", "memory_gib"} if config.environment.is_used else True,
         "train": {
             "save_steps",
             "save_total_limit",
@@ -121,6 +123,14 @@ def _shares(config: RunConfig) -> dict[str, int | str]:
 def planned_values(plan: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of a plan that results follow from: all except how a batch is divided."""
     return {name: value for name, value in plan.items() if name not in (*DIVISION, "micro_steps_per_epoch")}
+
+
+def environment_parts(config: RunConfig) -> dict[str, Any]:
+    """What conversations follow from beside the policy: the keys of `environment`, and the hash of each named source;
+    empty without tools and environment."""
+    if not config.environment.is_used:
+        return {}
+    return {**determining(config)["environment"], "sources": sources(config.environment)}
 
 
 def reward_parts(config: RunConfig) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from prefect.client.schemas.objects import State
 from grpo_core.config.evaluation import CHAMPION, HELD_OUT
 from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
+from grpo_core.data.chat import turns
 from tasks.processes.launch import RETURN_SECONDS, launch
 from tasks.processes.run import ProcessError
 from tasks.processes.slots import gpus
@@ -79,7 +80,7 @@ def _work(context: Context) -> dict[str, Any]:
     rows = json.loads(_side_by_side(first, report["policies"]).write_json())
     create_table_artifact(
         key="evaluation-samples",
-        table=[{key: _shown(value) for key, value in row.items()} for row in rows],
+        table=[{key: _cell(key, value) for key, value in row.items()} for row in rows],
         description=f"The first {first.height} held-out prompts, as {', '.join(report['policies'])} complete them",
     )
     address, keys = run_address(TRAIN.path(context.run)), lineage_keys(config)
@@ -137,6 +138,13 @@ def _side_by_side(samples: pl.DataFrame, policies: list[str]) -> pl.DataFrame:
     figures = [column.removeprefix("trained/") for column in samples.columns if column.startswith("trained/")]
     pairs = [f"{policy}/{figure}" for figure in figures for policy in policies]
     return samples.select(pl.exclude(pairs, "set", "sample"), *(pair for pair in pairs if pair in samples.columns))
+
+
+def _cell(column: str, value: Any) -> Any:
+    """A value of samples.parquet for a table artifact; a conversation as text."""
+    if column.endswith("/conversation"):
+        value = "\n".join(f"{role}: {text}" for role, text in turns(json.loads(value)))
+    return _shown(value)
 
 
 def _shown(value: Any) -> Any:

@@ -133,7 +133,7 @@ def _example(config: RunConfig, run: Path) -> Example:
     if is_conversation(prompt):
         conversation = without_gaps(prompt)
         prompt = load_tokenizer(config.model).apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=True
+            conversation, tokenize=False, add_generation_prompt=True, **config.data.chat_template_kwargs
         )
     return Example(prompt, completion)
 

@@ -16,12 +16,15 @@ from prefect.client.schemas.objects import State
 
 from grpo_core.config.inputs import DataChecks
 from grpo_core.config.run import RunConfig
+from grpo_core.environments import rehearsal as with_environments
+from grpo_core.environments.setting import make_setting
 from grpo_core.evaluation.outcomes import bounds_of
 from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum
-from grpo_core.rewards.contract import resolve
-from tasks.data.contract import check, needed_columns, prompt_text
-from tasks.data.lengths import ModelError, load_tokenizer_and_context, sample_lengths
+from grpo_core.rewards.contract import check_environments, resolve
+from tasks.data.contract import check, needed_columns
+from tasks.data.lengths import ModelError, OptionsByEnvironment, load_tokenizer_and_context, sample_lengths
+from tasks.data.repeats import prompt_text
 from tasks.data.sources import load_sources, without_unstorable
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.registry.gate import LEAST_PROMPTS
@@ -109,9 +112,10 @@ def _show(report: dict[str, Any], page: str) -> None:
 
 
 def screen(config: RunConfig) -> Screened:
-    """Load the configured prompts and check them against the contract. Raises SourceError, ModelError or RewardError if
-    prompts, model or rewards cannot be loaded."""
+    """Load the configured prompts and check them against the contract. Raises SourceError, ModelError, RewardError or
+    EnvironmentsError if prompts, model, rewards or environments cannot be loaded."""
     rewards = [resolve(reward) for reward in config.rewards]
+    check_environments(rewards, config.environment.is_used)
     tokenizer, positions = load_tokenizer_and_context(config.model)
     evaluated = dict.fromkeys(config.evaluation_files.values(), config.evaluation_length)
     completion = {"train": config.rollout.max_completion_length, **evaluated}
@@ -126,7 +130,9 @@ def screen(config: RunConfig) -> Screened:
     frames = load_sources(config)
     checks = config.data.checks.model_dump()
     dropping = [name for name, severity in checks.items() if severity == "drop"]
-    shape, findings = check(frames, rewards, tokenizer, room, dropping, config.data.prompt_column)
+    options = _template_options(config, tokenizer)
+    column = config.data.prompt_column
+    shape, findings = check(frames, rewards, tokenizer, room, dropping, column, config.environment, options)
     frames = {name: without_unstorable(frame) for name, frame in frames.items()}
     bad = {severity: _of(severity, findings, checks) for severity in ("error", "drop")}
     dropped = {name: _dropped(frame, bad["drop"].filter(dataset=name)) for name, frame in frames.items()}
@@ -139,7 +145,7 @@ def screen(config: RunConfig) -> Screened:
         ]
     shape = shape or [*_chosen_and_judged(config, kept)]
     countable = {} if shape else {name: frame for name, frame in kept.items() if not frame.is_empty()}
-    lengths = {name: sample_lengths(frame["prompt"], tokenizer) for name, frame in countable.items()}
+    lengths = {name: sample_lengths(frame, tokenizer, options) for name, frame in countable.items()}
     report = {
         "num_prompts": {name: frame.height for name, frame in kept.items()},
         "rows_read": {name: frame.height for name, frame in frames.items()},
@@ -160,14 +166,25 @@ def screen(config: RunConfig) -> Screened:
     return Screened(kept, dropped, shape, findings, lengths, room, report)
 
 
+def _template_options(config: RunConfig, tokenizer: Any) -> OptionsByEnvironment:
+    """What the chat template is given beside the messages; the tools' schemas come from the process that imports them.
+    Raises EnvironmentsError if environments or tools cannot be used with this model."""
+    setting = make_setting(config, tokenizer)
+    if setting is None:
+        return {"": config.data.chat_template_kwargs}
+    setting.environments.close()
+    return {name: setting.options(name) for name in config.environment.factories or [""]}
+
+
 def _chosen_and_judged(config: RunConfig, frames: Mapping[str, pl.DataFrame]) -> Iterator[str]:
     """Problems: sets that decide on a promotion, and share prompts with the set by which training chooses its model."""
     if not (config.train.load_best_model_at_end or config.train.early_stopping_patience):
         return
-    choosing = prompt_text(frames["eval"])
+    whole = bool(config.environment.factories)
+    choosing = prompt_text(frames["eval"], whole)
     for name in dict.fromkeys([config.promotion.set, *(guard.set for guard in config.promotion.guards)]):
         judging = config.evaluation_files[name]
-        if shared := int(prompt_text(frames[judging]).is_in(choosing.implode()).sum()):
+        if shared := int(prompt_text(frames[judging], whole).is_in(choosing.implode()).sum()):
             yield (
                 f"{shared:,} prompts of {judging} are in eval too: the training chooses its model by them, and "
                 f"{name!r} then judges over its promotion; leave them out of one of the two"
@@ -217,7 +234,7 @@ def _ways_out(name: str) -> str:
 
 
 def _rehearse(context: Context) -> dict[str, Any]:
-    """Try the rewards on a few rows, in a separate process: they are other people's code."""
+    """Try environments, tools and rewards on a few rows, in a separate process: they are other people's code."""
     output = context.partial / "rehearsal.json"
     paths = (context.run / "config.toml", context.partial / "train.parquet", output)
     log, last = get_run_logger(), ""
@@ -227,9 +244,10 @@ def _rehearse(context: Context) -> dict[str, Any]:
         last = line if line.startswith(rehearsal.TRYING) else last
         log.info(line)
 
-    limit = rehearsal.longest(context.config)
+    tried = with_environments if context.config.environment.is_used else rehearsal
+    limit = tried.longest(context.config)
     try:
-        run_process(["-m", "grpo_core.rewards.rehearsal", *map(str, paths)], on_line, limit=limit)
+        run_process(["-m", tried.__name__, *map(str, paths)], on_line, limit=limit)
     except TimeLimitError as error:
         raise StageError(
             f"the rehearsal was ended after {limit:g} s, {last or 'loading'}, which ignores its own time limit: let it "

@@ -82,7 +82,7 @@ def try_rewards(
         completions, given, counted(given, run.rewards), weighted_sum(given, run.rewards), strict=True
     ):
         console.print(f"\ncompletion {text!r}", markup=False, highlight=False)
-        console.print(_table(run.rewards, values, counts, total))
+        console.print(rewards_table(run.rewards, values, counts, total))
 
 
 def _parameters(name: str) -> tuple[str, str]:
@@ -105,8 +105,8 @@ def _first_sentence(function: Any) -> str:
     return re.split(r"(?<=\.) (?=[A-Z`])", text)[0]
 
 
-def _batch(config: RunConfig, rewards: Sequence[Reward], row: int, texts: Sequence[str]) -> Batch:
-    """These texts as completions of a row of the training prompts."""
+def read_row(config: RunConfig, rewards: Sequence[Reward], row: int) -> dict[str, Any]:
+    """A row of the training prompts. Raises ConfigError if there is none, or a reward wants what it has not."""
     from tasks.data.sources import load_source
 
     frame = load_source("data.train", config.data.train, config.data.train_split, config.data.prompt_column)
@@ -118,7 +118,14 @@ def _batch(config: RunConfig, rewards: Sequence[Reward], row: int, texts: Sequen
                 f"reward {reward.name!r} wants {missing}: neither in its args nor a column of data.train, which has "
                 f"{frame.columns}"
             )
-    values = frame.row(row, named=True)
+    return frame.row(row, named=True)
+
+
+def _batch(config: RunConfig, rewards: Sequence[Reward], row: int, texts: Sequence[str]) -> Batch:
+    """These texts as completions of a row of the training prompts."""
+    if acting := [reward.name for reward in rewards if reward.needs_environments]:
+        raise ConfigError(f"reward {acting[0]!r} reads `environments`: hold a conversation with `grpo env try` instead")
+    values = read_row(config, rewards, row)
     completions = [completion_of(values["prompt"], text) for text in texts]
     return Batch([values] * len(texts), completions, _ids(config, rewards, texts))
 
@@ -140,7 +147,7 @@ def _shown(row: Mapping[str, Any], rewards: Sequence[Reward]) -> list[str]:
     return [f"{column}: {row[column]!r}" for column in read]
 
 
-def _table(rewards: Sequence[RewardConfig], given: np.ndarray, counts: np.ndarray, total: float) -> Table:
+def rewards_table(rewards: Sequence[RewardConfig], given: np.ndarray, counts: np.ndarray, total: float) -> Table:
     by_name = {reward.name: value for reward, value in zip(rewards, given, strict=True)}
     table = Table("reward", "gives", "counts", "weight", "adds", "because", show_footer=True)
     table.columns[0].footer, table.columns[4].footer = "reward", _figure(total)

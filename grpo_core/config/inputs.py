@@ -14,6 +14,12 @@ from grpo_core.config.base import Section
 
 LONGEST_ARGUMENT = 200  # characters: MLflow takes names of parameters up to 250, with rewards.0.args. in front
 WIDEST_RANGE = 1e12  # of a reward
+# Arguments of transformers' apply_chat_template that are no variables of the template.
+NO_VARIABLES = {
+    "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "messages",
+}  # fmt: skip
 
 
 Bounds = Annotated[tuple[float, float], Field(strict=False)]  # a list in TOML
@@ -26,13 +32,29 @@ class ModelConfig(Section):
     """Hub revision (branch, tag or commit); only for hub names."""
     use_peft: bool = False
     """Train a LoRA adapter (arXiv:2106.09685) and leave the base model as it is."""
+    adapter: str | None = None
+    """Folder of an adapter to go on with, as peft saves it (an earlier run's training/adapter); default: a new one.
+    The base with it is the reference policy, and what evaluations compare with."""
     lora_r: int = Field(16, ge=1)
     """Rank of the adapter."""
     lora_alpha: int = Field(32, ge=1)
     """The adapter's change is scaled by lora_alpha / lora_r."""
+    use_rslora: bool = False
+    """Scale the adapter's change by lora_alpha / √lora_r instead (rsLoRA, arXiv:2312.03732): large ranks then learn as
+    fast as small ones."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that is left out at random in the passes that give gradients. Sampling, ratios, KL
+    and metrics are those of the policy without dropout, for which each update computes one forward pass more."""
     lora_target_modules: list[str] | None = Field(None, min_length=1)
     """Names of the linear layers that get an adapter; default: all except the output layer, as peft's `all-linear`
     finds them (in some mixtures of experts without the experts and the router)."""
+
+    @model_validator(mode="after")
+    def _adapter_keys_need_an_adapter(self) -> ModelConfig:
+        for key in ("adapter", "use_rslora", "lora_dropout"):
+            if getattr(self, key) and not self.use_peft:
+                raise ValueError(f"{key}={getattr(self, key)!r} is for an adapter; set use_peft = true, or remove it")
+        return self
 
 
 Severity = Literal["error", "drop", "warn"]
@@ -46,8 +68,8 @@ class DataChecks(Section):
     blank_prompt: Refusal = "error"
     """A prompt that is missing, empty or only white space."""
     malformed_conversation: Refusal = "error"
-    """Messages with another role than system, user or assistant, or without text; a system message that is not the
-    first; a last message that is not the user's."""
+    """Messages with another role than system, user, assistant or tool, or without text; a system message that is not
+    the first; a last message that is neither the user's nor a tool's."""
     chat_template: Refusal = "error"
     """A conversation that the model's chat template refuses because of its roles or their order."""
     no_tokens: Refusal = "error"
@@ -82,7 +104,17 @@ class DataConfig(Section):
     """Column with the prompts, in `train`, `eval` and `evaluation.sets` alike; rewards receive it as `prompts`."""
     answer_column: str = "answer"
     """Column with the right answer, if there is one: before training, the rewards are tried on it."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the model's chat template, such as `{ enable_thinking = false }`; the same in training and
+    evaluation."""
     checks: DataChecks = DataChecks()
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(given.keys() & NO_VARIABLES):
+            raise ValueError(f"{taken[0]!r} is no variable of a chat template, but set by this project; leave it out")
+        return given
 
 
 class RewardConfig(Section):

@@ -18,7 +18,7 @@ class RolloutConfig(Section):
     num_generations: int = Field(8, ge=2)
     """G: completions sampled per prompt."""
     max_completion_length: int = Field(256, ge=1)
-    """Tokens after which a completion is cut off."""
+    """Tokens after which a completion is cut off; a conversation's environment takes of them too."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; in training, log-probabilities are scaled by it too. At least 0.01 unless engine is
     `transformers`."""

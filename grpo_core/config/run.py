@@ -8,10 +8,11 @@ from pydantic import Field, model_validator
 
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.base import Section
+from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
 from grpo_core.config.inputs import DataConfig, ModelConfig, RewardConfig
 from grpo_core.config.launch import LaunchConfig, host_name
-from grpo_core.config.metrics import EVALUATED, reward_means
+from grpo_core.config.metrics import evaluated_metrics, reward_means
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
 
@@ -29,6 +30,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     launch: LaunchConfig = LaunchConfig()
     health: HealthConfig = HealthConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -55,7 +57,7 @@ class RunConfig(Section):
             if name not in sets:
                 raise ValueError(f"{key}={name!r} is not among the evaluation sets {sets}")
         self._check_judging_sets()
-        metrics = [*EVALUATED, *reward_means(names)]
+        metrics = [*evaluated_metrics(self.environment.is_used), *reward_means(names)]
         for place, guard in enumerate(self.promotion.guards):
             if guard.metric not in metrics:
                 raise ValueError(f"promotion.guards.{place}.metric={guard.metric!r} is not among {metrics}")
@@ -64,7 +66,14 @@ class RunConfig(Section):
                 "algorithm.sync_ref_model=true with model.use_peft=true: the reference policy is the base model under "
                 "the adapter, which does not move; remove one of the two"
             )
+        if self.model.adapter and self.train.sharding != "none":
+            raise ValueError(
+                f"model.adapter={self.model.adapter!r} with train.sharding={self.train.sharding!r}: evaluations could "
+                "not hold the model that the training starts from; set train.sharding to 'none', or model.name_or_path "
+                "to the base with this adapter merged (an earlier run's training/model)"
+            )
         self._check_machines()
+        self._check_environment()
         if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
             raise ValueError(
                 f"rollout.max_staleness={self.rollout.max_staleness} trains on samples of an earlier policy; "
@@ -138,6 +147,27 @@ class RunConfig(Section):
                 f"rollout.vllm_weight_transfer={rollout.vllm_weight_transfer!r} is for a server on the training's own "
                 f"machine, and with launch.launcher={launch.launcher!r} and launch.server_hosts={hosts} servers are on "
                 "others; set it to 'auto'"
+            )
+
+    def _check_environment(self) -> None:
+        """Raises ValueError for what conversations with tools or an environment cannot be combined with."""
+        own = [reward.name for reward in self.rewards if reward.function == "environment"]
+        if own and not self.environment.factories:
+            raise ValueError(
+                f"rewards: {own[0]!r} is the environment's own reward, and there is none; name a class in "
+                "environment.environment_factory"
+            )
+        if not self.environment.is_used:
+            return
+        if self.rollout.max_staleness:
+            raise ValueError(
+                f"rollout.max_staleness={self.rollout.max_staleness} with an environment or tools: later turns cannot "
+                "be sampled ahead; set it to 0"
+            )
+        if self.rollout.engine in ("auto", "vllm") and self.rollout.vllm_tensor_parallel_size > 1:
+            raise ValueError(
+                f"rollout.vllm_tensor_parallel_size={self.rollout.vllm_tensor_parallel_size} with an environment or "
+                "tools: processes that sample together take no turns on the way; set rollout.engine to 'vllm-server'"
             )
 
     def _check_judging_sets(self) -> None:

@@ -48,6 +48,10 @@ class HealthConfig(Section):
     """Limit: lowest mean sampling correction per token; below it, the correction removes most of the gradient."""
     importance_sampling_ratio_action: HealthAction = "warn"
     """What to do when this limit is broken: warn, stop the training, or roll back."""
+    max_failed_conversations: float = Field(0.1, gt=0, le=1)
+    """Limit: highest share of conversations in which a tool hangs or ends its process, or the environment fails."""
+    failed_conversations_action: HealthAction = "stop"
+    """What to do when this limit is broken: warn, stop the training, or roll back."""
     not_finite_action: Literal["stop", "roll_back"] = "stop"
     """What to do, without patience, when a loss, gradient or log-probability is NaN or infinite: stop the training, or
     roll back."""

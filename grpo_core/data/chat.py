@@ -6,10 +6,12 @@ validated.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+NO_OPTIONS: Mapping[str, Any] = {}
 
 
 def is_conversation(prompt: Any) -> bool:
@@ -28,10 +30,15 @@ def completion_of(prompt: Any, text: str) -> Any:
 
 
 def turns(prompt: Any) -> list[tuple[str, str]]:
-    """(role, text) of each message; of a prompt that is text, one turn without a role."""
+    """(role, text) of each message, tool calls as JSON; of a prompt that is text, one turn without a role."""
     if not is_conversation(prompt):
         return [("", prompt)]
-    return [(message["role"], message["content"]) for message in prompt]
+    return [(message["role"], _said(message)) for message in without_gaps(prompt)]
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls", [])]
+    return "\n".join(filter(None, [message.get("content"), *calls]))
 
 
 def plain(prompt: Any) -> Any:
@@ -40,16 +47,26 @@ def plain(prompt: Any) -> Any:
 
 
 def without_gaps(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without their null fields: Arrow gives every message each key that any of them has."""
-    return [{key: value for key, value in message.items() if value is not None} for message in conversation]
+    """Messages without their null fields: Arrow gives every message, and every tool call's arguments, each key that any
+    of them has."""
+    return [_without_nulls(message) for message in conversation]
 
 
-def encode_prompts(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
-    """Token ids of standard (text) or conversational prompts, the latter through the chat template."""
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def encode_prompts(prompts: Sequence[Any], tokenizer: Any, options: Mapping[str, Any] = NO_OPTIONS) -> list[list[int]]:
+    """Token ids of standard (text) or conversational prompts, the latter through the chat template; `options`: its
+    variables, and the `tools` that it shows."""
     if not is_conversation(prompts[0]):
         return tokenizer(list(prompts))["input_ids"]
     conversations = [without_gaps(prompt) for prompt in prompts]
-    return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True, **options)[
+        "input_ids"
+    ]
 
 
 def end_token_problem(tokenizer: Any, prompt: Any) -> str:

@@ -17,7 +17,7 @@ from grpo_core.config.files import load_config
 from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.samples import answer_columns, prompt_columns, samples_table
-from grpo_core.fingerprint import reward_parts
+from grpo_core.fingerprint import environment_parts, reward_parts
 from grpo_core.system.processes import importing
 from grpo_core.system.progress import expect
 
@@ -41,11 +41,12 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
 
         from grpo_core.data.prompts import load_prompts, load_tokenizer
         from grpo_core.distributed import share, start_processes, wait_for_all
+        from grpo_core.environments.setting import make_setting
         from grpo_core.evaluation.comparison import compare_policies
         from grpo_core.evaluation.outcomes import deciding_metric
         from grpo_core.model.capabilities import check_padding
         from grpo_core.model.divergence import mean_kl
-        from grpo_core.model.loading import load_model
+        from grpo_core.model.loading import load_model, load_start
         from grpo_core.model.parallelize import sharding
         from grpo_core.model.positions import check_context
         from grpo_core.model.precision import in_float32, on_device
@@ -64,13 +65,16 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     shard = sharding(config.train, frozen=True) if processes.num_processes > 1 else None
     tokenizer = load_tokenizer(config.model)
     files = {name: run / "dataset" / f"{file}.parquet" for name, file in config.evaluation_files.items()}
-    sets = {name: load_prompts(path, tokenizer) for name, path in files.items()}
+    setting = make_setting(config, tokenizer)
+    encode = setting.encode if setting else None
+    options = config.data.chat_template_kwargs
+    sets = {name: load_prompts(path, tokenizer, options, encode) for name, path in files.items()}
     rewards = [resolve(reward) for reward in config.rewards]
     sampling, n = evaluation_sampling(config), config.evaluation.num_samples
 
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
 
-    base = load_model(config.model.name_or_path, config.model.revision, dtype=dtype, device=device, shard=shard)
+    base = load_start(config.model, dtype=dtype, device=device, shard=shard)
     max_length = max(prompts.max_length for prompts in sets.values()) + config.evaluation_length
     check_context(base.config, max_length)
     with nullcontext() if is_sharded(base) else in_float32(base):
@@ -82,7 +86,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     def sample_share(prompts: Prompts) -> tuple[list[Sample], float]:
         rows = share(len(prompts.ids))
         requests = [evaluation_request(config, row, prompts.ids[row], n) for row in rows]
-        return sample_and_score(engine, requests, rows, sampling, prompts, tokenizer, rewards)
+        return sample_and_score(engine, requests, rows, sampling, prompts, tokenizer, rewards, setting)
 
     def sample(policy: str, model: Any) -> None:
         policies.append(policy)
@@ -92,10 +96,13 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
             samples, *_ = share_samples(partial(sample_share, prompts))
             columns[name] |= answer_columns(policy, samples, rewards)
             if model is not base:
-                asked = [prompts.ids[sample.row] for sample in samples]
+                asked = [sample.prompt_ids for sample in samples]
                 completed = [sample.completion.ids for sample in samples]
-                columns[name][f"{policy}/kl"] = mean_kl(model, base, asked, completed)
+                masks = [sample.completion.mask for sample in samples]
+                columns[name][f"{policy}/kl"] = mean_kl(model, base, asked, completed, masks)
 
+    if config.model.adapter:  # which the engine has not loaded
+        engine.sync_weights(base)
     start_seconds = time.monotonic() - begun
     sample("base", base)
     if champion is not None:
@@ -145,7 +152,8 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
     """Hash of all that outcomes follow from beside the policy: two policies' recorded outcomes may be paired where it
     is the same. `files`: the prompts of each set."""
     sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
-    parts = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward, config.seed]
+    parts: list[Any] = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward, config.seed]
+    parts += [held for held in (environment_parts(config), config.data.chat_template_kwargs) if held]
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for name, path in sorted(files.items()):
         digest.update(name.encode() + hashlib.blake2b(path.read_bytes()).digest())

@@ -22,9 +22,14 @@ TOKENS = 8192  # of a forward pass, padding included; one sequence may be longer
 @phase("divergence")
 @torch.no_grad()
 def mean_kl(
-    policy: Any, base: Any, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]
+    policy: Any,
+    base: Any,
+    prompt_ids: Sequence[list[int]],
+    completion_ids: Sequence[list[int]],
+    masks: Sequence[list[int] | None],
 ) -> list[float]:
-    """(1/|y|) Σ_t KL(π(·|x, y_<t) ‖ π_base(·|x, y_<t)) for each completion y of a prompt x, in nats per token.
+    """(1/|y|) Σ_t KL(π(·|x, y_<t) ‖ π_base(·|x, y_<t)) for each completion y of a prompt x, in nats per token. With a
+    mask, the sum is over the tokens at which it is 1, and |y| their number; 0 if there is none.
 
     KL(p ‖ q) = Σ_v p(v) (log p(v) − log q(v)) over the whole vocabulary, at temperature 1: nothing is estimated from
     the sampled token, as k3 is. The models' passes have the dtype of their weights, logarithms and sums are float32.
@@ -47,7 +52,7 @@ def mean_kl(
         else:
             kl = divergence(states[0], layers[0].weight, states[1], layers[1].weight)
         parts = kl.split([stop - start for start, stop in spans])
-        return torch.stack([part.mean() for part in parts]).tolist()
+        return [_mean(part, masks[row]) for part, row in zip(parts, rows, strict=True)]
 
     def computed(rows: list[int]) -> list[float]:
         moved()
@@ -62,6 +67,11 @@ def mean_kl(
     for _ in range(missing):
         computed([0])
     return [value for _, value in sorted(gathered(found))]
+
+
+def _mean(values: Tensor, mask: list[int] | None) -> float:
+    kept = values if mask is None else values[torch.tensor(mask, dtype=torch.bool, device=values.device)]
+    return kept.mean().item() if len(kept) else 0.0
 
 
 def _states(model: Any, layer: Any, ids: Tensor, spans: list[tuple[int, int]]) -> Tensor:

@@ -19,7 +19,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from grpo_core.rewards.isolated import RewardProcess, kind_of
 from grpo_core.rewards.modules import check_source, missing, not_defined, searched
 from grpo_core.rewards.registry import BUILTIN
 
-ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids")
+ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,27 @@ class Reward:
     is_async: bool  # a call gives a coroutine for certain
     value_problems: Mapping[str, Callable[[str], str]]
     process: RewardProcess | None = None
+    needs_environments: bool = False  # it cannot be called without
+
+    @property
+    def reads_environments(self) -> bool:
+        return self.accepts is not None and "environments" in self.accepts
+
+
+def check_environments(rewards: Sequence[Reward], are_there: bool) -> None:
+    """Raises RewardError for a reward that reads `environments` if there are none, or if it is isolated: they stay with
+    the training's process."""
+    for reward in rewards:
+        if reward.needs_environments and not are_there:
+            raise RewardError(
+                f"reward {reward.name!r} reads `environments`, and there are none: name a class in "
+                "environment.environment_factory, or functions in environment.tools"
+            )
+        if reward.reads_environments and are_there and reward.process:
+            raise RewardError(
+                f"reward {reward.name!r} reads `environments`, which cannot be sent to the process of an isolated "
+                "reward: remove isolated = true"
+            )
 
 
 def resolve(config: RewardConfig) -> Reward:
@@ -77,6 +98,7 @@ def resolve(config: RewardConfig) -> Reward:
         is_async=found["is_async"],
         value_problems=_value_problems(config),
         process=process,
+        needs_environments=found["needs_environments"],
     )
 
 
@@ -104,6 +126,7 @@ def resolve_here(config: RewardConfig) -> Reward:
         accepts=None if takes_any else frozenset(accepts),
         is_async=_is_async(function),
         value_problems=_value_problems(config),
+        needs_environments=any(p.name == "environments" and p.default is p.empty for p in named),
     )
 
 

@@ -26,9 +26,9 @@ from typing import Any
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.errors import RewardError
 from grpo_core.rewards.draws import draws_state, set_draws_state
+from grpo_core.system.guard import END_SECONDS, end_guarded, start_guarded
 
 START_SECONDS = 300.0  # for a process to start and import the function's module
-END_SECONDS = 15.0  # for a process to end: a little longer than the guard tries
 
 KINDS = {kind.__name__: kind for kind in (str, bool, int, float, list, dict, types.NoneType)}  # of a column's values
 _descriptions: dict[tuple[str, frozenset[str]], dict[str, Any]] = {}  # by function and the arguments it is given
@@ -72,12 +72,8 @@ class RewardProcess:
                 f"reward {self.config.name!r}: its process {died} between two calls, and is started again", flush=True
             )
         self.end()
-        control, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-P", "-m", "grpo_core.rewards.isolated_worker", str(theirs.fileno())]
-            guard = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True)
-        self._running = guard, control
-        self._end = weakref.finalize(self, _end, guard, control)
+        guard, control = self._running = start_guarded("grpo_core.rewards.isolated_worker")
+        self._end = weakref.finalize(self, end_guarded, guard, control)
         path = [str(Path(entry).absolute()) for entry in sys.path]
         answer = asyncio.run(self._describe((self.config, path)))
         if "refused" in answer:
@@ -183,23 +179,3 @@ def kind_of(names: Sequence[str]) -> Any:
 def _error_named(name: str) -> type[Exception]:
     """An exception class of this name, the same class for the same name, so that failures can be compared."""
     return type(name, (Exception,), {})
-
-
-def _end(guard: subprocess.Popen[bytes], control: socket.socket) -> None:
-    """Close the guard's input, which makes it end the process and everything that the process has started.
-
-    The alarm of a reward's time limit is off meanwhile: its exception would leave a guard that never ends.
-    """
-    alarm = signal.setitimer(signal.ITIMER_REAL, 0)
-    try:
-        control.close()
-        assert guard.stdin
-        guard.stdin.close()
-        guard.send_signal(signal.SIGCONT)  # the function may have stopped it
-        guard.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        guard.kill()
-        guard.wait()
-        signal.setitimer(signal.ITIMER_REAL, *alarm)

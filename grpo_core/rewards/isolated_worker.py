@@ -11,17 +11,13 @@ the others are (Batch, state of the random generators or None).
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import math
 import os
 import pickle
 import resource
-import select
-import signal
 import socket
 import sys
-import typing
 from contextlib import suppress
 from typing import Any
 
@@ -31,41 +27,16 @@ from grpo_core.rewards.contract import Reward, files_here, resolve_here
 from grpo_core.rewards.draws import draws_state, set_draws_state
 from grpo_core.rewards.isolated import kind_names
 from grpo_core.rewards.scoring import Batch, checked, message_of, plain_answer
-from grpo_core.system.descendants import adopt_orphans, kill_descendants
+from grpo_core.system.guard import guarded
 
 OPEN_FILES = 1024
 CHUNK = 1 << 20  # bytes read together
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    adopt_orphans()
-    child = os.fork()
-    if child:
-        control.close()
-        guard(child)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    guarded(control)
     serve(control)
-
-
-def guard(child: int) -> typing.NoReturn:
-    """Wait until the child, the asking process or standard input ends. Then end what the child has left, and end as it
-    has ended."""
-    waiting = select.poll()
-    # The asking process may have forked: then standard input stays open after its end.
-    for end in (0, os.pidfd_open(os.getppid()), os.pidfd_open(child)):
-        waiting.register(end, select.POLLIN)
-    waiting.poll()
-    kill_descendants()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
 
 
 def serve(control: socket.socket) -> None:
@@ -135,6 +106,7 @@ def describe(config: RewardConfig, reward: Reward) -> dict[str, Any]:
         "columns": {column: kind_names(kind) for column, kind in reward.columns.items()},
         "accepts": None if reward.accepts is None else sorted(reward.accepts),
         "is_async": reward.is_async,
+        "needs_environments": reward.needs_environments,
         "files": files_here(config),
     }
 

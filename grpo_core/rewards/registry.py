@@ -9,6 +9,7 @@ from grpo_core.rewards.builtin import (
     answers,
     classifier,
     code,
+    environment,
     form,
     judge,
     language,
@@ -34,4 +35,5 @@ BUILTIN: dict[str, BuiltinReward] = {
     **readability.REWARDS,
     **classifier.REWARDS,
     **judge.REWARDS,
+    **environment.REWARDS,
 }

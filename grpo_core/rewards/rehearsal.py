@@ -20,9 +20,9 @@ from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import completion_of
-from grpo_core.errors import RewardError
+from grpo_core.errors import GrpoError, RewardError
 from grpo_core.planning.plan import plan_inputs
-from grpo_core.rewards.contract import Reward, resolve
+from grpo_core.rewards.contract import Reward, check_environments, resolve
 from grpo_core.rewards.isolated import START_SECONDS
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import GRACE, Batch, score, short
@@ -32,40 +32,55 @@ ROWS = 8
 FIRST_SECONDS = 60.0  # for one reward on one completion, with all that it imports or loads for that
 SECONDS = 20.0  # for one reward on 3·ROWS completions after that
 LOADING_SECONDS = 600.0  # for importing libraries and the rewards' modules, and for loading the tokenizer
-TRYING = "trying the reward "  # begins the line that names the current reward
+TRYING = "trying the "  # begins the line that names what is being tried
 # Unbalanced brackets, a number beyond any float, a format directive, a lost character: what breaks a careless parser.
 GARBAGE = "]}) \\frac{1 <answer> 1e999 %s ,,\n-\ufffd </think> NaN '\""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="grpo_core.rewards.rehearsal", description="Try the rewards on a few rows.")
+    run("grpo_core.rewards.rehearsal", "Try the rewards on a few rows.", _on_first_rows)
+
+
+def run(name: str, description: str, rehearsal: Callable[[RunConfig, Path], dict[str, Any]]) -> None:
+    """Entry point of a rehearsal, which gets the configuration and the data's file and returns the report."""
+    parser = argparse.ArgumentParser(prog=name, description=description)
     parser.add_argument("config", type=Path)
     parser.add_argument("data", type=Path, help="validated training prompts (Parquet)")
-    parser.add_argument("output", type=Path, help="where to write what each reward gave")
+    parser.add_argument("output", type=Path, help="where to write the report")
     arguments = parser.parse_args()
     quiet_libraries()
-    import pyarrow.parquet as pq
-
-    config = load_config(arguments.config)
-    rows = next(pq.ParquetFile(arguments.data).iter_batches(batch_size=ROWS)).to_pylist()
     try:
-        report = rehearse(config, rows, lambda: _load_tokenizer(config))
-    except RewardError as error:
+        report = rehearsal(load_config(arguments.config), arguments.data)
+    except GrpoError as error:
         sys.exit(str(error))
     arguments.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def _load_tokenizer(config: RunConfig) -> Any:
+def _on_first_rows(config: RunConfig, data: Path) -> dict[str, Any]:
+    import pyarrow.parquet as pq
+
+    rows = next(pq.ParquetFile(data).iter_batches(batch_size=ROWS)).to_pylist()
+    return rehearse(config, rows, lambda: load_tokenizer(config))
+
+
+def load_tokenizer(config: RunConfig) -> Any:
     """The model's tokenizer. Imports torch, which takes seconds."""
-    from grpo_core.data.prompts import load_tokenizer
+    from grpo_core.data import prompts
 
-    return load_tokenizer(config.model)
+    return prompts.load_tokenizer(config.model)
 
 
-def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], load_tokenizer: Callable[[], Any]) -> dict[str, Any]:
+def rehearse(
+    config: RunConfig,
+    rows: Sequence[Mapping[str, Any]],
+    load_tokenizer: Callable[[], Any],
+    begin: Callable[[Sequence[Mapping[str, Any]]], Sequence[Any]] | None = None,
+) -> dict[str, Any]:
     """Values of each reward per kind of completion, its pace, the rewards that gave only 0 and 1, and warnings.
 
-    The tokenizer is loaded if a reward reads `completion_ids`. Raises RewardError that names all rewards that fail.
+    The tokenizer is loaded if a reward reads `completion_ids`. `begin`: starts a conversation for each row and returns
+    its environment; a reward that reads these judges acts, of which there are none here, and no answer. Raises
+    RewardError that names all rewards that fail.
     """
     answered = [row for row in rows if isinstance(row.get(config.data.answer_column), (str, int, float))]
     groups = {
@@ -77,10 +92,12 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], load_tokenize
     batch, texts = zip(*(pair for pairs in groups.values() for pair in pairs), strict=True)
     completions = [completion_of(row["prompt"], text) for row, text in zip(batch, texts, strict=True)]
     resolved = [resolve(reward) for reward in config.rewards]
+    check_environments(resolved, begin is not None)
+    acting = [reward.name for reward in resolved if begin and reward.reads_environments]
     ids: list[list[int]] = [[] for _ in texts]
     if any(reward.accepts is None or "completion_ids" in reward.accepts for reward in resolved):
         ids = load_tokenizer()([*texts], add_special_tokens=False)["input_ids"]
-    whole = Batch(batch, completions, ids)
+    whole = Batch(batch, completions, ids, begin(batch) if begin else ())
     rewards: dict[str, Any] = {}
     zero_or_one: list[str] = []
     errors, warnings = _gates(config.rewards, {reward.name: reward.range for reward in resolved})
@@ -90,7 +107,7 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], load_tokenize
         if reward.weight < 0 and (record := BUILTIN.get(reward.function)) and record.if_weight_is_negative
     ]
     for declared, reward in zip(config.rewards, resolved, strict=True):
-        print(f"{TRYING}{reward.name!r}", flush=True)
+        print(f"{TRYING}reward {reward.name!r}", flush=True)
         try:
             first, then = (replace(reward, timeout=seconds) for seconds in _limits(declared))
             score([first], whole.only(0))  # its pace does not include what is loaded once
@@ -110,13 +127,15 @@ def rehearse(config: RunConfig, rows: Sequence[Mapping[str, Any]], load_tokenize
         }
         if all(value in (0, 1) or math.isnan(value) for value in values):
             zero_or_one.append(reward.name)
-        warnings += _suspicions(reward, by_kind, seconds * _completions_per_process(config), config)
+        if reward.name not in acting:
+            warnings += _suspicions(reward, by_kind, config)
+        warnings += _too_slow(reward, seconds * _completions_per_process(config))
         if all(map(math.isnan, values)):
             warnings.append(
                 f"reward {reward.name!r} applies to none of the rehearsed completions: it gave only None"
                 + "".join(f"; row 0 has {column} = {short(rows[0][column])}" for column in reward.columns)
             )
-    if answered and not errors and all(given["right"] is None for given in rewards.values()):
+    if answered and not errors and not acting and all(given["right"] is None for given in rewards.values()):
         errors += [
             f"no reward applies to the right answer of any of the first {len(rows)} rows, so nothing could be learnt "
             f"from them: {config.data.answer_column} has to hold what the rewards take as an answer",
@@ -169,8 +188,8 @@ def _gates(
     return errors, warnings
 
 
-def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], seconds: float, config: RunConfig) -> list[str]:
-    """Warnings. `seconds`: duration of one process's part of a generation batch at this pace."""
+def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], config: RunConfig) -> list[str]:
+    """Warnings about what a reward gave."""
     found = []
     scored = {value for given in values.values() for value in given if not math.isnan(value)}
     if len(scored) == 1 and ("right" in values or not reward.columns):
@@ -186,12 +205,17 @@ def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], seconds: 
                 f"bare right answer of row {wrong[0]} (and to {len(wrong) - 1} more of {len(values['right'])}); fine "
                 "if it asks for a form around the answer"
             )
-    if seconds > reward.timeout:
-        found.append(
-            f"reward {reward.name!r} would take {seconds:.0f} s for a process's share of a generation batch at the "
-            f"pace of this rehearsal; its timeout is {reward.timeout:g} s"
-        )
     return found
+
+
+def _too_slow(reward: Reward, seconds: float) -> list[str]:
+    """A warning if one process's part of a generation batch takes longer than the timeout; `seconds`: at this pace."""
+    if seconds <= reward.timeout:
+        return []
+    return [
+        f"reward {reward.name!r} would take {seconds:.0f} s for a process's share of a generation batch at the "
+        f"pace of this rehearsal; its timeout is {reward.timeout:g} s"
+    ]
 
 
 def _completions_per_process(config: RunConfig) -> int:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from grpo_core.errors import RewardError
@@ -48,14 +48,16 @@ class Batch:
     rows: Sequence[Mapping[str, Any]]  # dataset rows, "prompt" among their columns
     completions: Sequence[Any]  # texts, or conversations for conversational prompts
     completion_ids: Sequence[list[int]]
+    environments: Sequence[Any] = ()  # of conversations with tools or an environment
 
     def only(self, i: int) -> Batch:
-        return Batch([self.rows[i]], [self.completions[i]], [self.completion_ids[i]])
+        own = self.environments[i : i + 1]
+        return Batch([self.rows[i]], [self.completions[i]], [self.completion_ids[i]], own)
 
     def read_by(self, reward: Reward) -> Batch:
         """The part of the batch that the reward, and messages about it, need: what is sent to its process."""
         if reward.accepts is None:
-            return self
+            return replace(self, environments=())
         columns = {"prompt", *reward.accepts}
         rows = [{key: value for key, value in row.items() if key in columns} for row in self.rows]
         ids = self.completion_ids if "completion_ids" in columns else [[] for _ in rows]
@@ -67,6 +69,7 @@ class Batch:
             "prompts": [row["prompt"] for row in self.rows],
             "completions": list(self.completions),
             "completion_ids": list(self.completion_ids),
+            **({"environments": list(self.environments)} if self.environments else {}),
             **reward.args,
         }
         accepts = reward.accepts

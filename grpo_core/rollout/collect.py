@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import time
 from collections import Counter
@@ -21,15 +22,18 @@ from grpo_core.data.chat import decode_completions, text_of
 from grpo_core.data.order import derive_seed, fresh_prompts, rollout_prompts
 from grpo_core.data.prompts import Prompts
 from grpo_core.distributed import gathered, processes_per_machine, share
+from grpo_core.environments.conversation import Conversation, Said, conversation_metrics
+from grpo_core.environments.setting import Setting
 from grpo_core.errors import NotFiniteError, RewardError
 from grpo_core.model.sequences import pad
 from grpo_core.planning.plan import Plan
 from grpo_core.rewards.composition import counted
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.scoring import Batch, score_arriving
+from grpo_core.rollout.conversations import play
 from grpo_core.rollout.process_work import TOKENS, work_metrics
 from grpo_core.rollout.requests import training_sampling
-from grpo_core.rollout.types import Completion, Engine, Finished, GenerationBatch, Lookahead, Request, Sampling
+from grpo_core.rollout.types import Completion, Engine, GenerationBatch, Lookahead, Request, Sampling
 from grpo_core.system.progress import phase, seconds_of_work
 
 
@@ -38,9 +42,11 @@ class Sample:
     """One scored completion, as it travels between processes and into the records."""
 
     row: int  # of the dataset
+    prompt_ids: list[int]
     completion: Completion
-    text: str
+    text: str  # of a conversation, the policy's last words
     rewards: list[float]  # K, NaN for None
+    said: Said | None = None  # in a conversation with tools or an environment
 
 
 def collect(
@@ -52,6 +58,7 @@ def collect(
     rewards: Sequence[Reward],
     engine: Engine,
     attempt: int = 0,
+    setting: Setting | None = None,
 ) -> tuple[GenerationBatch, list[Sample]]:
     """Generation batch `index`, and its samples in the same order.
 
@@ -69,7 +76,7 @@ def collect(
         mine = share(len(rows) * g)
         requests, request_rows = _requests(rows, prompts, g, (config.seed, index, attempt), mine)
         drawn, generated, worked = share_samples(
-            lambda: sample_and_score(engine, requests, request_rows, sampling, prompts, tokenizer, rewards)
+            lambda: sample_and_score(engine, requests, request_rows, sampling, prompts, tokenizer, rewards, setting)
         )
         seconds["time/generate"] += generated
         seconds["time/score"] += time.perf_counter() - start - generated
@@ -99,6 +106,7 @@ def collect(
         "frac_reward_zero_std": (advantages.group_std == 0).float().mean().item(),
         **_reward_metrics(config.rewards, _matrix(samples)),
         **_length_metrics([sample.completion for sample in samples]),
+        **conversation_metrics([sample.said for sample in samples if sample.said]),
         **seconds,
         **work_metrics([sum(map(Counter, own), Counter()) for own in zip(*work, strict=True)], processes_per_machine()),
     }
@@ -114,7 +122,7 @@ def collect(
     batch = GenerationBatch(
         index=index,
         scheduled_rows=scheduled,
-        prompt_ids=[prompts.ids[sample.row] for sample in samples],
+        prompt_ids=[sample.prompt_ids for sample in samples],
         prompt_of=torch.tensor([sample.row for sample in samples]),
         completion_ids=pad([completion.ids for completion in completions], torch.int64),
         completion_mask=pad(trained, torch.float32),
@@ -123,7 +131,7 @@ def collect(
         sampling_logprobs=sampling_logprobs,
         advantages=advantages.advantages,
         sampled_completions=len(sampled),
-        sampled_tokens=sum(len(sample.completion.ids) for sample in sampled),
+        sampled_tokens=sum(sample.completion.sampled_tokens for sample in sampled),
         metrics=metrics,
     )
     return batch, samples
@@ -152,6 +160,17 @@ def _advantages(samples: Sequence[Sample], config: RunConfig, plan: Plan) -> Adv
     )
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """A completion that is not scored yet; `place`: among those of all requests."""
+
+    place: int
+    row: int
+    prompt_ids: list[int]
+    completion: Completion
+    conversation: Conversation | None = None
+
+
 def sample_and_score(
     engine: Engine,
     requests: Sequence[Request],
@@ -160,34 +179,112 @@ def sample_and_score(
     prompts: Prompts,
     tokenizer: Any,
     rewards: Sequence[Reward],
+    setting: Setting | None = None,
 ) -> tuple[list[Sample], float]:
     """The requests' completions, scored, and the seconds until the last was sampled; `rows` are the requests'.
 
-    Asynchronous rewards work on the requests that are finished while the others are sampled.
+    Asynchronous rewards work on the requests that are finished while the others are sampled. With a `setting`, each
+    completion is a conversation; one whose environment fails gets None from every reward.
     """
     start, ended = time.perf_counter(), 0.0
+    failed: list[_Answer] = []
 
-    def sampled() -> Generator[list[Finished], None, None]:
+    def sampled() -> Generator[list[_Answer], None, None]:
         nonlocal ended
-        yield from engine.generate(requests, sampling)
+        answers = (
+            _alone(engine, requests, rows, sampling)
+            if setting is None
+            else _conversations(engine, requests, rows, sampling, prompts, setting)
+        )
+        for found in answers:
+            failed.extend(answer for answer in found if _has_failed(answer))
+            yield [answer for answer in found if not _has_failed(answer)]
         ended = time.perf_counter()
 
-    def batch_of(finished: list[Finished]) -> Batch:
-        places = [rows[number] for number, completions in finished for _ in completions]
-        data, prompt_ids = [prompts.rows[row] for row in places], [prompts.ids[row] for row in places]
-        ids = [completion.ids for _, completions in finished for completion in completions]
-        return Batch(data, decode_completions(data, prompt_ids, ids, tokenizer), ids)
+    def batch_of(answers: list[_Answer]) -> Batch:
+        data, ids = [prompts.rows[answer.row] for answer in answers], [answer.completion.ids for answer in answers]
+        if setting is None:
+            return Batch(data, decode_completions(data, [answer.prompt_ids for answer in answers], ids, tokenizer), ids)
+        held = [answer.conversation for answer in answers if answer.conversation]
+        return Batch(data, [each.said.messages for each in held], ids, [setting.seen(each) for each in held])
 
-    finished, batch, columns = score_arriving(rewards, sampled(), batch_of)
-    scored = zip(batch.completions, zip(*columns, strict=True), strict=True)
-    samples = {
-        number: [
-            Sample(rows[number], completion, text_of(written), list(values))
-            for completion, (written, values) in zip(completions, scored, strict=False)
+    try:
+        answers, batch, columns = score_arriving(rewards, sampled(), batch_of)
+    finally:
+        if setting is not None:
+            setting.environments.all_are_free()
+    scored = zip(answers, batch.completions, zip(*columns, strict=True), strict=False)
+    samples = {answer.place: _sample(answer, text_of(written), list(values)) for answer, written, values in scored}
+    samples |= {answer.place: _sample(answer, "", [math.nan] * len(rewards)) for answer in failed}
+    return [samples[place] for place in sorted(samples)], ended - start
+
+
+def _alone(
+    engine: Engine, requests: Sequence[Request], rows: Sequence[int], sampling: Sampling
+) -> Generator[list[_Answer], None, None]:
+    """Completions of one turn."""
+    first = [0, *itertools.accumulate(request.num_completions for request in requests)]
+    for finished in engine.generate(requests, sampling):
+        yield [
+            _Answer(first[number] + member, rows[number], requests[number].prompt_ids, completion)
+            for number, completions in finished
+            for member, completion in enumerate(completions)
         ]
-        for number, completions in finished
+
+
+def _conversations(
+    engine: Engine,
+    requests: Sequence[Request],
+    rows: Sequence[int],
+    sampling: Sampling,
+    prompts: Prompts,
+    setting: Setting,
+) -> Generator[list[_Answer], None, None]:
+    """Conversations with tools or environments, each member of a request's group in one of its own."""
+    asked = [row for row, request in zip(rows, requests, strict=True) for _ in range(request.num_completions)]
+    seeds = [request.seed + i for request in requests for i in range(request.num_completions)]
+    plays = [setting.converse(prompts.rows[row], row, sampling.max_tokens) for row in asked]
+    for ended in play(engine, plays, seeds, sampling):
+        yield [
+            _Answer(place, asked[place], talk.prompt_ids or prompts.ids[asked[place]], _completion(talk), talk)
+            for place, talk in ended
+        ]
+
+
+def _completion(talk: Conversation) -> Completion:
+    """The conversation's tokens. One that has none, since its environment failed, gets a token that is not trained."""
+    if not talk.ids:
+        return Completion([0], [0.0], truncated=False, mask=[0])
+    return Completion(talk.ids, talk.logprobs, talk.truncated, talk.mask)
+
+
+def _has_failed(answer: _Answer) -> bool:
+    return answer.conversation is not None and bool(answer.conversation.said.failure)
+
+
+def _sample(answer: _Answer, text: str, rewards: list[float]) -> Sample:
+    said = answer.conversation.said if answer.conversation else None
+    return Sample(answer.row, answer.prompt_ids, answer.completion, text, rewards, said)
+
+
+def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """Columns of records for conversations; none without tools and environment. `opening`: what the environment's
+    `reset` added to the prompt; `conversation`: the messages after that, as JSON; `trained_tokens`: 1 per token that
+    the policy sampled, 0 per token of the environment; `environment_failure`: "" if there was none."""
+    held = [(sample.said, sample.completion) for sample in samples if sample.said]
+    if not held:
+        return {}
+    return {
+        "opening": [said.opening for said, _ in held],
+        "conversation": [json.dumps(said.messages, ensure_ascii=False) for said, _ in held],
+        "completion_ids": [completion.ids for _, completion in held],
+        "trained_tokens": [completion.mask for _, completion in held],
+        "turns": [said.turns for said, _ in held],
+        "tool_calls": [said.calls.total() for said, _ in held],
+        "failed_tool_calls": [said.failed_calls.total() for said, _ in held],
+        "environment_seconds": [round(said.seconds, 4) for said, _ in held],
+        "environment_failure": [said.failure for said, _ in held],
     }
-    return [sample for number in range(len(requests)) for sample in samples[number]], ended - start
 
 
 @phase("sampling")
@@ -227,8 +324,10 @@ def _requests(
 
 
 def _is_trained(completion: Completion, config: AlgorithmConfig) -> list[float]:
-    """1 per token that is trained, 0 per token that is not: with mask_truncated_completions, all that were cut off."""
-    return [float(not (config.mask_truncated_completions and completion.truncated))] * len(completion.ids)
+    """1 per token that is trained, 0 per token that is not: those of an environment and, with
+    mask_truncated_completions, all that were cut off."""
+    kept = not (config.mask_truncated_completions and completion.truncated)
+    return [float(kept and sampled) for sampled in completion.mask or [1] * len(completion.ids)]
 
 
 def _reward_metrics(rewards: Sequence[RewardConfig], given: np.ndarray) -> dict[str, float]:
@@ -244,7 +343,7 @@ def _reward_metrics(rewards: Sequence[RewardConfig], given: np.ndarray) -> dict[
 
 
 def _length_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    lengths = torch.tensor([len(completion.ids) for completion in completions], dtype=torch.float32)
+    lengths = torch.tensor([completion.sampled_tokens for completion in completions], dtype=torch.float32)
     truncated = torch.tensor([completion.truncated for completion in completions])
     terminated = lengths[~truncated]
     return {

@@ -6,6 +6,7 @@ Each completion draws from its own stream of uniforms, so its tokens depend on i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Generator, Sequence
 from functools import partial
@@ -21,8 +22,9 @@ from grpo_core.model.precision import in_float32
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.group_cache import GroupCache, can_share_cache, says_the_same
 from grpo_core.rollout.sampling import draw, uniforms
-from grpo_core.rollout.types import Completion, Finished, Request, Sampling
+from grpo_core.rollout.types import Completion, Finished, Request, Sampling, Stream
 
+MAX_BATCHES = 4  # that are decoded in turn: each is begun by requests that come later
 STILL_GOING = 0.75  # share of the batch; below it, finished completions leave, which costs a copy of the cache
 
 
@@ -70,15 +72,33 @@ class TransformersEngine:
             )
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
-        if not requests:
-            return
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
+        """Requests that are sent in begin as a batch of their own, whose steps alternate with those of the others."""
         device = next(self.model.parameters()).device
-        first = 0
-        for chunk in _chunks(requests, MAX_ROWS):
-            for finished in self._generate(chunk, sampling, device):
-                yield [(first + number, completions) for number, completions in finished]
-            first += len(chunk)
+        waiting: list[tuple[int, Request]] = []
+        batches: dict[Generator[list[Finished], None, None], dict[int, Request]] = {}  # that are being decoded
+        count, more = 0, requests
+        while True:
+            waiting += enumerate(more, count)
+            count += len(more)
+            while waiting and len(batches) < MAX_BATCHES:
+                rows = sum(request.num_completions for batch in batches.values() for request in batch.values())
+                batch = _first_rows(waiting, MAX_ROWS - rows)
+                if not batch:
+                    break
+                waiting = waiting[len(batch) :]
+                batches[self._generate([*batch.values()], sampling, device)] = batch
+            finished: list[Finished] = []
+            for steps, batch in [*batches.items()]:
+                step = next(steps, None)
+                if step is None:
+                    del batches[steps]
+                else:
+                    numbers = [*batch]
+                    finished += [(numbers[number], completions) for number, completions in step]
+            if not (batches or waiting or finished):
+                return
+            more = (yield finished) or ()
 
     @torch.no_grad()
     def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
@@ -93,36 +113,42 @@ class TransformersEngine:
     def _generate(
         self, requests: Sequence[Request], sampling: Sampling, device: torch.device
     ) -> Generator[list[Finished], None, None]:
-        prompts = [request.prompt_ids for request in requests]
-        copies = [request.num_completions for request in requests]
+        """One batch. Requests with the same prompt, one behind the other, share it."""
+        alike = [[*members] for _, members in itertools.groupby(requests, lambda request: request.prompt_ids)]
+        prompts = [members[0].prompt_ids for members in alike]
+        copies = [sum(request.num_completions for request in members) for members in alike]
+        longest = max(_limit(request, sampling) for request in requests)
         if self.shares_cache:
-            cache: Any = GroupCache(self.model, prompts, copies, sampling.max_tokens)
+            cache: Any = GroupCache(self.model, prompts, copies, longest)
         else:
-            cache = PlainCache(self.model, prompts, copies, sampling.max_tokens, self.pad_id)
+            cache = PlainCache(self.model, prompts, copies, longest, self.pad_id)
         logits = cache.prefill()
         end_ids = self.end_ids.to(device)
-        points = uniforms(requests, sampling.max_tokens).to(device)  # (B, T)
+        points = uniforms(requests, longest).to(device)  # (B, T)
         tokens = torch.zeros(points.shape, dtype=torch.int64, device=device)
         logprobs = torch.zeros_like(points)
         lengths = torch.zeros(len(points), dtype=torch.int64, device=device)
         ended = torch.zeros(len(points), dtype=torch.bool, device=device)
         active = torch.arange(len(points), device=device)  # the completions that are in the batch
 
-        group = cache.group.clone()  # the request of each completion
+        sizes = torch.tensor([request.num_completions for request in requests], device=device)
+        group = torch.arange(len(requests), device=device).repeat_interleave(sizes)  # the request of each completion
+        limits = torch.tensor([_limit(request, sampling) for request in requests], device=device)[group]
         unfinished, left = list(range(len(requests))), len(points)
-        for t in range(sampling.max_tokens):
+        for t in range(longest):
             token, logprob = draw(logits, points[active, t], sampling)
             tokens[active, t], logprobs[active, t] = token, logprob
-            lengths[active] += ~ended[active]
-            ended[active] |= torch.isin(token, end_ids)
-            going = ~ended[active]
+            lengths[active] += ~(ended | (limits <= t))[active]
+            ended[active] |= torch.isin(token, end_ids) & (limits > t)[active]
+            going_on = ~ended & (limits > t + 1)
+            going = going_on[active]
             count = int(going.sum())
-            if count == 0 or t + 1 == sampling.max_tokens:
+            if count == 0:
                 break
             finished: list[int] = []
             if count < left:
                 left = count
-                members = torch.zeros(len(requests), device=device).index_add_(0, group, (~ended).float()).tolist()
+                members = torch.zeros(len(requests), device=device).index_add_(0, group, going_on.float()).tolist()
                 finished = [number for number in unfinished if members[number] == 0]
                 unfinished = [number for number in unfinished if members[number] > 0]
             yield [(number, _completions(group == number, tokens, logprobs, lengths, ended)) for number in finished]
@@ -182,14 +208,17 @@ def _completions(rows: Tensor, *columns: Tensor) -> list[Completion]:
     ]
 
 
-def _chunks(requests: Sequence[Request], rows: int) -> list[list[Request]]:
-    """Requests in order, cut where a chunk would hold more than `rows` completions."""
-    chunks: list[list[Request]] = [[]]
-    size = 0
-    for request in requests:
-        if chunks[-1] and size + request.num_completions > rows:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(request)
-        size += request.num_completions
-    return chunks
+def _limit(request: Request, sampling: Sampling) -> int:
+    return sampling.max_tokens if request.max_tokens is None else request.max_tokens
+
+
+def _first_rows(requests: Sequence[tuple[int, Request]], rows: int) -> dict[int, Request]:
+    """As many of the first requests as have at most `rows` completions together; of no rows at all, one that has more
+    than MAX_ROWS is taken alone."""
+    taken: dict[int, Request] = {}
+    for number, request in requests:
+        if request.num_completions > rows and (taken or rows < MAX_ROWS):
+            break
+        taken[number] = request
+        rows -= request.num_completions
+    return taken

@@ -26,11 +26,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """`num_completions` of one prompt; completion i is drawn with `seed + i`, whatever else is in the batch."""
+    """`num_completions` of one prompt; completion i is drawn with `seed + i`, whatever else is in the batch.
+    `max_tokens`: fewer than the sampling allows; None: as many."""
 
     prompt_ids: list[int]
     num_completions: int
     seed: int
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -38,22 +40,30 @@ class Completion:
     """Sampled tokens (the end token included), each token's log-probability, and whether the length limit cut it.
 
     A log-probability is at the sampling temperature (at 1 where sampling is greedy) and over the whole vocabulary,
-    whatever top-k and top-p have left out.
+    whatever top-k and top-p have left out. `mask`: of a conversation, 1 per token that the policy sampled and 0 per
+    token of the environment, whose log-probability is given as 0; None: the policy sampled all of them.
     """
 
     ids: list[int]
     logprobs: list[float]
     truncated: bool
+    mask: list[int] | None = None
+
+    @property
+    def sampled_tokens(self) -> int:
+        return len(self.ids) if self.mask is None else sum(self.mask)
 
 
 Finished = tuple[int, list[Completion]]  # a request, by its place among the requests, and all of its completions
+Stream = Generator[list[Finished], Sequence[Request] | None, None]
 
 
 class Engine(Protocol):
     """Samples from the policy: with its weights as of the last `sync_weights`, or, in the same memory, as they are."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
-        """After each step the requests that it finished, often none; may be closed early."""
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
+        """After each step the requests that it finished, often none; may be closed early. More requests may be sent
+        into it, which are numbered on; it ends when all are finished and none is sent."""
         ...
 
     def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:

@@ -37,7 +37,7 @@ from grpo_core.distributed import (
     writing_group,
 )
 from grpo_core.errors import GrpoError
-from grpo_core.fingerprint import batch_of, determining, planned_values
+from grpo_core.fingerprint import batch_of, determining, environment_parts, planned_values
 from grpo_core.model.loading import trainable_state
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
@@ -67,6 +67,7 @@ def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
     continued only under the same one."""
     sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
     values = [determining(config)[section] for section in sections]
+    values += [parts for parts in (environment_parts(config), config.data.chat_template_kwargs) if parts]
     digest = hashlib.blake2b(json.dumps([values, planned_values(vars(plan))], sort_keys=True).encode())
     for reward in config.rewards:
         digest.update(hashlib.blake2b(source_of(reward)).digest())

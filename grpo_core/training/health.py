@@ -43,7 +43,7 @@ def observe(
     broken = {name: rules[name] for name in rules if excess[name] > 0}
     grown = {name: streaks.get(name, 0) + 1 for name in broken}
     return grown, [
-        Finding(step, name, rule.action, _sentence(rule, step, grown[name], metrics[rule.metric]))
+        Finding(step, name, rule.action, _sentence(rule, step, grown[name], metrics))
         for name, rule in broken.items()
         if grown[name] % rule.steps == 0
     ]
@@ -124,14 +124,25 @@ def _rules(config: HealthConfig) -> list[_Rule]:
             "algorithm.vllm_importance_sampling_mode = 'token_truncate', use the same precision on both sides, or "
             "lower rollout.max_staleness or train.learning_rate",
         ),
+        _Rule(
+            "failed_conversations", "conversations/failed", 1, c.max_failed_conversations, c.patience,
+            c.failed_conversations_action,
+            "tools hang or end their process, or environments fail; these conversations have no reward, or the policy "
+            "learns to avoid the tool. Their messages and `environment_failure` stand in completions/; raise "
+            "environment.tool_timeout if a tool is only slow",
+        ),
     ]  # fmt: skip
 
 
-def _sentence(rule: _Rule, step: int, streak: int, value: float) -> str:
+def _sentence(rule: _Rule, step: int, streak: int, metrics: Mapping[str, float]) -> str:
+    value = metrics[rule.metric]
     side = "above" if rule.sign > 0 else "below"
     figure = (
         "no completion has an advantage"
         if rule.name == "zero_advantages"
         else f"{rule.metric} = {value:.4g} is {side} {rule.limit:g}"
     )
+    if rule.name == "failed_conversations":
+        lost = {name.split("/")[1]: share for name, share in metrics.items() if name.endswith("/lost") and share}
+        figure += "".join(f" (tool {name}: {share:.0%} of its calls are lost)" for name, share in lost.items())
     return f"step {step}: {figure}, {streak} updates in a row: {rule.advice}"

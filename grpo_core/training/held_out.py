@@ -32,7 +32,16 @@ def evaluate_policy(session: Session, state: TrainingState) -> dict[str, float]:
     requests = [evaluation_request(session.config, row, held_out.ids[row]) for row in rows]
     sampling = evaluation_sampling(session.config)
     samples, *_ = share_samples(
-        lambda: sample_and_score(session.engine, requests, rows, sampling, held_out, session.tokenizer, session.rewards)
+        lambda: sample_and_score(
+            session.engine,
+            requests,
+            rows,
+            sampling,
+            held_out,
+            session.tokenizer,
+            session.rewards,
+            session.setting,
+        )
     )
     matrix = np.array([sample.rewards for sample in samples])  # (N, K)
     sums = weighted_sum(matrix, session.config.rewards)
@@ -43,7 +52,7 @@ def evaluate_policy(session: Session, state: TrainingState) -> dict[str, float]:
         "eval_reward": sums[~np.isnan(sums)],
         "eval_accuracy": right[~np.isnan(right)] == 1,
         **{f"eval_rewards/{name}/mean": values[~np.isnan(values)] for name, values in by_name.items()},
-        "eval_completions/mean_length": np.array([len(sample.completion.ids) for sample in samples]),
+        "eval_completions/mean_length": np.array([sample.completion.sampled_tokens for sample in samples]),
         "eval_completions/clipped_ratio": np.array([sample.completion.truncated for sample in samples]),
     }
     return {name: float(values.mean()) for name, values in figures.items() if len(values)}

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grpo_core.rollout.collect import Sample
+from grpo_core.rollout.collect import Sample, conversation_columns
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import naming, publish
 from grpo_core.training import health
@@ -84,9 +84,10 @@ class TrainingLog:
             "completion": [sample.text for sample in samples],
             "advantage": rollout.advantages.tolist(),
             "prompt_tokens": [len(ids) for ids in rollout.prompt_ids],
-            "completion_tokens": [len(sample.completion.ids) for sample in samples],
+            "completion_tokens": [sample.completion.sampled_tokens for sample in samples],
             "truncated": rollout.truncated.tolist(),
         }
+        columns |= conversation_columns(samples)
         for position, reward in enumerate(self.session.rewards):
             values = [sample.rewards[position] for sample in samples]
             columns[f"rewards/{reward.name}"] = pa.array(values, pa.float64(), from_pandas=True)  # NaN → null: None

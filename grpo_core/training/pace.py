@@ -141,7 +141,8 @@ def _prompts(request: PaceRequest, tokenizer: Any) -> list[list[int]]:
         return []
     wanted = request.completions // request.rollout["num_generations"]
     rows = next(pq.ParquetFile(request.prompts).iter_batches(batch_size=wanted, columns=["prompt"])).to_pylist()
-    return list(islice(cycle(encode_prompts([row["prompt"] for row in rows], tokenizer)), wanted))
+    encoded = encode_prompts([row["prompt"] for row in rows], tokenizer, request.chat_template_kwargs)
+    return list(islice(cycle(encoded), wanted))
 
 
 def _measure_model(

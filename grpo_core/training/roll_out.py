@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grpo_core.algorithm.losses import top_entropy_mask
 from grpo_core.distributed import most, total
-from grpo_core.model.loading import without_adapter
+from grpo_core.model.loading import as_reference
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
 from grpo_core.model.transfer import move
@@ -28,7 +28,9 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
         # This batch was begun one batch ago, except at a start.
         for number in range(index, min(index + 2, s.plan.rollouts)):
             begin(number, s.config, s.plan, s.prompts, s.lookahead, state.roll_backs)
-    batch, samples = collect(index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, s.engine, state.roll_backs)
+    batch, samples = collect(
+        index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, s.engine, state.roll_backs, s.setting
+    )
     old_logprobs, keep = _old_logprobs(s, batch)
     fields = {**vars(batch), "metrics": {**batch.metrics, "sampling/sync_drift": drift}}
     return Rollout(**fields, old_logprobs=old_logprobs, ref_logprobs=_ref_logprobs(s, batch), keep=keep), samples
@@ -60,7 +62,7 @@ def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
     if session.reference is not None:
         return compute_logprobs(session, session.reference, batch, in_loss)[0]
     if session.config.algorithm.beta > 0:
-        with without_adapter(session.policy.model):
+        with as_reference(session.policy.model, session.start):
             return compute_logprobs(session, session.policy, batch, in_loss)[0]
     return None
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import set_seed
+from torch import Tensor
 from transformers import get_scheduler
 
 from grpo_core.config.files import load_config
@@ -18,14 +20,16 @@ from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
 from grpo_core.distributed import any_process, from_main, start_processes
+from grpo_core.environments.setting import Setting, make_setting
 from grpo_core.errors import TrainingError
 from grpo_core.model.capabilities import check_padding
-from grpo_core.model.loading import load_model, with_adapter
+from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.parallelize import sharding
 from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
 from grpo_core.model.precision import in_float32, on_device
 from grpo_core.model.sharded import is_sharded
+from grpo_core.planning.adapter import check_adapter
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rollout.factory import make_engine
@@ -50,6 +54,7 @@ class Session:
     prompts: Prompts
     held_out: Prompts | None  # for evaluation in training
     rewards: list[Reward]
+    setting: Setting | None  # of conversations; None without tools and environment
     model: Any  # the causal LM with the weights that are trained, under its adapter if there is one
     policy: Policy
     reference: Policy | None  # a model of its own; None without KL, and with an adapter, whose base it is
@@ -59,6 +64,7 @@ class Session:
     lookahead: Lookahead | None  # the engine, if it samples ahead of the training
     memory: OutOfMemoryRetry
     probe: Probe
+    start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
 
 
 def load_session(run: Path) -> Session:
@@ -100,10 +106,14 @@ def load_session(run: Path) -> Session:
 
 
 def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) -> Session:
+    check_adapter(config.model)
     rewards = [resolve(reward) for reward in config.rewards]
     tokenizer = load_tokenizer(config.model)
-    prompts = load_prompts(run / "dataset" / "train.parquet", tokenizer)
-    held_out = load_prompts(run / "dataset" / "eval.parquet", tokenizer) if config.train.eval_steps else None
+    setting = make_setting(config, tokenizer)
+    encode = setting.encode if setting else None
+    read = partial(load_prompts, tokenizer=tokenizer, options=config.data.chat_template_kwargs, encode=encode)
+    prompts = read(run / "dataset" / "train.parquet")
+    held_out = read(run / "dataset" / "eval.parquet") if config.train.eval_steps else None
     set_seed(config.seed)
     # vLLM scores nothing as long as its longest sequence: it wants room for one more token.
     longest = prompts.max_length + config.rollout.max_completion_length  # of the sequences that are trained
@@ -126,6 +136,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         torch_compile=config.train.torch_compile,
     )
     policy.packs = not any_process(not policy.packs)  # they divide rows by what a pass costs, and must agree
+    start = copy_of_trainable_state(policy.model) if config.model.adapter and config.algorithm.beta else None
     engine = make_engine(config, config.model.name_or_path, policy.model, tokenizer, max_length)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     reference = _reference(config, accelerator, max_length)
@@ -144,6 +155,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         prompts=prompts,
         held_out=held_out,
         rewards=rewards,
+        setting=setting,
         model=model,
         policy=policy,
         reference=reference,
@@ -157,6 +169,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
             config.train.mixed_precision,
             config.rollout.max_sync_drift,
         ),
+        start=start,
     )
 
 

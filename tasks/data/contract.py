@@ -17,21 +17,31 @@ from typing import Any
 import pandera.polars as pa
 import polars as pl
 
+from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.data.chat import ROLES, end_token_problem
 from grpo_core.rewards.contract import Reward
-from tasks.data.lengths import fit, has_tokens, may_fit, renders
+from tasks.data.lengths import (
+    Options,
+    OptionsByEnvironment,
+    by_environment,
+    fit,
+    has_tokens,
+    may_fit,
+    renders,
+    tool_calls,
+)
+from tasks.data.repeats import FINDING, SHOWN, duplicates, is_conversation, overlap, prompt_text, shown
 from tasks.data.sources import is_unstorable
 
 # U+FFFD; control characters except tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or
 # Windows-1252 (é as "Ã©", ’ as "â€™").
 WRONGLY_DECODED = r"[\x{FFFD}\x00-\x08\x0B\x0C\x0E-\x1F]|Ã[\x{80}-\x{BF}]|Â[\x{80}-\x{BF}]|â€"
 VISIBLE = r"[^\s\x{200B}-\x{200D}\x{2060}\x{FEFF}]"  # neither white space nor of no width
-INVISIBLE = r"[\x{200B}-\x{200D}\x{2060}\x{FEFF}]"
 # Messages, or parts of one, written down as JSON or by Python's repr.
 WRITTEN_DOWN = r"""^\s*(\[\s*)?\{[^{}]*["'](role|content|type)["']\s*:"""
 RULES = {
     "blank_prompt": "is not blank",
-    "malformed_conversation": f"is messages with text, of {', '.join(ROLES)}; system only first, user last",
+    "malformed_conversation": f"is messages with text, of {', '.join(ROLES)}; system only first, user or tool last",
     "chat_template": "is accepted by the model's chat template",
     "no_tokens": "has a token in the model's vocabulary",
     "missing_value": "is neither null nor blank",
@@ -41,11 +51,8 @@ RULES = {
     "near_overlap": "is not, apart from case and white space, both trained on and evaluated on",
     "encoding": "was decoded rightly",
 }
-FINDING = {"dataset": pl.String, "row": pl.UInt32, "column": pl.String, "check": pl.String, "value": pl.String}
-SLICE = 100_000  # rows whose texts are in memory at once to be compared
 USUAL_PROMPTS = ("question", "problem", "instruction", "messages", "query", "input", "text")
 UNSTORABLE = "has integers beyond 64 bits, or objects without fields, which cannot be stored: write them as text"
-SHOWN = 80  # characters of a value in a finding
 
 
 def check(
@@ -55,43 +62,60 @@ def check(
     room: Mapping[str, int | None],
     dropped: Collection[str],
     prompt_column: str,
+    environment: EnvironmentConfig,
+    options: OptionsByEnvironment,
 ) -> tuple[list[str], pl.DataFrame]:
     """Hold `frames` (train, eval, and eval-NAME of further evaluation sets) against the contract; `room`: the most
-    tokens that a prompt of each may have; `prompt_column`: what the sources call the column `prompt`.
+    tokens that a prompt of each may have; `prompt_column`: what the sources call the column `prompt`; `options`: of the
+    chat template.
 
     Returns what is wrong with columns and types, in sentences; if nothing is, every row that breaks a rule (FINDING). A
-    prompt is compared only with rows that stay, not with those that break one of the rules `dropped`.
+    prompt is compared only with rows that stay, not with those that break one of the rules `dropped`. An environment
+    begins by the whole row: where there is one, rows are compared, not prompts alone.
     """
     shape = [problem for name, frame in frames.items() for problem in _shape(name, frame, rewards, prompt_column)]
     shape = shape or [
         *_unlike(frames, tokenizer),
         *(problem for name, frame in frames.items() for problem in _unusable(name, frame, rewards)),
+        *(problem for name, frame in frames.items() for problem in _unplayable(name, frame, environment)),
     ]
     if shape:
         return shape, pl.DataFrame(schema=FINDING)
-    schemas = {name: build_schema(frame, rewards, tokenizer, room[name]) for name, frame in frames.items()}
+    schemas = {name: build_schema(frame, rewards, tokenizer, room[name], options) for name, frame in frames.items()}
     found = pl.concat([_validate(name, frame, schemas[name]) for name, frame in frames.items()])
     out = found.filter(pl.col("check").is_in([*dropped, "blank_prompt", "malformed_conversation"]))
     staying = {
         name: ~pl.int_range(frame.height, eager=True).is_in(out.filter(dataset=name)["row"].cast(pl.Int64).implode())
         for name, frame in frames.items()
     }
-    twice = [_duplicates(name, frame, staying[name]) for name, frame in frames.items()]
-    return [], pl.concat([found, *twice, _overlap(frames, staying)])
+    whole = bool(environment.factories)
+    twice = [duplicates(name, frame, staying[name], whole) for name, frame in frames.items()]
+    return [], pl.concat([found, *twice, overlap(frames, staying, whole)])
 
 
-def build_schema(frame: pl.DataFrame, rewards: list[Reward], tokenizer: Any, room: int | None) -> pa.DataFrameSchema:
+def build_schema(
+    frame: pl.DataFrame, rewards: list[Reward], tokenizer: Any, room: int | None, options: OptionsByEnvironment
+) -> pa.DataFrameSchema:
     """The rules about single rows: those about the prompt, and that no value that a reward reads is missing."""
     answerable = _answerable(frame)  # what else is wrong with a blank or malformed prompt says nothing new
-    accepted = _where(answerable if is_conversation(frame) else None, frame, lambda p: renders(p, tokenizer))
-    short = _where(answerable, frame, lambda p: may_fit(p, tokenizer, room))  # a giant is not even tokenized
+
+    def holds(rows: pl.Series, of: Callable[[pl.Series, Options], pl.Series]) -> pl.Series:
+        """The result of `of` for the prompts of these rows; true for the others."""
+        everywhere = pl.repeat(True, frame.height, eager=True)
+        if not rows.any():
+            return everywhere
+        return everywhere.scatter(rows.arg_true(), by_environment(frame.filter(rows), options, of))
+
+    templated = answerable & is_conversation(frame)
+    accepted = holds(templated, lambda p, given: renders(p, tokenizer, given))
+    short = holds(answerable, lambda p, given: may_fit(p, tokenizer, room, given))  # a giant is not even tokenized
     rules = {
         "blank_prompt": lambda frame: frame.select(~_is_blank(frame)).to_series(),
         "malformed_conversation": lambda frame: frame.select(_is_blank(frame) | _is_well_formed(frame)).to_series(),
         "chat_template": lambda _: accepted,
-        "no_tokens": lambda frame: _where(answerable & short, frame, lambda p: has_tokens(_asked(p), tokenizer)),
-        "long_prompt": lambda frame: (
-            short & _where(answerable & accepted & short, frame, lambda p: fit(p, tokenizer, room))
+        "no_tokens": lambda _: holds(answerable & short, lambda p, _: has_tokens(_asked(p), tokenizer)),
+        "long_prompt": lambda _: (
+            short & holds(answerable & accepted & short, lambda p, given: fit(p, tokenizer, room, given))
         ),
         "encoding": lambda frame: ~prompt_text(frame).str.contains(WRONGLY_DECODED).fill_null(False),
     }
@@ -112,15 +136,6 @@ def needed_columns(rewards: list[Reward]) -> dict[str, dict[str, Any]]:
         for column, kind in reward.columns.items():
             needed.setdefault(column, {})[reward.name] = kind
     return needed
-
-
-def prompt_text(frame: pl.DataFrame) -> pl.Series:
-    """Each prompt as one text, the messages of a conversation with their roles: equal texts are equal prompts."""
-    if not is_conversation(frame):
-        return frame["prompt"]
-    message = pl.element().struct
-    line = pl.concat_str(message.field("role"), message.field("content"), separator=" ␟ ", ignore_nulls=True)
-    return frame.select(pl.col("prompt").list.eval(line).list.join(" ␞ ")).to_series()
 
 
 def _shape(name: str, frame: pl.DataFrame, rewards: list[Reward], prompt_column: str) -> Iterator[str]:
@@ -199,13 +214,29 @@ def _unusable(name: str, frame: pl.DataFrame, rewards: list[Reward]) -> Iterator
                     break
 
 
-def is_conversation(frame: pl.DataFrame, column: str = "prompt") -> bool:
-    """Whether the prompts are lists of messages."""
-    kind = frame.schema[column]
-    if not (isinstance(kind, pl.List) and isinstance(kind.inner, pl.Struct)):
-        return False
-    fields = {field.name: field.dtype for field in kind.inner.fields}
-    return fields.get("role") == pl.String and fields.get("content") == pl.String
+def _unplayable(name: str, frame: pl.DataFrame, environment: EnvironmentConfig) -> Iterator[str]:
+    """Problems: rows that no conversation with the environment or the tools can begin with."""
+    if environment.is_used and not is_conversation(frame):
+        yield (
+            f"the prompts of {name} are text; tools and environments need messages, such as "
+            '[{"role": "user", "content": …}]'
+        )
+    named = environment.environment_factory
+    if not isinstance(named, dict):
+        return
+    if frame.schema.get("environment") != pl.String:
+        yield (
+            f"{name} has no column 'environment' of text, which says which environment a row is for: "
+            f"{', '.join(named)} (environment.environment_factory)"
+        )
+        return
+    unknown = ~frame["environment"].is_in([*named]).fill_null(False)
+    if unknown.any():
+        row = unknown.arg_true()[0]
+        yield (
+            f"{name} row {row}, column 'environment': {frame['environment'][row]!r}, and {unknown.sum() - 1} more rows "
+            f"like it; environment.environment_factory names {', '.join(named)}"
+        )
 
 
 def _accepts(kind: Any, found: pl.DataType) -> bool:
@@ -238,14 +269,6 @@ def _check(name: str, holds: Callable[[pl.DataFrame], pl.Series]) -> pa.Check:
     return pa.Check(lambda data: holds(data.lazyframe.collect()).to_frame().lazy(), error=name, ignore_na=False)
 
 
-def _where(rows: pl.Series | None, frame: pl.DataFrame, holds: Callable[[pl.Series], pl.Series]) -> pl.Series:
-    """The result of `holds` for the prompts of these rows; true for the others."""
-    everywhere = pl.repeat(True, frame.height, eager=True)
-    if rows is None or not rows.any():
-        return everywhere
-    return everywhere.scatter(rows.arg_true(), holds(frame["prompt"].filter(rows)))
-
-
 def _answerable(frame: pl.DataFrame) -> pl.Series:
     return frame.select(~_is_blank(frame) & _is_well_formed(frame)).to_series()
 
@@ -269,11 +292,12 @@ def _is_well_formed(frame: pl.DataFrame) -> pl.Expr:
         return ~prompt.str.contains(WRITTEN_DOWN).fill_null(False)
     message = pl.element().struct
     known = message.field("role").is_in(ROLES).fill_null(False)
-    text = ~message.field("content").str.contains(WRITTEN_DOWN).fill_null(True)
+    text = ~message.field("content").str.contains(WRITTEN_DOWN)
+    text = text.fill_null(tool_calls(frame.schema["prompt"]).is_not_null())  # a message may be nothing but calls
     return (
         prompt.list.eval(known & text).list.all()
         & ~prompt.list.slice(1).list.eval(message.field("role") == "system").list.any()
-        & (prompt.list.last().struct.field("role") == "user")
+        & prompt.list.last().struct.field("role").is_in(("user", "tool"))
     ).fill_null(False)
 
 
@@ -294,68 +318,6 @@ def _validate(name: str, frame: pl.DataFrame, schema: pa.DataFrameSchema) -> pl.
             row=pl.col("index").cast(pl.UInt32),
             column="column",
             check="check",
-            value=_short(pl.col("failure_case")),
+            value=shown(pl.col("failure_case")),
         )
     return pl.DataFrame(schema=FINDING)
-
-
-def _duplicates(name: str, frame: pl.DataFrame, staying: pl.Series) -> pl.DataFrame:
-    """Rows whose prompt is the same as that of an earlier row, among the rows that stay."""
-    text = prompt_text(frame).filter(staying)
-    again = text.to_frame("text").with_columns(row=staying.arg_true()).filter(~text.is_first_distinct())
-    return again.select(
-        dataset=pl.lit(name),
-        row=pl.col("row").cast(pl.UInt32),
-        column=pl.lit("prompt"),
-        check=pl.lit("duplicate_prompt"),
-        value=_short(pl.col("text")),
-    )
-
-
-def _overlap(frames: Mapping[str, pl.DataFrame], staying: Mapping[str, pl.Series]) -> pl.DataFrame:
-    """Prompts that are both trained on and evaluated on: the same text, or the same except for case and white space.
-
-    Overlaps with eval are reported as rows of train, those with another set as rows of that set, so that a further set
-    does not change what is trained on.
-    """
-    evaluated = {name: _texts(frame, 0).filter(staying[name]) for name, frame in frames.items() if name != "train"}
-    held_out = evaluated.pop("eval")
-    known = {kind: _firsts("eval", held_out, kind) for kind in ("overlap", "near_overlap")}
-    found: dict[str, list[pl.DataFrame]] = {kind: [] for kind in known}
-    for start in range(0, frames["train"].height, SLICE):
-        part = _texts(frames["train"].slice(start, SLICE), start).filter(staying["train"].slice(start, SLICE))
-        for kind, firsts in known.items():
-            found[kind].append(_among("train", part, firsts, kind))
-            found[kind] += [_among(name, own, _firsts("train", part, kind), kind) for name, own in evaluated.items()]
-    # Text that is the same exactly is also the same without regard to case and white space.
-    both = pl.concat([*found["overlap"], *found["near_overlap"]])
-    return both.unique(["dataset", "row"], keep="first", maintain_order=True)
-
-
-def _firsts(name: str, texts: pl.DataFrame, kind: str) -> pl.DataFrame:
-    """Each text of a data set once, with the row that has it first."""
-    return texts.unique(kind, keep="first").select(kind, where=pl.format("{} row {}", pl.lit(name), pl.col("row")))
-
-
-def _among(name: str, texts: pl.DataFrame, others: pl.DataFrame, kind: str) -> pl.DataFrame:
-    """The rows of data set `name` whose texts are among `others`, as FINDING."""
-    return texts.join(others, on=kind).select(
-        dataset=pl.lit(name),
-        row="row",
-        column=pl.lit("prompt"),
-        check=pl.lit(kind),
-        value=pl.format("{} ({})", _short(pl.col("prompt")), pl.col("where")),
-    )
-
-
-def _texts(frame: pl.DataFrame, first_row: int) -> pl.DataFrame:
-    """Each prompt that is there: row, prompt, and what is compared for `overlap` and for `near_overlap`."""
-    text = prompt_text(frame)
-    # White space is collapsed; leaving the many single spaces alone is four times as fast.
-    near = text.str.to_lowercase().str.replace_all(INVISIBLE, "").str.replace_all(r"\s{2,}|[^\S ]", " ")
-    near = near.str.strip_chars()
-    return pl.DataFrame({"prompt": text, "overlap": text, "near_overlap": near}).with_row_index("row", first_row)
-
-
-def _short(text: pl.Expr) -> pl.Expr:
-    return pl.when(text.str.len_chars() > SHOWN).then(text.str.head(SHOWN - 1) + "…").otherwise(text)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import polars as pl
 
 from grpo_core.config.inputs import ModelConfig
-from grpo_core.data.chat import encode_prompts, is_conversation, turns, without_gaps
+from grpo_core.data.chat import NO_OPTIONS, encode_prompts, is_conversation, turns, without_gaps
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.errors import GrpoError
 from grpo_core.model.positions import usable_positions
 from grpo_core.system.processes import importing
+
+Options = Mapping[str, Any]  # what the chat template is given beside the messages: its variables, and the tools
+OptionsByEnvironment = Mapping[str, Options]  # of the rows whose column `environment` says so; "": of all rows
 
 SAMPLED = 10_000  # prompts whose lengths represent all
 LONGEST = 100  # of these, the longest prompts by bytes
@@ -49,20 +53,47 @@ def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
     return tokenizer, usable_positions(model)
 
 
-def renders(conversations: pl.Series, tokenizer: Any) -> pl.Series:
+def by_environment(
+    frame: pl.DataFrame, options: OptionsByEnvironment, of: Callable[[pl.Series, Options], pl.Series]
+) -> pl.Series:
+    """What `of` gives for the prompts of each environment with its options, in the order of the rows."""
+    if "" in options:
+        return of(frame["prompt"], options[""])
+    places = {name: (frame["environment"] == name).arg_true() for name in options}
+    chosen = {name: rows for name, rows in places.items() if not rows.is_empty()}
+    found = pl.concat([of(frame["prompt"].gather(rows), options[name]) for name, rows in chosen.items()])
+    return found.gather(pl.concat([*chosen.values()]).arg_sort())
+
+
+def tool_calls(kind: pl.DataType) -> pl.Expr:
+    """The tool calls of a message (the element of a list) as JSON, null without any. `kind`: of the prompts."""
+    inner = kind.inner if isinstance(kind, pl.List) else None
+    fields = inner.fields if isinstance(inner, pl.Struct) else []
+    if not any(field.name == "tool_calls" and isinstance(field.dtype, pl.List) for field in fields):
+        return pl.lit(None, pl.String)
+    calls = pl.element().struct.field("tool_calls")
+    return pl.when(calls.list.len() > 0).then(pl.struct(calls).struct.json_encode())
+
+
+def renders(conversations: pl.Series, tokenizer: Any, options: Options = NO_OPTIONS) -> pl.Series:
     """Whether the chat template accepts each conversation; tried once per order of roles."""
-    orders = conversations.list.eval(pl.element().struct.field("role")).list.join(",")
+    calls = pl.when(tool_calls(conversations.dtype).is_null()).then(pl.lit("")).otherwise(pl.lit(" with calls"))
+    orders = conversations.list.eval(pl.element().struct.field("role") + calls).list.join(",")
     first = pl.DataFrame({"order": orders, "conversation": conversations}).unique("order", keep="first")
-    accepted = {order: _is_rendered(conversation, tokenizer) for order, conversation in first.iter_rows()}
+    accepted = {order: _is_rendered(conversation, tokenizer, options) for order, conversation in first.iter_rows()}
     return orders.replace_strict(accepted, return_dtype=pl.Boolean)
 
 
-def _is_rendered(conversation: list[dict[str, Any]], tokenizer: Any) -> bool:
+def _is_rendered(conversation: list[dict[str, Any]], tokenizer: Any, options: Options) -> bool:
     try:
-        tokenizer.apply_chat_template(without_gaps(conversation), add_generation_prompt=True, tokenize=False)
+        _rendered(without_gaps(conversation), tokenizer, options)
     except Exception:  # a template is a program, and may raise anything
         return False
     return True
+
+
+def _rendered(messages: list[dict[str, Any]], tokenizer: Any, options: Options) -> str:
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
 
 
 def has_tokens(texts: pl.Series, tokenizer: Any) -> pl.Series:
@@ -80,7 +111,7 @@ def _are_tokenized(texts: pl.Series, tokenizer: Any) -> list[bool]:
     return [bool(ids) for ids in tokenizer(texts.to_list(), add_special_tokens=False)["input_ids"]]
 
 
-def may_fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:
+def may_fit(prompts: pl.Series, tokenizer: Any, room: int | None, options: Options = NO_OPTIONS) -> pl.Series:
     """Whether each prompt may have at most `room` tokens. The others are too long by their bytes, after the chat
     template, and are not tokenized: that might take minutes and gigabytes.
 
@@ -94,18 +125,17 @@ def may_fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:
     longest = max(len(token.encode()) for token in tokenizer.get_vocab())
     most = room * longest * SHRINKAGE if _keeps_every_byte(tokenizer) else max(GIANT, room * BYTES_PER_TOKEN)
     large = (size > most).arg_true()
-    return fits.scatter(large, [_rendered_bytes(prompt, tokenizer) <= most for prompt in prompts.gather(large)])
+    return fits.scatter(large, [_rendered_bytes(it, tokenizer, options) <= most for it in prompts.gather(large)])
 
 
-def _rendered_bytes(prompt: Any, tokenizer: Any) -> int:
+def _rendered_bytes(prompt: Any, tokenizer: Any, options: Options) -> int:
     """Bytes of a prompt after the chat template, which may leave messages or parts of them out."""
     if not is_conversation(prompt):
         return len(prompt.encode())
     try:
-        messages = without_gaps(prompt)
-        return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False).encode())
+        return len(_rendered(without_gaps(prompt), tokenizer, options).encode())
     except Exception:  # the template refuses it: what it was given counts
-        return sum(len((text or "").encode()) for _, text in turns(prompt))
+        return sum(len(text.encode()) for _, text in turns(prompt))
 
 
 def _keeps_every_byte(tokenizer: Any) -> bool:
@@ -134,63 +164,65 @@ def _replaces_a_blank(step: dict[str, Any]) -> bool:
     return step["type"] == "Replace" and step["pattern"] == {"String": " "} and bool(step["content"])
 
 
-def fit(prompts: pl.Series, tokenizer: Any, room: int | None) -> pl.Series:
+def fit(prompts: pl.Series, tokenizer: Any, room: int | None, options: Options = NO_OPTIONS) -> pl.Series:
     """Whether each prompt has at most `room` tokens; the template accepts all of them."""
     fits = pl.repeat(True, len(prompts), eager=True)
     if room is None:
         return fits
-    suspicious = (_most_tokens(prompts, tokenizer) > room).arg_true()
+    suspicious = (_most_tokens(prompts, tokenizer, options) > room).arg_true()
     if suspicious.is_empty():
         return fits
-    lengths = token_lengths(prompts.gather(suspicious), tokenizer)
+    lengths = token_lengths(prompts.gather(suspicious), tokenizer, options)
     return fits.scatter(suspicious, lengths <= room)
 
 
-def token_lengths(prompts: pl.Series, tokenizer: Any) -> pl.Series:
+def token_lengths(prompts: pl.Series, tokenizer: Any, options: Options = NO_OPTIONS) -> pl.Series:
     """Tokens per prompt, including the chat template's. Raises ModelError, with the prompt, if the template fails."""
     try:
-        encoded = encode_prompts(prompts.to_list(), tokenizer)
+        encoded = encode_prompts(prompts.to_list(), tokenizer, options)
     except Exception as error:
-        failing = next((p for p in prompts.to_list() if not _is_rendered(p, tokenizer)), None)
+        failing = next((p for p in prompts.to_list() if not _is_rendered(p, tokenizer, options)), None)
         raise ModelError(f"the chat template fails on a prompt: {error}; the prompt: {failing}") from error
     return pl.Series([len(ids) for ids in encoded], dtype=pl.Int64)
 
 
-def sample_lengths(prompts: pl.Series, tokenizer: Any) -> pl.Series:
+def sample_lengths(frame: pl.DataFrame, tokenizer: Any, options: OptionsByEnvironment) -> pl.Series:
     """Tokens of the longest prompts and of a random sample of the others, or of all if they are few."""
-    if len(prompts) > SAMPLED:
-        longest = _most_tokens(prompts, tokenizer).arg_sort(descending=True).head(LONGEST)
-        others = pl.int_range(len(prompts), eager=True).sample(SAMPLED - LONGEST, seed=0)
-        prompts = prompts.gather(pl.concat([longest.cast(pl.Int64), others]).unique())
-    return token_lengths(prompts, tokenizer)
+    if frame.height > SAMPLED:
+        most = by_environment(frame, options, lambda prompts, given: _most_tokens(prompts, tokenizer, given))
+        longest = most.arg_sort(descending=True).head(LONGEST)
+        others = pl.int_range(frame.height, eager=True).sample(SAMPLED - LONGEST, seed=0)
+        frame = frame[pl.concat([longest.cast(pl.Int64), others]).unique()]
+    return by_environment(frame, options, lambda prompts, given: token_lengths(prompts, tokenizer, given))
 
 
-def _most_tokens(prompts: pl.Series, tokenizer: Any) -> pl.Series:
+def _most_tokens(prompts: pl.Series, tokenizer: Any, options: Options) -> pl.Series:
     """An upper bound of each prompt's tokens, from its bytes."""
     growth = 1 if tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is None else GROWTH
     if prompts.dtype == pl.String:
         return _bytes(prompts) * growth + SPECIAL_TOKENS
     roles = prompts.list.eval(pl.element().struct.field("role"))
-    overhead = {order: _overhead(order, tokenizer) for order in _orders(roles)}
+    overhead = {order: _overhead(order, tokenizer, options) for order in _orders(roles)}
     # Twice, for templates that add text for some contents only.
     return 2 * (_bytes(prompts) + roles.list.join(",").replace_strict(overhead, return_dtype=pl.UInt32)) * growth
 
 
 def _bytes(prompts: pl.Series) -> pl.Series:
-    """Bytes of each prompt's text, or of its messages'."""
+    """Bytes of each prompt's text, or of its messages', their tool calls as JSON."""
     if prompts.dtype == pl.String:
         return prompts.str.len_bytes()
-    return prompts.list.eval(pl.element().struct.field("content").str.len_bytes()).list.sum()
+    texts = (pl.element().struct.field("content"), tool_calls(prompts.dtype))
+    return prompts.list.eval(pl.sum_horizontal(text.str.len_bytes().fill_null(0) for text in texts)).list.sum()
 
 
 def _orders(roles: pl.Series) -> list[str]:
     return roles.list.join(",").unique().to_list()
 
 
-def _overhead(order: str, tokenizer: Any) -> int:
+def _overhead(order: str, tokenizer: Any, options: Options) -> int:
     """Bytes that the chat template adds to messages of these roles."""
     messages = [{"role": role, "content": "x"} for role in order.split(",")]
     try:
-        return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False).encode())
+        return len(_rendered(messages, tokenizer, options).encode())
     except Exception:  # the template wants other fields too: then such prompts are tokenized
         return UNKNOWN

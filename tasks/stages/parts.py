@@ -15,7 +15,7 @@ from typing import Any
 import grpo_core
 from grpo_core.config.base import flatten
 from grpo_core.config.run import RunConfig
-from grpo_core.fingerprint import DIVISION, content_hash, determining, reward_parts
+from grpo_core.fingerprint import DIVISION, content_hash, determining, environment_parts, reward_parts
 
 Named = dict[str, Any]  # what outputs depend on, by the name that a person knows it by
 
@@ -41,6 +41,7 @@ class Parts:
             "data.eval": content_hash(config.data.eval),
             **self._base_model,
             **self._rewards,
+            **self._environment,
             "rollout.max_completion_length": config.rollout.max_completion_length,
         }
 
@@ -52,6 +53,12 @@ class Parts:
             for place, reward in enumerate(self.config.rewards)
             for key, value in reward.model_dump(include={"timeout", "range", "isolated", "memory_gib"}).items()
         }
+
+    @cached_property
+    def environment_limits(self) -> Named:
+        """Keys of the environment that only the rehearsal looks at."""
+        limits = self.config.environment.model_dump(include={"tool_timeout", "memory_gib"})
+        return flatten({"environment": limits}) if self.config.environment.is_used else {}
 
     @cached_property
     def answers(self) -> Named:
@@ -74,7 +81,10 @@ class Parts:
     @cached_property
     def model(self) -> Named:
         settings = self.section("model") | self._base_model
-        del settings["model.name_or_path"]  # its content counts
+        for key in ("model.name_or_path", "model.adapter"):  # their content counts
+            del settings[key]
+        if adapter := self.config.model.adapter:
+            settings["content of the adapter"] = content_hash(adapter)
         return settings
 
     @cached_property
@@ -116,6 +126,13 @@ class Parts:
     def _base_model(self) -> Named:
         model = self.config.model
         return {"content of the base model": content_hash(model.name_or_path), "model.revision": model.revision}
+
+    @cached_property
+    def _environment(self) -> Named:
+        """The keys of the environment, and the hash of the source of each class and tool."""
+        keys = environment_parts(self.config)
+        sources = {f"source of {name} (environment)": source for name, source in keys.pop("sources", {}).items()}
+        return flatten({"environment": keys}) | sources
 
     @cached_property
     def _rewards(self) -> Named:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from grpo_core.config.files import KEPT, dump_config, load_config
 from grpo_core.config.run import RunConfig
+from grpo_core.environments.registry import file_of, named
 from grpo_core.errors import GrpoError
 from grpo_core.rewards.contract import files_of
 from grpo_core.rewards.modules import place_of
@@ -57,10 +58,11 @@ def read_config(run: Path) -> RunConfig:
 
 @contextmanager
 def open_run(config: RunConfig, say: Callable[[str], None] = print, wait: bool = False) -> Iterator[Path]:
-    """The run's directory, locked as by `locked`, with its resolved configuration and copies of its own rewards' files
-    written. Raises RewardError if a reward cannot be imported."""
+    """The run's directory, locked as by `locked`, with its resolved configuration and copies of the files of its own
+    rewards, tools and environments written. Raises RewardError or EnvironmentsError if one cannot be imported."""
     own = [reward for reward in config.rewards if ":" in reward.function]
     paths = {place_of(Path(file), reward.function): Path(file) for reward in own for file in files_of(reward)}
+    paths |= {place_of(file_of(name), name): file_of(name) for name in named(config.environment) if ":" in name}
     files = {place: path.read_bytes() for place, path in paths.items()}
     run = run_folder(config.name)
     run.mkdir(parents=True, exist_ok=True)

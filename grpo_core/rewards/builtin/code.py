@@ -13,7 +13,7 @@ from typing import Any
 from grpo_core.data.chat import text_of
 from grpo_core.rewards.builtin.code_tests import UnitTest, UnitTestError, read_test
 from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
-from grpo_core.rewards.sandbox.bubblewrap import Limits, Sandbox, ask, require
+from grpo_core.system.sandbox.bubblewrap import Limits, Sandbox, ask, require
 
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n]*$", re.MULTILINE)
 

@@ -21,7 +21,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
-from grpo_core.rewards.sandbox.bubblewrap import Call, Input
+from grpo_core.system.sandbox.bubblewrap import Call, Input
 
 # What an assertion may use around the program's expression: on data, none of it runs long or reaches anything.
 FUNCTIONS: dict[str, Any] = {

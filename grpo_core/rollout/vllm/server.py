@@ -14,9 +14,10 @@ import resource
 import socket
 import threading
 import uuid
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,13 +26,14 @@ from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, sharers, wait_for_all
-from grpo_core.model.loading import plain_weights
+from grpo_core.model.loading import base_weights, plain_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
-from grpo_core.rollout.types import Completion, Finished, Request, Sampling
-from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Weights
+from grpo_core.rollout.types import Completion, Request, Sampling, Stream
+from grpo_core.rollout.vllm.adapter import adapter_of
+from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_BASE, Server, ServerError, Weights
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
-from grpo_core.rollout.vllm.serve import largest_group, read_addresses, wrong_vllm
+from grpo_core.rollout.vllm.serve import adapter_room, largest_group, read_addresses, wrong_vllm
 from grpo_core.rollout.vllm.snapshot import take_snapshot
 
 TURN_SECONDS = 0.05  # after which a caller that waits for completions may do something else
@@ -44,7 +46,8 @@ Result = TypeVar("Result")
 class VLLMServerEngine:
     """An Engine and Lookahead over one or several servers, which take turns with the requests.
 
-    The servers get the model's weights at the start. An adapter is merged into the layers that it adapts.
+    The servers get the model's weights at the start. Of a model under an adapter they have the base, and get the
+    adapter alone, unless vLLM cannot compute with it: then it is merged into the layers that it adapts.
     """
 
     def __init__(self, config: RunConfig, model: nn.Module, max_length: int):
@@ -64,12 +67,13 @@ class VLLMServerEngine:
         process = PartialState()
         self.sends = process.is_main_process
         self.dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
+        self.adapter_room = adapter_room(config) if hasattr(model, "peft_config") else 0  # an evaluation's are merged
         self.token = from_main(uuid.uuid4().hex)
         holder = f"run {config.name!r} on {socket.gethostname()}, process {os.getpid()}"
         on_cpu = next(model.parameters()).device.type == "cpu"
 
         def objection(started: Mapping[str, Any]) -> str:
-            return _objection(started, config, max_length, on_cpu, pid_namespace_id())
+            return _objection(started, config, max_length, on_cpu, pid_namespace_id(), self.adapter_room)
 
         self.servers = [Server(url, config.rollout, self.token, holder, objection, send) for url in urls]
         self.turns = itertools.count(process.process_index)
@@ -92,22 +96,33 @@ class VLLMServerEngine:
         wait_for_all()  # pausing the servers earlier would abort answers that other processes still wait for
         for server in self.servers:
             server.wanted = NO_WEIGHTS  # which frees the last copy before there is another
-        version = f"{self.token}-{next(self.versions)}"
-        if is_sharded(model):
+        version = f"{self.token}-{next(self.versions)}" + OVER_BASE * bool(self.adapter_room)
+        adapter: Mapping[str, Any] | None = None
+        base: Callable[[], Mapping[str, Tensor]] | None = None
+        snapshot: Mapping[str, Tensor] | None
+        if self.adapter_room:
+            adapter, tensors = adapter_of(model, self.dtype)
+            snapshot = tensors if self.sends else None
+            base = None if is_sharded(model) else partial(base_weights, model)
+        elif is_sharded(model):
             if sharers(model) > (here := int(os.environ.get("LOCAL_WORLD_SIZE", sharers(model)))):
                 raise ServerError(
                     f"train.sharding='full' over {sharers(model)} processes, {here} of them on this machine: weights "
                     "are sent to servers from the memory of one machine; set train.sharding to 'hybrid', or "
                     "rollout.engine to 'vllm'"
                 )
-            snapshot: Mapping[str, Tensor] | None = take_snapshot(model, self.dtype, mine=self.sends)
+            snapshot = take_snapshot(model, self.dtype, mine=self.sends)
         else:
             snapshot = plain_weights(model) if self.sends else None
-        weights = Weights(version, snapshot)
+        weights = Weights(version, snapshot, adapter, base)
         for server in self.servers:
             server.wanted = weights
         self._run(_all(server.restore() for server in self.servers))
-        return "sent by " + ", ".join(sorted({server.backend for server in self.servers}))
+        return (
+            ("adapter " if adapter else "")
+            + "sent by "
+            + ", ".join(sorted({server.backend for server in self.servers}))
+        )
 
     def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Have these sampled by the weights as they are; `generate` with the same requests gives what came of it."""
@@ -121,15 +136,17 @@ class VLLMServerEngine:
             future.cancel()  # which closes the connection, and that ends the request
         self.begun.clear()
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
         numbers: dict[Future[list[Completion]], int] = {}  # of the requests that are not finished
+        count, more = 0, requests
         try:
-            for number, request in enumerate(requests):
-                begun = self.begun.pop(_key(request, sampling), None)
-                numbers[begun or self._submit(request, sampling)] = number
-            while numbers:
+            while numbers or more:
+                for number, request in enumerate(more, count):
+                    begun = self.begun.pop(_key(request, sampling), None)
+                    numbers[begun or self._submit(request, sampling)] = number
+                count += len(more)
                 finished, _ = wait(numbers, TURN_SECONDS, FIRST_COMPLETED)
-                yield [(numbers.pop(future), future.result()) for future in finished]
+                more = (yield [(numbers.pop(future), future.result()) for future in finished]) or ()
         finally:
             for future in numbers:
                 future.cancel()  # which closes the connection, and that ends the request
@@ -181,7 +198,7 @@ async def _complete(server: Server, request: Request, sampling: Sampling) -> lis
     parameters = {
         "n": request.num_completions,
         "seed": request.seed,  # vLLM gives completion i of a request the seed + i
-        "max_tokens": sampling.max_tokens,
+        "max_tokens": request.max_tokens or sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -212,10 +229,12 @@ def _number(logprob: float) -> float:
 
 
 def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:
-    return (tuple(request.prompt_ids), request.num_completions, request.seed, sampling)
+    return (tuple(request.prompt_ids), request.num_completions, request.seed, request.max_tokens, sampling)
 
 
-def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool, here: str) -> str:
+def _objection(
+    started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool, here: str, adapter_room: int = 0
+) -> str:
     """Sentence on why a server started with these options cannot be used; "" if it can."""
     dtype = "bfloat16" if config.train.mixed_precision == "bf16" else "float32"
     transfers = ["shared_memory", "http"] if on_cpu else ["nccl", "ipc"]
@@ -238,6 +257,12 @@ def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, o
         return (
             f"cannot give the log-probabilities that training compares with rollout.top_p={config.rollout.top_p:g} and "
             f"rollout.top_k={config.rollout.top_k} (1 and 0 need nothing), since {started['truncation_problem']}"
+        )
+    if started["lora_rank"] < adapter_room:
+        return (
+            f"makes room for adapters of rank {started['lora_rank']} at most, model.lora_r={config.model.lora_r}"
+            if started["lora_rank"]
+            else "takes no adapters, and model.use_peft=true"
         )
     if started["max_model_len"] < max_length:
         return f"takes sequences of {started['max_model_len']} tokens, the longest here has {max_length}"

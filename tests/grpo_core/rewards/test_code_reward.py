@@ -15,9 +15,9 @@ from grpo_core.config.inputs import RewardConfig
 from grpo_core.rewards.builtin.code import last_block, unit_tests
 from grpo_core.rewards.builtin.code_tests import UnitTestError, read_test
 from grpo_core.rewards.contract import resolve
-from grpo_core.rewards.sandbox.bubblewrap import Call, Input, _rebuilt
-from grpo_core.rewards.sandbox.inside import encoded
 from grpo_core.rewards.scoring import Batch, score
+from grpo_core.system.sandbox.bubblewrap import Call, Input, _rebuilt
+from grpo_core.system.sandbox.inside import encoded
 
 sandboxed = pytest.mark.skipif(not shutil.which("bwrap"), reason="Debian's package bubblewrap is not installed")
 

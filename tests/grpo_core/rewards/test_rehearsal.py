@@ -176,7 +176,7 @@ def test_an_isolated_reward_that_ends_its_process_is_a_finding_beside_the_others
     assert "'ends' lost its process, which ended with exit status 3, for prompt '10+1=', completion '11'" in first
     assert "'short' returned 1 values for 24 completions" in second
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(TRYING)]
-    assert said == [f"{TRYING}{name!r}" for name in ("ends", "numeric_match", "short")]
+    assert said == [f"{TRYING}reward {name!r}" for name in ("ends", "numeric_match", "short")]
 
 
 def test_the_longest_rehearsal_allows_each_reward_its_time_limits(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
         prompts=Prompts([{"prompt": "p", "answer": "0"} for _ in rows], [[row, 1] for row in rows]),
         held_out=None,
         rewards=[resolve(reward) for reward in config.rewards],
+        setting=None,
         model=model,
         policy=policy,
         reference=None,

@@ -57,7 +57,15 @@ ALL_AT_ONCE = {
     "lr_scheduler_type": "cosine",
     "warmup_steps": 3,
 }
-ADAPTER = {"use_peft": True, "lora_r": 4, "beta": 0.1, "num_iterations": 2, "max_steps": 6, "save_steps": 2}
+ADAPTER = {
+    "use_peft": True,
+    "lora_r": 4,
+    "lora_dropout": 0.2,
+    "beta": 0.1,
+    "num_iterations": 2,
+    "max_steps": 6,
+    "save_steps": 2,
+}
 
 
 @pytest.mark.slow

@@ -33,7 +33,8 @@ def checkpoint_of(run: Path, step: int) -> dict[str, Any]:
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "training" / "model" / "model.safetensors")
+    files = (run / "training" / "model").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def are_close(first: Path, second: Path) -> bool:
@@ -43,7 +44,10 @@ def are_close(first: Path, second: Path) -> bool:
 
 def figures_of(run: Path) -> list[dict[str, float]]:
     """The metrics, without times."""
-    return [{name: value for name, value in row.items() if "time" not in name} for row in metrics_of(run)]
+    return [
+        {name: value for name, value in row.items() if not ("time" in name or "seconds" in name)}
+        for row in metrics_of(run)
+    ]
 
 
 def assert_same(run: Path, whole: Path) -> None:

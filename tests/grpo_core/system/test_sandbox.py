@@ -25,10 +25,10 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from grpo_core.rewards.sandbox import bubblewrap as sandbox
-from grpo_core.rewards.sandbox.bubblewrap import Call, Input, Limits, SandboxError, ask, require
-from grpo_core.rewards.sandbox.seccomp import MACHINES, REFUSED, build_filter
-from tests.grpo_core.rewards.attacks import ATTACKS
+from grpo_core.system.sandbox import bubblewrap as sandbox
+from grpo_core.system.sandbox.bubblewrap import Call, Input, Limits, SandboxError, ask, require
+from grpo_core.system.sandbox.seccomp import MACHINES, REFUSED, build_filter
+from tests.grpo_core.system.attacks import ATTACKS
 
 pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="Debian's package bubblewrap is not installed")
 
@@ -120,7 +120,7 @@ def test_no_socket_can_be_opened() -> None:
 
 
 def test_the_network_namespace_is_empty_behind_the_filter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_core.rewards.sandbox.seccomp.REFUSED", {})
+    monkeypatch.setattr("grpo_core.system.sandbox.seccomp.REFUSED", {})
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert answer(f"connect(2, ('127.0.0.1', {server.getsockname()[1]}))") == "Connection refused"
     assert answer("connect(2, ('192.0.2.1', 80))") == "Network is unreachable"
@@ -226,14 +226,14 @@ def test_answers_are_read_from_a_descriptor_above_1023() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     with os.fdopen(low), os.fdopen(high), os.fdopen(writing, "w") as program:
         print("an answer", end="", file=program, flush=True)
-        assert sandbox._read(high, 6, time.monotonic() + 60) == b"an ans", "no more than was asked for"
+        assert sandbox.read(high, 6, time.monotonic() + 60) == b"an ans", "no more than was asked for"
         program.close()
-        assert sandbox._read(high, 100, time.monotonic() + 60) == b"wer", "to the end"
+        assert sandbox.read(high, 100, time.monotonic() + 60) == b"wer", "to the end"
 
 
 def test_the_sandbox_ends_when_the_training_is_killed(marker: str) -> None:
     call = f"mark({marker!r}) or __import__('time').sleep(1000)"
-    script = "from grpo_core.rewards.sandbox.bubblewrap import *\n"
+    script = "from grpo_core.system.sandbox.bubblewrap import *\n"
     script += f"ask({ATTACKS!r}, [Call({call!r})], Limits(wall_seconds=1000.0), 'bubblewrap')"
     with subprocess.Popen([sys.executable, "-c", script]) as training:
         while not named(marker):
@@ -332,11 +332,11 @@ def test_who_is_not_root_has_the_same_sandbox() -> None:
     if os.geteuid() != 0 or recent.returncode != 0:
         pytest.skip("needs root, and a system Python of 3.11 or later")
     questions = "[Call('forks(str())'), Call('[os.getuid(), os.getppid()]'), Call('write(\"/x\")')]"
-    script = "from grpo_core.rewards.sandbox.bubblewrap import *\nrequire('bubblewrap')\n"
+    script = "from grpo_core.system.sandbox.bubblewrap import *\nrequire('bubblewrap')\n"
     script += f"print(ask({ATTACKS!r}, {questions}, Limits(cpu_seconds=1, wall_seconds=300.0), 'bubblewrap'))"
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        shutil.copytree(Path(sandbox.__file__).parent, Path(folder) / "grpo_core" / "rewards")
+        shutil.copytree(Path(sandbox.__file__).parent, Path(folder) / "grpo_core" / "system" / "sandbox")
         environment = {"PYTHONPATH": folder, "PATH": os.environ["PATH"]}
         command = [python, "-c", script]
         done = subprocess.run(command, env=environment, user=1234, group=1234, extra_groups=[], capture_output=True)

@@ -1,6 +1,6 @@
 """Run an unreviewed program: bubblewrap's namespaces, limits of the kernel, a filter of system calls.
 
-tests/grpo_core/rewards/test_sandbox.py attacks it; docs/explanation/security.md says what holds. The program and the
+tests/grpo_core/system/test_sandbox.py attacks it; docs/explanation/security.md says what holds. The program and the
 questions to it go in, answers come out as data; whether they are right is decided elsewhere (`builtin.code_tests`).
 """
 
@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from grpo_core.rewards.sandbox.seccomp import MACHINES, build_filter
+from grpo_core.system.sandbox.seccomp import MACHINES, build_filter
 
 Sandbox = Literal["bubblewrap", "none"]
 NOBODY = 65534
@@ -135,8 +135,8 @@ def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int) -> tuple[bytes
         if sandbox == "none":
             command, filters, folder = python, [], stack.enter_context(tempfile.TemporaryDirectory())
         else:
-            filters, folder = [stack.enter_context(_filter())], "/"
-            command = [*_enclosed(filters[0], limits.scratch_mib), *python]
+            begin, descriptor = stack.enter_context(enclosed(limits.scratch_mib))
+            command, filters, folder = [*begin, *python], [descriptor], "/"
         deadline = time.monotonic() + limits.wall_seconds
         process = stack.enter_context(
             subprocess.Popen(
@@ -150,8 +150,8 @@ def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int) -> tuple[bytes
                 start_new_session=True,
             )
         )
-        stack.callback(_kill, process)
-        timer = threading.Timer(limits.wall_seconds, _kill, [process])
+        stack.callback(kill, process)
+        timer = threading.Timer(limits.wall_seconds, kill, [process])
         stack.callback(timer.cancel)
         timer.start()
         assert process.stdin and process.stdout and process.stderr
@@ -159,12 +159,12 @@ def _run(job: bytes, limits: Limits, sandbox: Sandbox, most: int) -> tuple[bytes
             process.stdin.write(job)
         with suppress(BrokenPipeError):
             process.stdin.close()
-        output = _read(process.stdout.fileno(), most, deadline)
-        _kill(process)
+        output = read(process.stdout.fileno(), most, deadline)
+        kill(process)
         return output, process.stderr.read()
 
 
-def _read(descriptor: int, most: int, deadline: float) -> bytes:
+def read(descriptor: int, most: int, deadline: float) -> bytes:
     """The output until its end or the deadline: without a sandbox, a daemon may live on and hold the pipe open."""
     output, waiting = bytearray(), select.poll()  # select.select takes no descriptor above 1023
     waiting.register(descriptor, select.POLLIN)
@@ -176,7 +176,7 @@ def _read(descriptor: int, most: int, deadline: float) -> bytes:
     return bytes(output)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[bytes]) -> None:
     """End bubblewrap, and with it everything in its process namespace."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -197,13 +197,14 @@ def _kernel_limits(limits: Limits, sandbox: Sandbox) -> list[tuple[str, int]]:
 
 
 @contextmanager
-def _filter() -> Iterator[int]:
-    """A descriptor to read the filter of system calls from."""
+def enclosed(scratch_mib: int) -> Iterator[tuple[list[str], int]]:
+    """The beginning of a command that runs in the sandbox, and the descriptor that it is to be passed (the filter of
+    system calls)."""
     reading, writing = os.pipe()
     try:
         with os.fdopen(writing, "wb") as file:
             file.write(build_filter())
-        yield reading
+        yield _enclosed(reading, scratch_mib), reading
     finally:
         os.close(reading)
 

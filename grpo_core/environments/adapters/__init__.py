@@ -1,0 +1,1 @@
+"""Environments that others have written, one package per file."""

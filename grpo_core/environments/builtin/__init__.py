@@ -1,0 +1,1 @@
+"""Tools that ship, one file each."""

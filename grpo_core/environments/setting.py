@@ -1,0 +1,72 @@
+"""What a process holds conversations with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_core.config.run import RunConfig
+from grpo_core.data.chat import is_conversation, without_gaps
+from grpo_core.environments.conversation import Conversation, Play, converse
+from grpo_core.environments.processes import Environments, Seen
+from grpo_core.environments.registry import EnvironmentsError
+from grpo_core.environments.turns import TurnFormat
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The environments, and how the model's chat template writes turns."""
+
+    environments: Environments
+    turns: TurnFormat
+
+    def encode(self, row: Mapping[str, Any]) -> list[int]:
+        """Token ids of the row's prompt with its tools, without what `reset` adds."""
+        tools = self.environments.tools(self.environments.name_for(row))
+        return self.turns.prompt(without_gaps(row["prompt"]), [*tools.values()])
+
+    def options(self, name: str) -> dict[str, Any]:
+        """What the chat template is given beside the messages of this environment's rows, as in `encode`."""
+        return {**self.turns.options, "tools": [*self.environments.tools(name).values()] or None}
+
+    def converse(self, row: Mapping[str, Any], seed: int, max_tokens: int) -> Play:
+        """A conversation about the row; see `conversation.converse`."""
+        return converse(row, seed, max_tokens, self.environments, self.turns)
+
+    def seen(self, talk: Conversation) -> Seen:
+        """The environment of a conversation, for reward functions."""
+        return Seen(talk.environment, talk.said.reward, self.environments.config.tool_timeout)
+
+
+def make_setting(config: RunConfig, tokenizer: Any) -> Setting | None:
+    """The configured environments and tools; None if there are none. Raises EnvironmentsError if they cannot be used,
+    or the model's chat template cannot write what they say."""
+    if not config.environment.is_used:
+        return None
+    turns = TurnFormat(tokenizer, _ends(config, tokenizer), config.data.chat_template_kwargs)
+    if problem := turns.problem(with_tools=True):
+        raise EnvironmentsError(f"environment: {problem}")
+    return Setting(Environments(config.environment), turns)
+
+
+def check_prompt(prompt: Any) -> None:
+    """Raises EnvironmentsError for a prompt that no conversation can begin with."""
+    if not is_conversation(prompt):
+        raise EnvironmentsError(
+            "environment: the prompts are texts; tools and environments need messages, such as "
+            '[{"role": "user", "content": …}]'
+        )
+
+
+def _ends(config: RunConfig, tokenizer: Any) -> tuple[str, ...]:
+    """Texts of the tokens at which the engine ends a turn: the tokenizer's and the model's."""
+    from transformers import GenerationConfig
+
+    ids, model = {tokenizer.eos_token_id}, config.model
+    try:
+        own = GenerationConfig.from_pretrained(model.name_or_path, revision=model.revision or "main").eos_token_id
+    except OSError:  # the model has no such file
+        own = None
+    ids |= {*own} if isinstance(own, list) else {own}
+    return tuple(tokenizer.convert_ids_to_tokens(sorted(ids - {None})))

@@ -1,0 +1,329 @@
+"""The processes of environments: `python -m grpo_core.environments.worker DESCRIPTOR`.
+
+One process, the starter, imports the configured classes and tools. For each environment that is asked for, it forks
+one, which has them imported already, holds one instance and answers one request after the other. Between the two is a
+keeper, which ends what the environment leaves running. A guard (`system.guard`) ends all with the process that asks.
+
+Requests are pickled: a row arrives as it is. Answers are JSON: no object of the user's code is rebuilt outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import pickle
+import random
+import re
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from grpo_core.system.descendants import adopt_orphans, kill_descendants
+from grpo_core.system.guard import die_with_parent, guarded
+
+LONGEST_ANSWER = 1 << 16  # characters of a tool's answer: far more than fits into any context
+MOST_BYTES = 1 << 26  # of an attribute that a reward reads
+NO_TEXT = "which is no text"  # at the end of what is said of such an answer
+OPEN_FILES = 1024
+OWN = ("reset", "get_reward")  # methods of an environment that are no tools
+ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # in the text of an object that has none
+
+
+class UnusableError(Exception):
+    """An environment or tool that cannot be used; the message says why."""
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    guarded(control)
+    first = _accept(control)
+    if first is None:
+        return
+    setup = pickle.loads(receive(first) or b"")
+    args, sys.path[:] = setup["args"], setup["path"]
+    try:
+        tools = {name: found(source) for name, source in setup["tools"].items()}
+        factories = {name: found(source) for name, source in setup["factories"].items()}
+    except UnusableError as error:
+        _say(first, {"refused": str(error)})
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that ended children leave nothing to be waited for
+
+    def start(connection: socket.socket, work: Callable[[], None]) -> None:
+        if os.fork() == 0:
+            control.close()
+            _keep(connection, work, setup["memory_gib"])
+        connection.close()
+
+    # What is described is made in a process of its own: threads of an instance, say, would break each later fork.
+    start(first, lambda: _say(first, describe(tools, factories, args)))
+    while connection := _accept(control):
+        start(connection, partial(serve, connection, tools, factories, args))
+
+
+def _keep(connection: socket.socket, work: Callable[[], None], memory_gib: float) -> NoReturn:
+    """Work in a child of this process, which has just been forked; end what that leaves running, and end."""
+    try:
+        die_with_parent()
+        adopt_orphans()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        child = os.fork()
+        if child == 0:
+            _alone(work, memory_gib)
+        connection.close()
+        while os.wait()[0] != child:  # others are what the child has left behind, and has ended
+            continue
+        kill_descendants()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+    finally:
+        os._exit(0)
+
+
+def _alone(work: Callable[[], None], memory_gib: float) -> NoReturn:
+    """Work in this process, which has just been forked, and end it."""
+    try:
+        die_with_parent()
+        os.setsid()
+        _limit(memory_gib)
+        work()
+    except OSError:  # the connection is gone
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def serve(
+    connection: socket.socket,
+    tools: Mapping[str, Callable[..., Any]],
+    factories: Mapping[str, Callable[..., Any]],
+    args: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Answer the requests of one conversation after the other until the connection is closed."""
+    me = os.getpid()
+    _say(connection, {"pid": me})
+    instances: dict[str, Any] = {}
+    environment: Any = None
+    with asyncio.Runner() as runner:
+
+        def settled(value: Any) -> Any:
+            async def awaited() -> Any:
+                return await value
+
+            return runner.run(awaited()) if inspect.isawaitable(value) else value
+
+        while (body := receive(connection)) is not None:
+            request = pickle.loads(body)
+            try:
+                match request["do"]:
+                    case "rest":
+                        _reset_tools(tools)
+                        continue
+                    case "reset":
+                        _reset_tools(tools)
+                        _seed(request["seed"])
+                        name = request["environment"]
+                        if name in factories and name not in instances:
+                            instances[name] = factories[name](**args.get(name, {}))
+                        environment = instances.get(name)
+                        value = None if environment is None else settled(environment.reset(**request["row"]))
+                        if not (value is None or isinstance(value, str)):
+                            raise TypeError(f"reset returned {type(value).__name__}; return text or None")
+                        value = value and text_of(value)
+                    case "call":
+                        tool = tools.get(request["name"]) or getattr(environment, request["name"])
+                        value = text_of(settled(tool(**request["arguments"])))
+                    case "get":
+                        value = getattr(environment, request["name"])
+                        value = ... if callable(value) else _plain(value, request["name"])
+                    case "invoke":
+                        method = getattr(environment, request["name"])
+                        value = _plain(settled(method(*request["args"], **request["kwargs"])), request["name"])
+                answer: dict[str, Any] = {"callable": True} if value is ... else {"value": value}
+            except AttributeError as error:
+                answer = {"missing" if request["do"] == "get" else "raised": [type(error).__name__, _message(error)]}
+            except BaseException as error:  # exit() and interrupts of the user's code too
+                answer = {"raised": [type(error).__name__, _message(error)]}
+            if os.getpid() != me:  # the user's code has forked, and the fork has returned from it too
+                os._exit(0)
+            _flush()
+            _say(connection, {"to": request["number"], **answer})
+
+
+def _reset_tools(tools: Mapping[str, Callable[..., Any]]) -> None:
+    """A tool that keeps something between calls is a method of an object that has `reset`."""
+    for tool in tools.values():
+        if reset := getattr(getattr(tool, "__self__", None), "reset", None):
+            reset()
+
+
+def text_of(value: Any) -> str:
+    """What a tool or `reset` has returned, as text. Raises TypeError or ValueError for what is none."""
+    text = value if isinstance(value, str) else str(value)
+    if not isinstance(value, str) and ADDRESS.search(text):
+        raise TypeError(f"the tool returned {type(value).__name__}, {NO_TEXT}")
+    if len(text) > LONGEST_ANSWER:
+        raise ValueError(f"{len(text):,} characters were returned; {LONGEST_ANSWER:,} are the most")
+    text.encode()  # no lone surrogates
+    return text
+
+
+def describe(
+    tools: Mapping[str, Callable[..., Any]],
+    factories: Mapping[str, Callable[..., Any]],
+    args: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Schemas of the tools, and of each environment's; or why one cannot be used."""
+    try:
+        return _described(tools, factories, args)
+    except UnusableError as error:
+        return {"refused": str(error)}
+
+
+def _described(
+    tools: Mapping[str, Callable[..., Any]],
+    factories: Mapping[str, Callable[..., Any]],
+    args: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    common = {name: schema(function, name) for name, function in tools.items()}
+    environments = {}
+    for name, factory in factories.items():
+        shown = name or getattr(factory, "__name__", str(factory))
+        try:
+            instance = factory(**args.get(name, {}))
+        except (Exception, SystemExit) as error:
+            raise UnusableError(f"the environment {shown} cannot be made: {type(error).__name__}: {error}") from error
+        methods = [method for method, _ in inspect.getmembers(type(instance), inspect.isfunction)]
+        if "reset" not in methods:
+            raise UnusableError(f"the environment {shown} has no method reset(**row); it begins each conversation")
+        own = {it: schema(getattr(instance, it), it) for it in methods if it not in OWN and not it.startswith("_")}
+        if twice := own.keys() & common.keys():
+            raise UnusableError(f"the environment {shown} has a method {min(twice)!r}, and so is a tool called")
+        environments[name] = {"tools": {**common, **own}, "has_reward": "get_reward" in methods}
+    return {"tools": common, "environments": environments}
+
+
+def schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
+    """JSON schema of a tool, from its types and its docstring in Google style."""
+    from transformers.utils import get_json_schema
+
+    try:
+        found = get_json_schema(function)
+    except Exception as error:  # DocstringParsingException, TypeHintParsingException, or what an annotation raises
+        raise UnusableError(
+            f"the tool {name!r} cannot be described to the policy: {error} (types for all arguments, and a docstring "
+            "that describes the tool and, under `Args:`, each of them)"
+        ) from error
+    found["function"].pop("return", None)
+    return found
+
+
+def found(source: str) -> Any:
+    """What `module:name` names. Raises UnusableError."""
+    module, _, name = source.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except AttributeError as error:
+        raise UnusableError(f"{source!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # a user's module may do anything
+        raise UnusableError(f"{source!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _plain(value: Any, name: str) -> Any:
+    """A value as the asking process can have it."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a number of numpy or torch
+        value = value.item()
+    try:
+        size = len(json.dumps(value, allow_nan=True))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"{name} is {type(value).__name__}, which JSON cannot hold ({error}); it comes from the environment's "
+            "process: let it be numbers, text, lists or dictionaries"
+        ) from None
+    if size > MOST_BYTES:
+        raise ValueError(f"{name} takes {size:,} bytes; {MOST_BYTES:,} are the most")
+    return value
+
+
+def _seed(seed: int) -> None:
+    """Random numbers of the environment follow from the row: all completions of a prompt start from the same state."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+def _limit(memory_gib: float) -> None:
+    limits = {
+        resource.RLIMIT_DATA: int(memory_gib * 2**30),
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, value in limits.items():
+        allowed = resource.getrlimit(kind)[1]
+        value = value if allowed == resource.RLIM_INFINITY else min(value, allowed)
+        resource.setrlimit(kind, (value, value))
+    with suppress(OSError):  # where memory runs out, this is ended, not the training
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)[:LONGEST_ANSWER].encode(errors="backslashreplace").decode()
+    except Exception as unsaid:
+        return f"(its text cannot be shown: its __str__ raises {type(unsaid).__name__})"
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:  # the user's code may have closed it
+            continue
+
+
+def _say(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    send(connection, json.dumps(message).encode())
+
+
+def send(connection: socket.socket, body: bytes) -> None:
+    """One frame: the length of what follows in four bytes, then that."""
+    connection.sendall(struct.pack(">I", len(body)) + body)
+
+
+def receive(connection: socket.socket) -> bytes | None:
+    """What the next frame holds; None at the connection's end."""
+    head = _exactly(connection, 4)
+    return _exactly(connection, struct.unpack(">I", head)[0]) if head else None
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        part = connection.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def _accept(control: socket.socket) -> socket.socket | None:
+    something, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    return socket.socket(fileno=descriptors[0]) if something and descriptors else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""The environment's own reward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_core.rewards.builtin.record import BuiltinReward, Rewards
+
+
+def environment(environments: Sequence[Any]) -> list[float | None]:
+    """What each conversation's environment gave in `get_reward`; None for one that has no such method."""
+    return [each.get_reward() for each in environments]
+
+
+REWARDS: Rewards = {"environment": BuiltinReward(environment, (-math.inf, math.inf), looks_at_text_only=True)}
