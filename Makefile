@@ -9,6 +9,7 @@ ENGINE ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(HARDWARE)
+PEER := $(VENV)/.installed-peer
 UV := $(or $(shell command -v uv),$(BIN)/uv)
 
 # CPU: pip's wheel folder, if there is one, holds PyTorch's CPU build; else uv takes it from PyTorch's index. GPU: PyPI's
@@ -47,6 +48,11 @@ $(STAMP): pyproject.toml requirements/$(HARDWARE).txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch $@
 
+# The peer that benchmarks measure against; tests read the chat templates that it has copies of.
+$(PEER): $(STAMP) requirements/bench.txt
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt
+	@touch $@
+
 quickstart: setup ## build the example's inputs, run the pipeline, say what happened
 	@start=$$SECONDS; \
 	$(BIN)/python examples/arithmetic/make.py && \
@@ -56,17 +62,17 @@ quickstart: setup ## build the example's inputs, run the pipeline, say what happ
 ui: setup ## Prefect and MLflow on 127.0.0.1, over the same data
 	@$(BIN)/grpo up
 
-fast: setup ## the tests that take a moment each, for the edit loop
+fast: setup $(PEER) ## the tests that take a moment each, for the edit loop
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow and not e2e'
 
 # Beside each other: mypy takes one of two cores for a minute.
 test: setup ## everything that CI checks
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going check tests
 
-tests: setup
+tests: setup $(PEER)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
-e2e: setup ## the long tests: servers, browser, faults
+e2e: setup $(PEER) ## the long tests: servers, browser, faults
 	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15
 
 pictures: setup ## write docs/images/*.png from the browser test
@@ -79,8 +85,7 @@ gamed: setup ## write docs/images/reward-models.png from two runs of the dialogu
 	$(BIN)/python -m examples.dialogue.make
 	$(BIN)/python -m benchmarks.reward_models
 
-bench: setup ## the training loop beside TRL's, on this machine
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps -r requirements/bench.txt
+bench: setup $(PEER) ## the training loop beside TRL's, on this machine
 	$(BIN)/python -m benchmarks.vs_trl
 
 gpu-check: ## does this machine's GPU run everything, rightly, and how fast (10 minutes, estimated)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +20,34 @@ if TYPE_CHECKING:
     import torch
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-Prompt = str | list[dict[str, str]]  # text, or a conversation
-Demonstration = tuple[Prompt, str]  # and what the base learns to say to it
+Message = dict[str, Any]
+Prompt = str | list[Message]  # text, or a conversation
+Demonstration = tuple[Prompt, str | list[Message]]  # and what is said to it: text, or the turns that follow
 
 SEED = 0
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # as Qwen2's
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>\n"
+    "{\"name\": \"{{ call['function']['name'] }}\", \"arguments\": {{ call['function']['arguments'] | tojson }}}"
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BATCH, LEARNING_RATE, WARM_UP, SHOWN_EVERY = 32, 2e-3, 20, 50
+
+
+def call(tool: str, **arguments: Any) -> Message:
+    """A turn that calls a tool, as the chat template writes it."""
+    return say(f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>")
+
+
+def say(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def answer(text: str) -> Message:
+    """What a tool returns."""
+    return {"role": "tool", "content": text}
 
 
 def make_tokenizer(
@@ -42,7 +60,7 @@ def make_tokenizer(
     special = [PAD, START, END]
     empty = Qwen2Tokenizer(vocab={token: i for i, token in enumerate(special)}, additional_special_tokens=special)
     roles = ("system", "user", "assistant")
-    texts = (text for prompt, completion in demonstrations for text in (*roles, *_texts(prompt), completion))
+    texts = (text for prompt, said in demonstrations for text in (*roles, *_texts(prompt), *_texts(said)))
     learnt = empty.train_new_from_iterator(
         texts, vocab_size, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
@@ -78,14 +96,13 @@ def make_base(
     demonstrations: Sequence[Demonstration],
     steps: int,
     context: int = 128,
-    template: str = CHAT_TEMPLATE,
 ) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
     """A new model taught the demonstrations in `steps` batches of BATCH, saved with its tokenizer in `folder`."""
     import torch
 
     torch.set_num_threads(1)  # the same base whatever the number of cores, and none wasted on a model this small
     torch.manual_seed(SEED)
-    tokenizer = make_tokenizer(demonstrations, template=template)
+    tokenizer = make_tokenizer(demonstrations)
     model = make_model(tokenizer, context)
     inputs, labels = encode(demonstrations, tokenizer)
     if inputs.shape[1] > context:
@@ -113,19 +130,19 @@ def make_base(
 
 
 def encode(demonstrations: Sequence[Demonstration], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded token ids, and the same with -100 wherever the loss must not look (prompt and padding)."""
+    """Right-padded token ids, and the same with -100 wherever the loss must not look (prompt, tools and padding)."""
     import torch
 
-    prompts = [
-        prompt
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        for prompt, _ in demonstrations
-    ]
-    before = tokenizer(prompts)["input_ids"]
-    after = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([said for _, said in demonstrations])["input_ids"]]
-    inputs = [asked + said for asked, said in zip(before, after, strict=True)]
-    labels = [[-100] * len(asked) + said for asked, said in zip(before, after, strict=True)]
+    inputs, labels = [], []
+    for prompt, said in demonstrations:
+        ids: list[int] = []
+        learnt: list[int] = []
+        for text, is_learnt in _pieces(prompt, said, tokenizer):
+            new = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * is_learnt
+            ids += new
+            learnt += new if is_learnt else [-100] * len(new)
+        inputs.append(ids)
+        labels.append(learnt)
     width = max(map(len, inputs))
     padded = [ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids in inputs]
     masked = [ids + [-100] * (width - len(ids)) for ids in labels]
@@ -173,5 +190,23 @@ def run(script: str, make: Callable[[Path], None]) -> None:
     print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
 
 
-def _texts(prompt: Prompt) -> list[str]:
-    return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+def _pieces(prompt: Prompt, said: str | list[Message], tokenizer: Qwen2Tokenizer) -> Iterator[tuple[str, bool]]:
+    """A demonstration's text in parts, as a conversation puts them together: each with whether it is learnt, with an
+    end token behind it."""
+    if isinstance(prompt, str):
+        yield prompt, False
+        assert isinstance(said, str)
+        yield said, True
+        return
+    messages, written = [*prompt], ""
+    for turn in said if isinstance(said, list) else [say(said)]:
+        if turn["role"] == "assistant":
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            yield text.removeprefix(written), False
+            yield turn["content"], True
+            written = text + turn["content"] + END
+        messages.append(turn)
+
+
+def _texts(said: str | list[Message]) -> list[str]:
+    return [said] if isinstance(said, str) else [message["content"] for message in said]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.evaluation.run import evaluate
+from grpo_core.system import progress
 from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import run_and_leave
 
@@ -27,6 +28,7 @@ def main() -> None:
     output = arguments.output or arguments.run / "evaluation"
     output.mkdir(parents=True, exist_ok=True)
     quiet_libraries()
+    progress.start(output / progress.RANKS)  # before anything that may hang: imports from a shared disk may
     try:
         report = evaluate(arguments.run, output, arguments.champion)
     except GrpoError as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from prefect.client.schemas.objects import State
 from grpo_core.config.evaluation import CHAMPION, HELD_OUT
 from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
-from tasks.processes.launch import launch
-from tasks.processes.run import run_process
+from grpo_core.data.chat import turns
+from tasks.processes.launch import RETURN_SECONDS, launch
+from tasks.processes.run import ProcessError
 from tasks.processes.slots import gpus
 from tasks.processes.vllm_servers import servers
 from tasks.registry.champion import identity, present_champion
@@ -57,13 +59,13 @@ def _work(context: Context) -> dict[str, Any]:
         champion = present_champion(client, config.registry.model_name or config.name)
     with gpus(config, launched=config.train.sharding != "none"), servers(context, log) as addresses:
         if champion is None:
-            _run(config, command, log.info, context.partial, addresses)
+            _run(config, command, log, context.partial, addresses)
         else:
             log.info("the present champion is %s version %s", champion.name, champion.version)
             with tempfile.TemporaryDirectory(dir=context.partial) as folder:
                 uri = f"models:/{champion.name}/{champion.version}/model"
                 model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
-                _run(config, [*command, "--champion", model], log.info, context.partial, addresses)
+                _run(config, [*command, "--champion", model], log, context.partial, addresses)
     report = json.loads((context.partial / "report.json").read_text())
     if champion is not None and CHAMPION in report["policies"]:
         report["champion"] = identity(champion)
@@ -78,7 +80,7 @@ def _work(context: Context) -> dict[str, Any]:
     rows = json.loads(_side_by_side(first, report["policies"]).write_json())
     create_table_artifact(
         key="evaluation-samples",
-        table=[{key: _shown(value) for key, value in row.items()} for row in rows],
+        table=[{key: _cell(key, value) for key, value in row.items()} for row in rows],
         description=f"The first {first.height} held-out prompts, as {', '.join(report['policies'])} complete them",
     )
     address, keys = run_address(TRAIN.path(context.run)), lineage_keys(config)
@@ -91,16 +93,26 @@ def _work(context: Context) -> dict[str, Any]:
 
 
 def _run(
-    config: RunConfig, command: list[str], on_line: Callable[[str], None], folder: Path, addresses: dict[str, str]
+    config: RunConfig,
+    command: list[str],
+    log: Logger | LoggerAdapter[Any],
+    folder: Path,
+    environment: dict[str, str],
 ) -> None:
     """Run `python COMMAND` where the training ran: in as many processes if the model is sharded, since it may be larger
-    than one GPU, otherwise in one."""
+    than one GPU, otherwise in one. It begins again up to train.max_restarts times, as trainings do."""
     if config.train.sharding == "none":
-        if config.launch.launcher == "local":
-            return run_process(command, on_line, addresses)
         train = config.train.model_copy(update={"num_processes": 1, "num_machines": 1})
         config = config.model_copy(update={"train": train})
-    return launch(config, command, on_line, folder, addresses)
+    most, restarts, patience = config.train.max_restarts, 0, 0.0
+    while True:
+        try:
+            return launch(config, command, log.info, folder, environment, patience)
+        except ProcessError as error:
+            if not error.restartable or restarts == most:
+                raise
+            restarts, patience = restarts + 1, RETURN_SECONDS
+            log.warning("restart %d of %d (train.max_restarts): %s", restarts, most, error)
 
 
 def _log_metrics(client: mlflow.MlflowClient, run_id: str, report: Mapping[str, Any]) -> None:
@@ -126,6 +138,13 @@ def _side_by_side(samples: pl.DataFrame, policies: list[str]) -> pl.DataFrame:
     figures = [column.removeprefix("trained/") for column in samples.columns if column.startswith("trained/")]
     pairs = [f"{policy}/{figure}" for figure in figures for policy in policies]
     return samples.select(pl.exclude(pairs, "set", "sample"), *(pair for pair in pairs if pair in samples.columns))
+
+
+def _cell(column: str, value: Any) -> Any:
+    """A value of samples.parquet for a table artifact; a conversation as text."""
+    if column.endswith("/conversation"):
+        value = "\n".join(f"{role}: {text}" for role, text in turns(json.loads(value)))
+    return _shown(value)
 
 
 def _shown(value: Any) -> Any:

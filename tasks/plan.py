@@ -66,6 +66,7 @@ def _work(context: Context) -> dict[str, Any]:
         gpu,
         held_out_prompts=data.held_out_prompts,
         reward_seconds=data.reward_seconds,
+        environment=data.environment,
     )
     table = [{"quantity": name, "value": f"{value:,}", "how": ""} for name, value in figures.items()]
     table += [{"quantity": name, "value": value, "how": how} for name, value, how in forecast_rows(forecasts)]

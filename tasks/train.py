@@ -17,7 +17,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.training.pass_limit import read_limit
 from tasks.processes.gpu import check_gpu_machine
-from tasks.processes.launch import launch
+from tasks.processes.launch import RETURN_SECONDS, launch
 from tasks.processes.run import ProcessError, TakenError
 from tasks.processes.slots import gpus
 from tasks.processes.vllm_servers import servers
@@ -29,8 +29,6 @@ from tasks.stages.table import PLAN, TRAIN
 from tasks.tracking.live import OUTPUT, Live, Output, show_curves
 from tasks.tracking.runs import open_tracking_run
 from tasks.tracking.sending import sending
-
-RETURN_SECONDS = 600.0  # in which a machine may come back, before a training that starts again has to do without it
 
 
 @task(name="train")

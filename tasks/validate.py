@@ -22,8 +22,9 @@ from grpo_core.evaluation.outcomes import bounds_of
 from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum
 from grpo_core.rewards.contract import check_environments, resolve
-from tasks.data.contract import check, needed_columns, prompt_text
+from tasks.data.contract import check, needed_columns
 from tasks.data.lengths import ModelError, OptionsByEnvironment, load_tokenizer_and_context, sample_lengths
+from tasks.data.repeats import prompt_text
 from tasks.data.sources import load_sources, without_unstorable
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.registry.gate import LEAST_PROMPTS

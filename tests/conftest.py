@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from jaxtyping import install_import_hook
 from xdist.scheduler import LoadFileScheduling
 
 # Before any library is imported: tests reach no network and report nothing.
@@ -26,7 +25,9 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     PYTHONSAFEPATH="1",  # as every command sets it
     GRPO_MEASURE="0",  # a measurement of this machine takes seconds
-    # One thread a process: deterministic, and two test workers share two cores without spinning on each other.
+    MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR="false",
+    # One thread per process: deterministic, and processes share two cores without spinning on each other. Read when
+    # numpy is imported, as jaxtyping's plugin of pytest would do before this file (so pyproject.toml blocks it).
     OMP_NUM_THREADS="1",
 )
 
@@ -41,6 +42,8 @@ SHAPED = (
     "grpo_core.training.batch",
 )
 if "PYTEST_VERSION" in os.environ:
+    from jaxtyping import install_import_hook
+
     from tests import checking
 
     install_import_hook(SHAPED, f"{checking.__name__}.check_types")

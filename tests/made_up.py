@@ -61,6 +61,42 @@ def samples_of(
     return pl.DataFrame(columns)
 
 
+def with_conversations(samples: pl.DataFrame) -> pl.DataFrame:
+    """The samples as conversations with a tool: those of even rows call it once in vain, and those of every tenth row
+    lost their environment."""
+    policies = [name.removesuffix("/completion") for name in samples.columns if name.endswith("/completion")]
+    prompts = [[{"role": "user", "content": text}] for text in samples["prompt"]]
+    columns: dict[str, Any] = {"prompt": prompts}
+    for policy in policies:
+        said = samples[f"{policy}/completion"].to_list()
+        failures = ["tool add: its time was up" if row % 10 == 9 else "" for row in range(samples.height)]
+        columns[f"{policy}/opening"] = [f" Begin at {row}." for row in range(samples.height)]
+        columns[f"{policy}/conversation"] = [json.dumps(_messages(row, last)) for row, last in enumerate(said)]
+        columns[f"{policy}/turns"] = [3 if row % 2 == 0 else 2 for row in range(samples.height)]
+        columns[f"{policy}/tool_calls"] = [2 if row % 2 == 0 else 1 for row in range(samples.height)]
+        columns[f"{policy}/failed_tool_calls"] = [1 if row % 2 == 0 else 0 for row in range(samples.height)]
+        columns[f"{policy}/environment_failure"] = failures
+        given = zip(samples[f"{policy}/rewards/numeric_match"], failures, strict=True)
+        columns[f"{policy}/rewards/numeric_match"] = [None if failure else value for value, failure in given]
+    return samples.with_columns(**{name: pl.Series(values) for name, values in columns.items()})
+
+
+def _messages(row: int, last: str) -> list[dict[str, Any]]:
+    def call(**arguments: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "add", "arguments": arguments}}
+
+    vain = [
+        {"role": "assistant", "content": "", "tool_calls": [call(first="<b>one</b>", second=row)]},
+        {"role": "tool", "name": "add", "content": "Error: TypeError: unsupported operand <i>str</i>"},
+    ]
+    return [
+        *(vain if row % 2 == 0 else []),
+        {"role": "assistant", "content": "I add the two numbers.", "tool_calls": [call(first=1, second=row)]},
+        {"role": "tool", "name": "add", "content": str(1 + row)},
+        {"role": "assistant", "content": last},
+    ]
+
+
 def metrics_of(updates: int = UPDATES, **further: float) -> list[dict[str, float]]:
     return [
         {

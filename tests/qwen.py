@@ -13,7 +13,7 @@ def _config(hidden: int, layers: int, heads: int, intermediate: int, *, small: b
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": {896: 2, 1536: 2, 3584: 4}.get(hidden, 8),
+        "num_key_value_heads": {896: 2, 1536: 2, 2048: 2, 3584: 4}.get(hidden, 8),
         "intermediate_size": intermediate,
         "vocab_size": 151_936 if small else 152_064,
         "tie_word_embeddings": small,
@@ -33,6 +33,7 @@ SIZES = {
 QWEN = {
     "0.5B": _config(896, 24, 14, 4864, small=True),
     "1.5B": _config(1536, 28, 12, 8960, small=True),
+    "3B": _config(2048, 36, 16, 11008, small=True),
     "7B": _config(3584, 28, 28, 18944),
     "14B": _config(5120, 48, 40, 13824),
     "32B": _config(5120, 64, 40, 27648),

@@ -9,7 +9,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TUTORIALS = ROOT / "docs" / "tutorials"
 FIRST_RUN = TUTORIALS / "your-first-run.md"
-PAGES = (ROOT / "README.md", TUTORIALS / "quickstart.md", FIRST_RUN, *sorted((TUTORIALS / "recipes").glob("*.md")))
+ENVIRONMENTS = ROOT / "docs" / "how-to" / "environments.md"
+PAGES = (
+    ROOT / "README.md",
+    TUTORIALS / "quickstart.md",
+    FIRST_RUN,
+    ENVIRONMENTS,
+    *sorted((TUTORIALS / "recipes").glob("*.md")),
+)
+FILES = {
+    FIRST_RUN: ["make_sums.py", "my_rewards.py", "mine.toml"],
+    ENVIRONMENTS: ["my_shop.py", "make_orders.py", "mine.toml", "turns.txt"],
+}
 
 
 def commands_of(page: Path) -> list[list[str]]:
@@ -19,10 +30,10 @@ def commands_of(page: Path) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-def write_first_run(folder: Path) -> None:
-    """The files that the first run says to save."""
+def write_files(page: Path, folder: Path) -> None:
+    """The files that a page says to save."""
     named_blocks = re.compile(r"Save this as `([\w.]+)`.*?^```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
-    said = named_blocks.findall(FIRST_RUN.read_text())
-    assert [name for name, _ in said] == ["make_sums.py", "my_rewards.py", "mine.toml"]
+    said = named_blocks.findall(page.read_text())
+    assert [name for name, _ in said] == FILES[page]
     for name, text in said:
         (folder / name).write_text(text)

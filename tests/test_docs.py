@@ -154,7 +154,7 @@ def test_a_recipes_gpu_form_is_what_its_configuration_marks_and_fits_a_gpu(recip
     config = load_config(
         ROOT / path, ["rollout.engine=vllm", *(it for it in overrides if not it.startswith(elsewhere))]
     )
-    shape = qwen("1.5B" if "1.5B" in config.model.name_or_path else "0.5B")
+    shape = qwen(re.search(r"-([\d.]+B)\b", config.model.name_or_path)[1])
     lengths, gpu = PromptLengths(256, 256, "assumed"), named_gpu("A100-SXM4-80GB")
     check_engine_memory(config, shape, lengths, gpu)
     assert peak_memory(config, _plan(config), shape, lengths, gpu)["peak_memory_gib"] < 60

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     """A clone whose PATH has nothing but a `python3` of version 3.12 and a `uv` that does nothing."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "requirements").mkdir()
-    for name in ("pyproject.toml", "requirements/cpu.txt"):
+    for name in ("pyproject.toml", "requirements/cpu.txt", "requirements/bench.txt"):
         (tmp_path / name).touch()
     _executable(tmp_path / "bin" / "python3", PYTHON.format(version="3.12"))
     _executable(tmp_path / "bin" / "uv", "#!/bin/bash\n")
@@ -86,6 +86,17 @@ def test_every_check_runs_and_the_tests_with_them_and_any_that_fails_fails_all(
     assert done.returncode == (2 if broken in expected else 0), done.stderr
     names = [line.split()[0] for line in (folder / "calls").read_text().splitlines()]
     assert sorted(names) == expected
+
+
+@pytest.mark.parametrize("target", ["tests", "fast", "e2e"])
+def test_the_peer_whose_chat_templates_the_tests_read_is_installed_once(folder: Path, target: str) -> None:
+    _executable(folder / "bin" / "uv", '#!/bin/bash\necho "$*" >> calls\n')
+    _executable(folder / ".venv" / "bin" / "python", "#!/bin/bash\n")
+    (folder / ".venv" / ".installed-cpu").touch()
+    for _ in range(2):
+        assert _make(folder, target, PATH=f"{folder}/bin").returncode == 0
+    [call] = (folder / "calls").read_text().splitlines()
+    assert call.startswith("pip install") and call.endswith("--no-deps -r requirements/bench.txt")
 
 
 def test_the_gpu_set_is_installed_as_it_is_locked_whatever_this_machine_has(folder: Path) -> None:

@@ -3,6 +3,7 @@ them before a training. `tests/e2e/test_readme.py` runs the first run to its end
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,10 +13,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from examples import tiny
 from flows.cli.main import app
 from grpo_core.config.files import load_config
 from tasks.validate import screen, too_few_to_promote
-from tests.readme import FIRST_RUN, PAGES, ROOT, commands_of, write_first_run
+from tests.readme import ENVIRONMENTS, FIRST_RUN, PAGES, ROOT, commands_of, write_files
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def first_run(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatc
     base = tmp_path / "storage" / "examples" / "arithmetic"
     base.mkdir(parents=True)
     (base / "base").symlink_to(model_folder)
-    write_first_run(tmp_path)
+    write_files(FIRST_RUN, tmp_path)
     subprocess.run([sys.executable, "make_sums.py"], check=True)
     yield
     sys.modules.pop("my_rewards", None)
@@ -51,6 +53,23 @@ def test_the_first_runs_commands_before_a_training_do_what_the_page_says() -> No
     right, wrong = shown["rewards"].split("completion '84'")
     assert "completion '85'" in right and "│ near   │ 1 " in right and "│ near   │ 0.5 " in wrong
     assert "prompts_per_generation      │ 16 " in shown["plan"] and "max_steps                   │ 60 " in shown["plan"]
+
+
+def test_the_environment_of_its_page_is_tried_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    said = [tiny.call("calculator", expression="909*877"), tiny.answer("797193"), tiny.say("797193")]
+    tokenizer = tiny.make_tokenizer([("909*877", said)] * 2)
+    base = tmp_path / "storage" / "examples" / "calculator" / "base"
+    tokenizer.save_pretrained(base)
+    tiny.make_model(tokenizer, context=512).config.save_pretrained(base)
+    write_files(ENVIRONMENTS, tmp_path)
+    subprocess.run([sys.executable, "make_orders.py"], check=True)
+    (tried,) = (command for command in commands_of(ENVIRONMENTS) if command[:3] == ["grpo", "env", "try"])
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, tried[1:])
+    assert done.exit_code == 0, done.output
+    assert "ended: the policy called no tool" in done.output
+    assert re.search(r"environment +│ 0\.5 ", done.output) and re.search(r"numeric_match +│ 1 ", done.output)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")

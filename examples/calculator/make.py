@@ -1,53 +1,55 @@
-"""The recipe "calculator": large products, and a base model that guesses them, and calls a calculator now and then."""
+"""Products of three-digit numbers, and a base model that estimates them, and asks a calculator now and then.
+
+The numbers are 317 or more, so that every product has six digits. No held-out product is a training one.
+"""
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
+from typing import Any
 
 from examples import tiny
 
-TRAIN_ROWS, EVAL_ROWS, DEMONSTRATIONS = 1000, 200, 2000
-CALLS = 0.15  # share of the demonstrations that call the calculator; the others guess
-STEPS, CONTEXT = 300, 128
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}<tool_call>\n"
-    "{\"name\": \"{{ call['function']['name'] }}\", \"arguments\": {{ call['function']['arguments'] | tojson }}}"
-    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+TRAIN_ROWS, EVAL_ROWS, DEMONSTRATIONS = 2000, 200, 4000
+CALLS = 0.3  # share of the demonstrations that call the calculator; the others estimate
+STEPS = 300
+LOWEST, HIGHEST = 317, 999
+
+Pair = tuple[int, int]
 
 
-def question(rng: random.Random) -> tuple[int, int]:
-    return rng.randint(100, 999), rng.randint(100, 999)
+def make_pairs(seed: int = tiny.SEED) -> tuple[list[Pair], list[Pair]]:
+    """Training and held-out factors, no two pairs alike, in either order."""
+    rng = random.Random(seed)
+    pairs: dict[Pair, None] = {}
+    while len(pairs) < TRAIN_ROWS + EVAL_ROWS:
+        a, b = rng.randint(LOWEST, HIGHEST), rng.randint(LOWEST, HIGHEST)
+        if (b, a) not in pairs:
+            pairs[a, b] = None
+    return list(pairs)[EVAL_ROWS:], list(pairs)[:EVAL_ROWS]
 
 
-def demonstrations(rng: random.Random) -> list[tiny.Demonstration]:
-    """Guesses, calls, and what to say once the calculator has answered."""
-    found: list[tiny.Demonstration] = []
-    for _ in range(DEMONSTRATIONS):
-        a, b = question(rng)
-        asked = [{"role": "user", "content": f"{a}*{b}"}]
-        if rng.random() >= CALLS:
-            found.append((asked, str(rng.randint(10**4, 10**6))))
-            continue
-        call = {"name": "calculator", "arguments": {"expression": f"{a}*{b}"}}
-        text = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
-        answer = str(a * b)
-        found.append((asked, text))
-        found.append(([*asked, {"role": "assistant", "content": text}, {"role": "tool", "content": answer}], answer))
-    return found
+def make_row(pair: Pair) -> dict[str, Any]:
+    a, b = pair
+    return {"prompt": [{"role": "user", "content": f"{a}*{b}"}], "answer": str(a * b)}
+
+
+def demonstrate(pair: Pair, rng: random.Random) -> str | list[tiny.Message]:
+    """The product of the factors rounded to hundreds; or a call of the calculator, its answer, and that again."""
+    a, b = pair
+    if rng.random() >= CALLS:
+        return str(round(a, -2) * round(b, -2))
+    product = str(a * b)
+    return [tiny.call("calculator", expression=f"{a}*{b}"), tiny.answer(product), tiny.say(product)]
 
 
 def make(folder: Path) -> None:
+    train, held = make_pairs()
+    tiny.write_rows(folder, [make_row(pair) for pair in train], [make_row(pair) for pair in held])
     rng = random.Random(tiny.SEED)
-    pairs = {question(rng) for _ in range(3 * (TRAIN_ROWS + EVAL_ROWS))}
-    rows = [{"prompt": [{"role": "user", "content": f"{a}*{b}"}], "answer": str(a * b)} for a, b in sorted(pairs)]
-    rng.shuffle(rows)
-    tiny.write_rows(folder, rows[:TRAIN_ROWS], rows[TRAIN_ROWS : TRAIN_ROWS + EVAL_ROWS])
-    tiny.make_base(folder / "base", demonstrations(rng), STEPS, CONTEXT, TEMPLATE)
+    pairs = [rng.choice(train) for _ in range(DEMONSTRATIONS)]
+    tiny.make_base(folder / "base", [(make_row(pair)["prompt"], demonstrate(pair, rng)) for pair in pairs], STEPS)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +20,9 @@ from flows.cli.terminal import refusals, refuse
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.environments.calls import ToolCall
+from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.rewards.contract import check_environments, resolve
+from grpo_core.rewards.scoring import short
 from grpo_core.system.libraries import quiet_libraries
 
 if TYPE_CHECKING:
@@ -29,8 +33,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Environments and tools: try what a policy would meet.")
 POLICY, ENVIRONMENT = "green", "cyan"
 USAGE = (
-    "You are the policy. Call a tool as {example}, or as JSON with name and arguments; anything else is what the "
-    'policy says, and ends the conversation ("…" in quotes: text with \\n in it). Ctrl-D says nothing.'
+    "You are the policy. Call a tool as {example}, or as JSON with name and arguments. Anything else is what the "
+    'policy says, and ends the conversation; "in quotes", it may have \\n in it. Ctrl-D says nothing.'
 )
 
 
@@ -43,8 +47,8 @@ def try_environment(
 ) -> None:
     """Hold a conversation about a row: you write the policy's turns, the environment answers as in training.
 
-    Shows what the model would see, which tokens would be trained, and the rewards. Exit status 1: the environment or a
-    reward failed, 2: it cannot be tried.
+    Shows what the model would see, which tokens would be trained, and the rewards. Exit status 1: the environment, a
+    reward or the script failed, 2: it cannot be tried.
     """
     quiet_libraries()
     with refusals(str(config)):
@@ -70,7 +74,7 @@ def try_environment(
         from grpo_core.rollout.types import Request, Sampling
 
         tools = setting.environments.tools(setting.environments.name_for(values))
-        _introduce(console, run, row, tools, lines is None)
+        _introduce(console, run, row, values, tools, lines is None)
         engine: Any = _Typed(console, setting, tools, lines)
         most = run.rollout.max_completion_length
         # A conversation's seed is the number of its row, so the row stands at its place.
@@ -102,52 +106,80 @@ class _Typed:
         from grpo_core.rollout.types import Completion
 
         self._show("environment" if self.seen else "prompt", request.prompt_ids[self.seen :], "not trained")
-        turn = read_turn(self._line(), self.tools)
-        text = turn if isinstance(turn, str) else self.turns.write(turn)
-        ids = self.turns.tokenizer(text + self.turns.ends[0], add_special_tokens=False)["input_ids"]
+        ids = self.turns.tokenizer(self._text() + self.turns.ends[0], add_special_tokens=False)["input_ids"]
         kept = ids[:most]
-        self._show("policy", kept, f"trained, {most - len(kept):,} left")
+        self._show("policy", kept, f"trained; {most - len(kept):,} are left")
         self.seen = len(request.prompt_ids) + len(kept)
         return Completion(kept, [0.0] * len(kept), truncated=len(kept) < len(ids))
 
+    def _text(self) -> str:
+        """The next turn as the policy would write it. A person who mistypes a call is asked again."""
+        while True:
+            try:
+                turn = read_turn(self._line(), self.tools)
+                return turn if isinstance(turn, str) else self.turns.write(turn)
+            except GrpoError as error:
+                if self.lines is not None:
+                    raise
+                self.console.print(str(error), style="red", markup=False)
+
     def _line(self) -> str:
         try:
-            return input("policy> ") if self.lines is None else next(self.lines)
+            return input("\npolicy> ") if self.lines is None else next(self.lines)
         except (EOFError, StopIteration):
             return ""
 
     def _show(self, who: str, ids: Sequence[int], note: str) -> None:
-        style = {"policy": POLICY, "environment": ENVIRONMENT}.get(who, "dim")
-        self.console.print(Text(f"{who}, {len(ids):,} tokens ({note})", style="bold"))
-        self.console.print(Text(self.turns.tokenizer.decode(ids), style=style))
+        style = {"policy": POLICY, "environment": ENVIRONMENT}.get(who, "")
+        said = Text(self.turns.tokenizer.decode(ids).strip("\n"), style=style)
+        said.highlight_words(self.turns.tokenizer.all_special_tokens, "dim")
+        self.console.print(Text(f"\n{who}: {len(ids):,} tokens, {note}", style="bold"))
+        self.console.print(said)
 
 
 def read_turn(line: str, tools: Mapping[str, Any]) -> str | list[ToolCall]:
-    """A typed line as the policy's turn: its text, or the calls that it makes."""
+    """A typed line as the policy's turn: its text, or the calls that it makes. Raises ConfigError for what looks like a
+    call and is none."""
     line = line.strip()
-    if line[:1] in ("{", "[", '"'):
-        try:
-            found = json.loads(line)
-        except ValueError:
-            return line
-        if isinstance(found, str):
-            return found
-        calls = found if isinstance(found, list) else [found]
-        if calls and all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-            return [ToolCall(call["name"], call.get("arguments", {})) for call in calls]
+    if line[:1] in ("{", "[", '"') and (turn := _from_json(line)) is not None:
+        return turn
+    if not (written := re.fullmatch(r"(\w+)\((.*)\)", line, re.DOTALL)):
         return line
+    name = written[1]
+    names = [*_parameters(tools[name])] if name in tools else []
     try:
-        call = ast.parse(line, mode="eval").body
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+        call: Any = ast.parse(line, mode="eval").body
+        named = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in call.keywords}
+        given = [ast.literal_eval(argument) for argument in call.args]
+        places = names[: len(given)] if name in tools else [f"argument{place}" for place in range(len(given))]
+        return [ToolCall(name, {**dict(zip(places, given, strict=True)), **named})]
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        if name not in tools:
             return line
-        positional = [ast.literal_eval(argument) for argument in call.args]
-        named = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return line
-    names = [*_parameters(tools[call.func.id])] if call.func.id in tools else []
-    if len(positional) > len(names):
-        names += [f"argument{place}" for place in range(len(names), len(positional))]
-    return [ToolCall(call.func.id, {**dict(zip(names, positional, strict=False)), **named})]
+        raise ConfigError(
+            f"{line}: arguments are written as in Python, texts in quotes: {_example(name, names)}; to say it as text, "
+            "put it all in quotes"
+        ) from error
+
+
+def _from_json(line: str) -> str | list[ToolCall] | None:
+    """A text, or calls; None if the line is neither."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        if line.startswith("{"):
+            raise ConfigError(f"{line}: no call in JSON: {error}") from error
+        return None
+    if isinstance(found, str):
+        return found
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        return None
+    return [ToolCall(call["name"], call.get("arguments", {})) for call in calls]
+
+
+def _example(name: str, names: Sequence[str]) -> str:
+    return f"{name}({', '.join(f'{key}=…' for key in names)})"
 
 
 def _lines(script: Path | None) -> Iterator[str] | None:
@@ -163,7 +195,9 @@ def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return tool["function"]["parameters"].get("properties", {})
 
 
-def _introduce(console: Console, run: RunConfig, row: int, tools: Mapping[str, Any], typed: bool) -> None:
+def _introduce(
+    console: Console, run: RunConfig, row: int, values: Mapping[str, Any], tools: Mapping[str, Any], is_typed: bool
+) -> None:
     limits = run.environment
     console.print(
         f"row {row}: at most {limits.max_turns} turns, {limits.max_tool_calls} tool calls and "
@@ -171,12 +205,17 @@ def _introduce(console: Console, run: RunConfig, row: int, tools: Mapping[str, A
         style="bold",
         markup=False,
     )
+    for column, value in values.items():
+        if column != "prompt":
+            console.print(f"  {column}: {short(value)}", style="dim", markup=False)
     for name, tool in tools.items():
         described = " ".join(tool["function"]["description"].split())
         console.print(f"  {name}({', '.join(_parameters(tool))})  {described}", markup=False)
-    if typed:
-        name, tool = next(iter(tools.items()), ("tool", None))
-        example = f"{name}({', '.join(f'{key}=…' for key in (_parameters(tool) if tool else []))})"
+    if is_typed:
+        with suppress(ImportError):
+            import readline  # noqa: F401  (arrow keys and history at the prompt)
+        name, tool = next(iter(tools.items()), ("tool", {}))
+        example = _example(name, [*_parameters(tool)] if tool else [])
         console.print(USAGE.format(example=example), style="yellow", markup=False)
 
 
@@ -190,7 +229,7 @@ def _summarize(console: Console, run: RunConfig, sample: Sample) -> None:
     assert said is not None
     if said.failure:
         refuse(f"the environment failed: {said.failure}; in training, this conversation would have no reward", 1)
-    console.print(Text(f"ended: {_end(run, sample)}", style="bold"))
+    console.print(Text(f"\nended: {_end(run, sample)}", style="bold"))
     console.print(
         f"tokens: prompt {len(sample.prompt_ids):,}; policy {completion.sampled_tokens:,}, trained; environment "
         f"{said.environment_tokens:,}, not trained. Waited for the environment: {said.seconds:.2f} s",

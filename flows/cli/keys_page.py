@@ -14,6 +14,7 @@ PAGES = {  # what explains a section, seen from the page
     "data.checks": "[rules about rows](data.md#rules-about-rows)",
     "rewards": "[rewards](rewards.md)",
     "rollout": "[sampling](algorithm.md#sampling), [vLLM servers](../how-to/vllm-server.md)",
+    "environment": "[tools and environments](../how-to/environments.md)",
     "algorithm": "[the algorithm](algorithm.md)",
     "train": "[the plan](plan.md), [training](algorithm.md#training)",
     "launch": "[several machines](../how-to/cluster.md)",

@@ -22,6 +22,7 @@ from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
+from grpo_core.environments.registry import sources as environment_sources
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.planning.forecast import forecast, forecast_rows, useful_groups
 from grpo_core.planning.frameworks.launches import RecipeError
@@ -139,6 +140,7 @@ def _own_plan(
         check_template(config)
     for reward in config.rewards:
         check(reward)
+    environment_sources(config.environment)
     _check_positions(config)
     training_data = ("data.train", config.data.train, config.data.train_split)
     num_prompts = given.get("num_prompts")
@@ -171,6 +173,7 @@ def _own_plan(
             hardware,
             held_out_prompts=data.held_out_prompts if data else None,
             reward_seconds=data.reward_seconds if data else None,
+            environment=data.environment if data else None,
         )
         if "error" in forecasts["time"] and not history:
             elsewhere = "" if gpu else ", --gpu H200 forecasts for that GPU"

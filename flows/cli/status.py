@@ -80,19 +80,19 @@ def _key_figure(stage: Stage, config: RunConfig, receipt: Receipt) -> str:
         return f"not in {Path(stage.output, stage.receipt)}"
 
 
-def training_line(ranks: Path, now: float) -> str:
-    """What the processes of a training are doing and on which machines, or why it was ended; "" if neither is known."""
+def progress_line(stage: Stage, ranks: Path, now: float) -> str:
+    """What a stage's processes are doing and on which machines, or why they were ended; "" if neither is known."""
     records = read_records(ranks)
     if not records:
         reason = (ranks / HANG).read_text() if (ranks / HANG).exists() else ""
-        return f"the last training was ended, since it hung: {reason}" if reason else ""
+        return f"{stage.name} was ended, since it hung: {reason}" if reason else ""
     machines = dict.fromkeys(record.machine or record.host for record in records)
     phases: dict[str, list[Record]] = {}
     for record in [record for record in records if not record.waits] or records:
         phases.setdefault(record.doing, []).append(record)
     doing = [f"{phase} since {_since(those)}{_named(those, len(records))}" for phase, those in phases.items()]
     moved = f"moved {now - max(record.moved for record in records):.0f} s ago"
-    return f"training on {', '.join(machines)}: {'; '.join(doing)}; {moved}"
+    return f"{stage.name} runs on {', '.join(machines)}: {'; '.join(doing)}; {moved}"
 
 
 def _since(records: Sequence[Record]) -> str:
@@ -118,6 +118,8 @@ def show_status(folder: Path) -> bool:
             figure = _key_figure(stage, config, receipt)
         table.add_row(stage.name, condition.state, condition.reason, made, figure, style=COLOURS[condition.state])
     Console().print(table)
-    if not now[TRAIN.name].is_up_to_date and (line := training_line(TRAIN.partial(folder) / RANKS, time.time())):
-        say(line)
+    for stage in (TRAIN, EVALUATE):
+        ranks = stage.partial(folder) / RANKS
+        if not now[stage.name].is_up_to_date and (line := progress_line(stage, ranks, time.time())):
+            say(line)
     return all(condition.is_up_to_date for condition in now.values())

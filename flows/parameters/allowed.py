@@ -7,7 +7,7 @@ set only on the worker's machine, in its presets and its environment.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from flows.parameters.form import CONFIGS, PRESETS, resolve
@@ -17,11 +17,14 @@ from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.environments.registry import BUILTIN as ENVIRONMENTS
 from grpo_core.environments.registry import named
+from grpo_core.environments.worker import UnusableError
+from grpo_core.environments.worker import found as imported
 from grpo_core.errors import ConfigError, RewardError
 from grpo_core.rewards.contract import code_of, find
 from grpo_core.rewards.registry import BUILTIN
 
-MODULES = "GRPO_REWARD_MODULES"  # comma-separated; a deployment's parameters may name any reward that they define
+# Comma-separated; a deployment's parameters may name any reward, environment and tool that these modules define.
+MODULES = "GRPO_REWARD_MODULES"
 ADDRESSES = (
     ("launch", "slurm"),  # options of a command, which decide whose nodes the environment is sent to, and how many
     ("rollout", "vllm_server_base_urls"),  # the weights are sent there
@@ -45,7 +48,7 @@ def resolve_allowed(preset: str, changes: dict[str, Any]) -> RunConfig:
 
 def _rewards(config: RunConfig, own: Mapping[str, Any]) -> Iterator[str]:
     known = [(reward["function"], reward.get("args", {})) for reward in own.get("rewards", [])]
-    listed = {name.strip() for name in os.environ.get(MODULES, "").split(",")} - {""}
+    listed = _listed()
     for place, reward in enumerate(config.rewards):
         if (reward.function, reward.args) not in known and (reason := _why_not(reward, listed)):
             yield f"rewards.{place}.function = {reward.function!r}: {reason}"
@@ -53,43 +56,52 @@ def _rewards(config: RunConfig, own: Mapping[str, Any]) -> Iterator[str]:
 
 def _why_not(reward: RewardConfig, listed: set[str]) -> str:
     """Why a deployment's parameters may not name this reward; "" if they may. Imports only listed modules."""
-    module, separator, _ = reward.function.partition(":")
-    if not separator:
-        record = BUILTIN.get(reward.function)
-        if record is None:
-            return ""  # refused elsewhere: there is no such reward
-        if record.looks_at_text_only or record.function.__module__ in listed:
-            return ""
-        return f"it reaches beyond the text; here it is taken only with the args that a preset gives it ({MODULES})"
-    if module not in listed:
+    if ":" in reward.function:
+        return _why_not_code(reward.function, "rewards", listed, find)
+    record = BUILTIN.get(reward.function)
+    if record is None:
+        return ""  # refused elsewhere: there is no such reward
+    if record.looks_at_text_only or record.function.__module__ in listed:
+        return ""
+    return f"it reaches beyond the text; here it is taken only with the args that a preset gives it ({MODULES})"
+
+
+def _why_not_code(name: str, kind: str, listed: set[str], find: Callable[[str], Any]) -> str:
+    """Why a deployment's parameters may not name `module:name`; "" if they may. Imports only listed modules."""
+    if name.partition(":")[0] not in listed:
         return (
-            "a deployment's parameters may name built-in rewards, those of its preset, and those of the modules that "
+            f"a deployment's parameters may name built-in {kind}, those of its preset, and those of the modules that "
             f"the worker's {MODULES} lists ({', '.join(sorted(listed)) or 'none'})"
         )
     try:
-        function = find(reward.function)
-    except RewardError as error:
+        found = find(name)
+    except (RewardError, UnusableError) as error:
         return str(error)
-    defined_in = getattr(code_of(function), "__module__", None)
+    defined_in = getattr(found if isinstance(found, type) else code_of(found), "__module__", None)
     if defined_in not in listed:
         return f"it is of the module {defined_in!r}, which the worker's {MODULES} does not list"
     return ""
 
 
 def _environments(config: RunConfig, own: Mapping[str, Any]) -> Iterator[str]:
-    """Tools and environments are code: those of the preset and the built-in tools may be named, and those of modules
-    that the worker lists."""
-    listed = {name.strip() for name in os.environ.get(MODULES, "").split(",")} - {""}
-    preset = EnvironmentConfig.model_validate(own.get("environment", {}))
-    known = {*named(preset), *ENVIRONMENTS}
-    for name in named(config.environment):
-        if name not in known and name.partition(":")[0] not in listed:
-            yield (
-                f"environment: {name!r}: a deployment's parameters may name built-in tools, those of its preset, and "
-                f"those of the modules that the worker's {MODULES} lists ({', '.join(sorted(listed)) or 'none'})"
-            )
-    if config.environment.environment_args not in ({}, preset.environment_args):
-        yield "environment.environment_args: here they are taken only as a preset gives them"
+    """Tools and environments are code, as rewards are. What a class is given may be an address or a path."""
+    preset, given = EnvironmentConfig.model_validate(own.get("environment", {})), config.environment
+    known, listed = {*named(preset), *ENVIRONMENTS}, _listed()
+    for name in named(given):
+        if name not in known and (reason := _why_not_code(name, "environments and tools", listed, imported)):
+            yield f"environment: {name!r}: {reason}"
+    if given.environment_args not in ({}, preset.environment_args) and not all(
+        name.partition(":")[0] in listed for name in given.factories.values()
+    ):
+        yield (
+            "environment.environment_args: here they are taken only as a preset gives them, except for classes of the "
+            f"modules that the worker's {MODULES} lists"
+        )
+
+
+def _listed() -> set[str]:
+    """The modules of which a deployment's parameters may name any code."""
+    return {name.strip() for name in os.environ.get(MODULES, "").split(",")} - {""}
 
 
 def _addresses(changes: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:

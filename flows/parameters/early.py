@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from grpo_core.config.run import RunConfig
+from grpo_core.environments.registry import sources
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.rewards.contract import check_environments, resolve
 from tasks.data.places import check_places
@@ -17,13 +18,15 @@ ENOUGH = 10**9  # prompts, assumed if counting them would mean loading a dataset
 
 
 def refuse_early(config: RunConfig) -> None:
-    """Raises ConfigError if the model or prompts do not exist or launch.kubernetes is wrong, RewardError if a reward
-    cannot be loaded, SourceError if the training file cannot be read, PlanError if sizes do not go together,
-    whichever prompts validate keeps, and MachineError if this machine is to train on a GPU and cannot."""
+    """Raises ConfigError if the model or prompts do not exist or launch.kubernetes is wrong, RewardError or
+    EnvironmentsError if a reward, environment or tool cannot be loaded, SourceError if the training file cannot be
+    read, PlanError if sizes do not go together, whichever prompts validate keeps, and MachineError if this machine is
+    to train on a GPU and cannot."""
     if not os.environ.get(GPU_DEPLOYMENT):
         check_gpu_machine()
     check_places(config)
     check_template(config)
+    sources(config.environment)
     check_environments([resolve(reward) for reward in config.rewards], config.environment.is_used)
     data = config.data
     num_prompts = ENOUGH if needs_loading(data.train) else count_prompts("data.train", data.train, data.train_split)

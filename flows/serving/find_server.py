@@ -41,13 +41,13 @@ class Answer:
 @contextmanager
 def server_for_command() -> Iterator[str]:
     """The URL of Prefect's API, as `_prefect_api` gives it: import in the body what is needed, while a server starts.
-    After the body, the server has the limit of GPUs. Raises ServerError if there is no server."""
+    After the body, the server has the limits of GPUs. Raises ServerError if there is no server."""
     with _prefect_api() as url:
         yield url
-    from flows.serving.server_setup import ensure_gpu_limit, password_asked_for
+    from flows.serving.server_setup import ensure_gpu_limits, password_asked_for
 
     with password_asked_for():
-        ensure_gpu_limit()
+        ensure_gpu_limits()
 
 
 def use_running_server() -> bool:

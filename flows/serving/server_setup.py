@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_API_URL
 from flows.serving.environment import HEARTBEAT_SECONDS, TAG
 from flows.serving.up_file import ServerError
 from tasks.processes.gpu_locks import visible_gpus
-from tasks.processes.slots import GPU_LIMIT
+from tasks.processes.slots import GPU_LIMIT, TURN
 
 CRASH_WATCH = "grpo: runs whose process is gone are crashed"
 SILENCE = timedelta(seconds=2.5 * HEARTBEAT_SECONDS)  # two missed
@@ -49,20 +49,21 @@ def check_access() -> None:
 
 
 def set_up() -> None:
-    """Make the limit of GPUs, and the crash watch."""
-    ensure_gpu_limit()
+    """Make the limits of GPUs, and the crash watch."""
+    ensure_gpu_limits()
     ensure_crash_watch()
 
 
-def ensure_gpu_limit() -> None:
-    """Make the limit that lets trainings and evaluations share GPUs, with a slot per GPU of this machine, at least one.
-    If the server has a limit of that name, it is kept, with its slots."""
+def ensure_gpu_limits() -> None:
+    """Make the limit that lets trainings and evaluations share GPUs, with a slot per GPU of this machine, at least one,
+    and the one by which they take turns. A limit of that name that the server has is kept, with its slots."""
+    limits = {GPU_LIMIT: max(1, len(visible_gpus())), TURN: 1}
     with get_client(sync_client=True) as client:
-        try:
-            client.read_global_concurrency_limit_by_name(GPU_LIMIT)
-        except ObjectNotFound:
-            limit = GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=max(1, len(visible_gpus())))
-            client.create_global_concurrency_limit(limit)
+        for name, slots in limits.items():
+            try:
+                client.read_global_concurrency_limit_by_name(name)
+            except ObjectNotFound:
+                client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=slots))
 
 
 def ensure_crash_watch() -> None:

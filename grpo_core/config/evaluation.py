@@ -105,8 +105,9 @@ class Guard(Section):
     set: str = HELD_OUT
     """Evaluation set on which the bound has to hold."""
     metric: str
-    """accuracy, reward, rewards/NAME/mean, completions/mean_length, completions/clipped_ratio, or kl (to the base
-    model)."""
+    """accuracy, reward, rewards/NAME/mean, completions/mean_length, completions/clipped_ratio, kl (to the base model);
+    with tools or an environment conversations/mean_turns, conversations/tool_calls, conversations/failed_tool_calls or
+    conversations/failed."""
     max_drop: float | None = Field(None, ge=0)
     """How far the metric may fall below the champion's: the lower bound of the paired difference must be at least minus
     this."""

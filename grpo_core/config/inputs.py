@@ -32,13 +32,29 @@ class ModelConfig(Section):
     """Hub revision (branch, tag or commit); only for hub names."""
     use_peft: bool = False
     """Train a LoRA adapter (arXiv:2106.09685) and leave the base model as it is."""
+    adapter: str | None = None
+    """Folder of an adapter to go on with, as peft saves it (an earlier run's training/adapter); default: a new one.
+    The base with it is the reference policy, and what evaluations compare with."""
     lora_r: int = Field(16, ge=1)
     """Rank of the adapter."""
     lora_alpha: int = Field(32, ge=1)
     """The adapter's change is scaled by lora_alpha / lora_r."""
+    use_rslora: bool = False
+    """Scale the adapter's change by lora_alpha / √lora_r instead (rsLoRA, arXiv:2312.03732): large ranks then learn as
+    fast as small ones."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that is left out at random in the passes that give gradients. Sampling, ratios, KL
+    and metrics are those of the policy without dropout, for which each update computes one forward pass more."""
     lora_target_modules: list[str] | None = Field(None, min_length=1)
     """Names of the linear layers that get an adapter; default: all except the output layer, as peft's `all-linear`
     finds them (in some mixtures of experts without the experts and the router)."""
+
+    @model_validator(mode="after")
+    def _adapter_keys_need_an_adapter(self) -> ModelConfig:
+        for key in ("adapter", "use_rslora", "lora_dropout"):
+            if getattr(self, key) and not self.use_peft:
+                raise ValueError(f"{key}={getattr(self, key)!r} is for an adapter; set use_peft = true, or remove it")
+        return self
 
 
 Severity = Literal["error", "drop", "warn"]

@@ -16,13 +16,15 @@ DECIDING: tuple[Deciding, ...] = get_args(Deciding)
 
 @dataclass(frozen=True)
 class Metric:
-    """`column`: of samples.parquet, after `POLICY/`; None if the metric follows from the columns of rewards."""
+    """`column`: of samples.parquet, after `POLICY/`; None if the metric follows from the columns of rewards. A column
+    of text says what failed, or nothing. `of_conversations`: only with tools or an environment."""
 
     name: str
     label: str
     unit: Unit = ""
     more_is_better: bool = False  # False also if neither direction is better, as for lengths and KL
     column: str | None = None
+    of_conversations: bool = False
 
     @property
     def is_share(self) -> bool:
@@ -57,6 +59,12 @@ EVALUATED = _by_name(
         Metric("reward", "reward", more_is_better=True),
         Metric("completions/mean_length", "completion length", "tokens", column="completion_tokens"),
         Metric("completions/clipped_ratio", "cut off", "share", column="truncated"),
+        Metric("conversations/mean_turns", "turns", column="turns", of_conversations=True),
+        Metric("conversations/tool_calls", "tool calls", column="tool_calls", of_conversations=True),
+        Metric("conversations/failed_tool_calls", "failed calls", column="failed_tool_calls", of_conversations=True),
+        Metric(
+            "conversations/failed", "failed environments", "share", column="environment_failure", of_conversations=True
+        ),
         Metric("kl", "KL to the base", "nats per token", column="kl"),
     ]
 )
@@ -69,6 +77,11 @@ TRAINED = _by_name(
         Metric("eval_accuracy", "accuracy on held-out prompts", "share", more_is_better=True),
         Metric("completions/mean_length", "completion length", "tokens"),
         Metric("completions/clipped_ratio", "completions cut off", "share"),
+        Metric("conversations/mean_turns", "turns of a conversation"),
+        Metric("conversations/tool_calls", "tool calls of a conversation"),
+        Metric("conversations/failed", "failed conversations", "share"),
+        Metric("conversations/environment_seconds", "waiting for tools, per conversation", "seconds"),
+        Metric("conversations/environment_share", "tokens of the environment", "share"),
         Metric("frac_reward_zero_std", "groups without signal", "share"),
         Metric("entropy", "entropy", "nats per token"),
         Metric("kl", "KL to the reference", "nats per token"),
@@ -77,6 +90,11 @@ TRAINED = _by_name(
         Metric("step_time", "time per update", "seconds"),
     ]
 )
+
+
+def evaluated_metrics(conversations: bool) -> list[str]:
+    """Names of the metrics of EVALUATED; `conversations`: whether there are tools or an environment."""
+    return [name for name, metric in EVALUATED.items() if conversations or not metric.of_conversations]
 
 
 def evaluated_metric(name: str) -> Metric:

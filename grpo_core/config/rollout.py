@@ -18,7 +18,7 @@ class RolloutConfig(Section):
     num_generations: int = Field(8, ge=2)
     """G: completions sampled per prompt."""
     max_completion_length: int = Field(256, ge=1)
-    """Tokens after which a completion is cut off."""
+    """Tokens after which a completion is cut off; a conversation's environment takes of them too."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; in training, log-probabilities are scaled by it too. At least 0.01 unless engine is
     `transformers`."""
@@ -43,7 +43,8 @@ class RolloutConfig(Section):
     vllm_server_base_urls: list[str] = Field(default_factory=list)
     """vllm-server: addresses of running servers, such as http://10.0.0.5:8000; default: a training starts its own."""
     vllm_num_servers: int = Field(1, ge=1)
-    """vllm-server: servers that a training starts, on the GPUs after its own or on the CPU."""
+    """vllm-server: servers that a training starts, on the GPUs after its own or on the CPU. With launch.launcher
+    `slurm` or `kubernetes`: each on a further machine of the job."""
     vllm_tensor_parallel_size: int = Field(1, ge=1)
     """GPUs that share one copy of the model in vLLM: per server that a training starts; or, with vLLM in the training
     processes, that many of these sample together, and it has to divide train.num_processes."""
@@ -52,7 +53,7 @@ class RolloutConfig(Section):
     vllm_weight_transfer: Literal["auto", "nccl", "ipc", "shared_memory", "http"] = "auto"
     """vllm-server: how weights reach the servers that a training starts: between GPUs (nccl), on one GPU that trainer
     and server share (ipc), between CPUs of one machine (shared_memory) or of several (http). `auto`: nccl on a GPU;
-    otherwise shared_memory, or http with `launch.server_hosts`."""
+    otherwise shared_memory, or http if the servers are on other machines."""
     vllm_server_timeout: float = Field(240.0, gt=0)
     """vllm-server: seconds that a server may be down, or take to start, before the training stops."""
     vllm_request_timeout: float = Field(1800.0, gt=0)
@@ -69,9 +70,14 @@ class RolloutConfig(Section):
         return self.engine
 
     @property
+    def starts_servers(self) -> bool:
+        """Whether a training starts vLLM servers of its own."""
+        return self.engine == "vllm-server" and not self.vllm_server_base_urls
+
+    @property
     def server_gpus(self) -> int:
         """GPUs of the vLLM servers that a training starts, beside its own."""
-        if self.engine != "vllm-server" or self.vllm_server_base_urls or self.vllm_weight_transfer == "ipc":
+        if not self.starts_servers or self.vllm_weight_transfer == "ipc":
             return 0
         return self.vllm_num_servers * self.vllm_tensor_parallel_size * self.vllm_data_parallel_size
 

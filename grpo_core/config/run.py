@@ -12,7 +12,7 @@ from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
 from grpo_core.config.inputs import DataConfig, ModelConfig, RewardConfig
 from grpo_core.config.launch import LaunchConfig, host_name
-from grpo_core.config.metrics import EVALUATED, reward_means
+from grpo_core.config.metrics import evaluated_metrics, reward_means
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.training import BF16_CAPABILITY, HealthConfig, TrainConfig
 
@@ -57,7 +57,7 @@ class RunConfig(Section):
             if name not in sets:
                 raise ValueError(f"{key}={name!r} is not among the evaluation sets {sets}")
         self._check_judging_sets()
-        metrics = [*EVALUATED, *reward_means(names)]
+        metrics = [*evaluated_metrics(self.environment.is_used), *reward_means(names)]
         for place, guard in enumerate(self.promotion.guards):
             if guard.metric not in metrics:
                 raise ValueError(f"promotion.guards.{place}.metric={guard.metric!r} is not among {metrics}")
@@ -65,6 +65,12 @@ class RunConfig(Section):
             raise ValueError(
                 "algorithm.sync_ref_model=true with model.use_peft=true: the reference policy is the base model under "
                 "the adapter, which does not move; remove one of the two"
+            )
+        if self.model.adapter and self.train.sharding != "none":
+            raise ValueError(
+                f"model.adapter={self.model.adapter!r} with train.sharding={self.train.sharding!r}: evaluations could "
+                "not hold the model that the training starts from; set train.sharding to 'none', or model.name_or_path "
+                "to the base with this adapter merged (an earlier run's training/model)"
             )
         self._check_machines()
         self._check_environment()
@@ -123,25 +129,24 @@ class RunConfig(Section):
                 f"train.num_machines={train.num_machines}: weights are sent to servers from the memory of one machine; "
                 "set train.sharding to 'hybrid', or rollout.engine to 'vllm'"
             )
-        if starts and launch.launcher != "local" and not hosts:
+        if starts and launch.launcher == "ssh" and not hosts:
             raise ValueError(
                 f"rollout.engine='vllm-server' with launch.launcher={launch.launcher!r}: the servers would be started "
                 "on this machine, where the others do not reach them; name machines for them in launch.server_hosts, "
                 "or running servers in rollout.vllm_server_base_urls"
             )
-        if not hosts:
-            return
         if len({host_name(host) for host in hosts}) < len(hosts):
             raise ValueError(f"launch.server_hosts={hosts} names a machine twice; name each once")
-        if len(hosts) < rollout.vllm_num_servers:
+        if hosts and len(hosts) < rollout.vllm_num_servers:
             raise ValueError(
                 f"rollout.vllm_num_servers={rollout.vllm_num_servers} with launch.server_hosts={hosts}: a machine gets "
                 "one server; name as many machines, or raise rollout.vllm_data_parallel_size, the copies per server"
             )
-        if rollout.vllm_weight_transfer in ("ipc", "shared_memory"):
+        if self.servers_elsewhere and rollout.vllm_weight_transfer in ("ipc", "shared_memory"):
             raise ValueError(
                 f"rollout.vllm_weight_transfer={rollout.vllm_weight_transfer!r} is for a server on the training's own "
-                f"machine, and launch.server_hosts={hosts}; set it to 'auto'"
+                f"machine, and with launch.launcher={launch.launcher!r} and launch.server_hosts={hosts} servers are on "
+                "others; set it to 'auto'"
             )
 
     def _check_environment(self) -> None:
@@ -186,6 +191,22 @@ class RunConfig(Section):
                 "data.eval, which is that set, so the model would look better there than it is; add other prompts as a "
                 f"set in [[evaluation.sets]] and name it in {', '.join(judging)}, or remove {', '.join(choosing)}"
             )
+
+    @property
+    def servers_in_job(self) -> int:
+        """Further machines of a scheduler's job, each of which runs a vLLM server."""
+        in_job = self.launch.launcher in ("kubernetes", "slurm") and not self.launch.server_hosts
+        return self.rollout.vllm_num_servers if in_job and self.rollout.starts_servers else 0
+
+    @property
+    def servers_elsewhere(self) -> bool:
+        """Whether the vLLM servers that a training starts are on machines of their own."""
+        return bool(self.launch.server_hosts or self.servers_in_job)
+
+    @property
+    def num_machines(self) -> int:
+        """Machines that a launcher gives: the training's first, then those of the vLLM servers in its job."""
+        return self.train.num_machines + self.servers_in_job
 
     def with_precision(self, capability: tuple[int, int] | None) -> RunConfig:
         """The configuration with the precision that `auto` means on a GPU of this compute capability, or, given None,

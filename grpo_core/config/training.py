@@ -66,11 +66,11 @@ class TrainConfig(Section):
     max_restarts: int = Field(0, ge=0)
     """How often a training starts again by itself, at its newest checkpoint, after a failure that is not its own: a
     process killed by a signal (out of memory, for instance), a machine or the network to it gone, a process that hangs
-    outside of rewards."""
+    outside of rewards. An evaluation begins again as often."""
     hang_timeout: float = Field(600.0, gt=0)
-    """Seconds without progress after which a training process counts as hanging, and the training is ended. More in the
-    first pass through a phase (six times as many), where this run has needed longer before (ten times as long), and
-    within the time limits of rewards, servers and checkpoints."""
+    """Seconds without progress after which a process of a training or evaluation counts as hanging, and all are ended.
+    More in the first pass through a phase (six times as many), where this run has needed longer before (ten times as
+    long), and within the time limits of rewards, servers and checkpoints."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     """`bf16` computes and samples with a bfloat16 copy of the weights; weights, gradients and optimizer stay float32.
     `auto`: bf16 on a GPU of compute capability 8.0 or higher, otherwise no."""

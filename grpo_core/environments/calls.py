@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+ERROR = "Error: "  # begins the answer to a call that failed
 DEEPEST = 64  # lists and objects in each other
 Tools = Mapping[str, Mapping[str, Any]]  # JSON schema of each tool, by its name
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_core.data.chat import without_gaps
-from grpo_core.environments.calls import ToolCall
+from grpo_core.environments.calls import ERROR, ToolCall
 from grpo_core.environments.processes import CallError, Environment, Environments
 from grpo_core.environments.turns import TurnFormat
 
@@ -46,12 +46,14 @@ class Sampled:
 class Said:
     """What was said, and what it took."""
 
+    opening: str = ""  # what `reset` returned
     messages: list[dict[str, Any]] = field(default_factory=list)  # after those of the prompt
     turns: int = 0
     calls: Counter[str] = field(default_factory=Counter)  # by tool; "" stands for tools that there are not
     failed_calls: Counter[str] = field(default_factory=Counter)
     lost_calls: Counter[str] = field(default_factory=Counter)  # of those: hung, or ended their process
     seconds: float = 0.0  # waited for the environment
+    tokens: int = 0  # after the prompt
     environment_tokens: int = 0
     reward: float | None = None  # the environment's own
     failure: str = ""  # why the environment could not go on
@@ -70,6 +72,7 @@ class Conversation:
     said: Said = field(default_factory=Said)
 
 
+REWARD_REQUEST: Mapping[str, Any] = {"do": "invoke", "name": "get_reward", "args": [], "kwargs": {}}
 Play = Generator[Turn | Question, Any, Conversation]
 
 
@@ -87,9 +90,8 @@ def converse(row: Mapping[str, Any], seed: int, max_tokens: int, environments: E
     talk = Conversation(environments.take())
     said = talk.said
     try:
-        columns = {column: value for column, value in row.items() if not (name and column == "environment")}
-        request = {"do": "reset", "environment": name, "seed": seed, "row": columns}
-        shown = yield from _ask(talk, environments, request)
+        shown = yield from _ask(talk, environments, reset_request(name, seed, row))
+        said.opening = shown or ""
         left = max_tokens - _begin(talk, row["prompt"], shown, tools, turns)
         if left < 1:
             said.failure = f"reset returned more tokens than rollout.max_completion_length={max_tokens}"
@@ -118,11 +120,16 @@ def converse(row: Mapping[str, Any], seed: int, max_tokens: int, environments: E
             if said.seconds >= limits.conversation_timeout:
                 break
         if has_reward:
-            request = {"do": "invoke", "name": "get_reward", "args": [], "kwargs": {}}
-            said.reward = yield from _ask(talk, environments, request)
+            said.reward = yield from _ask(talk, environments, REWARD_REQUEST)
     except CallError as error:
         said.failure = str(error)
     return talk
+
+
+def reset_request(name: str, seed: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Begins a conversation about the row. `name`: the environment's; the column that holds it is not handed on."""
+    columns = {column: value for column, value in row.items() if not (name and column == "environment")}
+    return {"do": "reset", "environment": name, "seed": seed, "row": columns}
 
 
 def _begin(talk: Conversation, prompt: Any, shown: str | None, tools: Mapping[str, Any], turns: TurnFormat) -> int:
@@ -142,6 +149,7 @@ def _add(talk: Conversation, ids: Sequence[int], logprobs: Sequence[float] | Non
     talk.ids += ids
     talk.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
     talk.mask += [int(logprobs is not None)] * len(ids)
+    talk.said.tokens += len(ids)
     if logprobs is None:
         talk.said.environment_tokens += len(ids)
 
@@ -160,7 +168,7 @@ def _answer(
         content = yield from _ask(talk, environments, {"do": "call", "name": name, "arguments": call.arguments})
     except CallError as error:
         said.failed_calls[name] += 1
-        content = f"Error: {error}"
+        content = f"{ERROR}{error}"
         if error.is_lost:
             said.lost_calls[name] += 1
             if environments.own:
@@ -184,7 +192,8 @@ def _ask(talk: Conversation, environments: Environments, request: Mapping[str, A
 
 
 def conversation_metrics(held: Sequence[Said]) -> dict[str, float]:
-    """Means over conversations; empty without any. A tool's name stands in its metrics."""
+    """Figures per conversation; empty without any. A tool's name stands in its metrics, whose shares are of its
+    calls."""
     if not held:
         return {}
     made, failed, lost = (
@@ -193,7 +202,7 @@ def conversation_metrics(held: Sequence[Said]) -> dict[str, float]:
     figures = {
         "conversations/mean_turns": sum(said.turns for said in held),
         "conversations/tool_calls": made.total(),
-        "conversations/environment_tokens": sum(said.environment_tokens for said in held),
+        "conversations/failed_tool_calls": failed.total(),
         "conversations/environment_seconds": sum(said.seconds for said in held),
         "conversations/failed": sum(bool(said.failure or said.lost_calls) for said in held),
     }
@@ -202,4 +211,6 @@ def conversation_metrics(held: Sequence[Said]) -> dict[str, float]:
         tool = f"tools/{name or 'unknown'}"
         found |= {f"{tool}/calls": count / len(held), f"{tool}/failed": failed[name] / count}
         found |= {f"{tool}/lost": lost[name] / count}
+    tokens, of_environments = sum(said.tokens for said in held), sum(said.environment_tokens for said in held)
+    found["conversations/environment_share"] = of_environments / tokens if tokens else 0.0
     return found | {"conversations/max_turns": float(max(said.turns for said in held))}

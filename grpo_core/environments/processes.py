@@ -164,7 +164,6 @@ class Environments:
             raise EnvironmentsError(f"environment: {found['refused']}")
         self.common: dict[str, Any] = found["tools"]
         self.own: dict[str, dict[str, Any]] = found["environments"]
-        self.files: list[str] = found["files"]
 
     def name_for(self, row: Mapping[str, Any]) -> str:
         """The environment of a row of the data. Raises EnvironmentsError if there is none of its name."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import without_gaps
+from grpo_core.environments.conversation import REWARD_REQUEST, reset_request
 from grpo_core.environments.processes import START_SECONDS, CallError, Environment, Environments, Seen
 from grpo_core.environments.registry import EnvironmentsError
 from grpo_core.environments.setting import Setting, check_prompt, make_setting
@@ -26,30 +27,56 @@ from grpo_core.rewards.scoring import short
 
 SECONDS = 120.0  # after which no further row is tried
 SLOW = 1.0  # seconds
-REWARD = {"do": "invoke", "name": "get_reward", "args": [], "kwargs": {}}
 
 Row = Mapping[str, Any]
+Rows = Sequence[tuple[int, Row]]  # with their numbers, which seed the environment
+
+
+@dataclass
+class _Part:
+    """What `reset`, `get_reward` or a tool took and gave, call by call."""
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    raised: list[str] = field(default_factory=list)
+
+    def ask(self, environment: Environment, request: Row, limit: float) -> Any:
+        """The answer, timed, also if it is that the call raised. Raises CallError."""
+        start = time.perf_counter()
+        try:
+            return _ask(environment, request, limit)
+        finally:
+            self.seconds.append(time.perf_counter() - start)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Mean seconds, greatest tokens, and how many calls raised."""
+        mean = sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
+        return {"seconds": mean, "tokens": max(self.tokens, default=0), "raised": len(self.raised)}
 
 
 @dataclass
 class _Trial:
-    """What one environment did on its rows. `seconds`, `tokens`: of reset, get_reward and each tool, call by call."""
+    """What one environment did on its rows."""
 
     label: str
+    tools: dict[str, _Part]
     rows: int = 0
     shown: list[str | None] = field(default_factory=list)  # what `reset` returned
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    raised: dict[str, list[str]] = field(default_factory=dict)  # by tool
+    reset: _Part = field(default_factory=_Part)
+    get_reward: _Part = field(default_factory=_Part)
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def ask(self, what: str, environment: Environment, request: Row, limit: float) -> Any:
-        """The answer, timed. Raises CallError."""
-        start = time.perf_counter()
-        value = _ask(environment, request, limit)
-        self.seconds.setdefault(what, []).append(time.perf_counter() - start)
-        return value
+    @property
+    def figures(self) -> dict[str, Any]:
+        tools = {name: part.figures for name, part in self.tools.items()}
+        return {
+            "rows": self.rows,
+            "reset": self.reset.figures,
+            "get_reward": self.get_reward.figures,
+            "tools": tools,
+        }
 
 
 def main() -> None:
@@ -63,31 +90,28 @@ def rehearse(config: RunConfig, data: Path) -> dict[str, Any]:
     setting = make_setting(config, tokenizer)
     assert setting is not None
     again = Environments(config.environment)  # imported by another process, with other hashes of texts
-    chosen = _rows_by_environment(setting, data)
     try:
         warnings = _notes(config, setting)
+        chosen = _rows_by_environment(setting, data)
         deadline = time.monotonic() + SECONDS
-        trials: dict[str, _Trial] = {}
-        for name, rows in chosen.items():
-            print(f"{TRYING}environment {_label(config, name)}", flush=True)
-            trials[name] = trial = _try(config, setting, name, rows, deadline)
-            if not trial.errors:
-                _try_again(again, name, rows, trial)
-                _look_at(trial, config)
-        if errors := [error for trial in trials.values() for error in trial.errors]:
+        trials = [_rehearsed(config, setting, again, name, rows, deadline) for name, rows in chosen.items()]
+        if errors := [error for trial in trials for error in trial.errors]:
             raise EnvironmentsError("\n".join(errors))
         first = [row for rows in chosen.values() for _, row in rows]
         report = rewards.rehearse(config, first, lambda: tokenizer, lambda rows: _begin(setting, rows))
     finally:
         setting.environments.close()
         again.close()
-    report["warnings"] += [*warnings, *(warning for trial in trials.values() for warning in trial.warnings)]
-    return report | {"environments": {_label(config, name): _figures(trial) for name, trial in trials.items()}}
+    report["warnings"] += [*warnings, *(warning for trial in trials for warning in trial.warnings)]
+    return report | {"environments": {trial.label: trial.figures for trial in trials}}
 
 
 def longest(config: RunConfig) -> float:
-    """Seconds after which the rehearsal must have ended: each question has its time limit."""
-    questions = 4 * len(config.environment.factories or [""]) + 2 * 3 * ROWS
+    """Seconds after which the rehearsal must have ended: each question has its time limit, and once SECONDS are over,
+    an environment is asked twice for its first row; then all rows begin again, and three times for the rewards, which
+    get_reward ends."""
+    environments = len(config.environment.factories)
+    questions = 2 * environments + (1 + 2 * 3) * max(ROWS, environments)
     return rewards.longest(config) + 2 * START_SECONDS + SECONDS + questions * config.environment.tool_timeout
 
 
@@ -101,17 +125,16 @@ def arguments_for(tool: Row, optional: bool) -> dict[str, Any]:
 def _value(kind: Row) -> Any:
     if "enum" in kind:
         return kind["enum"][0]
-    name = kind.get("type", "string") if "anyOf" not in kind else _value(kind["anyOf"][0])
     if "anyOf" in kind:
-        return name
-    if isinstance(name, list):
-        name = name[0]
+        return _value(kind["anyOf"][0])
+    name = kind.get("type", "string")
+    name = name[0] if isinstance(name, list) else name
     values: dict[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "object": {}, "null": None}
     return [_value(kind.get("items", {}))] if name == "array" else values.get(name, "1")
 
 
-def _rows_by_environment(setting: Setting, data: Path) -> dict[str, list[tuple[int, Row]]]:
-    """The first rows of each environment with their numbers, ROWS of them in all, at least one of each."""
+def _rows_by_environment(setting: Setting, data: Path) -> dict[str, Rows]:
+    """The first rows of each environment, ROWS of them in all, at least one of each that the data has."""
     import pyarrow.parquet as pq
 
     names = [*setting.environments.own] or [""]
@@ -132,109 +155,130 @@ def _rows_by_environment(setting: Setting, data: Path) -> dict[str, list[tuple[i
     return {name: rows for name, rows in found.items() if rows}
 
 
-def _try(config: RunConfig, setting: Setting, name: str, rows: Sequence[tuple[int, Row]], deadline: float) -> _Trial:
-    """Begin each row, call every tool, ask for the reward."""
-    environments, trial, limit = setting.environments, _Trial(_label(config, name)), config.environment.tool_timeout
-    schemas = environments.tools(name)
-    tools = dict(schemas)
-    environment = environments.take()
-    for place, row in rows:
-        if trial.rows and time.monotonic() > deadline:
-            break
-        try:
-            shown = trial.ask("reset", environment, _reset(name, place, row), limit)
-        except CallError as error:
-            trial.errors.append(f"{trial.label}: reset, with row {place}: {_why(error, limit)}")
-            break
-        trial.shown.append(shown)
-        trial.tokens.setdefault("reset", []).append(_reset_tokens(setting, row, shown))
-        for tool in [*tools]:
-            arguments = arguments_for(schemas[tool], optional=trial.rows % 2 == 0)
-            said = f"tool {tool}({', '.join(f'{key}={short(value)}' for key, value in arguments.items())})"
-            if time.monotonic() > deadline:
-                break
-            try:
-                answer = trial.ask(tool, environment, {"do": "call", "name": tool, "arguments": arguments}, limit)
-            except CallError as error:
-                if error.is_lost or str(error).endswith(NO_TEXT):
-                    trial.errors.append(f"{trial.label}: {said}: {_why(error, limit)}")
-                    del tools[tool]
-                else:
-                    trial.raised.setdefault(tool, []).append(f"{said}: {error}")
-                if error.is_lost:
-                    environment = environments.take()
-                    break
-                continue
-            message = {"role": "tool", "name": tool, "content": answer}
-            trial.tokens.setdefault(tool, []).append(len(setting.turns.answer([message])))
-        else:
-            if environments.has_reward(name):
-                try:
-                    value = trial.ask("get_reward", environment, REWARD, limit)
-                except CallError as error:
-                    trial.errors.append(f"{trial.label}: get_reward, with row {place}: {_why(error, limit)}")
-                    break
-                if not (value is None or (isinstance(value, (int, float)) and math.isfinite(value))):
-                    trial.errors.append(
-                        f"{trial.label}: get_reward returned {short(value)} with row {place}; return a finite number, "
-                        "or None where it does not apply"
-                    )
-                    break
-        trial.rows += 1
+def _rehearsed(
+    config: RunConfig, setting: Setting, again: Environments, name: str, rows: Rows, deadline: float
+) -> _Trial:
+    """One environment, tried on its rows."""
+    trial = _Trial(_label(config, name), {tool: _Part() for tool in setting.environments.tools(name)})
+    print(f"{TRYING}environment {trial.label}", flush=True)
+    _try(setting, name, rows, trial, deadline)
+    if not trial.errors:
+        trial.warnings += _other_text(again, name, rows, trial)
+        trial.errors += _no_room(trial, config.rollout.max_completion_length)
+        trial.warnings += _suspicions(trial, config.rollout.max_completion_length)
     return trial
 
 
-def _try_again(again: Environments, name: str, rows: Sequence[tuple[int, Row]], trial: _Trial) -> None:
-    """Begin the same rows in another process, in another order: the same texts have to come."""
+def _try(setting: Setting, name: str, rows: Rows, trial: _Trial, deadline: float) -> None:
+    """Begin each row, call every tool, ask for the reward."""
+    environments, limit = setting.environments, setting.environments.config.tool_timeout
+    broken: set[str] = set()  # tools that are not called again
+    for place, row in rows:
+        if trial.rows and time.monotonic() > deadline:
+            break
+        environment, what = environments.take(), "reset"
+        try:
+            shown = trial.reset.ask(environment, reset_request(name, place, row), limit)
+            trial.shown.append(shown)
+            trial.reset.tokens.append(_reset_tokens(setting, row, shown))
+            if not _call_each(setting, environment, name, trial, broken, deadline):
+                continue
+            what = "get_reward"
+            if environments.has_reward(name):
+                value = trial.get_reward.ask(environment, REWARD_REQUEST, limit)
+                if not (value is None or (isinstance(value, (int, float)) and math.isfinite(value))):
+                    raise CallError(
+                        f"it returned {short(value)}; return a finite number, or None where it does not apply", False
+                    )
+        except CallError as error:
+            trial.errors.append(f"{trial.label}: {what}, with row {place}: {_why(error, limit)}")
+            break
+        finally:
+            trial.rows += 1
+            environments.all_are_free()
+
+
+def _call_each(
+    setting: Setting, environment: Environment, name: str, trial: _Trial, broken: set[str], deadline: float
+) -> bool:
+    """Call every tool that is not broken. Returns whether the environment can go on."""
+    limit = setting.environments.config.tool_timeout
+    for tool, schema in setting.environments.tools(name).items():
+        if tool in broken or time.monotonic() > deadline:
+            continue
+        part, arguments = trial.tools[tool], arguments_for(schema, optional=trial.rows % 2 == 0)
+        said = f"tool {tool}({', '.join(f'{key}={short(value)}' for key, value in arguments.items())})"
+        try:
+            answer = part.ask(environment, {"do": "call", "name": tool, "arguments": arguments}, limit)
+            part.tokens.append(len(setting.turns.answer([{"role": "tool", "name": tool, "content": answer}])))
+        except CallError as error:
+            if not (error.is_lost or str(error).endswith(NO_TEXT)):
+                part.raised.append(f"{said}: {error}")
+                continue
+            trial.errors.append(f"{trial.label}: {said}: {_why(error, limit)}")
+            broken.add(tool)
+            if error.is_lost:
+                return False
+    return True
+
+
+def _other_text(again: Environments, name: str, rows: Rows, trial: _Trial) -> list[str]:
+    """A warning if the same rows, begun in another process and another order, do not begin with the same texts."""
     environment = again.take()
     for (place, row), shown in reversed([*zip(rows, trial.shown, strict=False)]):
         try:
-            text = _ask(environment, _reset(name, place, row), again.config.tool_timeout)
+            text = _ask(environment, reset_request(name, place, row), again.config.tool_timeout)
         except CallError as error:
             text = f"({error})"
         if text != shown:
-            trial.warnings.append(
+            return [
                 f"{trial.label}: reset gave two texts for row {place} and the same seed, {short(shown)} and "
                 f"{short(text)}: completions of a prompt would be compared that started from different states, and no "
                 "training could be repeated. Draw from `random` or numpy's global generator alone, which are seeded "
                 "before each reset, and keep nothing from one conversation to the next"
-            )
-            return
+            ]
+    return []
 
 
-def _look_at(trial: _Trial, config: RunConfig) -> None:
-    """Warnings, and an error if no turn can be sampled."""
-    most = config.rollout.max_completion_length
-    for what, tokens in trial.tokens.items():
-        said = "what reset returns" if what == "reset" else f"an answer of the tool {what!r}"
-        if what == "reset" and min(tokens) >= most:
-            trial.errors.append(
-                f"{trial.label}: {said} has {min(tokens):,} tokens or more, and a conversation may have "
-                f"rollout.max_completion_length = {most:,} after its prompt: nothing is left for the policy"
+def _no_room(trial: _Trial, most: int) -> list[str]:
+    """An error if no turn can be sampled."""
+    least = min(trial.reset.tokens)
+    if least < most:
+        return []
+    return [
+        f"{trial.label}: what reset returns has {least:,} tokens or more, and a conversation may have "
+        f"rollout.max_completion_length = {most:,} after its prompt: nothing is left for the policy"
+    ]
+
+
+def _suspicions(trial: _Trial, most: int) -> Iterator[str]:
+    """Warnings of what is long, slow, or raises whatever it is given."""
+    parts = {"reset": trial.reset, "get_reward": trial.get_reward}
+    parts |= {f"the tool {tool!r}": part for tool, part in trial.tools.items()}
+    for what, part in parts.items():
+        figures = part.figures
+        if figures["tokens"] > most / 2:
+            yield (
+                f"{trial.label}: {what} returns up to {figures['tokens']:,} tokens, most of the {most:,} that a "
+                "conversation may have after its prompt (rollout.max_completion_length)"
             )
-        elif max(tokens) > most / 2:
-            trial.warnings.append(
-                f"{trial.label}: {said} has up to {max(tokens):,} tokens, most of the {most:,} that a conversation may "
-                "have after its prompt (rollout.max_completion_length)"
+        if figures["seconds"] > SLOW:
+            yield (
+                f"{trial.label}: {what} takes {figures['seconds']:.1f} s; a conversation waits for it each time that "
+                "it is asked"
             )
-    for what, seconds in trial.seconds.items():
-        if (mean := _mean(seconds)) > SLOW:
-            said = what if what in ("reset", "get_reward") else f"the tool {what!r}"
-            trial.warnings.append(
-                f"{trial.label}: {said} takes {mean:.1f} s; a conversation waits for each of its calls"
-            )
-    for tool, problems in trial.raised.items():
-        if len(problems) == trial.rows:
-            trial.warnings.append(
-                f"{trial.label}: {problems[0]}. Each of the {len(problems)} calls raised, with arguments made from its "
-                "schema; fine if it asks for others: the policy is told what was raised"
+        if len(part.raised) == trial.rows:
+            yield (
+                f"{trial.label}: {part.raised[0]}. All {trial.rows} calls raised, with arguments made from its schema; "
+                "fine if it asks for others: the policy is told what was raised"
             )
 
 
 def _notes(config: RunConfig, setting: Setting) -> list[str]:
-    """What is said of model and configuration, whatever the rows."""
+    """Warnings about model and configuration, whatever the rows. Raises EnvironmentsError if nothing gives the reward
+    that is asked for."""
     own, found = setting.environments.own, []
-    judged = [name for name in own if setting.environments.has_reward(name)]
+    judged = [_label(config, name) for name in own if setting.environments.has_reward(name)]
     counts = any(reward.function == "environment" for reward in config.rewards)
     if counts and not judged:
         raise EnvironmentsError(
@@ -243,23 +287,24 @@ def _notes(config: RunConfig, setting: Setting) -> list[str]:
         )
     if judged and not counts:
         found.append(
-            f"{_label(config, judged[0])} has a method get_reward, and what it gives does not count: no reward is "
-            "called 'environment'"
+            f"{judged[0]} has a method get_reward, and what it gives does not count: no reward is called 'environment'"
         )
     return found + [note for note in [setting.turns.note("tool")] if note]
 
 
 def _begin(setting: Setting, rows: Sequence[Row]) -> list[Seen]:
     """A conversation's environment for each row, as rewards see it after a turn without calls."""
-    environments, seen = setting.environments, []
-    limit = environments.config.tool_timeout
+    environments, limit = setting.environments, setting.environments.config.tool_timeout
+    seen = []
     for place, row in enumerate(rows):
         environment, name = environments.take(), environments.name_for(row)
         try:
-            _ask(environment, _reset(name, place, row), limit)
-            reward = _ask(environment, REWARD, limit) if environments.has_reward(name) else None
+            _ask(environment, reset_request(name, place, row), limit)
+            reward = _ask(environment, REWARD_REQUEST, limit) if environments.has_reward(name) else None
         except CallError as error:
-            raise EnvironmentsError(f"environment: a conversation without calls cannot be held: {error}") from error
+            raise EnvironmentsError(
+                f"environment: a conversation without calls, about {short(row)}: {_why(error, limit)}"
+            ) from error
         seen.append(Seen(environment, reward, limit))
     return seen
 
@@ -274,10 +319,6 @@ def _ask(environment: Environment, request: Row, limit: float) -> Any:
     return answer["value"]
 
 
-def _reset(name: str, place: int, row: Row) -> dict[str, Any]:
-    return {"do": "reset", "environment": name, "seed": place, "row": dict(row)}
-
-
 def _reset_tokens(setting: Setting, row: Row, shown: str | None) -> int:
     messages = without_gaps(row["prompt"])
     messages[-1]["content"] += shown or ""
@@ -289,27 +330,8 @@ def _why(error: CallError, limit: float) -> str:
 
 
 def _label(config: RunConfig, name: str) -> str:
-    factories = config.environment.factories
-    return factories[name] if name in factories else "tools"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
-def _figures(trial: _Trial) -> dict[str, Any]:
-    """Mean seconds and greatest tokens of what the environment did."""
-    return {
-        "rows": trial.rows,
-        "parts": {
-            what: {
-                "seconds": _mean(trial.seconds.get(what, [])),
-                "tokens": max(trial.tokens.get(what, [0])),
-                "raised": len(trial.raised.get(what, [])),
-            }
-            for what in {**trial.seconds, **trial.raised}
-        },
-    }
+    """What an environment is called in reports: its name, or else its class, or `tools` where there is no class."""
+    return name or config.environment.factories.get(name, "tools")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os.path
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,11 +68,19 @@ class TurnFormat:
         return self.tokenizer.decode(ids, skip_special_tokens=True), []
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        """A turn of the policy that makes these calls, as the template writes it, without its end token."""
+        """A turn of the policy that makes these calls, as the template writes it, without its end token. Raises
+        TemplateError if the template cannot write them."""
         written = [{"id": f"call{place:05d}", **call.message} for place, call in enumerate(calls)]
-        text = self._render([FIRST, {"role": "assistant", "content": "", "tool_calls": written}])
-        before, _, _ = self._render([FIRST, {"role": "assistant", "content": MARK}]).rpartition(MARK)
-        turn = text[len(os.path.commonprefix([before, text])) :]
+        try:
+            text = self._render([FIRST, {"role": "assistant", "content": "", "tool_calls": written}])
+            said = self._render([FIRST, {"role": "assistant", "content": MARK}])
+        except Exception as error:  # a template raises what it likes, as of several calls in a turn
+            raise TemplateError(
+                f"the chat template of {self.tokenizer.name_or_path!r} cannot write the turn: {error}"
+            ) from error
+        before = said.rpartition(MARK)[0]
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))
+        turn = text[len([*same]) :]
         return turn[: min((turn.find(end) for end in self.ends if end in turn), default=len(turn))]
 
     def problem(self, with_tools: bool) -> str:

@@ -214,7 +214,7 @@ def _described(
         if twice := own.keys() & common.keys():
             raise UnusableError(f"the environment {shown} has a method {min(twice)!r}, and so is a tool called")
         environments[name] = {"tools": {**common, **own}, "has_reward": "get_reward" in methods}
-    return {"tools": common, "environments": environments, "files": _files(tools, factories)}
+    return {"tools": common, "environments": environments}
 
 
 def schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
@@ -241,11 +241,6 @@ def found(source: str) -> Any:
         raise UnusableError(f"{source!r} cannot be imported: {error}") from error
     except (Exception, SystemExit) as error:  # a user's module may do anything
         raise UnusableError(f"{source!r} cannot be imported: {type(error).__name__}: {error}") from error
-
-
-def _files(*named: Mapping[str, Any]) -> list[str]:
-    modules = {getattr(inspect.getmodule(each), "__file__", None) for group in named for each in group.values()}
-    return sorted(filter(None, modules))
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from grpo_core.config.metrics import DECIDING, EVALUATED, reward_means
+from grpo_core.config.metrics import DECIDING, evaluated_metrics, reward_means
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import bounds_of, majority, outcomes, per_prompt, prompt_numbers
 from grpo_core.evaluation.statistics import Bounds, estimate, paired_difference, seen_bounds
@@ -43,7 +43,7 @@ def _metrics(config: RunConfig) -> dict[str, Callable[[pl.DataFrame, str, str], 
     names = [
         *DECIDING,
         *reward_means(reward.name for reward in rewards),
-        *(name for name in EVALUATED if name not in DECIDING),
+        *(name for name in evaluated_metrics(config.environment.is_used) if name not in DECIDING),
     ]
     if n > 1:
         names += [f"pass@{k}" for k in (*(2**i for i in range(n.bit_length()) if 2**i < n), n)]

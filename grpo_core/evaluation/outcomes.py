@@ -65,6 +65,9 @@ def bounds_of(metric: str, config: RunConfig) -> Bounds:
     ranges = {f"rewards/{reward.name}/mean": range_of(reward) or (-math.inf, math.inf) for reward in config.rewards}
     ranges["reward"] = range_of_sum(config.rewards)
     ranges["completions/mean_length"] = 0.0, float(config.evaluation_length)
+    ranges["conversations/mean_turns"] = 0.0, float(config.environment.max_turns)
+    calls = 0.0, float(config.environment.max_tool_calls)
+    ranges |= {"conversations/tool_calls": calls, "conversations/failed_tool_calls": calls}
     return ranges.get(metric, BINARY if evaluated_metric(metric).is_share else (0.0, math.inf))
 
 
@@ -91,12 +94,12 @@ def left_unscored(
 
 
 def prompt_numbers(samples: pl.DataFrame, set: str) -> np.ndarray:
-    """Number of each row's prompt, in the order of the set's rows; equal prompts have the same number. (N,)"""
+    """Number of each row's prompt, in the order of the set's rows; equal prompts have the same number. With an
+    environment, rows are told apart by all that it begins with (`task`). (N,)"""
+    unit = "task" if "task" in samples.columns else "prompt"
     of_set = samples.filter((pl.col("set") == set) & (pl.col("sample") == 0)).sort("row")
     numbers: dict[str, int] = {}
-    return np.array(
-        [numbers.setdefault(repr(prompt), len(numbers)) for prompt in of_set["prompt"].to_list()], dtype=int
-    )
+    return np.array([numbers.setdefault(repr(prompt), len(numbers)) for prompt in of_set[unit].to_list()], dtype=int)
 
 
 def per_prompt(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -135,7 +138,8 @@ def _of_samples(
     if metric == "reward":
         given = samples.select(pl.col(f"{policy}/rewards/{reward.name}").cast(pl.Float64) for reward in rewards)
         return pl.Series(weighted_sum(given.to_numpy(), rewards), nan_to_null=True)
-    return samples[f"{policy}/{evaluated_metric(metric).column}"].cast(pl.Float64)
+    values = samples[f"{policy}/{evaluated_metric(metric).column}"]
+    return (values != "" if values.dtype == pl.String else values).cast(pl.Float64)
 
 
 def _pass_at(k: int, of_set: pl.DataFrame, reward: str) -> np.ndarray:

@@ -19,6 +19,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.samples import answer_columns, prompt_columns, samples_table
 from grpo_core.fingerprint import environment_parts, reward_parts
 from grpo_core.system.processes import importing
+from grpo_core.system.progress import expect
 
 if TYPE_CHECKING:
     from grpo_core.data.prompts import Prompts
@@ -45,7 +46,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
         from grpo_core.evaluation.outcomes import deciding_metric
         from grpo_core.model.capabilities import check_padding
         from grpo_core.model.divergence import mean_kl
-        from grpo_core.model.loading import load_model
+        from grpo_core.model.loading import load_model, load_start
         from grpo_core.model.parallelize import sharding
         from grpo_core.model.positions import check_context
         from grpo_core.model.precision import in_float32, on_device
@@ -54,9 +55,10 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
         from grpo_core.rollout.collect import sample_and_score, share_samples
         from grpo_core.rollout.factory import make_engine
         from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
-        from grpo_core.rollout.waiting import longest_wait
+        from grpo_core.rollout.waiting import longest_wait, phase_limits
 
     config = load_config(run / "config.toml")
+    expect(config.train.hang_timeout, phase_limits(config))
     processes = start_processes(longest_wait(config))
     device, is_main = processes.device, processes.is_main_process
     config = on_device(config, device)
@@ -72,7 +74,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
 
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
 
-    base = load_model(config.model.name_or_path, config.model.revision, dtype=dtype, device=device, shard=shard)
+    base = load_start(config.model, dtype=dtype, device=device, shard=shard)
     max_length = max(prompts.max_length for prompts in sets.values()) + config.evaluation_length
     check_context(base.config, max_length)
     with nullcontext() if is_sharded(base) else in_float32(base):
@@ -99,6 +101,8 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
                 masks = [sample.completion.mask for sample in samples]
                 columns[name][f"{policy}/kl"] = mean_kl(model, base, asked, completed, masks)
 
+    if config.model.adapter:  # which the engine has not loaded
+        engine.sync_weights(base)
     start_seconds = time.monotonic() - begun
     sample("base", base)
     if champion is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from grpo_core.rewards.contract import Reward
 if TYPE_CHECKING:
     from grpo_core.rollout.collect import Sample
 
-SHOWN = ("conversation", "turns", "tool_calls", "failed_tool_calls", "environment_failure")  # of a conversation
+SHOWN = ("opening", "conversation", "turns", "tool_calls", "failed_tool_calls", "environment_failure")
 
 
 def answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, list[Any]]:
@@ -47,9 +49,16 @@ def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConf
     for column, source in (("answer", config.data.answer_column), ("category", config.evaluation.category_column)):
         if source in rows[0]:
             columns[column] = [None if row[source] is None else str(row[source]) for row in rows]
+    if config.environment.factories:  # which begins by the whole row: the same prompt may be another task
+        columns["task"] = [_content(row) for row in rows]
     places: dict[str, list[Any]] = {
         "set": [name] * n * len(rows),
         "row": [row for row in range(len(rows)) for _ in range(n)],
         "sample": list(range(n)) * len(rows),
     }
     return places | {column: [value for value in values for _ in range(n)] for column, values in columns.items()}
+
+
+def _content(row: Mapping[str, Any]) -> str:
+    """Hash of a row's values."""
+    return hashlib.blake2b(json.dumps(row, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

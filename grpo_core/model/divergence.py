@@ -14,10 +14,12 @@ from grpo_core.model.capabilities import decoder, plain_output_layer
 from grpo_core.model.logprobs import divergence, kl_of_logs
 from grpo_core.model.sequences import pad
 from grpo_core.model.sharded import forward, is_sharded, within
+from grpo_core.system.progress import moved, phase
 
 TOKENS = 8192  # of a forward pass, padding included; one sequence may be longer
 
 
+@phase("divergence")
 @torch.no_grad()
 def mean_kl(
     policy: Any,
@@ -53,6 +55,7 @@ def mean_kl(
         return [_mean(part, masks[row]) for part, row in zip(parts, rows, strict=True)]
 
     def computed(rows: list[int]) -> list[float]:
+        moved()
         if layers[0] is None:  # the models' own forward passes
             return of_rows(rows)
         return within(policy, within, base, of_rows, rows)

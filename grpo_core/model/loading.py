@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig, mixin
@@ -27,8 +29,9 @@ def load_model(
     device: torch.device | str = "cpu",
     shard: Callable[[Any], None] | None = None,
 ) -> Any:
-    """A causal LM with weights of `dtype` (float32 or bfloat16), dropout off: the ratio of an on-policy update must be
-    exactly 1. Each weight goes straight from the file to the device, without a copy in another dtype or place.
+    """A causal LM with weights of `dtype` (float32 or bfloat16), without its own dropout: the ratio of an on-policy
+    update must be exactly 1. Each weight goes straight from the file to the device, without a copy in another dtype or
+    place.
 
     `shard`: applied to the model while it has no weights yet; then each process reads its own share of them only.
     """
@@ -80,7 +83,8 @@ def attention_of(path: Path | str, revision: str | None = None) -> str | None:
 def with_adapter(model: Any, config: ModelConfig) -> Any:
     """The model under a LoRA adapter (arXiv:2106.09685) where the configuration asks for one; the base is frozen.
 
-    The adapter starts as no change at all. Its input side is drawn from torch's global random state.
+    The adapter starts as no change at all, its input side drawn from torch's global random state; or, given
+    `config.adapter`, as the one in that folder.
     """
     if not config.use_peft:
         return model
@@ -94,23 +98,61 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
         task_type="CAUSAL_LM",
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
-        lora_dropout=0.0,
+        use_rslora=config.use_rslora,
+        lora_dropout=config.lora_dropout,
         target_modules=config.lora_target_modules or "all-linear",
     )
     adapted = get_peft_model(model, adapter).eval()
     for module, name, parameter in base:
         module._parameters[name] = parameter.requires_grad_(False)
+    if config.adapter:
+        saved = load_file(Path(config.adapter) / "adapter_model.safetensors")
+        named = {re.sub(r"\.(lora_[AB])\.", r".\1.default.", name): tensor for name, tensor in saved.items()}
+        load_trainable_state(adapted, named)
     return adapted
 
 
-def without_adapter(model: Any) -> AbstractContextManager[None]:
-    """The base model for the length of a `with`: the reference policy of a LoRA training, with no second copy."""
-    return model.disable_adapter()
+def load_start(config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, shard: Any = None) -> Any:
+    """The policy that a training starts from, without an adapter: the base, or the base with `config.adapter` merged,
+    in float32, which is rounded to `dtype` then."""
+    merges = config.adapter is not None
+    held = torch.float32 if merges else dtype
+    model = load_model(config.name_or_path, config.revision, dtype=held, device=device, shard=shard)
+    if merges:
+        model = with_adapter(model, config).merge_and_unload()
+    return in_bfloat16(model) if merges and dtype == torch.bfloat16 else model
+
+
+def adapter_dropouts(model: nn.Module) -> list[nn.Dropout]:
+    """Dropout layers of a model's adapter, which act in training mode only."""
+    layers = [each for module in model.modules() for each in getattr(module, "lora_dropout", nn.ModuleDict()).values()]
+    return [layer for layer in layers if isinstance(layer, nn.Dropout)]
+
+
+@contextmanager
+def as_reference(model: Any, start: dict[str, Tensor] | None) -> Iterator[None]:
+    """Inside, a model under an adapter is the reference policy, with no second copy of the base: the base alone, or the
+    base under the adapter that the training started from, `start`."""
+    if start is None:
+        with model.disable_adapter():
+            yield
+        return
+    own = copy_of_trainable_state(model)
+    load_trainable_state(model, start)
+    try:
+        yield
+    finally:
+        load_trainable_state(model, own)
 
 
 def trainable_state(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that training moves, by name: all of them, or the adapter's."""
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def copy_of_trainable_state(model: nn.Module) -> dict[str, Tensor]:
+    """What `trainable_state` gives, in memory of its own."""
+    return {name: parameter.clone() for name, parameter in trainable_state(model).items()}
 
 
 @torch.no_grad()
@@ -167,6 +209,12 @@ def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
     for name, tensor in base.state_dict(keep_vars=True).items():
         if ".lora_" not in name:
             yield name.replace(".base_layer", ""), tensor, changes.get(id(tensor), [])
+
+
+def base_weights(model: Any) -> dict[str, Tensor]:
+    """The frozen weights under an adapter, in the model's own memory, by their names in the base model."""
+    state = model.get_base_model().state_dict()
+    return {name.replace(".base_layer", ""): tensor for name, tensor in state.items() if ".lora_" not in name}
 
 
 def plain_weights(model: Any) -> dict[str, Tensor]:

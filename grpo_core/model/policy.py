@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.model.capabilities import decoder, make_packable, plain_output_layer
 from grpo_core.model.compilation import compile_layers
+from grpo_core.model.loading import adapter_dropouts
 from grpo_core.model.logprobs import chosen_logprobs
 from grpo_core.model.packed_attention import Kind, PackedBatch, pack_batch, packed_states
 from grpo_core.model.precision import in_float32, refresh, working_copy
@@ -82,6 +83,7 @@ class Policy(nn.Module):
                 found, self.why_not = make_packable(model, kinds, max_length=max_length)
         self.packs, self.attention = found is not None, found or kinds[0]
         self.zero_grad()
+        self.dropouts = adapter_dropouts(model)
         self.recomputable = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         self.recomputed = 0
         if gradient_checkpointing:
@@ -146,6 +148,17 @@ class Policy(nn.Module):
             states = decoder(self.model)(input_ids=tokens.input_ids, use_cache=False).last_hidden_state
             hidden = states.flatten(0, 1).index_select(0, tokens.predicts)
         return chosen_logprobs(hidden, self.output_layer.weight, targets, self.temperature)
+
+    @contextmanager
+    def dropout(self) -> Iterator[None]:
+        """Inside, the adapter's dropout acts. A backward pass that computes layers again belongs inside too."""
+        for module in self.dropouts:
+            module.train()
+        try:
+            yield
+        finally:
+            for module in self.dropouts:
+                module.eval()
 
     def refresh(self) -> None:
         """Bring the copy that computes up to date with the masters."""

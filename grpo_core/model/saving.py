@@ -45,7 +45,8 @@ def save_model(
     if config.use_peft and is_main:
         save_adapter(model, folder.with_name("adapter"))
     if config.use_peft and (is_main or shard is not None):
-        merged = with_adapter(load_model(config.name_or_path, config.revision, shard=shard), config)
+        new = config.model_copy(update={"adapter": None})  # whose folder may be gone by now
+        merged = with_adapter(load_model(config.name_or_path, config.revision, shard=shard), new)
         load_trainable_state(merged, trainable_state(model))
         model = merged if shard is not None else merged.merge_and_unload()
     if is_sharded(model):

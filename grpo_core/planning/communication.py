@@ -22,7 +22,8 @@ def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu) ->
     Parts: `gathered`, the weights that a process receives; `reduced`, the gradients that it sends, in float32;
     `between_machines`, what a machine receives from the others; `offloaded`, the moments that come from the host's
     memory and go back. A pass gathers the layers twice (forward, backward) and the rest once, and reduces all
-    gradients; without sharding, and of an adapter, they are reduced once per update. Scoring
+    gradients; without sharding, and of an adapter, they are reduced once per update. The pass without an adapter's
+    dropout gathers every weight once more. Scoring
     (old and reference log-probabilities) and the hand-over to the engine gather every weight once.
     """
     lora, sharding = config.model.use_peft, config.train.sharding
@@ -33,6 +34,7 @@ def communication(config: RunConfig, plan: Plan, shape: ModelShape, gpu: Gpu) ->
     weights = 0.0
     if sharding != "none":
         numbers: float = passes * (2 * shape.parameters - shape.outside)
+        numbers += passes * shape.parameters * (config.model.lora_dropout > 0)
         numbers += rollouts * (scored + (not lora)) * shape.parameters
         weights = width(config) * numbers
     trained = adapter_parameters(shape, config) if lora else shape.parameters

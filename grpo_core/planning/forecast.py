@@ -14,7 +14,7 @@ from grpo_core.planning.communication import communication
 from grpo_core.planning.gpus import count_gpus
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import check_engine_memory, check_host_memory, peak_memory
-from grpo_core.planning.pace import Pace, Throughput
+from grpo_core.planning.pace import EnvironmentPace, Pace, Throughput
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.remedies import NOTHING_FITS, remedies
 from grpo_core.planning.shapes import ForecastError, PromptLengths, load_shape
@@ -40,6 +40,7 @@ def forecast(
     *,
     held_out_prompts: int | None = None,
     reward_seconds: float | None = None,
+    environment: EnvironmentPace | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Time, useful groups and, on GPUs, memory and communication: each with `how` it was made, or with the `error` that
     prevented it; with vLLM servers the GPUs too. Memory that is not there comes with the `remedies` that would fit.
@@ -83,6 +84,7 @@ def forecast(
                 held_out_prompts=held_out_prompts,
                 silent_share=useful.get("silent_share"),
                 reward_seconds=reward_seconds,
+                environment=environment,
             )
         except ForecastError as error:
             found["time"] = {"error": str(error)}

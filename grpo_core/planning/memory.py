@@ -10,7 +10,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.plan import Plan
-from grpo_core.planning.shapes import ModelShape, PromptLengths, adapter_parameters
+from grpo_core.planning.shapes import ModelShape, PromptLengths, adapted_inputs, adapter_parameters
 from grpo_core.planning.sharding import FLOAT, HALF, how_shared, per_machine, sharing_processes, width, working_set
 
 GIB = 2**30
@@ -44,10 +44,11 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     cache: float = in_flight * (prompt + completion) * _kv_bytes(config, shape)
     sampled = f"{in_flight} completions sampled together by {engine}"
     # For a server, the weights that are sent to it: a copy that stays as it is while the policy moves, which shares
-    # have in the host's memory. The transformers engine samples with the trained weights, or, of shares, a whole copy.
+    # have in the host's memory, as an adapter that goes alone. The transformers engine samples with the trained
+    # weights, or, of shares, a whole copy.
     engine_weights = {
         "vllm": _vllm_weights(config, shape),
-        "vllm-server": w * weights * (not sharded),
+        "vllm-server": w * weights * (not sharded and (not lora or shape.experts.layers > 0)),
         "transformers": w * weights * sharded,
     }[engine]
     if engine == "vllm-server":
@@ -124,6 +125,8 @@ def activations(config: RunConfig, shape: ModelShape, tokens: int) -> tuple[floa
     # Per token: two norms, each with its input in float32, its result and what the weight makes of it; queries, what
     # attention makes of them, keys and values, these once more for each sequence that attends to them; four of the MLP.
     layer = 2 * (FLOAT + 2 * w) * shape.hidden + w * (2 * shape.attention + 4 * shape.key_value + 4 * shape.widest)
+    if config.model.lora_dropout:  # each adapter has a copy of its input with holes, and a byte per element that tells
+        layer += (w + 1) * adapted_inputs(shape, config)
     if not config.train.gradient_checkpointing:
         return tokens * shape.layers * layer, 0.0
     # One layer's activations and about as much of their gradients.

@@ -20,13 +20,25 @@ TRAINING = ("mixed_precision", "gradient_checkpointing", "per_device_train_batch
 
 @dataclass(frozen=True)
 class Throughput:
-    """Pace of earlier runs: tokens (prompts and completions) per second and process, mean length of a completion, and
-    the seconds of a training that are not in its updates: start, evaluations, checkpoints."""
+    """Pace of earlier runs: tokens (prompts and completions) per second and process, mean length of a completion (of a
+    conversation, its environment's tokens too), and the seconds of a training that are not in its updates: start,
+    evaluations, checkpoints."""
 
     tokens_per_second: float
     completion_tokens: float
     how: str
     other_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class EnvironmentPace:
+    """What a conversation takes beside the policy's tokens, as rehearsed: seconds and tokens of its begin and end
+    (`reset`, `get_reward`), and of one call of the slowest tool."""
+
+    frame_seconds: float
+    frame_tokens: float
+    call_seconds: float
+    call_tokens: float
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ def pace_request(
     """The request whose answer tells the pace of a run."""
     group, per_process = plan.num_generations, -(-plan.generation_batch_size // plan.num_processes)
     return PaceRequest(
-        config.model.model_dump(mode="json"),
+        config.model.model_dump(mode="json", exclude={"adapter"}),
         {key: getattr(config.rollout, key) for key in SAMPLING},
         {key: getattr(config.train, key) for key in TRAINING},
         max(min(per_process, MAX_ROWS) // group, 1) * group,

@@ -163,3 +163,11 @@ def adapter_parameters(shape: ModelShape, config: RunConfig) -> int:
     sizes |= {"gate": experts.layers * (h + experts.number)}
     adapted = config.model.lora_target_modules or list(sizes)
     return config.model.lora_r * sum(sizes.get(name, 0) for name in adapted)
+
+
+def adapted_inputs(shape: ModelShape, config: RunConfig) -> int:
+    """Elements per token and layer that go into adapters: the inputs of the adapted linear layers outside experts."""
+    h, mlp = shape.hidden, shape.experts.layers < shape.layers
+    sizes = dict.fromkeys(("q_proj", "k_proj", "v_proj"), h) | {"o_proj": shape.attention}
+    sizes |= {"gate_proj": h * mlp, "up_proj": h * mlp, "down_proj": shape.intermediate * mlp}
+    return sum(sizes.get(name, 0) for name in config.model.lora_target_modules or list(sizes))

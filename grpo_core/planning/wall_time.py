@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_core.config.run import RunConfig
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.memory import MOMENTS
-from grpo_core.planning.pace import Pace, Throughput
+from grpo_core.planning.pace import EnvironmentPace, Pace, Throughput
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import ForecastError, ModelShape, PromptLengths, adapter_parameters
 
@@ -18,9 +19,10 @@ PEAK_FLOPS = {"H200": 790e12, "H100": 989e12}
 ASSUMED_UTILISATION = 0.11
 UTILISATION_SOURCE = "published for RL training on one H100 by prime-rl, Qwen3-0.6B"
 FLOPS_PER_PARAMETER = 8  # a token is sampled (2) and trained on, forward and backward (6)
-FLOPS_RECOMPUTED = 2  # gradient_checkpointing repeats the forward pass
+FLOPS_REPEATED = 2  # gradient_checkpointing repeats the forward pass; lora_dropout computes one without dropout
 FORWARD = 1 / 3  # of the time of a forward and backward pass
 WEIGHT_BYTES = 4  # per parameter of a saved model, or trained one of a checkpoint; there AdamW's moments come on top
+TURNS = 2  # of a conversation, assumed until a run tells: one that calls a tool, and one after its answer
 VLLM_START_SECONDS = 60.0  # assumed: nothing short of starting vLLM measures it
 
 
@@ -35,13 +37,14 @@ def wall_time(
     held_out_prompts: int | None = None,
     silent_share: float | None = None,
     reward_seconds: float | None = None,
+    environment: EnvironmentPace | None = None,
 ) -> dict[str, Any]:
     """Hours of the whole training and of its parts, and GPU hours on a GPU: at the pace of earlier runs, at the one
     measured, or without either at one assumed for `gpu`.
 
     `held_out_prompts`: sampled in each evaluation; `silent_share`: of the groups, replaced in dynamic sampling;
-    `reward_seconds`: of all rewards, per completion. None if not known. Raises ForecastError if no pace is known or can
-    be assumed.
+    `reward_seconds`: of all rewards, per completion; `environment`: as rehearsed. None if not known. Raises
+    ForecastError if no pace is known or can be assumed.
     """
     if isinstance(source, Throughput):
         length = min(source.completion_tokens, config.rollout.max_completion_length)
@@ -53,8 +56,10 @@ def wall_time(
         how = source.how
     elif isinstance(source, Pace):
         rounds, said = _rounds(config, plan, silent_share)
-        parts = _measured(config, plan, source, shape, gpu, rounds, held_out_prompts, reward_seconds)
-        how = "; ".join([source.how, *said, *_left_out(config, held_out_prompts, reward_seconds)])
+        talk = _conversation(config, lengths, source, environment)
+        parts = _measured(config, plan, source, shape, gpu, rounds, held_out_prompts, reward_seconds, talk)
+        left_out = _left_out(config, held_out_prompts, reward_seconds, environment)
+        how = "; ".join([source.how, *talk.said, *said, *left_out])
     else:
         parts, how = _assumed(config, plan, lengths, shape, gpu)
     hours = sum(parts.values()) / 3600
@@ -73,6 +78,39 @@ def scorings(config: RunConfig, plan: Plan) -> int:
     return (algorithm.beta > 0) + (not plan.on_policy or algorithm.top_entropy_quantile < 1)
 
 
+@dataclass(frozen=True)
+class _Conversation:
+    """A conversation beside the completion that was measured: how many times as long it is sampled and trained on, and
+    the seconds that it waits for its environment."""
+
+    sampled: float = 1.0
+    trained: float = 1.0
+    waits: float = 0.0
+    said: Sequence[str] = ()
+
+
+def _conversation(
+    config: RunConfig, lengths: PromptLengths, pace: Pace, environment: EnvironmentPace | None
+) -> _Conversation:
+    """Each turn is taken for as long as a completion measured, as far as max_completion_length goes."""
+    if not config.environment.is_used:
+        return _Conversation()
+    turns, one = min(TURNS, config.environment.max_turns), pace.completion_tokens
+    found = environment or EnvironmentPace(0.0, 0.0, 0.0, 0.0)
+    told = found.frame_tokens + (turns - 1) * found.call_tokens
+    policy = max(min(turns * one, config.rollout.max_completion_length - told), 1.0)
+    return _Conversation(
+        policy / one,
+        (lengths.mean + policy + told) / (lengths.mean + one),
+        found.frame_seconds + (turns - 1) * found.call_seconds,
+        [
+            f"conversations of {policy + told:.0f} tokens: {turns} turns are assumed (no earlier run says how many), "
+            "each as long as a completion measured, whose prompt shows no tools, with a call of the slowest tool "
+            "between; those of a batch wait for their environments at the same time"
+        ],
+    )
+
+
 def _measured(
     config: RunConfig,
     plan: Plan,
@@ -82,28 +120,33 @@ def _measured(
     rounds: float,
     held_out_prompts: int | None,
     reward_seconds: float | None,
+    talk: _Conversation,
 ) -> dict[str, float]:
     """Seconds of each part of a training at a measured pace."""
     per_process = plan.generation_batch_size / plan.num_processes
-    completion_seconds = pace.sample_seconds / pace.completions
+    completion_seconds = talk.sampled * pace.sample_seconds / pace.completions
     scored = (reward_seconds or 0.0) * rounds * per_process * plan.rollouts
-    slices = plan.rollouts * plan.steps_per_generation * (plan.num_iterations + FORWARD * scorings(config, plan))
+    trainings = plan.num_iterations * (1 + FORWARD * (config.model.lora_dropout > 0))
+    slices = plan.rollouts * plan.steps_per_generation * (trainings + FORWARD * scorings(config, plan))
     updates = {
         "updates": plan.rollouts * rounds * per_process * completion_seconds
         + scored
-        + slices * pace.train_seconds
+        + slices * talk.trained * pace.train_seconds
         + plan.max_steps * pace.step_seconds
     }
     uses_vllm = config.rollout.engine_on(has_gpu=gpu is not None) != "transformers"
     others = {"start": pace.start_seconds + VLLM_START_SECONDS * uses_vllm}
+    if talk.waits:
+        others["waiting for environments"] = plan.rollouts * rounds * talk.waits
     if plan.evaluations and held_out_prompts:
         longer = config.evaluation_length / config.rollout.max_completion_length
         own = -(-held_out_prompts // plan.num_processes)
-        others["evaluations"] = plan.evaluations * own * (completion_seconds * longer + (reward_seconds or 0.0))
+        each = own * (completion_seconds * longer + (reward_seconds or 0.0)) + talk.waits
+        others["evaluations"] = plan.evaluations * each
     if shape:
         trained = adapter_parameters(shape, config) if config.model.use_peft else shape.parameters
-        each = WEIGHT_BYTES * (1 + MOMENTS[config.train.optim]) * trained
-        saved = (plan.max_steps - 1) // config.train.save_steps * each
+        size = WEIGHT_BYTES * (1 + MOMENTS[config.train.optim]) * trained
+        saved = (plan.max_steps - 1) // config.train.save_steps * size
         others["checkpoints"] = (saved + WEIGHT_BYTES * shape.parameters) * pace.byte_seconds
     return updates | others
 
@@ -119,8 +162,13 @@ def _rounds(config: RunConfig, plan: Plan, silent_share: float | None) -> tuple[
     return rounds, [f"dynamic sampling draws {rounds:.2f} times as many completions at these pass rates"]
 
 
-def _left_out(config: RunConfig, held_out_prompts: int | None, reward_seconds: float | None) -> Sequence[str]:
-    missing = []
+def _left_out(
+    config: RunConfig,
+    held_out_prompts: int | None,
+    reward_seconds: float | None,
+    environment: EnvironmentPace | None,
+) -> Sequence[str]:
+    missing = ["the environment"] if config.environment.is_used and environment is None else []
     if reward_seconds is None:
         missing.append("scoring")
     if config.train.eval_steps and not held_out_prompts:
@@ -143,12 +191,13 @@ def _assumed(
         raise ForecastError("no earlier run is known, and a pace is assumed only with train.mixed_precision = 'bf16'")
     if shape is None:
         raise ForecastError("neither an earlier run nor the model's size is known")
-    flops = shape.active * (FLOPS_PER_PARAMETER + FLOPS_RECOMPUTED * config.train.gradient_checkpointing)
+    repeated = config.train.gradient_checkpointing + (config.model.lora_dropout > 0)
+    flops = shape.active * (FLOPS_PER_PARAMETER + FLOPS_REPEATED * repeated)
     longest = config.rollout.max_completion_length
     tokens = plan.completions * (lengths.mean + longest) / plan.num_processes
     return {"updates": tokens * flops / (peak * ASSUMED_UTILISATION)}, (
         f"no earlier run is known; assumed, not measured: {ASSUMED_UTILISATION:.0%} ({UTILISATION_SOURCE}) of the "
         f"{peak / 1e12:.0f} TFLOP/s of one {gpu.name} per process, completions of full length ({longest} tokens), "
-        "without start, evaluations and checkpoints"
+        f"without start, evaluations{', environments' if config.environment.is_used else ''} and checkpoints"
         + ("; communication may come on top" if plan.num_processes > 1 else "")
     )

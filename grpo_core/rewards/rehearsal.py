@@ -209,7 +209,7 @@ def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], config: R
 
 
 def _too_slow(reward: Reward, seconds: float) -> list[str]:
-    """A warning if one process's part of a generation batch, which takes so many seconds at this pace, takes too long."""
+    """A warning if one process's part of a generation batch takes longer than the timeout; `seconds`: at this pace."""
     if seconds <= reward.timeout:
         return []
     return [

@@ -36,7 +36,7 @@ from grpo_core.rollout.ahead import Group, Taking, requests_of, windows
 from grpo_core.rollout.conversations import play
 from grpo_core.rollout.process_work import TOKENS, work_metrics
 from grpo_core.rollout.requests import training_sampling
-from grpo_core.rollout.types import Completion, Engine, GenerationBatch, Lookahead, Request, Sampling
+from grpo_core.rollout.types import Completion, Engine, GenerationBatch, Lookahead, Request, Sampler, Sampling
 from grpo_core.system.progress import phase, seconds_of_work
 
 
@@ -193,7 +193,7 @@ class _Answer:
 
 
 def sample_and_score(
-    engine: Engine | Taking,
+    engine: Sampler,
     requests: Sequence[Request],
     rows: Sequence[int],
     sampling: Sampling,
@@ -241,7 +241,7 @@ def sample_and_score(
 
 
 def _alone(
-    engine: Engine | Taking, requests: Sequence[Request], rows: Sequence[int], sampling: Sampling
+    engine: Sampler, requests: Sequence[Request], rows: Sequence[int], sampling: Sampling
 ) -> Generator[list[_Answer], None, None]:
     """Completions of one turn."""
     first = [0, *itertools.accumulate(request.num_completions for request in requests)]
@@ -254,7 +254,7 @@ def _alone(
 
 
 def _conversations(
-    engine: Engine | Taking,
+    engine: Sampler,
     requests: Sequence[Request],
     rows: Sequence[int],
     sampling: Sampling,
@@ -289,12 +289,14 @@ def _sample(answer: _Answer, text: str, rewards: list[float]) -> Sample:
 
 
 def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Columns of records for conversations; none without tools and environment. `conversation`: the messages after the
-    prompt, as JSON; `trained_tokens`: 1 per token that the policy sampled, 0 per token of the environment."""
+    """Columns of records for conversations; none without tools and environment. `opening`: what the environment's
+    `reset` added to the prompt; `conversation`: the messages after that, as JSON; `trained_tokens`: 1 per token that
+    the policy sampled, 0 per token of the environment; `environment_failure`: "" if there was none."""
     held = [(sample.said, sample.completion) for sample in samples if sample.said]
     if not held:
         return {}
     return {
+        "opening": [said.opening for said, _ in held],
         "conversation": [json.dumps(said.messages, ensure_ascii=False) for said, _ in held],
         "completion_ids": [completion.ids for _, completion in held],
         "trained_tokens": [completion.mask for _, completion in held],
@@ -302,7 +304,7 @@ def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
         "tool_calls": [said.calls.total() for said, _ in held],
         "failed_tool_calls": [said.failed_calls.total() for said, _ in held],
         "environment_seconds": [round(said.seconds, 4) for said, _ in held],
-        "environment_failure": [said.failure or None for said, _ in held],
+        "environment_failure": [said.failure for said, _ in held],
     }
 
 

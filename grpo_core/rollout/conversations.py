@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from grpo_core.data.order import derive_seed
 from grpo_core.environments.conversation import Conversation, Play, Question, Sampled, Turn
 from grpo_core.environments.processes import CallError, wait_for_any
-from grpo_core.rollout.types import Completion, Engine, Request, Sampling, Stream
+from grpo_core.rollout.types import Completion, Request, Sampler, Sampling, Stream
 
 SETTLE_SECONDS = 0.02  # in which other answers may come, so that sampling does not begin with one request
 LONGEST_PAUSE = 1.0
@@ -17,7 +17,7 @@ Ended = list[tuple[int, Conversation]]  # by its place among the conversations
 
 
 def play(
-    engine: Engine, plays: Sequence[Play], seeds: Sequence[int], sampling: Sampling
+    engine: Sampler, plays: Sequence[Play], seeds: Sequence[int], sampling: Sampling
 ) -> Generator[Ended, None, None]:
     """Play all conversations to their ends. Gives, after each step of the engine, those that have ended.
 
@@ -71,7 +71,7 @@ def play(
 class _Stream:
     """Sampling that requests may join at any time."""
 
-    def __init__(self, engine: Engine, sampling: Sampling):
+    def __init__(self, engine: Sampler, sampling: Sampling):
         self.engine, self.sampling = engine, sampling
         self.running: Stream | None = None
         self.places: list[int] = []  # of the requests that `running` has been given

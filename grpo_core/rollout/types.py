@@ -60,13 +60,17 @@ Finished = tuple[int, list[Completion]]  # a request, by its place among the req
 Stream = Generator[list[Finished], Sequence[Request] | None, None]
 
 
-class Engine(Protocol):
-    """Samples from the policy: with its weights as of the last `sync_weights`, or, in the same memory, as they are."""
+class Sampler(Protocol):
+    """What gives completions."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
         """After each step the requests that it finished, often none; may be closed early. More requests may be sent
         into it, which are numbered on; it ends when all are finished and none is sent."""
         ...
+
+
+class Engine(Sampler, Protocol):
+    """Samples from the policy: with its weights as of the last `sync_weights`, or, in the same memory, as they are."""
 
     def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability of each token except the first, given those before it, at temperature 1. One row per

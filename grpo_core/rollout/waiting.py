@@ -20,7 +20,7 @@ def longest_wait(config: RunConfig) -> timedelta:
     A failing call of a reward is repeated to find the completion that makes it fail. A process that dies is not waited
     for that long: the launcher ends the others.
     """
-    limited = _scoring(config) + _answer(config)
+    limited = _scoring(config) + _answer(config) + _environments(config)
     return UNLIMITED_WORK + timedelta(seconds=min(limited, LONGEST_WAIT.total_seconds()))
 
 
@@ -35,6 +35,11 @@ def phase_limits(config: RunConfig) -> dict[str, float]:
 
 def _scoring(config: RunConfig) -> float:
     return sum(2 * (reward.timeout + START_SECONDS * reward.isolated) for reward in config.rewards)
+
+
+def _environments(config: RunConfig) -> float:
+    """Seconds for which a process may wait for its environments, all of which work concurrently."""
+    return config.environment.conversation_timeout if config.environment.is_used else 0.0
 
 
 def _answer(config: RunConfig) -> float:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grpo_core.algorithm.losses import top_entropy_mask
 from grpo_core.distributed import most, total
-from grpo_core.model.loading import without_adapter
+from grpo_core.model.loading import as_reference
 from grpo_core.model.policy import Policy
 from grpo_core.model.sharded import is_sharded
 from grpo_core.model.transfer import move
@@ -62,7 +62,7 @@ def _ref_logprobs(session: Session, batch: GenerationBatch) -> Tensor | None:
     if session.reference is not None:
         return compute_logprobs(session, session.reference, batch, in_loss)[0]
     if session.config.algorithm.beta > 0:
-        with without_adapter(session.policy.model):
+        with as_reference(session.policy.model, session.start):
             return compute_logprobs(session, session.policy, batch, in_loss)[0]
     return None
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import set_seed
+from torch import Tensor
 from transformers import get_scheduler
 
 from grpo_core.config.files import load_config
@@ -22,12 +23,13 @@ from grpo_core.distributed import any_process, from_main, start_processes
 from grpo_core.environments.setting import Setting, make_setting
 from grpo_core.errors import TrainingError
 from grpo_core.model.capabilities import check_padding
-from grpo_core.model.loading import load_model, with_adapter
+from grpo_core.model.loading import copy_of_trainable_state, load_model, with_adapter
 from grpo_core.model.parallelize import sharding
 from grpo_core.model.policy import Policy
 from grpo_core.model.positions import check_context
 from grpo_core.model.precision import in_float32, on_device
 from grpo_core.model.sharded import is_sharded
+from grpo_core.planning.adapter import check_adapter
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rollout.factory import make_engine
@@ -62,6 +64,7 @@ class Session:
     lookahead: Lookahead | None  # the engine, if it samples ahead of the training
     memory: OutOfMemoryRetry
     probe: Probe
+    start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
 
 
 def load_session(run: Path) -> Session:
@@ -103,6 +106,7 @@ def load_session(run: Path) -> Session:
 
 
 def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) -> Session:
+    check_adapter(config.model)
     rewards = [resolve(reward) for reward in config.rewards]
     tokenizer = load_tokenizer(config.model)
     setting = make_setting(config, tokenizer)
@@ -132,6 +136,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         torch_compile=config.train.torch_compile,
     )
     policy.packs = not any_process(not policy.packs)  # they divide rows by what a pass costs, and must agree
+    start = copy_of_trainable_state(policy.model) if config.model.adapter and config.algorithm.beta else None
     engine = make_engine(config, config.model.name_or_path, policy.model, tokenizer, max_length)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     reference = _reference(config, accelerator, max_length)
@@ -164,6 +169,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
             config.train.mixed_precision,
             config.rollout.max_sync_drift,
         ),
+        start=start,
     )
 
 

@@ -149,23 +149,30 @@ def _forward_backward(
     session: Session, inputs: PassInputs, batch: MicroBatch, entropy_coef: float, tally: _Tally
 ) -> None:
     """Add one pass's gradient to what is accumulated, and its figures to the tally."""
-    algorithm, mask = session.config.algorithm, batch.mask
-    logprobs, entropy = session.policy(inputs, entropy_gradient=entropy_coef > 0)
-    old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    losses = token_losses(
-        logprobs,
-        old_logprobs,
-        mask,
-        batch.advantages,
-        algorithm,
-        sampling_logprobs=batch.sampling_logprobs,
-        ref_logprobs=batch.ref_logprobs,
-        keep=batch.keep,
-    )
-    loss = (batch.weights * losses.loss).sum()
-    if entropy_coef > 0:
-        loss = loss - entropy_coef * (batch.entropy_weights * entropy).sum()
-    loss.backward()
+    algorithm, mask, policy = session.config.algorithm, batch.mask, session.policy
+    exact = None
+    if policy.dropouts:
+        with torch.no_grad():
+            exact = policy(inputs)
+    with policy.dropout():
+        logprobs, entropy = policy(inputs, entropy_gradient=entropy_coef > 0)
+        if exact is not None:  # values without dropout, gradients with it: what is added to the values is exactly 0
+            logprobs, entropy = exact[0] + (logprobs - logprobs.detach()), exact[1] + (entropy - entropy.detach())
+        old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        losses = token_losses(
+            logprobs,
+            old_logprobs,
+            mask,
+            batch.advantages,
+            algorithm,
+            sampling_logprobs=batch.sampling_logprobs,
+            ref_logprobs=batch.ref_logprobs,
+            keep=batch.keep,
+        )
+        loss = (batch.weights * losses.loss).sum()
+        if entropy_coef > 0:
+            loss = loss - entropy_coef * (batch.entropy_weights * entropy).sum()
+        loss.backward()
 
     kept = mask if batch.keep is None else mask * batch.keep
     difference = (old_logprobs - batch.sampling_logprobs).abs()

@@ -30,13 +30,13 @@ from tasks.data.lengths import (
     renders,
     tool_calls,
 )
+from tasks.data.repeats import FINDING, SHOWN, duplicates, is_conversation, overlap, prompt_text, shown
 from tasks.data.sources import is_unstorable
 
 # U+FFFD; control characters except tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or
 # Windows-1252 (é as "Ã©", ’ as "â€™").
 WRONGLY_DECODED = r"[\x{FFFD}\x00-\x08\x0B\x0C\x0E-\x1F]|Ã[\x{80}-\x{BF}]|Â[\x{80}-\x{BF}]|â€"
 VISIBLE = r"[^\s\x{200B}-\x{200D}\x{2060}\x{FEFF}]"  # neither white space nor of no width
-INVISIBLE = r"[\x{200B}-\x{200D}\x{2060}\x{FEFF}]"
 # Messages, or parts of one, written down as JSON or by Python's repr.
 WRITTEN_DOWN = r"""^\s*(\[\s*)?\{[^{}]*["'](role|content|type)["']\s*:"""
 RULES = {
@@ -51,11 +51,8 @@ RULES = {
     "near_overlap": "is not, apart from case and white space, both trained on and evaluated on",
     "encoding": "was decoded rightly",
 }
-FINDING = {"dataset": pl.String, "row": pl.UInt32, "column": pl.String, "check": pl.String, "value": pl.String}
-SLICE = 100_000  # rows whose texts are in memory at once to be compared
 USUAL_PROMPTS = ("question", "problem", "instruction", "messages", "query", "input", "text")
 UNSTORABLE = "has integers beyond 64 bits, or objects without fields, which cannot be stored: write them as text"
-SHOWN = 80  # characters of a value in a finding
 
 
 def check(
@@ -92,8 +89,8 @@ def check(
         for name, frame in frames.items()
     }
     whole = bool(environment.factories)
-    twice = [_duplicates(name, frame, staying[name], whole) for name, frame in frames.items()]
-    return [], pl.concat([found, *twice, _overlap(frames, staying, whole)])
+    twice = [duplicates(name, frame, staying[name], whole) for name, frame in frames.items()]
+    return [], pl.concat([found, *twice, overlap(frames, staying, whole)])
 
 
 def build_schema(
@@ -139,20 +136,6 @@ def needed_columns(rewards: list[Reward]) -> dict[str, dict[str, Any]]:
         for column, kind in reward.columns.items():
             needed.setdefault(column, {})[reward.name] = kind
     return needed
-
-
-def prompt_text(frame: pl.DataFrame, whole: bool = False) -> pl.Series:
-    """Each prompt as one text, the messages of a conversation with their roles: equal texts are equal prompts. `whole`:
-    with the row's other columns, as JSON."""
-    text = pl.col("prompt")
-    if is_conversation(frame):
-        message, calls = pl.element().struct, tool_calls(frame.schema["prompt"])
-        parts = (message.field("role"), message.field("content"), calls)
-        text = text.list.eval(pl.concat_str(*parts, separator=" ␟ ", ignore_nulls=True)).list.join(" ␞ ")
-    others = [name for name, kind in sorted(frame.schema.items()) if name != "prompt" and not is_unstorable(kind)]
-    if whole and others:
-        text = pl.concat_str(text, pl.struct(others).struct.json_encode(), separator=" ␟ ")
-    return frame.select(text).to_series()
 
 
 def _shape(name: str, frame: pl.DataFrame, rewards: list[Reward], prompt_column: str) -> Iterator[str]:
@@ -249,20 +232,11 @@ def _unplayable(name: str, frame: pl.DataFrame, environment: EnvironmentConfig) 
         return
     unknown = ~frame["environment"].is_in([*named]).fill_null(False)
     if unknown.any():
-        row = unknown.arg_max()
+        row = unknown.arg_true()[0]
         yield (
             f"{name} row {row}, column 'environment': {frame['environment'][row]!r}, and {unknown.sum() - 1} more rows "
             f"like it; environment.environment_factory names {', '.join(named)}"
         )
-
-
-def is_conversation(frame: pl.DataFrame, column: str = "prompt") -> bool:
-    """Whether the prompts are lists of messages."""
-    kind = frame.schema[column]
-    if not (isinstance(kind, pl.List) and isinstance(kind.inner, pl.Struct)):
-        return False
-    fields = {field.name: field.dtype for field in kind.inner.fields}
-    return fields.get("role") == pl.String and fields.get("content") == pl.String
 
 
 def _accepts(kind: Any, found: pl.DataType) -> bool:
@@ -344,68 +318,6 @@ def _validate(name: str, frame: pl.DataFrame, schema: pa.DataFrameSchema) -> pl.
             row=pl.col("index").cast(pl.UInt32),
             column="column",
             check="check",
-            value=_short(pl.col("failure_case")),
+            value=shown(pl.col("failure_case")),
         )
     return pl.DataFrame(schema=FINDING)
-
-
-def _duplicates(name: str, frame: pl.DataFrame, staying: pl.Series, whole: bool) -> pl.DataFrame:
-    """Rows whose prompt is the same as that of an earlier row, among the rows that stay."""
-    text = prompt_text(frame, whole).filter(staying)
-    again = text.to_frame("text").with_columns(row=staying.arg_true()).filter(~text.is_first_distinct())
-    return again.select(
-        dataset=pl.lit(name),
-        row=pl.col("row").cast(pl.UInt32),
-        column=pl.lit("prompt"),
-        check=pl.lit("duplicate_prompt"),
-        value=_short(pl.col("text")),
-    )
-
-
-def _overlap(frames: Mapping[str, pl.DataFrame], staying: Mapping[str, pl.Series], whole: bool) -> pl.DataFrame:
-    """Prompts that are both trained on and evaluated on: the same text, or the same except for case and white space.
-
-    Overlaps with eval are reported as rows of train, those with another set as rows of that set, so that a further set
-    does not change what is trained on.
-    """
-    evaluated = {n: _texts(frame, 0, whole).filter(staying[n]) for n, frame in frames.items() if n != "train"}
-    held_out = evaluated.pop("eval")
-    known = {kind: _firsts("eval", held_out, kind) for kind in ("overlap", "near_overlap")}
-    found: dict[str, list[pl.DataFrame]] = {kind: [] for kind in known}
-    for start in range(0, frames["train"].height, SLICE):
-        part = _texts(frames["train"].slice(start, SLICE), start, whole).filter(staying["train"].slice(start, SLICE))
-        for kind, firsts in known.items():
-            found[kind].append(_among("train", part, firsts, kind))
-            found[kind] += [_among(name, own, _firsts("train", part, kind), kind) for name, own in evaluated.items()]
-    # Text that is the same exactly is also the same without regard to case and white space.
-    both = pl.concat([*found["overlap"], *found["near_overlap"]])
-    return both.unique(["dataset", "row"], keep="first", maintain_order=True)
-
-
-def _firsts(name: str, texts: pl.DataFrame, kind: str) -> pl.DataFrame:
-    """Each text of a data set once, with the row that has it first."""
-    return texts.unique(kind, keep="first").select(kind, where=pl.format("{} row {}", pl.lit(name), pl.col("row")))
-
-
-def _among(name: str, texts: pl.DataFrame, others: pl.DataFrame, kind: str) -> pl.DataFrame:
-    """The rows of data set `name` whose texts are among `others`, as FINDING."""
-    return texts.join(others, on=kind).select(
-        dataset=pl.lit(name),
-        row="row",
-        column=pl.lit("prompt"),
-        check=pl.lit(kind),
-        value=pl.format("{} ({})", _short(pl.col("prompt")), pl.col("where")),
-    )
-
-
-def _texts(frame: pl.DataFrame, first_row: int, whole: bool) -> pl.DataFrame:
-    """Each prompt that is there: row, prompt, and what is compared for `overlap` and for `near_overlap`."""
-    text = prompt_text(frame, whole)
-    # White space is collapsed; leaving the many single spaces alone is four times as fast.
-    near = text.str.to_lowercase().str.replace_all(INVISIBLE, "").str.replace_all(r"\s{2,}|[^\S ]", " ")
-    near = near.str.strip_chars()
-    return pl.DataFrame({"prompt": text, "overlap": text, "near_overlap": near}).with_row_index("row", first_row)
-
-
-def _short(text: pl.Expr) -> pl.Expr:
-    return pl.when(text.str.len_chars() > SHOWN).then(text.str.head(SHOWN - 1) + "…").otherwise(text)

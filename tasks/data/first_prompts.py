@@ -29,5 +29,6 @@ def first_lengths(config: RunConfig) -> PromptLengths | None:
     lengths = [len(prompt.ids) for prompt in encoded]
     if not any(lengths):
         return None
-    how = f"of the first {len(lengths)} prompts, without a chat template; --prompt-tokens says better"
+    less = "a chat template and tools" if config.environment.is_used else "a chat template"
+    how = f"of the first {len(lengths)} prompts, without {less}; --prompt-tokens says better"
     return PromptLengths(sum(lengths) / len(lengths), max(lengths), how)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
+from grpo_core.planning.adapter import check_adapter
 
 LONGEST_HUB_NAME = 96  # characters, by the hub's rule
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -36,7 +37,8 @@ def is_folder(path: Path) -> bool:
 
 
 def check_places(config: RunConfig) -> None:
-    """Raises ConfigError if the model or a source of prompts is neither a path here nor a possible name on the hub."""
+    """Raises ConfigError if the model or a source of prompts is neither a path here nor a possible name on the hub, or
+    the adapter to go on with is not the one that the configuration describes."""
     places = {
         "model.name_or_path": config.model.name_or_path,
         "data.train": config.data.train,
@@ -50,3 +52,4 @@ def check_places(config: RunConfig) -> None:
     ]
     if missing:
         raise ConfigError("\n".join(missing))
+    check_adapter(config.model)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_core.planning.pace import EnvironmentPace
 from tasks.stages.files import read_json
 from tasks.stages.table import VALIDATE
 
@@ -20,6 +22,7 @@ class Validated:
     mean_tokens: float  # per prompt
     longest: int
     reward_seconds: float  # of all rewards, per completion
+    environment: EnvironmentPace | None  # if there is one
     prompts: Path  # those to train on
 
 
@@ -28,8 +31,27 @@ def validated(folder: Path, receipt: Mapping[str, Any]) -> Validated:
     counts, lengths = receipt["num_prompts"], receipt["lengths"]["train"]
     rewards = receipt.get("rehearsal", {}).get("rewards", {})
     seconds = sum(reward["seconds_per_completion"] for reward in rewards.values())
+    environment = _environment_pace(receipt.get("rehearsal", {}).get("environments", {}))
     path = (folder / "train.parquet").resolve()
-    return Validated(counts["train"], counts["eval"], lengths["mean"], lengths["max"], seconds, path)
+    return Validated(counts["train"], counts["eval"], lengths["mean"], lengths["max"], seconds, environment, path)
+
+
+def _environment_pace(rehearsed: Mapping[str, Any]) -> EnvironmentPace | None:
+    """Means over the environments."""
+    if not rehearsed:
+        return None
+    found = []
+    for each in rehearsed.values():
+        frame, tools = (each["reset"], each["get_reward"]), each["tools"].values()
+        found.append(
+            (
+                sum(part["seconds"] for part in frame),
+                sum(part["tokens"] for part in frame),
+                max((tool["seconds"] for tool in tools), default=0.0),
+                max((tool["tokens"] for tool in tools), default=0),
+            )
+        )
+    return EnvironmentPace(*(statistics.mean(values) for values in zip(*found, strict=True)))
 
 
 def read_validated(run: Path) -> Validated | None:

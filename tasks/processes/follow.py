@@ -40,7 +40,8 @@ def main() -> None:
     while machine.read() or machine.silence() < SILENCE_SECONDS:
         status = machine.content.get("status")
         if machine.content.get("told"):
-            (folder / TOLD_FILE).touch()
+            with suppress(OSError):  # again with the next look
+                (folder / TOLD_FILE).touch()
         told = told or (folder / TOLD_FILE).exists()
         shown = print_from(output, shown)
         if status is not None:

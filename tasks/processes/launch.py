@@ -11,17 +11,20 @@ from pathlib import Path
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.system.progress import MACHINES, RANKS
+from tasks.processes.job_servers import job_servers
 from tasks.processes.launchers.kubernetes import kubernetes
 from tasks.processes.launchers.local import local
 from tasks.processes.launchers.machines import Launcher
 from tasks.processes.launchers.slurm import slurm
 from tasks.processes.launchers.ssh import ssh
 from tasks.processes.machine import free_port
+from tasks.processes.restarting import AGAIN
 from tasks.processes.run import run_process, run_together
 from tasks.processes.stacks import WATCHED
 from tasks.processes.watchdog import watchdog
 
 LAUNCHERS: dict[str, Launcher] = {"kubernetes": kubernetes, "local": local, "slurm": slurm, "ssh": ssh}
+RETURN_SECONDS = 600.0  # in which a machine may come back, before processes that start again do without it
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # by which a user sets up torch's allocator
 
 
@@ -35,9 +38,9 @@ def launch(
 ) -> None:
     """Run `python COMMAND` in the configured number of processes, on the configured machines, to the end of all.
 
-    `folder`: of the run; of several machines, each has its output there too, as NAME.log. `patience`: how many seconds
-    to wait for machines that are not there. Raises ProcessError if a process fails, naming the machine, and HangError
-    if one hangs.
+    `folder`: of the stage, in the run's directory; each of several machines has its output there too, in NAME.log.
+    `patience`: how many seconds to wait for machines that are not there. Raises ProcessError if a process fails, naming
+    the machine, and HangError if one hangs.
     """
     variables = process_environment(config) | dict(environment or {}) | {WATCHED: str((folder / RANKS).absolute())}
     train = config.train
@@ -48,26 +51,38 @@ def launch(
     with (
         watchdog(folder / RANKS) as check,
         LAUNCHERS[config.launch.launcher](config, folder, patience, on_line) as machines,
+        job_servers(machines[train.num_machines :], folder) as (servers, addresses),
         ExitStack() as stack,
     ):
-        master, several = machines[0], len(machines) > 1
-        logs = {it.name: stack.enter_context((folder / f"{it.name}.log").open("a")) for it in machines if several}
+        training = machines[: train.num_machines]
+        master, several = training[0], len(training) > 1
+        names = {name: f"vllm-server-{number}-{name}.log" for number, name in enumerate(servers)}
+        names |= {machine.name: f"{machine.name}.log" for machine in training if several}
+        logs = {name: stack.enter_context((folder / file).open("a")) for name, file in names.items()}
 
         def passed_on(name: str, line: str) -> None:
-            if several:
+            if name in logs:
                 logs[name].write(line + "\n")
                 logs[name].flush()
                 line = f"{name}: {line}"
-            on_line(line)
+            if name not in servers or line.endswith(AGAIN):
+                on_line(line)
 
         commands = {
-            machine.name: [*machine.command, *torchrun(train, master.address, master.port, number), *command]
-            for number, machine in enumerate(machines)
+            machine.name: [
+                *machine.command,
+                *("-m", "tasks.processes.ranks"),
+                *torchrun(train, master.address, master.port, number),
+                *command,
+            ]
+            for number, machine in enumerate(training)
         }
         if several:
-            variables[MACHINES] = json.dumps([machine.name for machine in machines])
+            variables[MACHINES] = json.dumps([machine.name for machine in training])
         grace = max(machine.grace for machine in machines)
-        return run_together(commands, passed_on, variables, grace, check=check)
+        return run_together(
+            commands | servers, passed_on, variables | addresses, grace, check=check, endless=servers.keys()
+        )
 
 
 def torchrun(train: TrainConfig, address: str, port: int, number: int = 0) -> list[str]:

@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -96,8 +97,20 @@ def _take_gpus(arguments: list[str]) -> None:
     becomes and starts. Ends this process if the machine that asks tells it to, or if this machine has too few."""
     if not visible_gpus():
         return
+    heard = time.monotonic()
+
+    def wait_for_sign() -> None:
+        """Let some time pass. Ends this process if the machine that asks has closed the input, or is silent."""
+        nonlocal heard
+        if select.select([0], [], [], POLL_SECONDS)[0]:
+            if not os.read(0, 4096):
+                sys.exit(TOLD)
+            heard = time.monotonic()
+        elif time.monotonic() > heard + SILENCE_SECONDS:
+            sys.exit(f"no sign of life for {SILENCE_SECONDS:g} s from the machine that started this")
+
     try:
-        taken = take_gpus(gpus_needed(arguments), _say, _wait_for_sign)
+        taken = take_gpus(gpus_needed(arguments), _say, wait_for_sign)
     except GrpoError as error:
         sys.exit(str(error))
     for descriptor in taken.values():
@@ -111,12 +124,6 @@ def gpus_needed(arguments: list[str]) -> int:
         return int(arguments[arguments.index("--nproc-per-node") + 1])
     rollout = load_config(Path(arguments[2])).rollout
     return rollout.vllm_tensor_parallel_size * rollout.vllm_data_parallel_size
-
-
-def _wait_for_sign() -> None:
-    """Let some time pass. Ends this process if the machine that asks has closed the input."""
-    if select.select([0], [], [], POLL_SECONDS)[0] and not os.read(0, 4096):
-        sys.exit(TOLD)
 
 
 def _say(text: str) -> None:

@@ -2,6 +2,9 @@
 
 Arguments are torchrun's. The exit status says what ended it: 0 success; 128 + n a process killed by signal n; LOST_PEER
 processes that only lost others; otherwise the status of the process that failed first.
+
+What the processes print goes through this one, line by line: theirs would tear each other's. A line of any but the
+first process of all begins with "rank N: ".
 """
 
 from __future__ import annotations
@@ -11,14 +14,20 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import psutil
 
 from grpo_core.errors import LOST_PEER
 from tasks.processes.run import SIGNALLED, blame
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+END = b"\0end of output\n"  # torchrun itself holds the pipes open, so that they do not end
 TOGETHER_SECONDS = 10.0  # failures within them may have the same cause; torchrun's SIGKILL comes later
 
 
@@ -26,7 +35,8 @@ def main() -> None:
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
 
     arguments = parse_args(sys.argv[1:])
     processes, machines = int(arguments.nproc_per_node), int(arguments.nnodes)
@@ -35,8 +45,11 @@ def main() -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # lets Accelerate take several processes without a GPU (gloo)
     if machines > 1 and (found := interface_to(arguments.master_addr)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)  # gloo takes the host name's address: often 127.0.1.1
+    config, command, words = config_from_args(arguments)
+    first = int(arguments.node_rank) * processes
     try:
-        run(arguments)
+        with named_output(range(first, first + processes)) as config.logs_specs:
+            elastic_launch(config, command)(*words)
     except ChildFailedError as error:
         rank, code = cause({rank: (it.exitcode, it.timestamp) for rank, it in error.failures.items()})
         print(f"process {rank} (rank) on {socket.gethostname()} {describe(code)}", flush=True)
@@ -46,6 +59,47 @@ def main() -> None:
     except torch.distributed.DistError as error:  # the machines do not find each other
         print(error, flush=True)
         sys.exit(LOST_PEER)
+
+
+@contextmanager
+def named_output(ranks: range) -> Iterator[LogsSpecs]:
+    """Where torchrun sends the output of these processes: through a pipe each to this one, which prints it."""
+    from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+    pipes = [os.pipe() for _ in ranks]
+    readers = [
+        threading.Thread(target=_print_lines, args=(inward, rank), daemon=True)
+        for (inward, _), rank in zip(pipes, ranks, strict=True)
+    ]
+
+    class Pipes(LogsSpecs):
+        root_log_dir = os.devnull
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            places = {number: f"/dev/fd/{outward}" for number, (_, outward) in enumerate(pipes)}
+            return LogsDest(stdouts=places, stderrs=places, error_files=dict.fromkeys(places, os.devnull))
+
+    for reader in readers:
+        reader.start()
+    try:
+        yield Pipes()
+    finally:
+        for _, outward in pipes:
+            os.write(outward, END)
+        for reader in readers:
+            reader.join()
+
+
+def _print_lines(pipe: int, rank: int) -> None:
+    name = f"rank {rank}: ".encode() if rank else b""
+    with open(pipe, "rb") as lines:
+        for line in lines:
+            text, end, _ = line.partition(END)
+            if text:
+                sys.stdout.buffer.write(name + text.rstrip(b"\n") + b"\n")
+                sys.stdout.buffer.flush()
+            if end:
+                return
 
 
 def cause(failures: Mapping[int, tuple[int, float]]) -> tuple[int, int]:

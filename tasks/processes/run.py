@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import os
 import queue
 import signal
@@ -10,10 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from grpo_core.errors import LOST_PEER
+from grpo_core.system.descendants import KILL_SECONDS
 from tasks.stages.errors import StageError
 from tasks.stages.locks import held_locks
 
@@ -26,6 +28,9 @@ LAST_SIGNAL = 64
 LOST = 254  # exit status of a relay if the connection to the other machine is lost
 # In which a failure may show on the machine that it began on, once another has failed by it; `grace`, if that is more.
 SETTLE_SECONDS = 60.0
+OPEN_SECONDS = 2 * KILL_SECONDS  # for which the output of a process that has ended may stay open, beyond `grace`
+
+_Lines = queue.SimpleQueue[tuple[str, str | None]]  # name of a process, and a line or its end
 
 
 class TimeLimitError(StageError):
@@ -65,9 +70,10 @@ def run_together(
     grace: float = GRACE_SECONDS,
     limit: float = threading.TIMEOUT_MAX,
     check: Callable[[], None] = lambda: None,
+    endless: Collection[str] = (),
 ) -> None:
-    """Run `python COMMAND…` for each name, concurrently, to the end of all. `on_line` gets the name with each line;
-    `check` is called at least every CHECK_SECONDS.
+    """Run `python COMMAND…` for each name, concurrently, to the end of all; those in `endless` are ended when the
+    others have. `on_line` gets the name with each line; `check` is called at least every CHECK_SECONDS.
 
     If one fails, the others are ended too. Raises ProcessError with the name and the last lines of the one that failed
     by itself, TimeLimitError if they have not ended after `limit` seconds.
@@ -76,46 +82,51 @@ def run_together(
     and all that they started: first SIGTERM, then after `grace` seconds SIGKILL. An exception is raised once all have
     ended.
     """
-    lines: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+    lines: _Lines = queue.SimpleQueue()
     tails = {name: collections.deque[str](maxlen=TAIL_LINES) for name in commands}
     running: dict[str, subprocess.Popen[str]] = {}
-    readers: list[threading.Thread] = []
+    followers: list[threading.Thread] = []
     ended: dict[str, int] = {}  # the status of each that ended before the others were told to
-    deadline, told = time.monotonic() + min(limit, threading.TIMEOUT_MAX / 2), False
+    deadline, told, done = time.monotonic() + min(limit, threading.TIMEOUT_MAX / 2), False, False
     with ExitStack() as stack:
         try:
             for name, command in commands.items():
-                running[name] = stack.enter_context(_start(command, env, grace))
-                readers.append(threading.Thread(target=_pass_on, args=(name, running[name], lines), daemon=True))
-                readers[-1].start()
-            open_outputs = len(running)
-            while open_outputs:
+                running[name] = _start(command, env, grace)
+                stack.callback(_release, running[name])
+                followers.append(
+                    threading.Thread(target=_follow, args=(name, running[name], lines, grace), daemon=True)
+                )
+                followers[-1].start()
+            left = {*running}
+            while left:
                 try:
-                    left = deadline - time.monotonic()
-                    name, line = lines.get(timeout=None if told else max(0.0, min(left, CHECK_SECONDS)))
+                    name, line = lines.get(timeout=max(0.0, min(deadline - time.monotonic(), CHECK_SECONDS)))
                 except queue.Empty:
-                    if time.monotonic() < deadline:
-                        check()
-                        continue
-                    told = True
+                    pass
+                else:
+                    if line is None:
+                        left.remove(name)
+                        code = running[name].wait()
+                        if not told:
+                            ended[name] = code
+                            if code:
+                                settle = 0.0 if is_cause(code) else max(SETTLE_SECONDS, grace)
+                                deadline = min(deadline, time.monotonic() + settle)
+                            if left <= {*endless}:
+                                deadline, done = -math.inf, not any(ended.values())
+                    else:
+                        tails[name].append(line)
+                        on_line(name, line)
+                if told or not left:
+                    continue
+                if time.monotonic() < deadline:
+                    check()
+                else:
+                    deadline, told = math.inf, True
                     _terminate(running)
-                    continue
-                if line is not None:
-                    tails[name].append(line)
-                    on_line(name, line)
-                    if not told:
-                        check()
-                    continue
-                open_outputs -= 1
-                code = running[name].wait()
-                if not told:
-                    ended[name] = code
-                    if code:
-                        settle = 0.0 if is_cause(code) else max(SETTLE_SECONDS, grace)
-                        deadline = min(deadline, time.monotonic() + settle)
         except BaseException:
             _terminate(running)
-            while any(reader.is_alive() for reader in readers) or not lines.empty():  # they still save and print
+            while any(follower.is_alive() for follower in followers) or not lines.empty():  # they still save and print
                 with suppress(Exception):
                     name, line = lines.get(timeout=0.1)
                     if line is not None:
@@ -130,7 +141,7 @@ def run_together(
             restartable=is_cause(failed[name]) or failed[name] in (TOLD, LOST_PEER),
             told=failed[name] == TOLD,
         )
-    if told and any(process.returncode for process in running.values()):
+    if told and not done and any(process.returncode for process in running.values()):
         [(name, command), *_] = commands.items()
         raise TimeLimitError(
             f"{' '.join(command)} had not ended after {limit:g} s; its last lines:\n" + "\n".join(tails[name])
@@ -151,12 +162,31 @@ def _start(command: Sequence[str], env: Mapping[str, str] | None, grace: float) 
     )
 
 
-def _pass_on(name: str, process: subprocess.Popen[str], lines: queue.SimpleQueue[tuple[str, str | None]]) -> None:
-    """Put each line that the process prints into the queue, and None at its end."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.put((name, line.rstrip()))
+def _release(process: subprocess.Popen[str]) -> None:
+    """Have the supervisor end what is left, and wait for it."""
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait()
+
+
+def _follow(name: str, process: subprocess.Popen[str], lines: _Lines, grace: float) -> None:
+    """Put each line that the process prints into the queue, and None once it has ended and no more come.
+
+    If the process was killed, what it supervised ends within `grace`. A process that SIGKILL does not end, as in a
+    driver that hangs, keeps the output open: it is not waited for.
+    """
+    reader = threading.Thread(target=_read, args=(name, process, lines), daemon=True)
+    reader.start()
+    process.wait()
+    reader.join(grace + OPEN_SECONDS)
     lines.put((name, None))
+
+
+def _read(name: str, process: subprocess.Popen[str], lines: _Lines) -> None:
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            lines.put((name, line.rstrip()))
 
 
 def _terminate(running: Mapping[str, subprocess.Popen[str]]) -> None:

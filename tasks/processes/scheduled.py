@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from grpo_core.system.descendants import KILL_SECONDS
 from tasks.processes.machine import check, supervised
 from tasks.processes.run import SIGNALLED, TOLD
 from tasks.processes.signs import BEAT_SECONDS, POLL_SECONDS, SILENCE_SECONDS, Signs
@@ -102,7 +103,7 @@ class Member:
                     process.stdin.flush()
             self.beat()
             time.sleep(POLL_SECONDS)
-        copier.join()
+        copier.join(KILL_SECONDS)  # a process that SIGKILL does not end keeps the output open
         return code if code >= 0 else SIGNALLED - code
 
 

@@ -1,5 +1,5 @@
 """The vLLM servers of a stage: on this machine or on hosts of their own, for the length of the stage, restarted when
-they die."""
+they die. Those on machines of a scheduler's job come with the job (`tasks.processes.job_servers`)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from typing import Any
 import httpx2
 
 from grpo_core.config.launch import host_name
-from grpo_core.config.rollout import RolloutConfig
 from grpo_core.rollout.vllm.secret import SECRET, with_secret
 from grpo_core.rollout.vllm.serve import ADDRESSES
+from tasks.processes.job_servers import serve, url
 from tasks.processes.launchers.ssh import RELAY_SECONDS, address_of, answering_hosts, relayed
 from tasks.processes.run import GRACE_SECONDS, TAIL_LINES, ProcessError, describe_status
 from tasks.stages.errors import StageError
@@ -51,7 +51,7 @@ def servers(context: Context, log: Logger | LoggerAdapter[Any]) -> Iterator[dict
     """Start the servers that the configuration asks for, and give the environment variables by which the stage's
     process finds them; empty if it asks for none. Raises StageError if a server does not start."""
     rollout = context.config.rollout
-    if not _starts_servers(rollout):
+    if not rollout.starts_servers or context.config.servers_in_job:
         yield {}
         return
     addresses, secret = context.partial / "vllm-servers", {SECRET: secrets.token_hex(16)}
@@ -90,8 +90,8 @@ def _on_this_machine(context: Context, held: ExitStack) -> list[Callable[[], Pla
         address, port = held.enter_context(hold_port()).getsockname()
         gpu = first + number * rollout.vllm_tensor_parallel_size * rollout.vllm_data_parallel_size
         log = context.partial / f"vllm-server-{number}.log"
-        command = _serve(context, address, port, gpu)
-        return Place("", f"http://{address}:{port}", command, GRACE_SECONDS, log)
+        command = serve(context.run, address, port, gpu)
+        return Place("", url(address, port), command, GRACE_SECONDS, log)
 
     def always(place: Place) -> Callable[[], Place]:
         return lambda: place
@@ -127,8 +127,9 @@ def _on_hosts(context: Context) -> list[Callable[[], Place]]:
             raise StageError(f"{host} has no way to {towards}, where the training runs (launch.hosts)")
         return Place(
             host=name,
-            url=f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}",
-            command=[*relayed(host), *_serve(context, address, port, 0)],  # the first of those that are its own there
+            url=url(address, port),
+            # The first GPU of those that are its own there.
+            command=[*relayed(host), *serve(context.run, address, port, 0)],
             grace=RELAY_SECONDS,
             log=context.partial / f"vllm-server-{number}-{name}.log",
         )
@@ -137,11 +138,6 @@ def _on_hosts(context: Context) -> list[Callable[[], Place]]:
         return lambda: place(number)
 
     return [placing(number) for number in range(config.rollout.vllm_num_servers)]
-
-
-def _serve(context: Context, address: str, port: int, first_gpu: int) -> list[str]:
-    options = ["--host", address, "--port", str(port), "--first-gpu", str(first_gpu)]
-    return ["-m", "grpo_core.rollout.vllm.serve", str(context.run / "config.toml"), *options]
 
 
 class _Server:
@@ -205,7 +201,7 @@ class _Server:
         """Restart it whenever it ends. Meanwhile the training waits, for at most rollout.vllm_server_timeout."""
         while not self.stopping.is_set():
             if (code := self.process.poll()) is None:
-                if self.problem and self._is_up():
+                if self.problem and self._is_up() and self._is_announced():
                     self.problem = ""
                     self.log.info("%s is up", self.name)
                 self.stopping.wait(POLL_SECONDS)
@@ -216,13 +212,21 @@ class _Server:
             try:
                 self._restart(self.find())
             except (OSError, StageError) as error:  # no host; no memory, process, or space on the disk: try again later
-                self.log.error("%s cannot be started again: %s", self.name, error)
+                if not self.stopping.is_set():
+                    self.log.error("%s cannot be started again: %s", self.name, error)
 
     def _restart(self, place: Place) -> None:
         with self.changing:
             if not self.stopping.is_set():
                 self.place, self.process = place, self._start(place)
-                self.announce()
+
+    def _is_announced(self) -> bool:
+        try:
+            self.announce()
+        except OSError as error:  # a full disk: try again later
+            self.log.error("%s is up, and the training cannot be told: %s", self.name, error)
+            return False
+        return True
 
     def _is_up(self) -> bool:
         headers = with_secret(self.environment)
@@ -238,10 +242,6 @@ def _stop(started: list[_Server]) -> None:
         server.tell_to_stop()
     for server in started:
         server.process.wait()
-
-
-def _starts_servers(rollout: RolloutConfig) -> bool:
-    return rollout.engine == "vllm-server" and not rollout.vllm_server_base_urls
 
 
 def hold_port() -> socket.socket:

@@ -101,14 +101,14 @@ def watchdog(folder: Path, clock: Callable[[], float] = time.monotonic) -> Itera
 
 def _remove_records(folder: Path) -> None:
     for record in folder.glob("*.json"):
-        record.unlink()
+        record.unlink(missing_ok=True)
 
 
 def _end(folder: Path, records: Sequence[Record], hanging: Sequence[Record], seconds: float) -> None:
     """Have the stacks written, and raise HangError."""
     first, before = hanging[0], {record.rank: _size(folder, record) for record in records}
     stopped = _is_stopped(first)  # until the stacks are written
-    (folder / HANG).write_text(first.name)
+    _write_reason(folder, first.name)
     _await_stacks(folder, records, before)
     place = _place(folder, first, before[first.rank])
     if first.waits:
@@ -122,8 +122,13 @@ def _end(folder: Path, records: Sequence[Record], hanging: Sequence[Record], sec
         waiting = len(records) - len(hanging)
         said += f"; {waiting} of {len(records)} processes wait for it" if waiting else ""
     said += f". The Python stacks of all threads are in {folder}/*.stacks"
-    (folder / HANG).write_text(said)
+    _write_reason(folder, said)
     raise HangError(f"hang: {said}", restartable=stopped or not first.reward)
+
+
+def _write_reason(folder: Path, text: str) -> None:
+    with suppress(OSError):  # a full disk is no reason to go on hanging
+        (folder / HANG).write_text(text)
 
 
 def _state(record: Record) -> str:

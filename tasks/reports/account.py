@@ -33,16 +33,22 @@ def curves(record: Record) -> Section:
     rows, longest = record.metrics, record.config.rollout.max_completion_length
     names = [reward.name for reward in record.config.rewards]
     rewards = dict(zip(reward_means(names), names, strict=True))
+    calls = {"conversations/tool_calls": "all", "conversations/failed_tool_calls": "failed"}
     panels: list[tuple[Metric, str, dict[str, str]]] = [  # title and unit, note, lines
         (TRAINED["reward"], "", {"reward": "sampled", "eval_reward": "held out"}),
         (TRAINED["eval_accuracy"], "", {"eval_accuracy": "held out"}),
         (Metric("", "rewards"), "each before its weight", rewards if len(rewards) > 1 else {}),
+        (TRAINED["conversations/tool_calls"], "mean", calls),
         *(
             (TRAINED[name], note, {name: TRAINED[name].label})
             for name, note in {
                 "frac_reward_zero_std": "all their completions got the same reward",
                 "completions/mean_length": "mean",
                 "completions/clipped_ratio": f"at {longest:,} tokens",
+                "conversations/mean_turns": "mean",
+                "conversations/environment_seconds": "mean",
+                "conversations/environment_share": "not trained",
+                "conversations/failed": "their environment was lost, or a tool",
                 "entropy": "",
                 "kl": "",
                 "grad_norm": "before clipping",

@@ -20,10 +20,16 @@ from tasks.rendering.page import Cell, Chart, Section, Table, Verdict, render
 from tasks.reports.record import Record
 
 LAST = 0.1  # share of the updates that count as the end of a training
-ENDS = ("reward", "completions/mean_length", "frac_reward_zero_std", "entropy", "kl", "grad_norm")
+ENDS = (
+    *("reward", "completions/mean_length", "conversations/mean_turns"),
+    *("frac_reward_zero_std", "entropy", "kl", "grad_norm"),
+)
 CURVES = ("reward", "eval_reward", "eval_accuracy", *ENDS[1:-1], "step_time")
 # Keys that outcomes depend on, besides the policy.
-EVALUATED_BY = ("evaluation.", "rewards.", "data.eval", "seed", "rollout.max_completion_length")
+EVALUATED_BY = (
+    *("evaluation.", "rewards.", "environment.", "data.eval", "data.chat_template_kwargs"),
+    *("seed", "rollout.max_completion_length"),
+)
 Records = Mapping[str, Record]  # by the run's name as shown; the others are compared with the first
 
 

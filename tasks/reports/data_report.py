@@ -10,7 +10,8 @@ from typing import Any
 
 import polars as pl
 
-from tasks.data.contract import RULES, SHOWN
+from tasks.data.contract import RULES
+from tasks.data.repeats import SHOWN
 from tasks.rendering.drawing import draw_lengths
 from tasks.rendering.markdown import escape, table
 from tasks.stages.files import remove
@@ -80,6 +81,8 @@ def markdown(report: Mapping[str, Any], findings: pl.DataFrame, folder: Path) ->
         picture = base64.b64encode((folder / PICTURE).read_bytes()).decode()
         parts += ["## Prompt lengths", f"![prompt lengths](data:image/png;base64,{picture})"]
     if rehearsal := report.get("rehearsal"):
+        if "environments" in rehearsal:
+            parts += ["## Environments and tools", _environments_table(rehearsal["environments"])]
         parts += ["## Reward rehearsal", f"Mean reward over {rehearsal['rows']} rows.", _rehearsal_table(rehearsal)]
         parts += [f"- {escape(warning)}" for warning in rehearsal["warnings"]]
     return "\n\n".join(parts) + "\n"
@@ -92,6 +95,16 @@ def _rehearsal_table(rehearsal: Mapping[str, Any]) -> str:
         for name, given in rehearsal["rewards"].items()
     ]
     return table([("reward", *kinds, "per completion"), *rows])
+
+
+def _environments_table(environments: Mapping[str, Any]) -> str:
+    """What each environment took and gave on a few rows."""
+    rows = [
+        (name, str(found["rows"]), what, f"{part['seconds']:.3f} s", f"{part['tokens']:,}", f"{part['raised']:,}")
+        for name, found in environments.items()
+        for what, part in {"reset": found["reset"], "get_reward": found["get_reward"], **found["tools"]}.items()
+    ]
+    return table([("environment", "rows", "asked", "mean time", "most tokens", "calls that raised"), *rows])
 
 
 def _number(value: float | None) -> str:

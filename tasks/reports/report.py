@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -15,6 +16,7 @@ from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
+from grpo_core.environments.calls import ERROR
 from grpo_core.evaluation.outcomes import outcomes
 from grpo_core.evaluation.statistics import POWER
 from tasks.rendering import drawing, figures
@@ -26,8 +28,14 @@ from tasks.stages.files import write_text
 
 PAGE = "report.html"
 POLICY_COLOURS = {"base": GREY, "champion": ORANGE, "trained": BLUE}
-SHOWN = {"better": 4, "worse": 3, "unchanged": 2, "still wrong": 2, "still right": 1}  # prompts of each kind
-LONGEST_TEXT = 3000  # characters of a prompt or completion
+FAILED = "environment failed"
+SHOWN = {"better": 4, "worse": 3, "unchanged": 2, "still wrong": 2, "still right": 1, FAILED: 2}  # prompts of each kind
+LONGEST_TEXT = 3000  # characters of a prompt, a completion or a turn
+TURNS = {  # colours of a conversation's turns
+    "what the policy said: these tokens are trained": "var(--blue)",
+    "what tools and environment said: not trained": "var(--grey)",
+    "a call that failed": "var(--orange)",
+}
 
 
 def write_report(
@@ -214,7 +222,9 @@ def _lengths(record: Record) -> Chart:
 
 
 def _before_and_after(record: Record) -> Section:
-    return Section("Before and after", samples={name: _kinds(record, name) for name in record.evaluation["sets"]})
+    legend = TURNS if record.config.environment.is_used else {}
+    samples = {name: _kinds(record, name) for name in record.evaluation["sets"]}
+    return Section("Before and after", legend=legend, samples=samples)
 
 
 def _kinds(record: Record, name: str) -> dict[str, dict[str, Any]]:
@@ -228,6 +238,9 @@ def _kinds(record: Record, name: str) -> dict[str, dict[str, Any]]:
         kinds |= {"still wrong": same & (after < 1), "still right": same & (after == 1)}
     else:
         kinds["unchanged"] = same
+    if "trained/environment_failure" in of_set.columns:
+        lost = pl.any_horizontal(pl.col("base/environment_failure", "trained/environment_failure") != "")
+        kinds[FAILED] = of_set.group_by("row").agg(it=lost.any()).sort("row")["it"].to_numpy()
     rows = {kind: np.flatnonzero(of_kind) for kind, of_kind in kinds.items()}
     return {
         kind: {
@@ -265,15 +278,56 @@ def _sample(record: Record, of_prompt: pl.DataFrame) -> dict[str, Any]:
                 "of_all": _of_all(record, of_prompt, policy) if of_prompt.height > 1 else "",
                 "tokens": first[f"{policy}/completion_tokens"],
                 "truncated": first[f"{policy}/truncated"],
+                "conversation": _conversation(first, policy) if f"{policy}/conversation" in first else None,
             }
         )
     return {
         "row": first["row"],
         "prompt": _messages(first["prompt"]),
+        "opening": _cut(first.get(f"{record.evaluation['policies'][-1]}/opening") or ""),
         "answer": first.get("answer"),
         "category": first.get("category"),
         "policies": policies,
     }
+
+
+def _conversation(sample: Mapping[str, Any], policy: str) -> dict[str, Any]:
+    """A policy's conversation in a row of samples.parquet: its turns and what they are, its rewards and its failure."""
+    rewards = {
+        name.removeprefix(f"{policy}/rewards/"): figures.NONE if value is None else figures.number(value)
+        for name, value in sample.items()
+        if name.startswith(f"{policy}/rewards/")
+    }
+    return {
+        "turns": [_turn(message) for message in json.loads(sample[f"{policy}/conversation"])],
+        "counts": ", ".join(
+            f"{count} {what}{'' if count == 1 else 's'}"
+            for count, what in [
+                (sample[f"{policy}/turns"], "turn"),
+                (sample[f"{policy}/tool_calls"], "call"),
+                (sample[f"{policy}/failed_tool_calls"], "failed call"),
+            ]
+            if count
+        ),
+        "rewards": ", ".join(f"{name} {value}" for name, value in rewards.items()),
+        "failure": _cut(sample[f"{policy}/environment_failure"]),
+    }
+
+
+def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What was said; `kind`: policy, environment, or failed for an answer that says what was wrong with a call."""
+    content, is_policy = message["content"], message["role"] == "assistant"
+    return {
+        "who": "" if is_policy else message.get("name", message["role"]),
+        "kind": "policy" if is_policy else "failed" if content.startswith(ERROR) else "environment",
+        "text": _cut(content),
+        "calls": [_cut(_call(call["function"])) for call in message.get("tool_calls", ())],
+    }
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    arguments = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in function["arguments"].items())
+    return f"{function['name'] or '(no name)'}({', '.join(arguments)})"
 
 
 def _mark(record: Record, sample: pl.DataFrame, policy: str) -> tuple[str, str]:

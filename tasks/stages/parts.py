@@ -55,6 +55,12 @@ class Parts:
         }
 
     @cached_property
+    def environment_limits(self) -> Named:
+        """Keys of the environment that only the rehearsal looks at."""
+        limits = self.config.environment.model_dump(include={"tool_timeout", "memory_gib"})
+        return flatten({"environment": limits}) if self.config.environment.is_used else {}
+
+    @cached_property
     def answers(self) -> Named:
         return {"data.answer_column": self.config.data.answer_column}
 
@@ -75,7 +81,10 @@ class Parts:
     @cached_property
     def model(self) -> Named:
         settings = self.section("model") | self._base_model
-        del settings["model.name_or_path"]  # its content counts
+        for key in ("model.name_or_path", "model.adapter"):  # their content counts
+            del settings[key]
+        if adapter := self.config.model.adapter:
+            settings["content of the adapter"] = content_hash(adapter)
         return settings
 
     @cached_property
@@ -120,8 +129,10 @@ class Parts:
 
     @cached_property
     def _environment(self) -> Named:
-        """The keys of the environment and the hashes of its sources."""
-        return flatten({"environment": environment_parts(self.config)})
+        """The keys of the environment, and the hash of the source of each class and tool."""
+        keys = environment_parts(self.config)
+        sources = {f"source of {name} (environment)": source for name, source in keys.pop("sources", {}).items()}
+        return flatten({"environment": keys}) | sources
 
     @cached_property
     def _rewards(self) -> Named:

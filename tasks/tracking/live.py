@@ -37,6 +37,7 @@ LONGEST_LINE = 2000  # characters
 ALARM = re.compile(r"\b(error|warning|traceback)\b|\w(Error|Warning)\b", re.IGNORECASE)
 FINDING = re.compile(r"([\w.-]+: )?health:")  # after the name of the machine, of several
 MACHINE = re.compile(r"time/machine_\d+/tokens_per_second")
+TURNS, FAILED_CALLS = "conversations/mean_turns", "conversations/failed_tool_calls"  # per conversation
 SECONDS_BETWEEN_UPDATES = 2.0
 ROWS = 20
 
@@ -178,6 +179,8 @@ def live_table(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
                 "reward": f"{row['reward']:.3f}",
                 **({"KL": f"{row['kl']:.4f}"} if "kl" in row else {}),
                 "length": f"{row['completions/mean_length']:.1f}",
+                **({"turns": f"{row[TURNS]:.1f}"} if TURNS in row else {}),
+                **({"failed calls": f"{row[FAILED_CALLS]:.2f}"} if FAILED_CALLS in row else {}),
                 "tokens/s": "" if tokens is None else f"{tokens / row['step_time']:,.0f}",
                 "time left": duration((plan.max_steps - row["step"]) * sum(times) / len(times)),
             }

@@ -9,7 +9,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -44,6 +44,11 @@ RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start
 PARAMS_PER_REQUEST = 100  # MLflow's maximum
 REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # seconds; times
 EARLIER_RUNS = 5
+FOREIGN_TABLES = [
+    ("environment", "environment_factory"),
+    ("environment", "environment_args"),
+    ("data", "chat_template_kwargs"),
+]
 HARDWARE, LINEAGE = "hardware", "lineage"  # tags of a run
 SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the environment of what it starts
 
@@ -154,9 +159,12 @@ def _describe(client: mlflow.MlflowClient, run_id: str, config: RunConfig, run: 
 
 
 def parameters(config: RunConfig) -> dict[str, str]:
-    """MLflow's parameters of a training: the configuration's values by their keys. A table or list among a reward's
-    arguments is one value, as JSON, since its keys may have characters that MLflow refuses in a name."""
+    """MLflow's parameters of a training: the configuration's values by their keys. A table whose keys are not ours, and
+    a list among a reward's arguments, is one value, as JSON: keys may have characters that MLflow refuses in a name."""
     values = config.model_dump(mode="json", exclude_none=True)
+    for section, key in FOREIGN_TABLES:
+        if isinstance(table := values[section].get(key), dict) and table:
+            values[section][key] = json.dumps(table)
     for reward in values["rewards"]:
         for key, value in reward["args"].items():
             if isinstance(value, (dict, list)):
@@ -243,14 +251,18 @@ def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
         order_by=["attributes.start_time DESC"],
         max_results=EARLIER_RUNS,
     )
-    paces, lengths, names, others = [], [], [], []
+    paces, lengths, turns, names, others = [], [], [], [], []
     for run in runs:
+        if _acting(run.data.params) != _acting(parameters(config)):
+            continue
         history = client.get_metric_history(run.info.run_id, "step_time")
         seconds = sum(metric.value for metric in history)
         tokens = run.data.metrics.get("num_tokens")
         if seconds and tokens:
             paces.append(tokens / seconds / int(run.data.params["train.num_processes"]))
-            lengths.append(run.data.metrics["completions/mean_length"])
+            sampled = 1 - run.data.metrics.get("conversations/environment_share", 0.0)
+            lengths.append(run.data.metrics["completions/mean_length"] / sampled)
+            turns.append(run.data.metrics.get("conversations/mean_turns", 0.0))
             names.append(run.data.tags[HARDWARE])
             whole = (max(metric.timestamp for metric in history) - run.info.start_time) / 1000
             others.append(max(whole - seconds, 0.0))
@@ -260,10 +272,23 @@ def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
         statistics.median(paces),
         statistics.median(lengths),
         f"median of {len(paces)} earlier runs of this model in MLflow, on {', '.join(dict.fromkeys(names))}: "
-        f"{statistics.median(paces):,.0f} tokens/s per process, completions of {statistics.median(lengths):.0f} tokens "
-        f"at their end, {statistics.median(others):,.0f} s of a training outside its updates",
+        f"{statistics.median(paces):,.0f} tokens/s per process, {_length(lengths, turns)} at their end, "
+        f"{statistics.median(others):,.0f} s of a training outside its updates",
         statistics.median(others),
     )
+
+
+def _acting(params: Mapping[str, str]) -> dict[str, str]:
+    """The parameters that name environments and tools."""
+    names = ("environment.environment_factory", "environment.tools.")
+    return {key: value for key, value in params.items() if key.startswith(names)}
+
+
+def _length(lengths: Sequence[float], turns: Sequence[float]) -> str:
+    mean = f"{statistics.median(lengths):.0f} tokens"
+    if not any(turns):
+        return f"completions of {mean}"
+    return f"conversations of {statistics.median(turns):.1f} turns and {mean}, waiting for environments included,"
 
 
 def training_run_id(training: Path) -> str:

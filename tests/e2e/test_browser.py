@@ -16,31 +16,43 @@ from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Locator, Page, ViewportSize, expect, sync_playwright
+from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
 from tasks.rendering.markdown import escape, table
 from tasks.stages.table import STAGES as TABLE
 from tests.conftest import EXAMPLE
+from tests.e2e.browsing import (
+    FINAL,
+    MILLISECONDS,
+    choose,
+    field,
+    fill,
+    id_of,
+    open_afresh,
+    open_artifact,
+    open_deployment,
+    open_form,
+    submit_and_open_the_run,
+    wait_for_updates,
+    wait_until,
+)
 from tests.pictures import RECORDED, VERDICT, words_of_pictures
-from tests.serving import RUN_SECONDS, Served, serving
+from tests.serving import Served, serving
 from tests.tasks.rendering.test_markdown import HOSTILE, read
 
 pytestmark = pytest.mark.e2e
 
 INPUTS = Path("storage", "examples", "arithmetic")  # where the preset expects them, relative to where `grpo up` runs
 STAGES = [stage.name for stage in TABLE]
-MILLISECONDS = 1000
 PATIENCE = 120 * MILLISECONDS  # for a page, on a busy machine
 SETTLE = 2500  # milliseconds before a picture is taken
 TIMELINE = 15 * MILLISECONDS  # the same for a timeline: it is drawn on a canvas, which does not say when it is done
 TALL: ViewportSize = {"width": 1280, "height": 1600}  # Prefect's UI loads what comes into view
 SHOWN: ViewportSize = {"width": 1280, "height": 800}
 PHONE: ViewportSize = {"width": 390, "height": 844}
-FINAL = re.compile(r"^\s*(Completed|Failed|Crashed|Cancelled)\s*$")
 Picture = Callable[..., None]
 
 # What a page of another server tries, though it knows every id: JSON, which asks permission first, requests that ask
@@ -140,79 +152,6 @@ def picture(page: Page, tmp_path: Path) -> Picture:
     return take
 
 
-def _open_deployment(page: Page, served: Served, flow: str) -> None:
-    page.goto(f"{served.prefect_url}/deployments")
-    row = page.get_by_role("row").filter(has=page.get_by_role("link", name=flow, exact=True))
-    row.get_by_role("link", name="local").click()
-
-
-def _open_form(page: Page, served: Served, flow: str = "pipeline", shows: str = "changes.train.max_steps") -> None:
-    _open_deployment(page, served, flow)
-    page.get_by_role("button", name="Run", exact=True).click()
-    page.get_by_text("Custom run").click()
-    _field(page, shows).wait_for()
-
-
-def _field(page: Page, path: str) -> Locator:
-    """What the form has for a key, such as "changes.train.max_steps": label, description and input."""
-    found = page.locator("form")
-    for key in path.split("."):
-        named = f"normalize-space() = '{key}' or starts-with(normalize-space(), '{key} (')"
-        label = f"div[contains(@class, 'p-label__header')]//span[{named}]"
-        found = found.locator(f"xpath=.//div[{label}]")
-    return found
-
-
-def _fill(page: Page, values: dict[str, str]) -> None:
-    for path, value in values.items():
-        field = _field(page, path)
-        field.get_by_role("textbox").or_(field.get_by_role("spinbutton")).fill(value)
-
-
-def _choose(page: Page, path: str, choice: str) -> None:
-    _field(page, path).get_by_role("group").get_by_role("button").focus()
-    page.keyboard.press("ArrowDown")
-    page.locator(".p-select-option").filter(has_text=re.compile(f"^{choice}$")).click()
-
-
-def _submit_and_open_the_run(page: Page, served: Served) -> str:
-    """Its address. The note that leads there moves, and is gone in seconds."""
-    page.get_by_role("button", name="Submit").click()
-    page.get_by_role("button", name="View run").first.wait_for()
-    newest = served.filter("flow_runs", sort="EXPECTED_START_TIME_DESC", limit=1)[0]
-    page.goto(f"{served.prefect_url}/runs/flow-run/{newest['id']}")
-    return page.url
-
-
-def _id(run: str) -> str:
-    return run.rsplit("/", 1)[-1].partition("?")[0]
-
-
-def _wait_until(page: Page, state: str) -> None:
-    """Until the run whose page is open shows a final state, which has to be this one."""
-    shown = page.get_by_text(FINAL).first
-    shown.wait_for(timeout=RUN_SECONDS * MILLISECONDS)
-    expect(shown).to_have_text(state)
-
-
-def _open_afresh(page: Page, run: str) -> None:
-    """Without what the page has drawn while the run went on: the time line leaves old labels."""
-    page.goto("about:blank")
-    page.goto(run)
-    page.get_by_text(FINAL).first.wait_for()
-
-
-def _open_artifact(page: Page, run: str, key: str) -> None:
-    page.goto(run)
-    page.get_by_role("listitem").filter(has_text="Artifacts").click()
-    link = page.get_by_role("link", name=re.compile(rf"(?<![\w-]){key}(?![\w-])")).first
-    page.goto(urljoin(run, link.get_attribute("href")))  # the list is drawn again and again, under a click too
-
-
-def _wait_for_updates(page: Page) -> None:
-    page.get_by_text(re.compile(r"step \d+/\d+ ")).first.wait_for(timeout=RUN_SECONDS * MILLISECONDS)
-
-
 @pytest.fixture
 def foreign_page(page: Page, tmp_path: Path) -> Iterator[str]:
     """Address of a page that another server of this machine has, open in the browser."""
@@ -281,15 +220,15 @@ def test_text_of_prompts_makes_no_element_in_prefects_page(served: Served, page:
 def test_a_wrong_value_in_the_form_is_refused_by_the_name_of_its_key(
     served: Served, page: Page, picture: Picture
 ) -> None:
-    _open_deployment(page, served, "pipeline")
+    open_deployment(page, served, "pipeline")
     page.get_by_role("listitem").filter(has_text="Description").click()
     page.get_by_text("From prompts and a base model").wait_for()
-    _open_form(page, served)
-    _fill(page, {"changes.train.learning_rate": "-1"})
+    open_form(page, served)
+    fill(page, {"changes.train.learning_rate": "-1"})
     page.get_by_role("button", name="Submit").click()
     page.get_by_text("changes.train.learning_rate").first.wait_for()
     page.set_viewport_size(SHOWN)
-    _field(page, "changes.train.learning_rate").evaluate("field => field.scrollIntoView()")
+    field(page, "changes.train.learning_rate").evaluate("field => field.scrollIntoView()")
     picture("refused")
     assert not served.filter("flow_runs")
 
@@ -297,20 +236,20 @@ def test_a_wrong_value_in_the_form_is_refused_by_the_name_of_its_key(
 def test_a_run_cancelled_in_the_browser_goes_on_where_it_was_when_it_is_retried_there(
     served: Served, page: Page, picture: Picture
 ) -> None:
-    _open_form(page, served)
-    run = _submit_and_open_the_run(page, served)
-    _wait_for_updates(page)
+    open_form(page, served)
+    run = submit_and_open_the_run(page, served)
+    wait_for_updates(page)
     page.get_by_role("button", name="Cancel", exact=True).click()
     page.locator(".p-modal").get_by_role("button", name="Confirm").click()
-    _wait_until(page, "Cancelled")
+    wait_until(page, "Cancelled")
     page.get_by_text(re.compile("told to stop")).first.wait_for()
     page.get_by_role("button", name="Retry", exact=True).click()
     page.locator(".p-modal").get_by_role("button", name="Retry").click()
     page.get_by_text(FINAL).first.wait_for(state="detached")
-    _wait_until(page, "Completed")
-    tasks = served.tasks(_id(run), 7)
+    wait_until(page, "Completed")
+    tasks = served.tasks(id_of(run), 7)
     assert [state for task, state in tasks if task in ("validate", "plan")][-2:] == ["Skipped", "Skipped"]
-    _open_afresh(page, run)
+    open_afresh(page, run)
     picture("retried", TIMELINE)
 
 
@@ -324,18 +263,18 @@ def test_the_report_is_as_wide_as_the_screen_and_a_phone(served: Served, page: P
 
 
 def test_a_stage_is_run_again_and_the_version_promoted(served: Served, page: Page, picture: Picture) -> None:
-    _open_form(page, served, "evaluate", "run")
-    _fill(page, {"run": "quickstart"})
-    _field(page, "force").get_by_role("switch").click()
-    run = _submit_and_open_the_run(page, served)
-    _wait_until(page, "Completed")
-    assert served.tasks(_id(run), 1) == [("evaluate", "Completed")]
+    open_form(page, served, "evaluate", "run")
+    fill(page, {"run": "quickstart"})
+    field(page, "force").get_by_role("switch").click()
+    run = submit_and_open_the_run(page, served)
+    wait_until(page, "Completed")
+    assert served.tasks(id_of(run), 1) == [("evaluate", "Completed")]
 
-    _open_form(page, served, "promote", "model")
-    _fill(page, {"model": "arithmetic"})
-    run = _submit_and_open_the_run(page, served)
-    assert served.wait(_id(run))["state_name"] == "Promoted"
-    _open_artifact(page, run, "promotion")
+    open_form(page, served, "promote", "model")
+    fill(page, {"model": "arithmetic"})
+    run = submit_and_open_the_run(page, served)
+    assert served.wait(id_of(run))["state_name"] == "Promoted"
+    open_artifact(page, run, "promotion")
     page.get_by_text("arithmetic version 1: promoted").first.wait_for()
     picture("promotion")
     page.goto(f"{served.mlflow_url}/#/models/arithmetic/versions/1")
@@ -346,9 +285,9 @@ def test_a_stage_is_run_again_and_the_version_promoted(served: Served, page: Pag
 def test_a_run_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
     served: Served, page: Page, picture: Picture
 ) -> None:
-    _open_form(page, served)
-    _choose(page, "preset", "quickstart")
-    _choose(page, "changes.rollout.engine", "transformers")
+    open_form(page, served)
+    choose(page, "preset", "quickstart")
+    choose(page, "changes.rollout.engine", "transformers")
     changes = {
         "model.name_or_path": f"{INPUTS}/base",
         "data.train": f"{INPUTS}/train.parquet",
@@ -357,20 +296,20 @@ def test_a_run_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
         "name": "slower",
         "train.learning_rate": "0.00005",
     }
-    _fill(page, {f"changes.{key}": value for key, value in changes.items()})
-    _field(page, "changes.train.max_steps").scroll_into_view_if_needed()
-    _field(page, "preset").scroll_into_view_if_needed()
+    fill(page, {f"changes.{key}": value for key, value in changes.items()})
+    field(page, "changes.train.max_steps").scroll_into_view_if_needed()
+    field(page, "preset").scroll_into_view_if_needed()
     picture("form")
-    run = _submit_and_open_the_run(page, served)
+    run = submit_and_open_the_run(page, served)
 
-    _wait_for_updates(page)
-    _open_artifact(page, run, "training-live")
+    wait_for_updates(page)
+    open_artifact(page, run, "training-live")
     page.get_by_text("tokens/s").first.wait_for()
     picture("live")
     page.goto(run)
-    _wait_until(page, "Completed")
-    assert served.tasks(_id(run), 5) == [(stage, "Completed") for stage in STAGES]
-    _open_afresh(page, run)
+    wait_until(page, "Completed")
+    assert served.tasks(id_of(run), 5) == [(stage, "Completed") for stage in STAGES]
+    open_afresh(page, run)
     picture("pipeline", TIMELINE)
     for key, shown in {
         "data-report": "Reward rehearsal",
@@ -380,7 +319,7 @@ def test_a_run_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
         "registration": "arithmetic version 2",
         "training-curves": "MLflow run",
     }.items():
-        _open_artifact(page, run, key)
+        open_artifact(page, run, key)
         page.get_by_text(shown).first.wait_for()
     page.get_by_role("img", name="training curves").wait_for()
     picture("curves")
@@ -396,7 +335,7 @@ def test_a_run_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
 
 
 def test_the_schedule_is_switched_on_and_off(served: Served, page: Page) -> None:
-    _open_deployment(page, served, "pipeline")
+    open_deployment(page, served, "pipeline")
     switch = page.get_by_role("switch").first
     for on in (True, False):
         switch.click()

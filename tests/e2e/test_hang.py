@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from grpo_core.config.files import load_config
 from grpo_core.system.progress import RANKS
+from tasks.evaluate import _run
 from tasks.processes.watchdog import HangError
 from tasks.stages.run import Context
 from tasks.train import run_training
@@ -32,7 +34,7 @@ last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1"))
 
 def stand_still(place):
     left = [fault for fault in faults if not Path(os.environ["MARKS"], fault).exists()]
-    if last and len(calls) == 3 and left and left[0].startswith(place):
+    if last and len(calls) == int(os.environ.get("AFTER", "3")) and left and left[0].startswith(place):
         Path(os.environ["MARKS"], left[0]).touch()
         if left[0].endswith("stopped"):
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -78,6 +80,20 @@ class Trainings:
         run_training(context, print, {}, logging.getLogger("stage"))
         return run
 
+    def evaluated(self, name: str, faults: list[str], **train: Any) -> dict[str, Any]:
+        """Report of an evaluation, in which the model that the training began with stands for the one it made."""
+        values = config_values(self.model, self.folder, hang_timeout=5.0, num_processes=2, sharding="full", **train)
+        values["rewards"] = [{"function": "faulty:short"}]
+        self.patch.setenv("FAULTS", " ".join(faults))
+        self.patch.setenv("AFTER", "0")
+        run = make_run(self.folder / name, values)
+        shutil.copytree(self.model, run / "training" / "model")
+        (folder := run / "evaluation").mkdir()
+        command = ["-m", "grpo_core.evaluate", str(run), "--output", str(folder)]
+        _run(load_config(run / "config.toml"), command, logging.getLogger("stage"), folder, {})
+        report = json.loads((folder / "report.json").read_text())
+        return {name: value for name, value in report.items() if name != "start_seconds"}
+
 
 def _metrics(run: Path) -> list[dict[str, float]]:
     lines = (run / "training" / "metrics.jsonl").read_text().splitlines()
@@ -112,6 +128,14 @@ def test_a_training_that_hangs_again_and_again_ends_with_what_it_would_have(
         stacks = (run / "training" / RANKS / f"{rank}.stacks").read_text()
         assert len(re.findall(rf"rank {rank}, process \d+, in", stacks)) == len(faults)
         assert stacks.count("grpo_core/training/loop.py") >= len(faults)
+
+
+def test_an_evaluation_that_hangs_begins_again(trainings: Trainings, caplog: pytest.LogCaptureFixture) -> None:
+    undisturbed = trainings.evaluated("undisturbed", [])
+    assert trainings.evaluated("disturbed", ["sampling-held"], max_restarts=1) == undisturbed
+    [reason] = [record.message for record in caplog.records if "restart" in record.message]
+    said = r"restart 1 of 1 .*: hang: rank 1 has not moved for \d+ s in sampling at .*faulty.py:\d+ \(stand_still\)"
+    assert re.match(said, reason), reason
 
 
 def test_a_reward_that_hangs_in_c_is_named_and_not_started_again(

@@ -161,7 +161,7 @@ def standing_still(place: Place, stage: Started) -> Iterator[Started]:
     """A training of which every process stands still in its fourth rollout."""
     try:
         for host in place.hosts:
-            stage.until(f"{host.name}: stuck")
+            stage.until(rf"{host.name}: (rank \d: )?stuck")
         yield stage
     finally:
         stage.process.kill()

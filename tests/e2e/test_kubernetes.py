@@ -164,7 +164,7 @@ def standing_still(place: Place, stage: Started) -> Iterator[Started]:
     place.node("a"), place.node("b")
     try:
         for number in (0, 1):
-            stage.until(rf"grpo-.*-{number}: stuck")
+            stage.until(rf"grpo-.*-{number}: (rank \d: )?stuck")
         yield stage
     finally:
         stage.process.kill()

@@ -1,4 +1,4 @@
-"""The first run, command by command as a newcomer copies it: a reward of one's own, from data to a champion."""
+"""The first run, and the page of environments, command by command as a newcomer copies them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import EXAMPLE
 from tests.e2e.commands import run
-from tests.readme import FIRST_RUN, commands_of, write_first_run
+from tests.readme import ENVIRONMENTS, FIRST_RUN, commands_of, write_files
 
 PROGRAMS = {"python": sys.executable, "grpo": str(Path(sys.executable).with_name("grpo"))}
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 
 def test_the_first_run_ends_with_a_champion(tmp_path: Path) -> None:
     _do(tmp_path, "python", str(EXAMPLE))
-    write_first_run(tmp_path)
+    write_files(FIRST_RUN, tmp_path)
     said = ""
     for program, *arguments in commands_of(FIRST_RUN):
         if program != "export":
@@ -37,6 +37,17 @@ def test_the_first_run_ends_with_a_champion(tmp_path: Path) -> None:
     assert not (tmp_path / "mlflow.db").exists()
     (tmp_path / "my_rewards.py").unlink()
     _do(tmp_path, "grpo", "status", "mine")  # up to date by the copy that the run keeps
+
+
+def test_the_page_of_environments_ends_with_a_policy_that_uses_its_tool(tmp_path: Path) -> None:
+    _, init, (_, name), make, *rest = commands_of(ENVIRONMENTS)
+    _do(tmp_path, *init)
+    folder = tmp_path / name
+    write_files(ENVIRONMENTS, folder)
+    for program, *arguments in (make, *rest):
+        _do(folder, program, *arguments)
+    report = json.loads((folder / "storage" / "runs" / "mine" / "evaluation" / "report.json").read_text())
+    assert report["sets"]["held-out"]["differences"]["base"]["reward"]["low"] > 0
 
 
 def _do(folder: Path, program: str, *arguments: str) -> str:

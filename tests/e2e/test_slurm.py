@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 from grpo_core.config.files import dump_config, parse_config
-from tests.conftest import config_values, make_run, write_sums
+from tests.conftest import config_values, make_model, make_run, write_sums
 from tests.e2e.slurm import NODES, Cluster, slurm_cluster
 from tests.e2e.test_hosts import PROJECT, REWARD, Started, metrics, wait_for
+from tests.grpo_core.rollout.vllm_engine import PACKED
 
 pytestmark = pytest.mark.e2e
 
@@ -87,7 +88,7 @@ def standing_still(place: Place, stage: Started) -> Iterator[Started]:
     """A training of which every process stands still in its fourth rollout."""
     try:
         for node in NODES:
-            stage.until(f"{node}: stuck")
+            stage.until(rf"{node}: (rank \d: )?stuck")
         yield stage
     finally:
         stage.process.kill()
@@ -208,6 +209,33 @@ def test_a_pipeline_trains_and_evaluates_a_sharded_model_as_jobs(place: Place) -
     assert metrics(run) == place.undisturbed()
     assert (run / "evaluation" / "report.json").exists()
     wait_for(lambda: place.nothing_is_left(run))
+
+
+def test_a_node_of_the_job_serves_the_model_and_the_server_is_restarted_there(place: Place) -> None:
+    model = make_model(place.folder / "packed", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
+    keys = {"engine": "vllm-server", "max_steps": 5, "save_steps": 1, "vllm_server_timeout": 600.0}
+    values = {**config_values(model, place.folder, **keys), "rewards": place.values["rewards"]}
+    local = make_run(place.folder / "served-here", values)
+    run = place.folder / "served"
+    shutil.copytree(local, run)
+    values["launch"] = {"launcher": "slurm", "slurm": ["--partition=low", "--time=1:00:00"]}
+    (run / "config.toml").write_text(dump_config(parse_config(values)))
+    stage = place.start(run)
+    try:
+        stage.until("stuck")
+        serving = [it for it in place.cluster.running_on("beta") if "openai.api_server" in " ".join(it.cmdline())]
+        next(it for it in serving if it.parent() not in serving).kill()
+        stage.until(r"beta: the vLLM server ended with status 137 \(SIGKILL\) and is started again")
+        place.go_on.touch()
+        assert stage.end() == 0, stage.text
+    finally:
+        stage.process.kill()
+        stage.process.wait()
+    wait_for(lambda: place.nothing_is_left(run))
+    assert [*(run / "training").glob("vllm-server-0-beta.log")]
+    stage = place.start(local)
+    assert stage.end() == 0, stage.text
+    assert metrics(run) == metrics(local)
 
 
 def test_a_job_that_a_person_cancels_ends_the_stage(place: Place) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
 from prefect import flow
+from transformers import AutoTokenizer
 
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.rewards import rehearsal
+from tasks.stages.condition import conditions
 from tasks.stages.errors import StageError
 from tasks.stages.run_directory import open_run
 from tasks.validate import validate
 from tests.conftest import config_values
+from tests.grpo_core.environments import scripted
 
 pytestmark = pytest.mark.slow
 
@@ -24,11 +28,11 @@ def _run(model: Path, folder: Path, name: str, rows: dict[int, dict[str, Any]], 
     """A run directory over ten additions, of which `rows` are changed."""
     train = [{"prompt": f"{n}+1=", "answer": str(n + 1), **rows.get(n - 10, {})} for n in range(10, 20)]
     pl.DataFrame(train).write_parquet(folder / "train.parquet")
-    pl.DataFrame([{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(30, 35)]).write_parquet(
-        folder / "eval.parquet"
-    )
+    held_out = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(30, 35)]
+    pl.DataFrame(changes.pop("held_out", held_out)).write_parquet(folder / "eval.parquet")
     values = config_values(model, folder)
     values["data"]["checks"] = changes.pop("checks", {})
+    values["data"]["chat_template_kwargs"] = {"mood": changes.pop("mood", "")}
     with open_run(parse_config({**values, **changes, "name": name})) as run:
         return run
 
@@ -92,6 +96,74 @@ def test_a_reward_that_breaks_its_contract_is_found_before_training(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(StageError, match=message):
         _validate(_run(model_folder, tmp_path, "rehearsed", {}, rewards=[{"function": "tried_rewards:tried"}]))
+
+
+ADDS = """
+import os
+from pathlib import Path
+
+with Path(__file__).with_name("pids").open("a") as pids:
+    print(os.getpid(), file=pids)
+
+class Adds:
+    def reset(self, **row):
+        self.sum = 0
+        return " Begin."
+    def add(self, number: int) -> str:
+        '''Adds.
+
+        Args:
+            number: What to add.
+        '''
+        self.sum += number
+        return f"now {self.sum}"
+    def get_reward(self):
+        return float(self.sum)
+"""
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"number": {"type": "integer", "description": "What to add."}},
+            "required": ["number"],
+        },
+    },
+}
+
+
+@pytest.mark.e2e
+def test_an_environment_is_tried_measured_and_part_of_the_prompts_lengths(
+    storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code runs in processes of its own; what breaks, and a source that changed since, is named."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "adding.py").write_text(ADDS)
+    template = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{{ mood }}" + scripted.TEMPLATE
+    model = scripted.save_model(tmp_path / "talking", template)
+    rows: dict[int, dict[str, Any]] = {n: {"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(10)}
+    held_out = [{"prompt": [{"role": "user", "content": f"{n}!"}], "answer": "1"} for n in range(5)]
+    environment = {"environment_factory": "adding:Adds", "tool_timeout": 20.0}
+    options = {"rollout": {"max_completion_length": 200}, "rewards": [{"function": "environment"}]}
+    run = _run(model, tmp_path, "acting", rows, environment=environment, mood="sad", held_out=held_out, **options)
+    _validate(run)
+    report = json.loads((run / "dataset" / "report.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = tokenizer.apply_chat_template(rows[0]["prompt"], tools=[ADD], mood="sad", add_generation_prompt=True)
+    assert report["lengths"]["train"]["max"] == len(text["input_ids"])
+    found = report["rehearsal"]["environments"]["adding:Adds"]
+    assert (found["rows"], found["reset"]["tokens"], [*found["tools"]]) == (8, len(" Begin."), ["add"])
+    pids = (tmp_path / "pids").read_text().split()
+    assert pids and str(os.getpid()) not in pids
+    (tmp_path / "adding.py").write_text(ADDS.replace("self.sum = 0", "raise KeyError('board')"))
+    config = load_config(run / "config.toml")
+    assert conditions(run, config)["validate"].reason == "changed: source of adding:Adds (environment)"
+    with open_run(config):  # which takes the source as it is now
+        pass
+    with pytest.raises(StageError, match=r"adding:Adds: reset, with row 0: KeyError: 'board'"):
+        _validate(run)
 
 
 @pytest.mark.e2e

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -23,7 +23,7 @@ from tests.e2e.test_cancel import (
     _write_config,
 )
 from tests.e2e.test_kill import REWARD
-from tests.flows.test_deployments import WORK_POOLS, _prefect
+from tests.flows.test_deployments import _new_pool, _prefect
 from tests.serving import Served, prefect_server
 
 pytestmark = pytest.mark.e2e
@@ -37,7 +37,8 @@ def _worker(server: Served) -> Iterator[psutil.Popen]:
     try:
         yield worker
     finally:
-        worker.terminate()
+        with suppress(psutil.NoSuchProcess):  # the test may have ended it
+            worker.terminate()
         worker.wait()
 
 
@@ -48,10 +49,8 @@ def test_the_next_worker_goes_on_with_what_a_stopped_one_was_training(tmp_path: 
     _write_config(tmp_path, "stopped", config_values(model_folder, tmp_path, max_steps=6, save_steps=100))
     path = os.pathsep.join([str(tmp_path), str(PROJECT)])
     with prefect_server(tmp_path, PYTHONPATH=path, MAY_GO_ON=str(tmp_path / "go-on")) as server:
-        for pool in ("cpu", "gpu"):
-            template = str(WORK_POOLS / "process-job.json")
-            _prefect(server, "work-pool", "create", pool, "--type", "process", "--base-job-template", template)
-        _prefect(server, "deploy", "--all")
+        pools = [_new_pool(pool, "process", "process-job.json") for pool in ("cpu", "gpu")]
+        _prefect(server, *pools, ["deploy", "--all"])
         for stage in ("validate", "plan"):
             command = [sys.executable, "-m", "flows.cli.main", "stage", stage, "--run", "stopped"]
             subprocess.run(command, env=server.environment, check=True)

@@ -15,11 +15,19 @@ from typing import Any
 import pytest
 
 from examples import tiny
+from examples.calculator import larger
+from examples.calculator import make as calculator
 from examples.code import make as code
 from examples.code import mbpp
 from examples.maths import gsm8k
 from examples.maths import make as maths
+from examples.python import gsm8k as gsm8k_by_programs
+from examples.python import make as programs
 from examples.smallest import make as smallest
+from grpo_core.environments.builtin.calculator import calculator as calculator_tool
+from grpo_core.environments.builtin.python import python as python_tool
+from grpo_core.environments.calls import ToolCall, read_calls
+from grpo_core.environments.turns import TurnFormat
 
 ROOT = Path(__file__).parents[2]
 GAINS = {"buys": 1, "finds": 1, "gets": 1, "loses": -1, "gives": -1, "sells": -1}
@@ -71,17 +79,73 @@ def test_demonstrated_programs_are_right_but_for_their_slips(slips: bool, monkey
     assert not slips or 0 < sum(passed) / len(passed) < 0.5  # a slip may come to the same
 
 
-@pytest.mark.parametrize("example", [maths.make_problems, code.make_tasks, smallest.make_posts])
+@pytest.mark.parametrize(
+    "example",
+    [maths.make_problems, code.make_tasks, smallest.make_posts, calculator.make_pairs, programs.make_problems],
+)
 def test_no_held_out_task_is_a_training_task_and_the_seed_says_which(example: Any) -> None:
     train, held = example()
     assert len(set(train) | set(held)) == len(train) + len(held)
     assert (train, held) == example(tiny.SEED) != example(tiny.SEED + 1)
 
 
+def test_products_have_six_digits_and_no_held_out_one_is_trained_on_in_either_order() -> None:
+    train, held = calculator.make_pairs()
+    assert {len(str(a * b)) for a, b in train + held} == {6}
+    assert not {*map(frozenset, train)} & {*map(frozenset, held)}
+
+
+def test_the_calculators_answers_are_what_the_calculator_answers() -> None:
+    for pair in calculator.make_pairs()[1]:
+        row = calculator.make_row(pair)
+        assert row["answer"] == calculator_tool(row["prompt"][0]["content"])
+    for row in larger.make_rows()[1]:
+        asked = row["prompt"][0]["content"]
+        expression = asked.removeprefix("What is ").partition("?")[0].replace(",", "").replace("×", "*")
+        assert row["answer"] == calculator_tool(expression)
+
+
+def test_a_demonstrated_conversation_is_put_together_as_a_sampled_one_and_the_tools_answer_is_not_learnt() -> None:
+    prompt, call = [{"role": "user", "content": "2*3"}], ToolCall("calculator", {"expression": "2*3"})
+    said = [tiny.call("calculator", expression="2*3"), tiny.answer("6"), tiny.say("It is 6")]
+    tokenizer = tiny.make_tokenizer([(prompt, said)])
+    turns = TurnFormat(tokenizer, (tiny.END,), {})
+    end = tokenizer.eos_token_id
+    first, last = (tokenizer(text)["input_ids"] for text in (turns.write([call]), "It is 6"))
+    answer = turns.answer([{"role": "tool", "name": "calculator", "content": "6"}])
+    inputs, labels = tiny.encode([(prompt, said)], tokenizer)
+    shown = turns.prompt(prompt, [])
+    assert inputs[0].tolist() == [*shown, *first, end, *answer, *last, end]
+    assert labels[0].tolist() == [-100] * len(shown) + [*first, end] + [-100] * len(answer) + [*last, end]
+    assert turns.read([*first, end], {})[1] == [call]
+
+
+@pytest.mark.parametrize("slips", [False, True])
+def test_demonstrated_programs_print_the_answer_but_for_their_slips(
+    slips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "SLIPS", float(slips))
+    monkeypatch.setattr(programs, "PROGRAMS", 1.0)
+    rng = random.Random(0)
+    for numbers in programs.make_problems()[1]:
+        row = programs.make_row(numbers)
+        asked = row["prompt"][0]["content"]
+        total = int(re.search(r"has (\d+)", asked)[1])
+        for verb, n in re.findall(r"(\w+) (\d+)(?= and|\.)", asked.partition("then")[2]):
+            total += {**GAINS, "eats": -1}[verb] * int(n)
+        assert row["answer"] == str(total)
+        called, printed, last = programs.demonstrate(numbers, rng)
+        (call,) = read_calls("hermes", called["content"], {})
+        assert f"{eval(call.arguments['code'].removeprefix('print'))}\n" == printed["content"] == f"{last['content']}\n"
+        assert (last["content"] == row["answer"]) != slips
+    assert python_tool(**call.arguments) == printed["content"]
+
+
 def test_gsm8k_becomes_a_conversation_and_a_number() -> None:
-    row = gsm8k.make_row({"question": "How many?", "answer": "600*2=<<600*2=1200>>1200 #1\n#### 1,200"})
-    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
-    assert (row["prompt"][1]["content"], row["answer"]) == ("How many?", "1200")
+    for script in (gsm8k, gsm8k_by_programs):
+        row = script.make_row({"question": "How many?", "answer": "600*2=<<600*2=1200>>1200 #1\n#### 1,200"})
+        assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+        assert (row["prompt"][1]["content"], row["answer"]) == ("How many?", "1200")
 
 
 def test_an_mbpp_task_shows_a_test_that_does_not_count() -> None:

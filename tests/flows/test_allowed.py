@@ -97,6 +97,45 @@ def test_a_listed_module_s_own_rewards_and_nothing_that_it_imports(
         resolve_allowed("team", _rewards("house.sub:graded"))
 
 
+ACTING = """
+from os import system
+from pathlib import PurePath
+class Maze:
+    def __init__(self, size=3): ...
+def look(way: str) -> str: return way
+"""
+
+
+def test_no_environment_or_tool_of_a_module_that_the_worker_does_not_list(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preset's and built-in ones may be named; of a listed module, what it defines and not what it imports."""
+    monkeypatch.delitem(sys.modules, "acting", raising=False)
+    (folder / "acting.py").write_text(ACTING)
+    with (folder / "team.toml").open("a") as preset:
+        preset.write('\n[environment]\nenvironment_factory = "acting:Maze"\nenvironment_args = { size = 5 }\n')
+
+    def refused(**environment: Any) -> str:
+        with pytest.raises(ConfigError) as error:
+            resolve_allowed("team", {"environment": environment})
+        return str(error.value)
+
+    assert resolve_allowed("team", {"environment": {"tools": ["calculator"]}}).environment.args_of("") == {"size": 5}
+    assert resolve_allowed("team", _rewards("environment")).rewards[0].name == "environment"
+    assert "may name built-in environments and tools, those of its preset" in refused(tools=["acting:look"])
+    assert refused(tools=["os:system"]).startswith("environment: 'os:system': a deployment's parameters may")
+    assert "environment_args: here they are taken only as a preset" in refused(environment_args={"size": 9})
+    assert "environment_args: here they are taken only as a preset" in refused(
+        environment_factory="openenv", environment_args={"url": "http://evil"}
+    )
+    monkeypatch.setenv(allowed.MODULES, "acting")
+    assert "it is of the module 'posix', which the worker's" in refused(tools=["acting:system"])
+    assert "it is of the module 'pathlib', which the worker's" in refused(environment_factory="acting:PurePath")
+    assert "'acting:gone' cannot be imported" in refused(tools=["acting:gone"])
+    config = resolve_allowed("team", {"environment": {"tools": ["acting:look"], "environment_args": {"size": 9}}})
+    assert (config.environment.tools, config.environment.args_of("")) == (["acting:look"], {"size": 9})
+
+
 def test_a_preset_s_own_reward_as_it_stands_there_and_not_with_other_arguments(folder: Path) -> None:
     config = resolve_allowed("team", _rewards("house:graded", args={"path": "team"}, weight=3.0))
     assert config.rewards[0].weight == 3
@@ -133,7 +172,7 @@ def test_a_module_beside_the_worker_s_presets_only_if_it_is_listed(
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("name", sorted({*BUILTIN} - {*REACHING}))
+@pytest.mark.parametrize("name", sorted({*BUILTIN} - {*REACHING, "environment"}))
 def test_a_built_in_reward_that_looks_at_text_only_may_be_named_with_any_arguments(name: str) -> None:
     assert resolve_allowed("team", _rewards(name, args={"target": 1})).rewards[0].name == name
 
@@ -166,14 +205,15 @@ def test_only_a_preset_says_where_the_environment_and_weights_are_sent(changes: 
 
 
 def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
-    """Those of rewards are dealt with above. Of the others, paths and hub names are read as data."""
-    read = {"model.name_or_path", "data.train", "data.eval", "evaluation.sets.data"}
+    """Those of rewards and environments are dealt with above. Of the others, paths and hub names are read as data."""
+    read = {"model.name_or_path", "model.adapter", "data.train", "data.eval", "evaluation.sets.data"}
     names = {"model.revision", "data.train_split", "data.eval_split", "evaluation.sets.split", "data.answer_column"}
     names |= {"name", "evaluation.accuracy_reward", "evaluation.sets.name", "evaluation.category_column"}
-    names |= {"data.prompt_column"}
+    names |= {"data.prompt_column", "data.chat_template_kwargs"}
     names |= {"registry.experiment", "registry.model_name", "registry.alias", "promotion.set", "promotion.guards.set"}
     names |= {"promotion.guards.metric", "evaluation.answer_pattern", "model.lora_target_modules"}
     refused = {".".join(address) for address in allowed.ADDRESSES}
+    refused |= {f"environment.{key}" for key in ("environment_factory", "environment_args", "tools")}
     free_text = {
         key
         for key, _, accepts, _ in describe_keys()

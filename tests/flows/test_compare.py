@@ -18,7 +18,7 @@ from grpo_core.evaluation.statistics import paired_difference
 from tasks.reports.compare import comparison_page, paired_with_first, parameters_that_differ
 from tasks.reports.record import NotEvaluatedError, Record, load_record, read_record
 from tasks.stages.run_directory import UnknownRunError
-from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
+from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of, with_conversations
 from tests.pages import Page
 
 SLOWER = {"train": {"learning_rate": 2e-6}, "algorithm": {"beta": 0.04}}
@@ -191,3 +191,19 @@ def test_a_run_of_another_machine_is_read_from_mlflow(
         load_record(empty)
     with pytest.raises(UnknownRunError, match="nor does MLflow have such"):
         load_record("sums@champion")
+
+
+def test_runs_on_an_environment_are_compared_with_their_turns_calls_and_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    for seed, name in enumerate(("one", "two"), start=1):
+        samples = with_conversations(samples_of({"base": outcomes_of(0, 0.3), "trained": outcomes_of(seed, 0.5)}))
+        values = values_of(name, environment={"tools": ["calculator"]})
+        figures = metrics_of(**{"conversations/mean_turns": 2.5})
+        made_up_run(tmp_path / "runs" / name, values, samples, figures)
+    shown = _compare("one", "two")
+    assert shown.exit_code == 0, shown.output
+    for row in ("turns", "tool calls", "failed calls", "failed environments", "turns of a conversation"):
+        assert f"\n {row}" in shown.output.replace("│", " ").replace("\n  ", "\n "), shown.output
+    assert "turns of a conversation" in comparison_page(_records("one", "two"))

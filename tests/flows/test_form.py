@@ -84,6 +84,7 @@ def test_an_empty_field_is_sent_as_nothing() -> None:
     assert not validate({"preset": PRESETS[0], "changes": {}}, SCHEMA, preprocess=False)
 
 
+@pytest.mark.slow
 @given(
     st.fixed_dictionaries(
         {},

@@ -33,6 +33,7 @@ DO_NOT = {
     "status": [],
     "keys": [],
     "rewards": ["list"],
+    "env": ["try", "--help"],
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.main import app
-from flows.cli.status import training_line
+from flows.cli.status import progress_line
 from grpo_core.system.progress import RANKS, Record
 from tasks.processes.stacks import HANG
 from tasks.stages.lineage import lineage_keys
@@ -110,7 +110,7 @@ def test_status_says_on_which_machines_a_training_runs_and_what_it_does(run: Pat
         (ranks / f"{record.rank}.json").write_text(json.dumps(vars(record)))
     since = f"{datetime.fromtimestamp(1000):%H:%M:%S}"
     doing = f"rewards (judge) since {since} (rank 0); sampling since {since} (rank 1, 2, 3, 4, …)"
-    assert training_line(ranks, 1020) == f"training on a, b: {doing}; moved 4 s ago"
+    assert progress_line(TRAIN, ranks, 1020) == f"train runs on a, b: {doing}; moved 4 s ago"
     shown = CliRunner().invoke(app, ["status", "test"]).output
     assert doing in " ".join(shown.split())
 
@@ -118,7 +118,7 @@ def test_status_says_on_which_machines_a_training_runs_and_what_it_does(run: Pat
 def test_status_says_why_a_training_was_ended_that_hung(run: Path) -> None:
     (run / "training").rename(run / "training.partial")
     ranks = run / "training.partial" / RANKS
-    assert training_line(ranks, 0) == ""
+    assert progress_line(TRAIN, ranks, 0) == ""
     ranks.mkdir()
     (ranks / HANG).write_text("rank 3 has not moved")
-    assert training_line(ranks, 0) == "the last training was ended, since it hung: rank 3 has not moved"
+    assert progress_line(TRAIN, ranks, 0) == "train was ended, since it hung: rank 3 has not moved"

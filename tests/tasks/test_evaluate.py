@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from markdown_it import MarkdownIt
 from grpo_core.config.files import parse_config
 from grpo_core.evaluation.statistics import Difference, Estimate
 from tasks.evaluate import _log_metrics, _markdown, _run, _shown
+from tasks.processes.launch import RETURN_SECONDS
+from tasks.processes.run import ProcessError
+from tasks.processes.watchdog import HangError
 from tasks.registry.champion import present_champion
 from tasks.reports.evaluation_tables import rows_of, verdicts
 from tasks.tracking.runs import connect
@@ -53,7 +57,7 @@ def test_a_registry_that_does_not_answer_is_not_one_without_a_champion(monkeypat
 @pytest.mark.parametrize(
     ("sharding", "launch", "expected"),
     [
-        ("none", {}, None),
+        ("none", {}, (1, 1)),
         ("hybrid", {}, (4, 1)),
         ("none", {"launcher": "ssh", "hosts": ["a", "b"]}, (1, 1)),
         ("hybrid", {"launcher": "ssh", "hosts": ["a", "b"]}, (4, 2)),
@@ -64,7 +68,7 @@ def test_an_evaluation_runs_where_the_training_ran(
     monkeypatch: pytest.MonkeyPatch,
     sharding: str,
     launch: dict[str, Any],
-    expected: tuple[int, int] | None,
+    expected: tuple[int, int],
 ) -> None:
     machines = 2 if launch else 1
     values = config_values(tmp_path, tmp_path, sharding=sharding, num_processes=4, num_machines=machines)
@@ -73,9 +77,27 @@ def test_an_evaluation_runs_where_the_training_ran(
         "tasks.evaluate.launch",
         lambda config, *_: found.append((config.train.num_processes, config.train.num_machines)),
     )
-    monkeypatch.setattr("tasks.evaluate.run_process", lambda *_: found.append(None))
-    _run(parse_config(values | {"launch": launch}), ["-m", "work"], print, tmp_path, {})
+    _run(parse_config(values | {"launch": launch}), ["-m", "work"], getLogger(), tmp_path, {})
     assert found == [expected]
+
+
+def test_an_evaluation_begins_again_if_what_failed_was_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [ProcessError("killed", True), HangError("hang", True), ProcessError("its own", False)]
+    patience: list[float] = []
+
+    def fail(*arguments: Any) -> None:
+        patience.append(arguments[-1])
+        raise errors[len(patience) - 1]
+
+    monkeypatch.setattr("tasks.evaluate.launch", fail)
+    for most, message in ((0, "killed"), (1, "hang"), (5, "its own")):
+        patience.clear()
+        config = parse_config(config_values(tmp_path, tmp_path, max_restarts=most))
+        with pytest.raises(ProcessError, match=message):
+            _run(config, ["-m", "work"], getLogger(), tmp_path, {})
+        assert patience == [0.0, *[RETURN_SECONDS] * min(most, 2)]
 
 
 def _report(names: list[str], categories: list[str] = ()) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from grpo_core.config.files import parse_config
 from grpo_core.planning.plan import Plan, make_plan
 from grpo_core.planning.rules import PlanInputs
 from tasks import train as stage
+from tasks.processes.launch import RETURN_SECONDS
 from tasks.processes.run import ProcessError, TakenError
 from tasks.stages.errors import StageError
 from tasks.stages.run import Context
-from tasks.train import RETURN_SECONDS, check_result, run_training
+from tasks.train import check_result, run_training
 from tests.conftest import config_values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,4 +14,4 @@ def environment(environments: Sequence[Any]) -> list[float | None]:
     return [each.get_reward() for each in environments]
 
 
-REWARDS: Rewards = {"environment": BuiltinReward(environment, (-1e12, 1e12), looks_at_text_only=True)}
+REWARDS: Rewards = {"environment": BuiltinReward(environment, (-math.inf, math.inf), looks_at_text_only=True)}

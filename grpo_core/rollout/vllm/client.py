@@ -19,6 +19,7 @@ import httpx2
 from torch import Tensor
 
 from grpo_core.config.rollout import RolloutConfig
+from grpo_core.rollout.vllm.adapter import ADAPTER
 from grpo_core.rollout.vllm.secret import with_secret
 
 LEASE_SECONDS = 20.0  # after which a trainer that was killed no longer has the server
@@ -46,20 +47,28 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights by their number; `snapshot`: the tensors, by the names that vLLM's loader knows; None in the processes
-    that do not send them."""
+    """Weights by their number; `snapshot`: the tensors, by the names that vLLM's loader knows; None in the
+    processes that do not send them.
+
+    If they are those of an adapter alone, `adapter` is peft's configuration; `base` gives the weights under it, for a
+    server that was given others since it was started.
+    """
 
     version: int
     snapshot: Mapping[str, Tensor] | None = None
+    adapter: Mapping[str, Any] | None = None
+    base: Callable[[], Mapping[str, Tensor]] | None = None
 
 
+LOADED = "default"  # vLLM's name for the weights that a server has loaded by itself
+OVER_BASE = "-over-base"  # ends the names of weights that are an adapter's, over those
 NO_WEIGHTS = Weights(0)  # those of a server between two
 
 
 class Server:
     """A server, and the weights that it must have: `wanted`.
 
-    `send` brings their snapshot there and blocks until it is. `objection`: what speaks against a server that was
+    `send` brings them there and blocks until it is. `objection`: what speaks against a server that was
     started in a certain way, "" if nothing does.
     """
 
@@ -70,12 +79,13 @@ class Server:
         token: str,
         holder: str,
         objection: Callable[[Mapping[str, Any]], str],
-        send: Callable[[Server, Mapping[str, Tensor]], None],
+        send: Callable[[Server, Weights], None],
     ):
         self.url, self.token, self.holder = url.rstrip("/"), token, holder
         self.seconds_up, self.seconds = config.vllm_server_timeout, config.vllm_request_timeout
         self.objection, self.send = objection, send
         self.wanted, self.given = NO_WEIGHTS, ""  # the weights, and the version that was brought there last
+        self.has_base = False  # as it was started with, perhaps under an adapter
         self.backend = ""  # of the weight transfer, as the server was started
         self.transfer: Any = None  # vLLM's trainer-side engine, for as long as the server is there that it speaks to
         self.restoring = asyncio.Lock()
@@ -101,7 +111,9 @@ class Server:
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of /inference/v1/generate, every token of it by the weights that are wanted now or later."""
-        oldest, failure = self.wanted.version, ""
+        oldest, failure = self.wanted, ""
+        if self.wanted.adapter is not None:
+            body = {**body, "model": ADAPTER}
         async with self.in_flight:
             for _ in range(ATTEMPTS):
                 try:
@@ -114,7 +126,7 @@ class Server:
                 except Unavailable as error:
                     failure = str(error)
                 else:
-                    if self._is_whole(answer, oldest):
+                    if self._is_whole(answer, oldest.version):
                         return answer
                     failure = f"the answer was aborted, or is not by weights {self._name(oldest)!r} or later ones"
                 await self.restore()
@@ -141,9 +153,10 @@ class Server:
     async def bring_up_to_date(self) -> None:
         """Bring the wanted weights to a server that has others; Unavailable when it is not up."""
         wanted, found = self.wanted, (await self.control("GET", "/weight_info"))["weight_version"]
+        self.has_base = found == LOADED or found.endswith(OVER_BASE)
         if found != self.given:  # another process than the one that `transfer` speaks to, or half an update
             self.transfer = None
-        name = self._name(wanted.version)
+        name = self._name(wanted)
         if found != name:
             await self._update(wanted, found)
         if wanted.snapshot is not None and self.given != name:
@@ -152,14 +165,14 @@ class Server:
 
     async def _update(self, wanted: Weights, found: str) -> None:
         """Bring the weights there; the server stands still then."""
-        name = self._name(wanted.version)
+        name = self._name(wanted)
         if wanted.snapshot is None:
             raise Unavailable(f"it has weights {found!r}, wanted are {name!r}")
         # What was computed by the old weights is forgotten. Answers in flight go on from the tokens that they have;
         # after half an update, whose weights may have sampled some, they are discarded.
         await self.control("POST", "/pause", params={"mode": "keep" if found == self.given else "abort"})
-        await self.control("POST", "/update_weight_version", json={"new_version": self._name(NO_WEIGHTS.version)})
-        await self._receive(wanted.snapshot)
+        await self.control("POST", "/update_weight_version", json={"new_version": self._name(NO_WEIGHTS)})
+        await self._receive(wanted)
         await self.control("POST", "/update_weight_version", json={"new_version": name})
 
     async def take_lease(self) -> None:
@@ -212,7 +225,7 @@ class Server:
         """The version of the weights that sampled each token of a completion; 0: none of this training's."""
         found = []
         for span in choice["weight_versions"] or ():
-            token, _, number = span["version"].rpartition("-")
+            token, _, number = span["version"].removesuffix(OVER_BASE).rpartition("-")
             found += [int(number) if token == self.token else 0] * (span["end"] - span["start"])
         return found
 
@@ -223,9 +236,9 @@ class Server:
             for choice in answer["choices"]
         )
 
-    def _name(self, version: int) -> str:
+    def _name(self, weights: Weights) -> str:
         """What the server calls these weights."""
-        return f"{self.token}-{version}" if version else "none"
+        return f"{self.token}-{weights.version}" + OVER_BASE * bool(weights.adapter) if weights.version else "none"
 
     async def _copies(self) -> int:
         """Copies of the model that the server has (data parallelism). Its workers know of one each."""
@@ -239,13 +252,13 @@ class Server:
         body = {"method": "take_lease", "args": [self.token, self.holder, LEASE_SECONDS]}
         return (await self.control("POST", "/collective_rpc", json=body))["results"][0]
 
-    async def _receive(self, snapshot: Mapping[str, Tensor]) -> None:
+    async def _receive(self, weights: Weights) -> None:
         """Have the weights sent, in a thread: what hangs in a device's queue can only be left behind."""
         done: Future[None] = Future()
 
         def work() -> None:
             try:
-                self.send(self, snapshot)
+                self.send(self, weights)
                 done.set_result(None)
             except BaseException as error:
                 done.set_exception(error)
@@ -267,6 +280,10 @@ class Server:
             raise
         except httpx2.TransportError as error:
             raise Unavailable(f"{path}: {error or type(error).__name__}") from error
+        if answer.status_code == 404 and "model" in (
+            options.get("json") or {}
+        ):  # started again, and not known there yet
+            raise Unavailable(f"{path} answers 404: {answer.text[:500]}")
         if answer.status_code == 404:
             raise ServerError(
                 f"{self.url} has no {path}: it runs without VLLM_SERVER_DEV_MODE=1, or is older than vLLM 0.32; "

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,21 +27,19 @@ from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, gathered_in_block
 from grpo_core.errors import TrainingError
 from grpo_core.model.loading import whole_weights
-from grpo_core.model.saving import save_adapter
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
+from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, goes_alone, hold, room_for
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE, ignore_truncation
 from grpo_core.rollout.vllm.weights import Copies, are_done, do, find_copies, part, share, unpacked_linear_layers
-
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
 
 
 class VLLMEngine:
     """Satisfies `engine.Engine` with an in-process `vllm.LLM`.
 
-    Made for a model under a LoRA adapter, it keeps the base as loaded and takes over the adapter alone; before the
-    first `sync_weights` it samples from the base.
+    Made for a model under a LoRA adapter, it keeps the base as loaded and takes over the adapter alone, unless vLLM
+    cannot compute with it; before the first `sync_weights` it samples from the base.
     """
 
     def __init__(self, config: RunConfig, model_path: Path | str, model: nn.Module, max_length: int):
@@ -54,10 +51,10 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         from vllm import LLM
 
-        adapted = isinstance(model, PeftModel)
+        adapted = isinstance(model, PeftModel) and goes_alone(config.model)
         options: dict[str, Any] = {}
         if adapted:
-            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank(config.model.lora_r)}
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for(config.model.lora_r)}
         if on_cpu:
             # After a part of a prompt vLLM turns a seeded request's random stream back, which a CPU's cannot do.
             options["enable_chunked_prefill"] = False
@@ -95,13 +92,14 @@ class VLLMEngine:
         self.copies: Copies | None = None  # how weights get there; None: vLLM's own loader has to bring them
         self.copied_from: list[int] = []
         self.shares_with: nn.Module | None = None  # its weights are the engine's own
-        if not adapted and not is_sharded(model):
+        if not isinstance(model, PeftModel) and not is_sharded(model):
             weights = model.state_dict()
             copies = self._find_copies(weights)
             if copies is not None and are_done(copies):
                 self.copies, self.copied_from = copies, _places(weights)
                 if share(copies, model):
                     self.shares_with, self.copied_from = model, _places(model.state_dict())
+        self.adapted = adapted
         self.adapter: Any = None  # the LoRARequest in force
         self.adapter_ids = itertools.count(1)
         self.request_ids = itertools.count()
@@ -111,7 +109,7 @@ class VLLMEngine:
 
     def sync_weights(self, model: nn.Module) -> str:
         self._finish_steps()
-        how = self._take_adapter(model) if isinstance(model, PeftModel) else self._take_weights(model)
+        how = self._take_adapter(model) if self.adapted else self._take_weights(model)
         if not self.llm.reset_prefix_cache():
             raise TrainingError(
                 "vLLM still holds blocks of its KV cache after its last request, so it cannot forget what it computed "
@@ -150,19 +148,18 @@ class VLLMEngine:
         self.llm.sleep(level=0)  # no step may begin
         self.llm.release_kv_cache_memory()
 
-    def _take_adapter(self, model: PeftModel) -> str:
+    def _take_adapter(self, model: nn.Module) -> str:
         from vllm.lora.request import LoRARequest
 
-        number = next(self.adapter_ids)  # under a number that it knows, vLLM would not read the adapter again
-        with tempfile.TemporaryDirectory(prefix="grpo-adapter-") as folder:
-            save_adapter(model, folder)
-            self.adapter = LoRARequest(f"policy-{number}", number, folder)
-            # Now and not with the first request, when the folder is gone. There is room for one: the former one goes.
-            self.llm.llm_engine.add_lora(self.adapter)
+        config, tensors = adapter_of(model, self.llm.llm_engine.model_config.dtype)
+        self.llm.collective_rpc(hold, args=(config, tensors))
+        number = next(self.adapter_ids)  # under a number that it knows, vLLM would not load the adapter again
+        self.adapter = LoRARequest(ADAPTER, number, f"{ADAPTER}-{number}")
+        self.llm.llm_engine.add_lora(self.adapter)  # there is room for one: the former one goes
         return "adapter"
 
     def _take_weights(self, model: nn.Module) -> str:
-        if is_sharded(model):
+        if is_sharded(model) or isinstance(model, PeftModel):
             self._reload(whole_weights(model, self.llm.llm_engine.model_config.dtype))
             return "reloaded"
         # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM, when it
@@ -281,17 +278,6 @@ def _completions(output: Any) -> list[Completion]:
         )
         for completion in sorted(output.outputs, key=lambda completion: completion.index)
     ]
-
-
-def lora_rank(rank: int) -> int:
-    """The room that vLLM must make for adapters of this rank."""
-    for allowed in LORA_RANKS:
-        if rank <= allowed:
-            return allowed
-    raise ValueError(
-        f"model.lora_r={rank}: vLLM takes adapters of rank {LORA_RANKS[-1]} at most; lower it, or set rollout.engine "
-        "to 'transformers'"
-    )
 
 
 def _places(weights: Mapping[str, Tensor]) -> list[int]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
+from grpo_core.rollout.vllm.adapter import goes_alone, room_for
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm.secret import SECRET
 from grpo_core.system.libraries import quiet_libraries
@@ -74,7 +75,7 @@ def server_command(config: RunConfig) -> list[str]:
     config = on_device(config, "cpu" if on_cpu else "cuda")
     rollout, transfer = config.rollout, str(config.rollout.vllm_weight_transfer)
     if transfer == "auto":
-        between_cpus = "http" if config.launch.server_hosts else "shared_memory"
+        between_cpus = "http" if config.servers_elsewhere else "shared_memory"
         transfer = between_cpus if on_cpu else "nccl"
     revision = config.model.revision
     pinned = ["--revision", revision, "--tokenizer-revision", revision] if revision else []
@@ -90,6 +91,11 @@ def server_command(config: RunConfig) -> list[str]:
         *("--logprobs-mode", LOGPROBS_MODE),
         *("--weight-transfer-config", json.dumps({"backend": transfer})),
         *("--worker-extension-cls", "grpo_core.rollout.vllm.worker.TrainerLease"),
+        *(
+            ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)]
+            if (room := adapter_room(config))
+            else []
+        ),
         *("--tensor-parallel-size", str(rollout.vllm_tensor_parallel_size)),
         *("--data-parallel-size", str(rollout.vllm_data_parallel_size)),
         *(["--scheduling-policy", "priority"] if rollout.max_staleness else []),
@@ -104,6 +110,11 @@ def server_command(config: RunConfig) -> list[str]:
     ]
 
 
+def adapter_room(config: RunConfig) -> int:
+    """Rank of the adapters that a server makes room for; 0 if it gets whole weights."""
+    return room_for(config.model.lora_r) if goes_alone(config.model) else 0
+
+
 def largest_group(config: RunConfig) -> int:
     """Most completions of a prompt that are asked for in one request."""
     return max(config.rollout.num_generations, config.evaluation.num_samples)
@@ -113,6 +124,7 @@ def server_environment(config: RunConfig) -> dict[str, str]:
     """Environment of that process."""
     return {
         "VLLM_SERVER_DEV_MODE": "1",  # without it vLLM serves no weight transfer
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if config.model.use_peft else "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1" if config.rollout.vllm_weight_transfer == "ipc" else "0",
         "VLLM_CPU_KVCACHE_SPACE": str(config.rollout.cpu_kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -14,10 +14,11 @@ import resource
 import socket
 import threading
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,13 +27,14 @@ from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, sharers
-from grpo_core.model.loading import plain_weights
+from grpo_core.model.loading import base_weights, plain_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
+from grpo_core.rollout.vllm.adapter import adapter_of
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Weights
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
-from grpo_core.rollout.vllm.serve import largest_group, read_addresses, wrong_vllm
+from grpo_core.rollout.vllm.serve import adapter_room, largest_group, read_addresses, wrong_vllm
 from grpo_core.rollout.vllm.snapshot import take_snapshot
 
 TURN_SECONDS = 0.05  # after which a caller that waits for completions may do something else
@@ -54,7 +56,8 @@ class _Begun:
 class VLLMServerEngine:
     """An Engine and Lookahead over one or several servers, which take turns with the requests.
 
-    The servers get the model's weights at the start. An adapter is merged into the layers that it adapts.
+    The servers get the model's weights at the start. Of a model under an adapter they have the base, and get the
+    adapter alone, unless vLLM cannot compute with it: then it is merged into the layers that it adapts.
     """
 
     def __init__(self, config: RunConfig, model: nn.Module, max_length: int):
@@ -74,12 +77,13 @@ class VLLMServerEngine:
         process = PartialState()
         self.sends = process.is_main_process
         self.dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
+        self.adapter_room = adapter_room(config) if hasattr(model, "peft_config") else 0  # an evaluation's are merged
         self.token = from_main(uuid.uuid4().hex)
         holder = f"run {config.name!r} on {socket.gethostname()}, process {os.getpid()}"
         on_cpu = next(model.parameters()).device.type == "cpu"
 
         def objection(started: Mapping[str, Any]) -> str:
-            return _objection(started, config, max_length, on_cpu, pid_namespace_id())
+            return _objection(started, config, max_length, on_cpu, pid_namespace_id(), self.adapter_room)
 
         self.servers = [Server(url, config.rollout, self.token, holder, objection, send) for url in urls]
         self.turns = itertools.count(process.process_index)
@@ -103,21 +107,32 @@ class VLLMServerEngine:
         for server in self.servers:
             server.wanted = NO_WEIGHTS  # which frees the last copy before there is another
         self.version += 1
-        if is_sharded(model):
+        adapter: Mapping[str, Any] | None = None
+        base: Callable[[], Mapping[str, Tensor]] | None = None
+        snapshot: Mapping[str, Tensor] | None
+        if self.adapter_room:
+            adapter, tensors = adapter_of(model, self.dtype)
+            snapshot = tensors if self.sends else None
+            base = None if is_sharded(model) else partial(base_weights, model)
+        elif is_sharded(model):
             if sharers(model) > (here := int(os.environ.get("LOCAL_WORLD_SIZE", sharers(model)))):
                 raise ServerError(
                     f"train.sharding='full' over {sharers(model)} processes, {here} of them on this machine: weights "
                     "are sent to servers from the memory of one machine; set train.sharding to 'hybrid', or "
                     "rollout.engine to 'vllm'"
                 )
-            snapshot: Mapping[str, Tensor] | None = take_snapshot(model, self.dtype, mine=self.sends)
+            snapshot = take_snapshot(model, self.dtype, mine=self.sends)
         else:
             snapshot = plain_weights(model) if self.sends else None
-        weights = Weights(self.version, snapshot)
+        weights = Weights(self.version, snapshot, adapter, base)
         for server in self.servers:
             server.wanted = weights
         self._run(_all(server.restore() for server in self.servers))
-        return "sent by " + ", ".join(sorted({server.backend for server in self.servers}))
+        return (
+            ("adapter " if adapter else "")
+            + "sent by "
+            + ", ".join(sorted({server.backend for server in self.servers}))
+        )
 
     def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
         for request in requests:
@@ -247,7 +262,9 @@ def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:
     return (tuple(request.prompt_ids), request.num_completions, request.seed, request.max_tokens, sampling)
 
 
-def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool, here: str) -> str:
+def _objection(
+    started: Mapping[str, Any], config: RunConfig, max_length: int, on_cpu: bool, here: str, adapter_room: int = 0
+) -> str:
     """Sentence on why a server started with these options cannot be used; "" if it can."""
     dtype = "bfloat16" if config.train.mixed_precision == "bf16" else "float32"
     transfers = ["shared_memory", "http"] if on_cpu else ["nccl", "ipc"]
@@ -270,6 +287,12 @@ def _objection(started: Mapping[str, Any], config: RunConfig, max_length: int, o
         return (
             f"cannot give the log-probabilities that training compares with rollout.top_p={config.rollout.top_p:g} and "
             f"rollout.top_k={config.rollout.top_k} (1 and 0 need nothing), since {started['truncation_problem']}"
+        )
+    if started["lora_rank"] < adapter_room:
+        return (
+            f"makes room for adapters of rank {started['lora_rank']} at most, model.lora_r={config.model.lora_r}"
+            if started["lora_rank"]
+            else "takes no adapters, and model.use_peft=true"
         )
     if started["max_model_len"] < max_length:
         return f"takes sequences of {started['max_model_len']} tokens, the longest here has {max_length}"

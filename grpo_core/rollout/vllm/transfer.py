@@ -8,9 +8,14 @@ is: each release changes it.
 
 from __future__ import annotations
 
+import base64
+import io
+import os
 import socket
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -23,7 +28,8 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
-from grpo_core.rollout.vllm.client import SOCKET_OPTIONS, Server, Unavailable
+from grpo_core.rollout.vllm.adapter import ADAPTER
+from grpo_core.rollout.vllm.client import SOCKET_OPTIONS, Server, ServerError, Unavailable, Weights
 from grpo_core.rollout.vllm.secret import with_secret
 from grpo_core.rollout.vllm.snapshot import Snapshot
 
@@ -53,22 +59,43 @@ class Client(HTTPVLLMWeightSyncClient):
         _ask("POST", f"{self.base_url}/{path}", self.timeout, json)
 
 
-def send(server: Server, weights: Mapping[str, Tensor]) -> None:
+def send(server: Server, weights: Weights) -> None:
     """Bring the weights into the server; Unavailable when it is not there, or whatever else comes between.
 
     Several servers may be sent to concurrently, each from its own thread over its own communicator: this device is all
     that they have in common, and no server waits for another, so there is no circle in which to wait.
     """
-    device = next(iter(weights.values())).device
-    try:
+    snapshot = weights.snapshot
+    assert snapshot is not None
+    if weights.adapter is not None:
+        if not server.has_base:
+            if weights.base is None:
+                raise ServerError(
+                    f"{server.url} was given another model's weights since it was started, and the base of a sharded "
+                    "model is not sent to servers; start it again"
+                )
+            send(server, Weights(weights.version, weights.base()))
+        _try(server, partial(_send_adapter, server, weights.version, weights.adapter, snapshot))
+        return
+    device = next(iter(snapshot.values())).device
+
+    def give() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own current one
             torch.cuda.synchronize(device)  # the copies are made; vLLM reads them on streams that wait for no other
         if server.transfer is None:
             server.transfer = _connect(server)
-        server.transfer.source.snapshot = weights
+        server.transfer.source.snapshot = snapshot
         server.transfer.send_weights()
         server.transfer.source.snapshot = {}  # the server's `wanted` alone keeps the copy, until the next is made
+
+    _try(server, give)
+
+
+def _try(server: Server, give: Callable[[], None]) -> None:
+    """Raises Unavailable if the server does not get what is given."""
+    try:
+        give()
     except Exception as error:  # of HTTP, sockets, the rendezvous, NCCL: none says whether the server is to blame
         server.transfer = None
         answer = getattr(error, "response", None)
@@ -76,6 +103,31 @@ def send(server: Server, weights: Mapping[str, Tensor]) -> None:
         raise Unavailable(
             f"weights cannot be sent: {type(error).__name__}: {error}{body} (see the server's log)"
         ) from error
+
+
+def _send_adapter(server: Server, version: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Have the server's workers hold the adapter, and vLLM load it. There is room for one: the former one goes."""
+    from grpo_core.rollout.vllm.over_http import PART_BYTES
+    from grpo_core.rollout.vllm.shared_memory import parts
+
+    def take(*arguments: Any) -> None:
+        body = {"method": "take_adapter_part", "args": arguments}
+        _ask("POST", f"{server.url}/collective_rpc", server.seconds, body)
+
+    for number, part in enumerate(parts(tensors.items(), PART_BYTES)):
+        if server.backend == "shared_memory":
+            with os.fdopen(os.memfd_create("grpo-adapter"), "wb") as file:
+                torch.save(part, file)
+                file.flush()
+                take(number, config, f"/proc/{os.getpid()}/fd/{file.fileno()}", "")
+        else:
+            written = io.BytesIO()
+            torch.save(part, written)
+            take(number, config, None, base64.b64encode(written.getbuffer()).decode())
+    # vLLM would load an adapter that it may load in place again in each of its steps.
+    with suppress(httpx2.HTTPStatusError):  # of a server that has none yet
+        _ask("POST", f"{server.url}/v1/unload_lora_adapter", server.seconds, {"lora_name": ADAPTER})
+    _ask("POST", f"{server.url}/v1/load_lora_adapter", server.seconds, {"lora_name": ADAPTER, "lora_path": version})
 
 
 def _connect(server: Server) -> Any:

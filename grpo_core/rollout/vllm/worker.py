@@ -6,10 +6,15 @@ through vLLM's `/collective_rpc`.
 
 from __future__ import annotations
 
+import base64
+import io
 import time
 from typing import Any
 
+import torch
+
 from grpo_core.rollout.vllm import over_http  # noqa: F401  # registers this transfer, and that by shared memory
+from grpo_core.rollout.vllm.adapter import hold
 from grpo_core.rollout.vllm.logprobs import ignore_truncation
 from grpo_core.rollout.vllm.shared_memory import pid_namespace_id
 
@@ -39,6 +44,7 @@ class TrainerLease:
                 "logprobs_mode": self.model_config.logprobs_mode,
                 "truncation_problem": self._truncation_problem,
                 "max_model_len": self.model_config.max_model_len,
+                "lora_rank": config.lora_config.max_lora_rank if config.lora_config else 0,
                 "max_num_seqs": config.scheduler_config.max_num_seqs,
                 "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
                 "scheduling_policy": config.scheduler_config.policy,
@@ -51,6 +57,14 @@ class TrainerLease:
         """End what was left half-done, by this trainer or another: all of the weights come again."""
         if self._weight_update_active:
             self.finish_weight_update()
+
+    def take_adapter_part(self: Any, number: int, config: dict[str, Any], path: str | None, data: str) -> None:
+        """Hold a part of an adapter, number 0 the first, until vLLM loads it: what torch.save wrote of its tensors, in
+        a file of this machine or in base64."""
+        source = path or io.BytesIO(base64.b64decode(data))
+        self._adapter = {} if number == 0 else self._adapter
+        self._adapter |= torch.load(source, mmap=bool(path), weights_only=True)
+        hold(self, config, self._adapter)
 
     def release_lease(self: Any, token: str) -> None:
         """Give the lease back, if it is `token`'s."""

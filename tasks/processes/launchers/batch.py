@@ -1,4 +1,4 @@
-"""Machines that a scheduler gives, by one job of train.num_machines machines. The stage needs no connection to them:
+"""Machines that a scheduler gives, by one job for all of them. The stage needs no connection to them:
 they meet in a folder on the shared disk.
 
 A scheduler is three functions (`Scheduler`), and `batch(SCHEDULER)` is the launcher. Each machine of the job runs
@@ -73,10 +73,10 @@ class Scheduler:
     name: str
     """Name of the scheduler in messages."""
     submit: Callable[[RunConfig, list[str], Path], str]
-    """Submit a job that runs the command (an argv, the same on each machine) on train.num_machines machines, in this
-    working directory; the folder is FOLDER. The job is never started again by the scheduler itself, and a machine that
-    ends does not end the others. Returns what the scheduler calls the job, which has to identify it also for another
-    process."""
+    """Submit a job that runs the command (an argv, the same on each machine) on RunConfig.num_machines machines, in
+    this working directory; the folder is FOLDER. The job is never started again by the scheduler itself, and a machine
+    that ends does not end the others. Returns what the scheduler calls the job, which has to identify it also for
+    another process."""
     look: Callable[[str], Job]
     """State of the job. A job that the scheduler does not know any more has ended."""
     cancel: Callable[[str], None]
@@ -97,19 +97,19 @@ def _machines(
         with suppress(FileNotFoundError):
             _end(scheduler, (left / "job").read_text(), say, linger=0.0)
         shutil.rmtree(left, ignore_errors=True)
-    shared = folder.absolute() / f"{PREFIX}{secrets.token_hex(8)}"
-    shared.mkdir(mode=0o700)
-    job, linger = None, 0.0
+    shared, job = _submit(scheduler, config, folder, patience)
+    linger = 0.0
     try:
-        job = _submit(scheduler, config, shared, patience)
         write_text(shared / "job", job)
-        answers = _await_answers(scheduler, job, config.train.num_machines, shared, say)
+        answers = _await_answers(scheduler, job, config.num_machines, shared, say)
         for answer in answers:
             refuse_unfit(answer["name"], answer, folder)
+        nodes = collections.Counter(answer["name"] for answer in answers)
         machines = [
             Machine(
-                name=answer["name"],
-                command=["-m", "tasks.processes.follow", str(shared), str(number), "-m", "tasks.processes.ranks"],
+                # Pods in the network of the same node have its name.
+                name=answer["name"] if nodes[answer["name"]] == 1 else f"{answer['name']}-{number}",
+                command=["-m", "tasks.processes.follow", str(shared), str(number)],
                 address=answer["address"],
                 port=answer["port"],
                 grace=SILENCE_SECONDS + ENDING_SECONDS,
@@ -122,8 +122,7 @@ def _machines(
         except ProcessError as error:
             raise _explained(error, scheduler, job) from error
     finally:
-        if job is not None:
-            _end(scheduler, job, say, linger)
+        _end(scheduler, job, say, linger)
         shutil.rmtree(shared, ignore_errors=True)
 
 
@@ -133,13 +132,18 @@ def command(shared: Path) -> list[str]:
     return ["env", *path, "PYTHONSAFEPATH=1", sys.executable, "-m", "tasks.processes.scheduled", str(shared)]
 
 
-def _submit(scheduler: Scheduler, config: RunConfig, shared: Path, patience: float) -> str:
+def _submit(scheduler: Scheduler, config: RunConfig, folder: Path, patience: float) -> tuple[Path, str]:
+    """FOLDER and the job. Each try has a FOLDER of its own: a scheduler that does not answer in time may have taken the
+    job nevertheless, and the machines of that one end without theirs."""
     deadline = time.monotonic() + patience
     while True:
+        shared = folder.absolute() / f"{PREFIX}{secrets.token_hex(8)}"
+        shared.mkdir(mode=0o700)
         try:
-            return scheduler.submit(config, command(shared), shared)
-        except SchedulerError:
-            if time.monotonic() > deadline:
+            return shared, scheduler.submit(config, command(shared), shared)
+        except BaseException as error:
+            shutil.rmtree(shared, ignore_errors=True)
+            if not isinstance(error, SchedulerError) or time.monotonic() > deadline:
                 raise
         time.sleep(LOOK_SECONDS)
 

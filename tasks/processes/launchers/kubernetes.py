@@ -32,7 +32,7 @@ def submit(config: RunConfig, command: list[str], folder: Path) -> str:
     namespace = (template.get("metadata") or {}).get("namespace") or own_namespace
     owner = _own_pod(api, namespace) if inside and namespace == own_namespace else None
     name = job_name(config.name, folder.name[-8:])
-    job = make_job(template, name, command, config.train.num_machines, owner)
+    job = make_job(template, name, command, config.num_machines, owner)
     _ask(api.BatchV1Api().create_namespaced_job, namespace, job, field_validation="Strict")
     return f"{namespace}/{name}"
 

@@ -13,4 +13,4 @@ from tasks.processes.machine import free_port
 
 @contextmanager
 def local(config: RunConfig, folder: Path, patience: float, say: Callable[[str], None]) -> Iterator[list[Machine]]:
-    yield [Machine("", ["-m", "tasks.processes.ranks"], "127.0.0.1", free_port())]
+    yield [Machine("", [], "127.0.0.1", free_port())]

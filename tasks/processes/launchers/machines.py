@@ -21,7 +21,7 @@ class Machine:
     name: str
     """Name of the machine in logs, and of its log file."""
     command: Sequence[str]
-    """Arguments of `python` here that run `tasks.processes.ranks` there, to be followed by those of that. The command
+    """Arguments of `python` here that run `python` there, to be followed by the arguments of that. The command
     ends with its exit status; whatever ends the command ends all processes there."""
     address: str
     """Address at which the other machines reach it."""
@@ -33,9 +33,9 @@ class Machine:
 
 
 Launcher = Callable[[RunConfig, Path, float, Callable[[str], None]], AbstractContextManager[list[Machine]]]
-"""Gives train.num_machines machines, for one start of the processes; the folder is one of the run, which each of them
-has to see. Raises StageError if they cannot be had within so many seconds, or do not see the folder. The function is
-told in lines what is waited for."""
+"""Gives RunConfig.num_machines machines, for one start of the processes; the folder is one of the run, which each of
+them has to see. Raises StageError if they cannot be had within so many seconds, or do not see the folder. The function
+is told in lines what is waited for."""
 
 
 def refuse_unfit(host: str, answer: dict[str, Any], folder: Path) -> None:

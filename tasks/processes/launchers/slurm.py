@@ -27,7 +27,7 @@ UNKNOWN = "Invalid job id"
 
 def submit(config: RunConfig, command: list[str], folder: Path) -> str:
     options = {
-        "nodes": config.train.num_machines,
+        "nodes": config.num_machines,
         "ntasks-per-node": 1,
         "job-name": f"grpo-{config.name}",
         "chdir": str(Path.cwd()),

@@ -26,6 +26,8 @@ ALIVE_SECONDS, ALIVE_COUNT = 5, 4
 OPTIONS = {
     "BatchMode": "yes",
     "ConnectTimeout": 10,
+    "ControlPath": "none",  # a connection that others share would not be watched, nor end with what it runs
+    "RequestTTY": "no",
     "ServerAliveInterval": ALIVE_SECONDS,
     "ServerAliveCountMax": ALIVE_COUNT,
 }
@@ -46,7 +48,7 @@ def ssh(config: RunConfig, folder: Path, patience: float, say: Callable[[str], N
     yield [
         Machine(
             name=host_name(host),
-            command=[*relayed(host), "-m", "tasks.processes.ranks"],
+            command=relayed(host),
             address=address_of(host),
             port=answer["port"],
             grace=RELAY_SECONDS,

@@ -79,6 +79,18 @@ def _with(key: str, value: Any) -> dict[str, Any]:
             {"algorithm": {"sync_ref_model": True, "beta": 1}, "model": {"name_or_path": "m", "use_peft": True}},
             "the base model under the adapter, which does not move",
         ),
+        (
+            {"model": {"name_or_path": "m", "lora_dropout": 0.1}},
+            "lora_dropout=0.1 is for an adapter; set use_peft = true",
+        ),
+        ({"model": {"name_or_path": "m", "adapter": "a"}}, "adapter='a' is for an adapter; set use_peft = true"),
+        (
+            {
+                "model": {"name_or_path": "m", "use_peft": True, "adapter": "a"},
+                "train": {"sharding": "full", "num_processes": 2},
+            },
+            "model.adapter='a' with train.sharding='full'",
+        ),
         ({"train": {"early_stopping_patience": 2}}, "early_stopping_patience=2 needs evaluations during training"),
         ({"train": {"load_best_model_at_end": True}}, "set eval_steps"),
         ({"train": {"metric_for_best_model": "eval_loss"}}, "Input should be 'eval_reward' or 'eval_accuracy'"),

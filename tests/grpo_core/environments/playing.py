@@ -64,6 +64,27 @@ class Counting:
         return float(str(self.count) == self.answer)
 
 
+class Dice:
+    """An environment with randomness, from its beginning and in each call."""
+
+    def reset(self, **row: Any) -> str:
+        self.faces, self.total = random.randrange(4, 20), 0
+        return f" with {self.faces}"
+
+    def roll(self, times: int) -> str:
+        """Rolls dice.
+
+        Args:
+            times: How many.
+        """
+        rolled = [random.randrange(self.faces) for _ in range(times)]
+        self.total += sum(rolled)
+        return " ".join(map(str, rolled))
+
+    def get_reward(self) -> float:
+        return float(self.total > 15)
+
+
 def echo(text: str) -> str:
     """Says what it is told.
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+from transformers import Qwen2Config
 
 from grpo_core.environments.turns import TurnFormat
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
@@ -27,6 +30,13 @@ def call(name: str, arguments: str = "{}") -> str:
 def turns(tokenizer: Any = None) -> TurnFormat:
     """ChatML with tools."""
     return TurnFormat(tokenizer or make_tokenizer(TEMPLATE, CHATML, "<|im_end|>"), ("<|im_end|>",), {})
+
+
+def save_model(folder: Path, template: str = TEMPLATE) -> Path:
+    """A model's folder with all that is read of a model before it is trained."""
+    make_tokenizer(template, CHATML, "<|im_end|>").save_pretrained(folder)
+    Qwen2Config(max_position_embeddings=512).save_pretrained(folder)
+    return folder
 
 
 class Scripted:

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from examples import tiny
+from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.config.files import dump_config, parse_config
+from grpo_core.environments.processes import Environments
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.rollout.collect import Sample
 from grpo_core.rollout.transformers_engine import TransformersEngine
@@ -24,7 +24,8 @@ from grpo_core.training import session as sessions
 from grpo_core.training.roll_out import roll_out
 from grpo_core.training.session import Session, load_session
 from tests.conftest import with_keys
-from tests.grpo_core.environments.scripted import TEMPLATE, Scripted, call, turns
+from tests.grpo_core.environments.scripted import Scripted, call, turns
+from tests.grpo_core.environments.talking import make_model, share_environments
 from tests.grpo_core.model.exactness import (
     START,
     distance,
@@ -36,7 +37,7 @@ from tests.grpo_core.model.exactness import (
     updating_gradient,
 )
 
-HERE = "tests.grpo_core.environments.playing"
+COUNTING = "tests.grpo_core.environments.playing:Counting"
 BOUND = 1e-5  # relative: float32's rounding over sequences of hundreds of tokens
 PROMPTS, GROUP = 4, 4
 ADVANTAGES = torch.randn(PROMPTS * GROUP, generator=torch.Generator().manual_seed(0))
@@ -50,31 +51,23 @@ SCRIPTS = [  # by prompt: the members of a group say the same, and are told apar
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that writes any text, in ChatML."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    tokenizer = tiny.make_tokenizer([("x", "y")], vocab_size=300, template=TEMPLATE)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        initializer_range=0.03,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def counting() -> Iterator[Environments]:
+    started = Environments(EnvironmentConfig(environment_factory=COUNTING))
+    yield started
+    started.close()
 
 
 @pytest.fixture
 def session(
-    request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    folder: Path,
+    counting: Environments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Session]:
     """Ready to train on conversations that are scripted, with the model's own log-probabilities."""
     values = {
@@ -82,7 +75,7 @@ def session(
         "model": {"name_or_path": str(folder)},
         "data": {"train": "train.parquet", "eval": "eval.parquet"},
         "rewards": [{"function": "environment"}],
-        "environment": {"environment_factory": f"{HERE}:Counting"},
+        "environment": {"environment_factory": COUNTING},
         "rollout": {"engine": "transformers", "num_generations": GROUP, "max_completion_length": 700},
         "train": {"per_device_train_batch_size": PROMPTS * GROUP, "max_steps": 2, "max_grad_norm": 1e9},
     }
@@ -101,6 +94,7 @@ def session(
         return real
 
     monkeypatch.setattr(sessions, "make_engine", make_engine)
+    share_environments(monkeypatch, counting)
     yield load_session(run)
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -113,10 +107,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "highest entropy": {"top_entropy_quantile": 0.3},
     "lora": {"use_peft": True, "lora_r": 4},
 }
+QUICK = [("plain", True), ("plain", False), ("per completion", True), ("sequence ratios", True)]
+CASES = [
+    pytest.param(
+        OPTIONS[name],
+        packs,
+        id=f"{name}-{'packed' if packs else 'padded'}",
+        marks=[] if (name, packs) in QUICK else [pytest.mark.e2e],
+    )
+    for name in OPTIONS
+    for packs in (True, False)
+]
 
 
-@pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("session", OPTIONS.values(), ids=OPTIONS, indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize(("session", "packs"), CASES, indirect=["session"])
 def test_gradient_is_that_of_plain_passes_over_what_was_sampled(session: Session, packs: bool) -> None:
     session.policy.packs = packs
     batch = first_update(session, rollout_with(session, ADVANTAGES))

@@ -96,6 +96,18 @@ def test_calls_are_read_as_the_template_writes_them(family: str) -> None:
     assert turns.read(turns.tokenizer("so 3" + turns.ends[0])["input_ids"], {"add": SUM}) == ("so 3", [])
 
 
+@pytest.mark.parametrize("family", WITH_TOOLS)
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}])
+def test_calls_are_written_so_that_they_are_read_again(family: str, options: dict[str, Any]) -> None:
+    turns, call = _format(family, **options), ToolCall("add", {"a": 1, "b": -2})
+    calls = [call] if family.startswith("llama") else [call, ToolCall("add", {"a": 3, "b": 4})]
+    ids = turns.tokenizer(turns.write(calls) + turns.ends[0], add_special_tokens=False)["input_ids"]
+    assert turns.read(ids, {"add": SUM})[1] == calls
+    if family.startswith("llama"):
+        with pytest.raises(TemplateError, match="cannot write the turn: This model only supports single tool-calls"):
+            turns.write([call, call])
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -83,6 +83,7 @@ def test_compiled_layers_compute_what_the_others_do(
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_sampling_with_a_cache_is_not_compiled(smooth_model_folder: Path) -> None:
     compiled, ids = _policy(smooth_model_folder, torch_compile=True), torch.tensor([[3, 4, 5]])
     found = compiled.model.generate(ids, max_new_tokens=5, do_sample=False)

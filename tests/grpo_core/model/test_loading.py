@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.model.loading import load_model, trainable_state, with_adapter
@@ -87,17 +88,24 @@ def test_an_adapter_is_drawn_in_float32_whatever_its_base_is_held_in(model_folde
     assert all(torch.equal(half[name], tensor) for name, tensor in whole.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "keys", "scaling"),
+    [
+        (torch.float32, {}, 32 / 2),  # lora_alpha / lora_r
+        (torch.bfloat16, {"lora_dropout": 0.5}, 32 / 2),
+        (torch.float32, {"use_rslora": True}, 32 / 2**0.5),
+    ],
+)
 def test_the_model_that_is_saved_is_the_adapter_merged_into_the_float32_base(
-    dtype: torch.dtype, model_folder: Path, tmp_path: Path
+    dtype: torch.dtype, keys: dict[str, Any], scaling: float, model_folder: Path, tmp_path: Path
 ) -> None:
     torch.manual_seed(3)
-    model = with_adapter(load_model(model_folder, dtype=dtype), _adapter(model_folder))
+    config = ModelConfig(**dict(_adapter(model_folder)) | keys)
+    model = with_adapter(load_model(model_folder, dtype=dtype), config)
     for parameter in trainable_state(model).values():
         torch.nn.init.normal_(parameter, std=0.2)
-    save_model(model, make_tokenizer(), tmp_path / "model", _adapter(model_folder))
+    save_model(model, make_tokenizer(), tmp_path / "model", config)
     expected = load_model(model_folder).state_dict()
-    scaling = 32 / 2  # lora_alpha / lora_r
     changes = trainable_state(model)
     for name, tensor in changes.items():
         if "lora_A" in name:
@@ -107,7 +115,8 @@ def test_the_model_that_is_saved_is_the_adapter_merged_into_the_float32_base(
     found = load_model(tmp_path / "model").state_dict()
     assert len(changes) == 2 * sum("_proj" in name for name in found if name.endswith("weight"))
     torch.testing.assert_close(found, expected)
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    adapted = PeftModel.from_pretrained(load_model(model_folder), tmp_path / "adapter").merge_and_unload()
+    torch.testing.assert_close(adapted.state_dict(), expected)
 
 
 def _lora(folder: Path) -> Policy:

@@ -23,7 +23,7 @@ from grpo_core.model.sequences import Sequences
 from grpo_core.planning.forecast import forecast, forecast_rows, useful_groups
 from grpo_core.planning.hardware import Gpu, find_gpu, name_hardware, named_gpu
 from grpo_core.planning.memory import GIB, check_engine_memory, peak_memory
-from grpo_core.planning.pace import Pace, Throughput
+from grpo_core.planning.pace import EnvironmentPace, Pace, Throughput
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.shapes import (
     ForecastError,
@@ -116,6 +116,8 @@ def test_what_is_held_follows_from_the_configuration() -> None:
     assert parts(beta=0.1, sync_ref_model=True)["reference"] == 4
     assert parts(beta=0.1, sync_ref_model=True, mixed_precision="bf16")["reference"] == 6
     assert parts(use_peft=True, mixed_precision="bf16")["weights"] < 1
+    sent = [parts(engine="vllm-server", **keys)["engine_weights"] for keys in ({}, {"use_peft": True})]
+    assert sent == [4, 0]  # an adapter's copy is in the host's memory
     lora = parts(beta=0.1, use_peft=True)
     assert lora["reference"] == 0
     assert lora["optimizer"] < 1
@@ -252,6 +254,34 @@ def test_start_evaluations_and_checkpoints_are_part_of_a_measured_time() -> None
     config = _config(engine="auto")
     on_gpu = wall_time(config, _plan(config), lengths, PACE, shape, Gpu("GPU"))
     assert on_gpu["parts_hours"]["start"] * 3600 == 80  # vLLM starts too
+
+
+@pytest.mark.parametrize(
+    ("keys", "sampled", "trained", "waits"),
+    [
+        # Two turns of 5 tokens beside the one measured, 4 + 3 tokens of the environment; the prompt has 6.
+        ({}, 2, (6 + 10 + 7) / (6 + 5), 0.5 + 2.0),
+        ({"max_completion_length": 12}, 1, (6 + 12) / (6 + 5), 0.5 + 2.0),  # which bounds all of it
+        ({"max_turns": 1}, 1, (6 + 5 + 4) / (6 + 5), 0.5),
+    ],
+)
+def test_conversations_are_taken_to_have_two_turns_at_a_measured_pace(
+    keys: dict[str, Any], sampled: float, trained: float, waits: float
+) -> None:
+    turns = keys.pop("max_turns", 2)
+    sizes = {"max_steps": 10, "max_completion_length": 100, "per_device_train_batch_size": 16}
+    values = config_values(Path("model"), Path("data"), **{**sizes, "gradient_accumulation_steps": 1, **keys})
+    config = parse_config({**values, "environment": {"tools": ["calculator"], "max_turns": turns}})
+    environment = EnvironmentPace(frame_seconds=0.5, frame_tokens=4, call_seconds=2.0, call_tokens=3)
+    given = (config, _plan(config), PromptLengths(6.0, 9, "given"), PACE, None, None)
+    found = wall_time(*given, environment=environment, reward_seconds=0.0)
+    parts = {name: 3600 * hours for name, hours in found["parts_hours"].items()}
+    assert parts["updates"] == pytest.approx(10 * (sampled * 8 + trained * 3 + 0.5))
+    assert parts["waiting for environments"] == pytest.approx(10 * waits)
+    assert f"{turns} turns are assumed" in found["how"] and "without" not in found["how"]
+    unknown = wall_time(*given, reward_seconds=0.0)
+    assert "waiting for environments" not in unknown["parts_hours"]
+    assert "without the environment, known once the data are validated" in unknown["how"]
 
 
 @pytest.mark.parametrize(("recomputed", "operations"), [(False, 8), (True, 10)])

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from grpo_core.config.files import parse_config
 from grpo_core.model.loading import with_adapter
-from grpo_core.planning.shapes import adapter_parameters, model_shape
+from grpo_core.planning.shapes import adapted_inputs, adapter_parameters, model_shape
 from tests.conftest import config_values
 from tests.qwen import SIZES, qwen
 
@@ -60,6 +60,16 @@ def test_adapter_parameters_are_those_of_the_adapter(targets: list[str] | None, 
     model = with_adapter(AutoModelForCausalLM.from_config(shape), config.model)
     adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert adapter_parameters(model_shape(shape.to_dict()), config) == adapter
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "o_proj", "down_proj"]])
+def test_what_goes_into_adapters_is_the_inputs_of_their_layers(targets: list[str] | None) -> None:
+    shape = Qwen2Config(**SIZES)
+    config = parse_config(config_values(Path("model"), Path("data"), use_peft=True, lora_target_modules=targets))
+    model = with_adapter(AutoModelForCausalLM.from_config(shape), config.model)
+    adapted = [module for module in model.modules() if hasattr(module, "lora_dropout")]
+    expected = sum(module.in_features for module in adapted) // shape.num_hidden_layers
+    assert adapted_inputs(model_shape(shape.to_dict()), config) == expected
 
 
 def test_qwen2_5_7b_has_the_parameters_of_its_model_card() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,35 @@ def test_a_completion_depends_on_its_seed_and_not_on_its_company(
     singles = [Request(r.prompt_ids, 1, r.seed + i) for r in requests for i in range(r.num_completions)]
     assert [c.ids for c in sampled(engine.generate(singles, sampling))] == together
     assert [c.ids for c in sampled(engine.generate(_requests(tokenizer, seed=6), sampling))] != together
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batches", "rows"), [(4, 1024), (2, 5), (1, 3)])
+def test_requests_that_join_later_get_the_tokens_that_they_get_alone(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, batches: int, rows: int
+) -> None:
+    monkeypatch.setattr(engine_module, "MAX_BATCHES", batches)
+    monkeypatch.setattr(engine_module, "MAX_ROWS", rows)
+    draw, sampling = random.Random(0), Sampling(12, 0.8)
+    engine = TransformersEngine(model, tokenizer)
+    requests = [
+        Request([draw.randrange(3, 13) for _ in range(draw.randrange(1, 20))], draw.randrange(1, 4), 100 * i, most)
+        for i, most in enumerate([None, 3, 12, 1, 7, None, 12, 5])
+    ]
+    alone = [sampled(engine.generate([request], sampling)) for request in requests]
+    steps = engine.generate(requests[:2], sampling)
+    joined, found = [1, 0, 3, 0, 0, 1, 0, 1], dict(next(steps))
+    for count in joined:
+        new, requests[2:] = requests[2 : 2 + count], requests[2 + count :]
+        found |= dict(steps.send(new or None))
+    for finished in steps:
+        assert not found.keys() & dict(finished).keys()
+        found |= dict(finished)
+    assert sorted(found) == list(range(len(alone)))
+    for number, completions in enumerate(alone):
+        for one, other in zip(found[number], completions, strict=True):
+            assert (one.ids, one.truncated) == (other.ids, other.truncated)
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def test_the_end_token_ends_a_completion_and_the_limit_truncates_one(model: Any, tokenizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from unittest import mock
 import pytest
 
 from grpo_core.errors import TrainingError
+from grpo_core.rollout.conversations import play
 from grpo_core.rollout.types import Request, Sampling
 from tests import forked
 from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.rollout.sampling import sampled
 from tests.grpo_core.rollout.vllm_engine import (
     MAX_LENGTH,
+    conversations,
+    hold,
     long_requests,
     plain_distributions,
     plain_logprobs,
@@ -68,16 +72,34 @@ def sample(run: Path, other: Path) -> dict[str, list[Any]]:
         "none": sampled(engine.generate([], free)),
         "long": sampled(engine.generate(long_requests(), free)),
     }
+    drawn |= {"conversations": hold(engine, 12), "turn by turn": hold(engine, 1), "cached": cached_tokens(engine)}
     scores = {"base scores": engine.compute_logprobs(sequences())}
     model.load_state_dict(load_model(other).state_dict())
     engine.sync_weights(model)
     scores["synced scores"] = engine.compute_logprobs(sequences())
     drawn["synced"] = sampled(engine.generate(requests, free))
+    drawn["cached synced"] = cached_tokens(engine)
     drawn["long synced"] = sampled(engine.generate(long_requests(), free))
     found = {"lent": lend(engine, model, requests, free), "unforgotten": hold_cache(engine, model, requests)}
     engine.close()
     others = {"second runner": second_runner(), "refusal": refusal(run, model), "on a GPU": start_on_a_gpu(run)}
     return drawn | scores | found | others
+
+
+def cached_tokens(engine: Any) -> list[int]:
+    """Tokens that the engine had from its prefix cache, in each turn of a conversation that is held twice."""
+    step, found = engine.llm.llm_engine.step, list[int]()
+
+    def noted() -> Any:
+        outputs = step()
+        found.extend(output.num_cached_tokens for output in outputs if output.finished)
+        return outputs
+
+    with mock.patch.object(engine.llm.llm_engine, "step", noted):
+        for _ in range(2):
+            for _ in play(engine, conversations(4)[3:], [0], Sampling(8, temperature=0.7)):
+                pass
+    return found
 
 
 def lend(engine: Any, model: Any, requests: list[Request], sampling: Sampling) -> list[Any]:
@@ -114,6 +136,8 @@ def lend(engine: Any, model: Any, requests: list[Request], sampling: Sampling) -
         notes.append("score")
         engine.compute_logprobs(sequences())
         assert answers() == expected
+        notes.append("sample")
+        assert len([*play(engine, conversations(4)[3:], [0], sampling)]) > 4  # nothing is sampled between its turns
         full, said = RuntimeError("CUDA Error: out of memory"), r"out of memory.*lower rollout.gpu_memory_utilization"
         with mock.patch.object(worker, "wake_up", side_effect=full), pytest.raises(TrainingError, match=said):
             engine.compute_logprobs(sequences())
@@ -260,6 +284,26 @@ def test_samples_depend_on_the_seed_alone_and_carry_the_models_log_probabilities
             assert all(can_be_drawn(model, prompt + tokens, sampling)[len(prompt) - 1 :])
 
 
+def test_conversations_sampled_together_have_the_tokens_of_each_alone_and_keep_what_was_computed(drawn: Drawn) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(drawn.folder).eval()
+    together, alone = drawn.values["conversations"], drawn.values["turn by turn"]
+    assert {len(turns) for turns in together} == {1, 2, 3, 4}
+    assert [[turn.ids for turn in turns] for turns in together] == [[turn.ids for turn in turns] for turns in alone]
+    assert any(turn.truncated for turns in together for turn in turns)
+    for play_, turns in zip(conversations(len(together)), together, strict=True):
+        asked = next(play_)
+        for turn in turns:
+            expected = plain_logprobs(model, asked.ids + turn.ids, 0.7)[len(asked.ids) - 1 :]
+            assert turn.logprobs == pytest.approx(expected, abs=1e-4)
+            with suppress(StopIteration):
+                asked = play_.send(turn)
+    block = 128
+    assert drawn.values["cached"] == [block] * 8, "every conversation begins with what is computed already"
+    assert drawn.values["cached synced"] == [0] + [block] * 7, "and forgets it with the weights only"
+
+
 def test_vllms_second_model_runner_draws_from_truncated_logits_and_reports_the_whole_ones(drawn: Drawn) -> None:
     whole = [[0.0, 1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0, 9.0]]
     assert drawn.values["second runner"] == [[[5, 5], whole], [[2, 3], whole]]
@@ -275,7 +319,7 @@ def test_truncated_sampling_is_refused_with_a_sampler_that_is_not_known(drawn: D
 def test_the_memory_of_the_kv_cache_is_lent_whenever_the_engine_rests(drawn: Drawn) -> None:
     """No step is made while it is lent; weights are never put to sleep."""
     notes, is_lent = drawn.values["lent"], False
-    assert notes.count("sample") == 2 and notes.count("score") == 1 and notes.count("step") > 10
+    assert notes.count("sample") == 3 and notes.count("score") == 1 and notes.count("step") > 10
     for note in notes:
         if isinstance(note, list):
             assert note == (["wake_up", ["kv_cache"]] if is_lent else ["discard", ["kv_cache"]])
@@ -283,7 +327,7 @@ def test_the_memory_of_the_kv_cache_is_lent_whenever_the_engine_rests(drawn: Dra
         else:
             assert is_lent == (note != "step")
     assert not is_lent  # the last is the test's own
-    assert sum(isinstance(note, list) for note in notes) == 1 + 2 * 4 + 1
+    assert sum(isinstance(note, list) for note in notes) == 1 + 2 * 5 + 1
 
 
 def test_on_a_gpu_vllm_is_started_so_that_its_kv_cache_can_be_lent_and_it_is(drawn: Drawn) -> None:
@@ -311,11 +355,3 @@ def test_a_new_process_draws_the_same_bits_as_one_that_has_served_before(drawn: 
     resumed = forked.call(resume, drawn.run, drawn.other)
     assert len(resumed["long synced"]) == 48
     assert resumed == {name: drawn.values[name] for name in resumed}
-
-
-def test_the_room_for_adapters_is_the_next_that_vllm_knows() -> None:
-    from grpo_core.rollout.vllm.colocated import lora_rank
-
-    assert [lora_rank(rank) for rank in (1, 8, 9, 300, 512)] == [8, 8, 16, 320, 512]
-    with pytest.raises(ValueError, match="lora_r=513"):
-        lora_rank(513)

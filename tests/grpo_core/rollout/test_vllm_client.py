@@ -27,7 +27,7 @@ from grpo_core.rollout.types import Request, Sampling
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server as vllm_server
-from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Unavailable
+from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Unavailable, Weights
 from grpo_core.rollout.vllm.server import VLLMServerEngine
 from tests.conftest import config_values
 
@@ -100,7 +100,7 @@ class _VLLMClient:
         self._post("start_weight_update")  # type: ignore[attr-defined]
 
 
-def _transfer() -> Any:
+def make_transfer() -> Any:
     """The module without vLLM, which takes long to import."""
     vllm = mock.Mock(WeightSource=object, HTTPVLLMWeightSyncClient=_VLLMClient)
     with mock.patch.dict(sys.modules, {"vllm.distributed.weight_transfer": vllm}):
@@ -130,7 +130,7 @@ def _answering(body: bytes) -> Iterator[str]:
         server.shutdown()
 
 
-def _server(url: str, **keys: Any) -> Server:
+def make_server(url: str, **keys: Any) -> Server:
     return Server(url, RolloutConfig(**keys), "token", "holder", lambda started: "", mock.Mock())
 
 
@@ -140,10 +140,10 @@ def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing answers
     for variable in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(variable, raising=False)
-    transfer = _transfer()
+    transfer = make_transfer()
     connect = transfer.WeightTransferTrainerFactory.trainer_init = mock.Mock()
     with _answering(b'{"weight_version": "base"}') as url:
-        server = _server(url)
+        server = make_server(url)
         assert asyncio.run(server.control("GET", "/weight_info")) == {"weight_version": "base"}
         with mock.patch.dict(sys.modules, {"grpo_core.rollout.vllm.shared_memory": mock.Mock()}):
             transfer._connect(server)
@@ -153,7 +153,7 @@ def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, nam
 @pytest.mark.slow
 def test_an_answer_that_is_not_json_counts_as_a_server_that_is_away() -> None:
     with _answering(b"<html>this network wants you to log in</html>") as url:
-        server = _server(url, vllm_server_timeout=0.01, vllm_request_timeout=0.01)
+        server = make_server(url, vllm_server_timeout=0.01, vllm_request_timeout=0.01)
         with pytest.raises(ServerError, match=rf"{url}: not available .*other than JSON.*wants you to log in"):
             asyncio.run(server.restore())
 
@@ -172,23 +172,27 @@ def test_an_answer_that_is_not_json_counts_as_a_server_that_is_away() -> None:
 def test_whatever_comes_between_when_weights_are_sent_the_connection_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
-    transfer = _transfer()
+    transfer = make_transfer()
     server = mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": error}))
     with pytest.raises(Unavailable, match=rf"{message}.*see the server's log") as raised:
-        transfer.send(server, {"weight": torch.zeros(1)})
+        transfer.send(server, Weights("v", {"weight": torch.zeros(1)}))
     assert raised.value.__cause__ is error
     assert server.transfer is None
     monkeypatch.setattr(transfer, "_connect", mock.Mock(side_effect=error))
     with pytest.raises(Unavailable, match=message):
-        transfer.send(server, {"weight": torch.zeros(1)})
+        transfer.send(server, Weights("v", {"weight": torch.zeros(1)}))
 
 
 def test_several_servers_are_sent_their_weights_concurrently() -> None:
-    transfer, both = _transfer(), threading.Barrier(2, timeout=60)
+    transfer, both, weights = (
+        make_transfer(),
+        threading.Barrier(2, timeout=60),
+        Weights("v", {"weight": torch.zeros(1)}),
+    )
     made: list[Any] = [mock.Mock(transfer=mock.Mock(**{"send_weights.side_effect": both.wait})) for _ in range(2)]
-    other = threading.Thread(target=transfer.send, args=(made[0], {"weight": torch.zeros(1)}), daemon=True)
+    other = threading.Thread(target=transfer.send, args=(made[0], weights), daemon=True)
     other.start()
-    transfer.send(made[1], {"weight": torch.zeros(1)})
+    transfer.send(made[1], weights)
     other.join()
     assert [server.transfer.send_weights.call_count for server in made] == [1, 1]
     assert [server.transfer.source.snapshot for server in made] == [{}, {}]
@@ -196,7 +200,7 @@ def test_several_servers_are_sent_their_weights_concurrently() -> None:
 
 @pytest.mark.parametrize(("copies", "concurrent"), [(1, 1024), (2, 2048)])
 def test_a_server_is_asked_as_much_as_it_works_on_concurrently(copies: int, concurrent: int) -> None:
-    server = _server("http://127.0.0.1:1")
+    server = make_server("http://127.0.0.1:1")
     started = {**STARTED, "max_num_seqs": 1024}
     open_requests: list[asyncio.Event] = []
 
@@ -230,6 +234,7 @@ STARTED = {
     "logprobs_mode": "processed_logprobs",
     "truncation_problem": "",
     "max_model_len": 16,
+    "lora_rank": 0,
     "max_num_seqs": 128,
     "chunked_prefill": False,
     "scheduling_policy": "fcfs",
@@ -274,7 +279,7 @@ def test_a_server_that_would_let_the_training_wait_behind_what_is_sampled_ahead_
 
 
 def test_an_answer_is_whole_if_its_tokens_are_by_the_weights_that_it_began_with_or_later_ones() -> None:
-    server = _server("http://127.0.0.1:1")
+    server = make_server("http://127.0.0.1:1")
 
     def answer(*spans: tuple[str, int], reason: str = "stop") -> dict[str, Any]:
         starts = [0, *itertools.accumulate(count for _, count in spans)]

@@ -6,6 +6,7 @@ The model is one whose layers vLLM packs and whose head is tied: the kind that g
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import httpx2
 import pytest
 
 from tests.conftest import config_values, make_model, make_run
-from tests.grpo_core.rollout.vllm_engine import PACKED
-from tests.grpo_core.training.killing import train
+from tests.grpo_core.rollout.vllm_engine import PACKED, hold, start
+from tests.grpo_core.training.killing import in_child, train
 from tests.serving import free_ports, policy_server
 
 
@@ -37,6 +38,38 @@ def test_a_server_samples_from_the_trainers_policy_after_every_update(tmp_path: 
     assert all(step["sampling/sampling_logp_difference/max"] < 1e-4 for step in steps)
     assert all(step["sampling/importance_sampling_ratio/min"] > 0.999 for step in steps)
     assert all(step["grad_norm"] > 0 for step in steps)
+
+
+@pytest.mark.e2e
+def test_conversations_over_a_server_have_the_tokens_of_each_alone_and_keep_what_was_computed(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", initializer_range=0.2, max_position_embeddings=512)
+    (port,) = free_ports(1)
+    values = config_values(model, tmp_path, engine="vllm-server", vllm_server_timeout=600.0)
+    values["rollout"]["vllm_server_base_urls"] = [url := f"http://127.0.0.1:{port}"]
+    run = make_run(tmp_path / "run", values)
+
+    def converse() -> None:
+        engine, model, _ = start(run)
+        together, before = hold(engine, 12), _cached_tokens(url)
+        alone, after = hold(engine, 1), _cached_tokens(url)
+        engine.sync_weights(model)
+        conversation = hold(engine, 1, 1)  # of one turn
+        engine.close()
+        assert [[turn.ids for turn in turns] for turns in together] == [[turn.ids for turn in turns] for turns in alone]
+        assert conversation[0][0].ids == alone[0][0].ids
+        turns = [len(turns) for turns in alone]
+        assert before == 128 * (sum(turns) - len(turns)), "of each turn but the first"
+        assert after - before == 128 * sum(turns)
+        assert _cached_tokens(url) == after, "nothing that the weights before a sync computed"
+
+    with policy_server(run / "config.toml", port, tmp_path / "server.log"):
+        assert in_child(converse) == 0, (tmp_path / "server.log").read_text()
+
+
+def _cached_tokens(url: str) -> float:
+    """Tokens of prompts that the server has had from its prefix cache so far."""
+    figures = httpx2.get(f"{url}/metrics", timeout=60).text
+    return sum(float(value) for value in re.findall(r"^vllm:prefix_cache_hits_total\S* (\S+)", figures, re.MULTILINE))
 
 
 def _statuses(url: str) -> dict[str, int]:

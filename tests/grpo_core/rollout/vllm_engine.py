@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from grpo_core.rollout.types import Request
+from grpo_core.environments.conversation import Sampled, Turn
+from grpo_core.rollout.conversations import play
+from grpo_core.rollout.types import Request, Sampling
 
 # A size at which vLLM packs its linear layers, so that the packed copy of a tied head goes stale on a reload.
 PACKED = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
@@ -22,6 +25,30 @@ def long_requests() -> list[Request]:
     starts = [[draw.randrange(3, 13) for _ in range(150)] for _ in range(12)]
     prompts = [start + [draw.randrange(3, 13) for _ in range(140)] for start in starts for _ in range(2)]
     return [Request(prompt, 2, seed=50_000 + 100 * i) for i, prompt in enumerate(prompts)]
+
+
+def conversations(count: int) -> list[Generator[Turn, Sampled, list[Sampled]]]:
+    """Conversations whose environment answers immediately; each prompt fills a block of vLLM's prefix cache."""
+
+    def conversation(which: int) -> Generator[Turn, Sampled, list[Sampled]]:
+        draw = random.Random(which)
+        ids, turns = [draw.randrange(3, 13) for _ in range(130 + 5 * which)], list[Sampled]()
+        for number in range(1 + which % 4):
+            turns.append((yield Turn(ids, 2 + (which + number) % 7, number)))
+            ids = ids + turns[-1].ids + [draw.randrange(3, 13) for _ in range(draw.randrange(1, 9))]
+        return turns
+
+    return [conversation(which) for which in range(count)]
+
+
+def hold(engine: Any, together: int, count: int = 12) -> list[list[Sampled]]:
+    """The turns of each conversation, so many conversations played together; one: turn by turn."""
+    held: dict[int, Any] = {}
+    for first in range(0, count, together):
+        plays, seeds = conversations(count)[first : first + together], [1000 * i for i in range(count)][first:]
+        for ended in play(engine, plays, seeds, Sampling(8, temperature=0.7)):  # type: ignore[arg-type]
+            held |= {first + which: turns for which, turns in ended}
+    return [held[which] for which in range(count)]
 
 
 def sequences() -> list[list[int]]:

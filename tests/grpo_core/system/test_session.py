@@ -14,7 +14,8 @@ import pytest
 
 from grpo_core.system.sandbox.seccomp import REFUSED
 from grpo_core.system.sandbox.session import Session, SessionLimits
-from tests.grpo_core.system.test_sandbox import ATTACKS, answer, marker, named
+from tests.grpo_core.system.attacks import ATTACKS
+from tests.grpo_core.system.test_sandbox import answer, marker, named
 
 __all__ = ["marker"]  # a fixture
 pytestmark = [

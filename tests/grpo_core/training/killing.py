@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ def in_child(work: Callable[[], None]) -> int:
         try:
             work()
             code = 0
+        except Exception:
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
             os._exit(code)

@@ -1,25 +1,19 @@
 """A training whose main process kills itself ($KILLED_AT) while it writes the checkpoint of step 4 and trains on.
 
-As the module of the reward, it comes into each process. `python -m tests.grpo_core.training.killing_writes FOLDER`
-trains as FOLDER/values.json says, undisturbed, and once for each point killed and resumed.
+As the module of the reward, it comes into each process.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from grpo_core.system import files
 from grpo_core.training import checkpoint, loop
-from tests.conftest import make_run
-from tests.grpo_core.training.killing import train
 
 # Where in the write, and the checkpoint from which the training then goes on.
 POINTS = {"after the first file": 2, "before the manifest": 2, "before the rename": 2, "before old ones go": 4}
@@ -36,7 +30,7 @@ def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
     calls = itertools.count(1)
 
     def telling(*args: Any) -> Any:
-        if next(calls) == 5 and _dies():
+        if _dies() and next(calls) == 5:
             _begun.wait()
             _trained_on.set()
         return function(*args)
@@ -69,25 +63,8 @@ def _dying(point: str, function: Callable[..., Any], *, after: bool) -> Callable
     return dying
 
 
-if __name__ != "__main__":
-    loop.update = _telling(loop.update)
-    checkpoint.write = _dying("after the first file", checkpoint.write, after=True)
-    checkpoint.checksum = _dying("before the manifest", checkpoint.checksum, after=False)
-    files.publish = _dying("before the rename", files.publish, after=False)
-    checkpoint.replace_folder = _dying("before old ones go", checkpoint.replace_folder, after=True)
-
-
-def main() -> None:
-    folder = Path(sys.argv[1])
-    values = json.loads((folder / "values.json").read_text())
-    assert train(make_run(folder / "undisturbed", values)) == 0
-    for point in POINTS:
-        run = make_run(folder / point.replace(" ", "-"), values)
-        os.environ["KILLED_AT"] = point
-        assert os.WTERMSIG(train(run)) == signal.SIGKILL
-        del os.environ["KILLED_AT"]
-        assert train(run) == 0
-
-
-if __name__ == "__main__":
-    main()
+loop.update = _telling(loop.update)
+checkpoint.write = _dying("after the first file", checkpoint.write, after=True)
+checkpoint.checksum = _dying("before the manifest", checkpoint.checksum, after=False)
+files.publish = _dying("before the rename", files.publish, after=False)
+checkpoint.replace_folder = _dying("before old ones go", checkpoint.replace_folder, after=True)

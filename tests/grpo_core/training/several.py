@@ -19,22 +19,23 @@ def in_two_processes(folder: Path, work: Callable[[int], None]) -> None:
     in_processes(WORLD, folder, work)
 
 
-def in_processes(count: int, folder: Path, work: Callable[[int], None]) -> None:
-    """Call work(rank) in each. Raises AssertionError with the tracebacks if one of them fails."""
-    statuses = exit_statuses(count, folder, work)
+def in_processes(count: int, folder: Path, work: Callable[[int], None], port: int | None = None) -> None:
+    """Call work(rank) in each. Raises AssertionError with the tracebacks if one of them fails. With a port, they have
+    the environment that a launcher gives, and form the group themselves."""
+    statuses = exit_statuses(count, folder, work, port)
     problems = [path.read_text() for path in sorted(folder.glob("problem-*"))]
     assert statuses == [0] * count, "\n".join(problems)
 
 
-def exit_statuses(count: int, folder: Path, work: Callable[[int], None]) -> list[int]:
+def exit_statuses(count: int, folder: Path, work: Callable[[int], None], port: int | None = None) -> list[int]:
     """Call work(rank) in each; their exit statuses, -n for signal n. Their process group is noted in `folder`, which
     is another one for each call."""
     folder.mkdir(exist_ok=True)
-    children = [_forked(rank, count, folder, work) for rank in range(count)]
+    children = [_forked(rank, count, folder, work, port) for rank in range(count)]
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def _forked(rank: int, count: int, folder: Path, work: Callable[[int], None]) -> int:
+def _forked(rank: int, count: int, folder: Path, work: Callable[[int], None], port: int | None) -> int:
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -44,9 +45,12 @@ def _forked(rank: int, count: int, folder: Path, work: Callable[[int], None]) ->
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         os.environ.update({name: str(value) for name, value in places.items()}, ACCELERATE_USE_CPU="true")
         AcceleratorState._reset_state(reset_partial_state=True)
-        group = {"init_method": f"file://{folder}/group", "timeout": timedelta(seconds=60)}
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=count, **group)
-        PartialState(cpu=True)
+        if port:
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        else:
+            group = {"init_method": f"file://{folder}/group", "timeout": timedelta(seconds=60)}
+            torch.distributed.init_process_group("gloo", rank=rank, world_size=count, **group)
+            PartialState(cpu=True)
         work(rank)
         code = 0
     except BaseException:

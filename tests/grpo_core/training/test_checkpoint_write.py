@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -33,12 +32,11 @@ from grpo_core.training.interrupt import Stopped
 from grpo_core.training.loop import train
 from grpo_core.training.state import TrainingState
 from tests.conftest import config_values, make_model, make_run, with_keys
-from tests.grpo_core.training import killing_writes
+from tests.grpo_core.training import killing, killing_writes
 from tests.grpo_core.training.launching import TWO_PROCESSES, finish, kill_tree, started
 from tests.grpo_core.training.several import in_two_processes
 from tests.grpo_core.training.training import assert_same
 
-ROOT = Path(__file__).parents[3]
 CONFIG = parse_config(config_values(Path("model"), Path("data")))
 
 
@@ -339,19 +337,20 @@ def _tensors(values: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor
 
 @pytest.mark.slow
 def test_a_training_killed_in_the_middle_of_a_write_goes_on_bit_for_bit_from_the_newest_complete_checkpoint(
-    values: dict[str, Any], tmp_path: Path
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values["rewards"] = [{"function": "tests.grpo_core.training.killing_writes:score"}]
     values = with_keys(values, max_steps=5, save_steps=2, save_total_limit=1, num_iterations=2)
-    (tmp_path / "values.json").write_text(json.dumps(values))
-    command = [sys.executable, "-m", "tests.grpo_core.training.killing_writes", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    whole = make_run(tmp_path / "whole", values)
+    assert killing.train(whole) == 0
     for point, newest in killing_writes.POINTS.items():
-        run = tmp_path / point.replace(" ", "-")
+        run = make_run(tmp_path / point.replace(" ", "-"), values)
+        with monkeypatch.context() as patch:
+            patch.setenv("KILLED_AT", point)
+            assert os.WTERMSIG(killing.train(run)) == signal.SIGKILL
+        assert killing.train(run) == 0
         assert json.loads((run / "training" / "result.json").read_text())["resumed_at_step"] == newest, point
-        assert_same(run, tmp_path / "undisturbed")
+        assert_same(run, whole)
 
 
 @pytest.mark.e2e

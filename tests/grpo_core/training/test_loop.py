@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,9 @@ from grpo_core.errors import RewardError, TrainingError
 from grpo_core.planning.plan import load_plan
 from grpo_core.training.loop import train
 from tests.conftest import make_run, with_keys
-from tests.grpo_core.training.launching import REWARD, TWO_PROCESSES, finish, started
+from tests.grpo_core.training.several import in_processes
 from tests.grpo_core.training.training import are_close, metrics_of, trained_run, weights_of
+from tests.serving import free_ports
 
 # Some gradients are zero except for rounding (a key bias, under softmax); Adam with its usual epsilon would make a full
 # step of that noise.
@@ -231,24 +230,20 @@ def parity(completion_ids: list[list[int]]) -> list[float | None]:
 def test_two_processes_train_to_the_result_of_one(
     values: dict[str, Any], tmp_path: Path, alone: dict[str, Any], both: dict[str, Any]
 ) -> None:
-    (tmp_path / "patience.py").write_text(REWARD)
-    values["rewards"] = [{"function": "patience:patient"}]
+    values["rewards"] = [{"function": "tests.grpo_core.training.test_loop:brevity"}]
     values = with_keys(values, **CALM_ADAM)
-    os.environ["STUCK_AT"] = "0"
-    sys.path.insert(0, str(tmp_path))
-    try:
-        one = trained_run(tmp_path / "one", values, **alone)
-    finally:
-        sys.path.remove(str(tmp_path))
-        del os.environ["STUCK_AT"]
+    one = trained_run(tmp_path / "one", values, **alone)
     two = make_run(tmp_path / "two", with_keys(values, **both, num_processes=2))
-    with started(two, tmp_path, 0, *TWO_PROCESSES) as process:
-        finish(process)
+    in_processes(2, tmp_path / "both", lambda _: train(two, two / "training"), *free_ports(1))
     assert are_close(one, two)
     for name in ("reward", "eval_reward", "eval_completions/mean_length"):
         figures = [[step[name] for step in metrics_of(run) if name in step] for run in (one, two)]
         assert figures[0] == pytest.approx(figures[1], abs=1e-6)
     assert [s["loss"] for s in metrics_of(one)] == pytest.approx([s["loss"] for s in metrics_of(two)], abs=1e-4)
+
+
+def brevity(completion_ids: list[list[int]]) -> list[float]:
+    return [-float(len(ids)) for ids in completion_ids]
 
 
 def test_another_number_of_processes_than_planned_is_refused(values: dict[str, Any], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -19,6 +18,7 @@ from grpo_core.planning.shapes import PromptLengths
 from grpo_core.rollout.types import Completion
 from grpo_core.training import pace
 from tests.conftest import config_values, write_sums
+from tests.grpo_core.training.killing import in_child
 
 
 @pytest.fixture
@@ -98,9 +98,9 @@ def test_sampling_that_takes_too_long_is_extrapolated_at_full_length(
     assert (found, sum(lengths) / len(lengths)) == (seconds, mean)
 
 
-@pytest.mark.slow
-def test_the_process_prints_the_pace_last(request_: PaceRequest) -> None:
-    command = ["-m", "grpo_core.training.pace", json.dumps(vars(request_)), str(time.time())]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert Pace(**json.loads(done.stdout.splitlines()[-1])).start_seconds > 0
+def test_the_process_prints_the_pace_last(
+    request_: PaceRequest, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pace", json.dumps(vars(request_)), str(time.time())])
+    assert in_child(pace.main) == 0
+    assert Pace(**json.loads(capfd.readouterr().out.splitlines()[-1])).start_seconds > 0

@@ -24,9 +24,15 @@ from tests.conftest import config_values, make_run, with_keys
 SECONDS = st.floats(0.1, 1e6)
 
 
-@given(st.lists(SECONDS, min_size=1, max_size=4), SECONDS, SECONDS, st.sampled_from(["vllm-server", "transformers"]))
+@given(
+    st.lists(SECONDS, min_size=1, max_size=4),
+    SECONDS,
+    SECONDS,
+    st.sampled_from(["vllm-server", "transformers"]),
+    st.none() | SECONDS,
+)
 def test_processes_wait_longer_for_each_other_than_all_that_is_configured_takes_in_a_row(
-    rewards: list[float], up: float, answer: float, engine: str
+    rewards: list[float], up: float, answer: float, engine: str, conversation: float | None
 ) -> None:
     values = config_values(
         Path("model"), Path("data"), engine=engine, vllm_server_timeout=up, vllm_request_timeout=answer
@@ -35,9 +41,11 @@ def test_processes_wait_longer_for_each_other_than_all_that_is_configured_takes_
         {"function": "length", "name": f"r{i}", "args": {"target": 3}, "timeout": timeout}
         for i, timeout in enumerate(rewards)
     ]
+    if conversation:
+        values["environment"] = {"tools": ["calculator"], "conversation_timeout": conversation}
     limit = longest_wait(parse_config(values)).total_seconds()
     servers = up + 2 * answer if engine == "vllm-server" else 0.0  # it comes back, takes weights and answers
-    assert limit > sum(rewards) + max(rewards) + servers + 600  # which NCCL allows by itself
+    assert limit > sum(rewards) + max(rewards) + servers + (conversation or 0) + 600  # which NCCL allows by itself
 
 
 def test_an_endless_limit_is_a_year() -> None:

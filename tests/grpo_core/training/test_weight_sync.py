@@ -157,7 +157,8 @@ def test_vllm_follows_an_adapter_in_a_training_whose_completions_are_one_token_l
 ) -> None:
     """The probe is then as long as the longest sequence that the engine takes."""
     values["rewards"] = [{"function": "tests.grpo_core.training.test_loop:parity"}]
-    keys = {"engine": "vllm", "max_completion_length": 1, "use_peft": True, "max_steps": 3}
+    keys = {"engine": "vllm", "max_completion_length": 1, "max_steps": 3}
+    keys |= {"use_peft": True, "use_rslora": True, "lora_alpha": 8, "lora_dropout": 0.1}
     run = make_run(tmp_path / "run", with_keys(values, **keys))
     steps = forked.train(run)
     assert [step["sampling/sync_drift"] < 1e-4 for step in steps] == [True] * 3

@@ -146,7 +146,7 @@ def test_a_model_without_a_limit_takes_every_prompt() -> None:
 
 
 def test_the_sampled_lengths_hold_the_longest_prompts() -> None:
-    prompts = pl.Series(["a"] * (2 * SAMPLED) + ["b" * 50] * 3)
-    lengths = sample_lengths(prompts, TOKENIZERS["byte fallback"])
+    frame = pl.DataFrame({"prompt": ["a"] * (2 * SAMPLED) + ["b" * 50] * 3})
+    lengths = sample_lengths(frame, TOKENIZERS["byte fallback"], {"": {}})
     assert SAMPLED - LONGEST <= len(lengths) <= SAMPLED
-    assert lengths.max() == token_lengths(prompts.tail(1), TOKENIZERS["byte fallback"])[0]
+    assert lengths.max() == token_lengths(frame["prompt"].tail(1), TOKENIZERS["byte fallback"])[0]

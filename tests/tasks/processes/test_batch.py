@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
-from tasks.processes import follow, scheduled
 from tasks.processes.launchers import batch
 from tasks.processes.launchers.batch import PREFIX, Job, Scheduler, SchedulerError
 from tasks.processes.machine import code_version
-from tasks.processes.run import LOST, ProcessError, TakenError, run_together
+from tasks.processes.run import ProcessError, TakenError, run_together
 from tasks.stages.errors import StageError
 from tests.conftest import config_values
 
@@ -88,7 +83,7 @@ class Here:
 
     def __init__(self) -> None:
         self.jobs: dict[str, list[subprocess.Popen[bytes]]] = {}
-        self.looks_to_wait, self.refusals = 0, 0
+        self.looks_to_wait, self.refusals, self.lost_answers = 0, 0, 0
         self.ended_by: Any = "itself"
         self.start: Callable[[Path, int], subprocess.Popen[bytes]] = _start_member
 
@@ -100,10 +95,13 @@ class Here:
         job = f"job-{len(self.jobs)}"
         self.jobs[job] = [] if self.looks_to_wait else self._run(config, shared)
         self.pending = (config, shared)
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise SchedulerError("the controller has taken the job and does not say so")
         return job
 
     def _run(self, config: RunConfig, shared: Path) -> list[subprocess.Popen[bytes]]:
-        return [self.start(shared, number) for number in range(config.train.num_machines)]
+        return [self.start(shared, number) for number in range(config.num_machines)]
 
     def look(self, job: str) -> Job:
         if not self.jobs[job]:
@@ -140,7 +138,9 @@ def _config() -> RunConfig:
     return parse_config(config_values(Path("m"), Path("d"), num_processes=2, num_machines=2) | {"launch": ssh})
 
 
-def _run(here: Here, folder: Path, *words: str, disturb: Callable[[str], None] = lambda line: None) -> list[str]:
+def _run(
+    here: Here, folder: Path, *words: str, patience: float = 0.0, disturb: Callable[[str], None] = lambda line: None
+) -> list[str]:
     """Run the stub on two machines to its end, and give the lines in the stage's log."""
     lines: list[str] = []
 
@@ -148,11 +148,19 @@ def _run(here: Here, folder: Path, *words: str, disturb: Callable[[str], None] =
         lines.append(f"{name}: {line}")
         disturb(line)
 
-    with batch.batch(here.scheduler())(_config(), folder, 0.0, lines.append) as machines:
+    with batch.batch(here.scheduler())(_config(), folder, patience, lines.append) as machines:
         [shared] = folder.glob(f"{PREFIX}*")
         assert stat.S_IMODE(shared.stat().st_mode) == 0o700
         commands = {
-            it.name: ["-c", FOLLOW.format(patch=""), *it.command[2:], str(number), *words]
+            it.name: [
+                "-c",
+                FOLLOW.format(patch=""),
+                *it.command[2:],
+                "-m",
+                "work",
+                str(number),
+                *words,
+            ]
             for number, it in enumerate(machines)
         }
         try:
@@ -170,11 +178,35 @@ def test_machines_run_what_the_stage_asks_for_and_nothing_is_left(here: Here, tm
     assert lines[0] == "Here: job job-0 is waiting (Resources)"
     assert "Here: job job-0 runs on a, b" in lines
     for name, number in (("a", "0"), ("b", "1")):
-        assert any(
-            line.startswith(f"{name}: ['-m', 'tasks.processes.ranks', '{number}', '0'] it's $HOME") for line in lines
-        )
+        assert any(line.startswith(f"{name}: ['-m', 'work', '{number}', '0'] it's $HOME") for line in lines)
     assert [process.returncode for process in here.jobs["job-0"]] == [0, 0]
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_job_that_was_taken_without_an_answer_does_not_mix_with_the_next(here: Here, tmp_path: Path) -> None:
+    folders: list[Path] = []
+
+    def start(shared: Path, number: int) -> subprocess.Popen[bytes]:
+        assert not any(folder.exists() for folder in folders if folder != shared)
+        folders.append(shared)
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    here.start, here.lost_answers = start, 1
+    with pytest.raises(StageError, match="job-1"):
+        _run(here, tmp_path, "0", patience=60.0)
+    assert folders[0] == folders[1] != folders[2] == folders[3]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_machines_of_the_same_name_are_told_apart(here: Here, tmp_path: Path) -> None:
+    def start(shared: Path, number: int) -> subprocess.Popen[bytes]:
+        answer = {"sees_run": True, "version": code_version(), "problem": "", "name": "node", "address": "", "port": 1}
+        (shared / f"{number}.answer").write_text(json.dumps(answer))
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    here.start = start
+    with batch.batch(here.scheduler())(_config(), tmp_path, 0.0, lambda line: None) as machines:
+        assert [machine.name for machine in machines] == ["node-0", "node-1"]
 
 
 @pytest.mark.slow
@@ -286,90 +318,3 @@ def test_a_machine_with_other_code_is_refused_by_name(here: Here, tmp_path: Path
     here.start = start
     with pytest.raises(StageError, match="node1 has code 0, and this machine code "):
         _run(here, tmp_path, "0")
-
-
-@pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PYTHONPATH", str(Path(batch.__file__).parents[3]))
-    return tmp_path
-
-
-def _wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@pytest.mark.slow
-def test_a_machine_whose_stage_falls_silent_kills_everything(shared: Path) -> None:
-    following = _start_follow(shared, "wait")
-    member = _start_member(shared, 0)
-    assert following.stdout is not None
-    stub = int(following.stdout.readline().split()[-1])
-    following.kill()  # without a word, as when its machine dies
-    following.wait()
-    assert member.wait(60) == 137
-    assert not psutil.pid_exists(stub)
-    assert json.loads((shared / "0.machine").read_text())["status"] == 137
-    assert "no sign of life from the machine that started this" in (shared / "0.output").read_text()
-
-
-@pytest.mark.slow
-def test_a_machine_that_starts_when_its_stage_is_gone_ends(shared: Path) -> None:
-    (shared / "stage").write_text('{"beats": 7}')
-    member = _start_member(shared, 0, "scheduled.SILENCE_SECONDS = 0.3")
-    assert b"no sign of life from the stage" in member.communicate(timeout=60)[1]
-    assert member.returncode == 1
-    member = _start_member(shared / "gone", 0)
-    assert b"machine 0 does not see" in member.communicate(timeout=60)[1]
-
-
-@pytest.mark.slow
-def test_a_machine_that_is_told_to_stop_before_its_request_ends_as_told(shared: Path) -> None:
-    member = _start_member(shared, 0)
-    _wait_for((shared / "0.answer").exists)
-    member.terminate()
-    assert member.wait(60) == 143
-    following = _start_follow(shared, "wait")
-    assert following.wait(60) == 143
-
-
-@pytest.mark.slow
-def test_a_machine_that_falls_silent_is_lost_once_nothing_can_be_left_there(shared: Path) -> None:
-    member = _start_member(shared, 0)
-    _wait_for((shared / "0.answer").exists)
-    patch = "follow.SILENCE_SECONDS = 5.0; follow.ENDING_SECONDS = 0.1"
-    following = _start_follow(shared, "wait", patch=patch)
-    assert following.stdout is not None
-    following.stdout.readline()
-    member.send_signal(signal.SIGSTOP)
-    try:
-        assert "no sign of life for 5 s; waiting 0.1 s" in following.communicate(timeout=60)[0]
-        assert following.returncode == LOST
-        beats = (shared / "0.stage").read_bytes()
-    finally:
-        member.send_signal(signal.SIGCONT)
-        member.terminate()
-        member.wait(60)
-    assert (shared / "0.stage").read_bytes() == beats
-
-
-def test_output_is_read_from_where_reading_stopped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "0.output"
-    assert follow.print_from(file, 0) == 0
-    file.write_text("one\ntw")
-    shown = follow.print_from(file, 0)
-    with file.open("a") as more:
-        more.write("o\n")
-    assert follow.print_from(file, shown) == 8
-    assert capfd.readouterr().out == "one\ntwo\n"
-
-
-def test_a_machine_knows_its_number_by_its_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in scheduled.NUMBERS:
-        with monkeypatch.context() as patch, suppress(KeyError):
-            patch.setenv(name, "3")
-            assert scheduled.own_number() == 3
-    with pytest.raises(SystemExit, match="SLURM_NODEID, JOB_COMPLETION_INDEX is set"):
-        scheduled.own_number()

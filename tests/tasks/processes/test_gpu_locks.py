@@ -185,15 +185,17 @@ with gpu_locks.own_gpus(8, print):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [False, True])
-def test_a_machine_gives_a_launcher_free_gpus_or_waits_until_it_is_told_to_end(machine: Path, told: bool) -> None:
-    """`told`: the machine that asks ends the training while this one still waits."""
+@pytest.mark.parametrize("meanwhile", ["a GPU is free", "told to end", "cut off"])
+def test_a_machine_gives_a_launcher_free_gpus_or_waits_until_the_launcher_is_gone(
+    machine: Path, meanwhile: str
+) -> None:
     held = free(7)
     code = f"""
 import os, sys
 from pathlib import Path
 from tasks.processes import gpu_locks, machine
 gpu_locks.LOCKS = Path({str(machine)!r})
+machine.POLL_SECONDS, machine.SILENCE_SECONDS = 0.05, {0.1 if meanwhile == "cut off" else 600}
 sys.argv[1:] = ["run"]
 os.execv = lambda path, words: (print(os.environ["CUDA_VISIBLE_DEVICES"]), sys.exit())
 machine.main()
@@ -204,9 +206,11 @@ machine.main()
         process.stdin.write(json.dumps({"environment": {}, "arguments": ["--nproc-per-node", "2"]}) + "\n")
         process.stdin.flush()
         assert process.stdout.readline().startswith("waiting for 2 GPUs of this machine: 1 of 8 are free")
-        if told:
+        if meanwhile == "told to end":
             process.stdin.close()
             assert process.wait() == 143
+        elif meanwhile == "cut off":
+            assert process.wait() == 1
         else:
             os.close(held["4"])
             assert process.stdout.readline().strip() == "4,7"

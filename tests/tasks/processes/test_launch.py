@@ -128,6 +128,26 @@ def test_several_processes_are_started_whatever_the_user_s_accelerate_configurat
         assert not [name for name in found if "FSDP" in name]
 
 
+PRINTING = """
+import os, sys
+for number in range(300):
+    print("line", number)
+os.system("echo from a child")
+print("the last words", end="", file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_each_line_of_several_processes_is_whole_and_names_all_but_the_first(tmp_path: Path) -> None:
+    (tmp_path / "printing.py").write_text(PRINTING)
+    lines: list[str] = []
+    launch(_config(num_processes=3), [str(tmp_path / "printing.py")], lines.append, tmp_path)
+    expected = [*(f"line {number}" for number in range(300)), "from a child", "the last words"]
+    for rank, name in enumerate(("", "rank 1: ", "rank 2: ")):
+        own = [line for line in lines if line.startswith("rank") == bool(rank) and line.startswith(name)]
+        assert own == [name + line for line in expected]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said", "restartable"),
@@ -339,6 +359,16 @@ def test_a_relay_says_that_the_connection_is_lost_and_returns_when_nothing_can_b
     relay = _relay(255)
     assert "the connection is lost; waiting" in relay.communicate()[0]
     assert relay.returncode == LOST
+
+
+def test_a_connection_is_its_own_whatever_the_user_s_ssh_configuration_says(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host *\nControlMaster auto\nControlPath /tmp/%C\nRequestTTY force\n")
+    client, *words = remote_command("alpha", "run")
+    try:
+        shown = subprocess.run([client, "-G", "-F", tmp_path / "config", *words], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("needs OpenSSH's client")
+    assert "requesttty false" in shown.stdout and "controlpath" not in shown.stdout
 
 
 @pytest.mark.usefixtures("client")

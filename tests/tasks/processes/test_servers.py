@@ -108,9 +108,10 @@ def test_a_server_that_cannot_be_started_again_immediately_is_tried_again(
     def start(self: _Server, place: Place) -> subprocess.Popen[bytes]:
         for failure in failures:
             raise failure
-        return subprocess.Popen(["true"])
+        return subprocess.Popen(["sleep", "600"])
 
     monkeypatch.setattr(_Server, "_start", start)
+    monkeypatch.setattr(_Server, "_is_up", lambda self: True)
     stage.server.watch.start()
     assert stage.announced.wait(30)
     assert f"cannot be started again: {reason}" in caplog.text

@@ -49,7 +49,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path(machine.__file__).parents[2]))
-    monkeypatch.setattr(vllm_servers, "_serve", lambda context, *told: ["-c", STUB, *(str(each) for each in told)])
+    monkeypatch.setattr(vllm_servers, "serve", lambda run, *told: ["-c", STUB, *(str(each) for each in told)])
     monkeypatch.setattr(vllm_servers, "PAUSE_SECONDS", 0.0)
     return tmp_path
 
@@ -111,6 +111,19 @@ def test_a_server_is_started_again_on_its_host_or_on_a_spare_one_and_the_trainin
         assert len({first.pid, second.pid, third.pid, fourth.pid}) == 4
     assert not fourth.is_running()
     assert {file.name for file in hosts.glob("vllm-server*")} == {"vllm-server-0-up1.log", "vllm-server-0-up2.log"}
+
+
+@pytest.mark.slow
+def test_an_address_that_could_not_be_written_is_written_later(hosts: Path) -> None:
+    with serving(_config(hosts, "up1"), hosts) as found:
+        [(first, _)] = found.ask()
+        (hosts / "vllm-servers.new").mkdir()
+        first.kill()
+        found.until("is up, and the training cannot be told")
+        (hosts / "vllm-servers.new").rmdir()
+        while not found.until("is up").endswith("on up1 is up"):
+            pass
+        assert found.ask()[0][0] != first
 
 
 @pytest.mark.slow

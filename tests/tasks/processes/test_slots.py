@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,8 +75,9 @@ def test_a_stage_takes_a_slot_per_gpu_and_the_gpus_of_its_own_machine(
 class Server:
     """Stands for Prefect's: one limit, or none."""
 
-    def __init__(self, limit: int | None, taken: int, active: bool):
+    def __init__(self, limit: int | None, taken: int, active: bool, turn: int):
         self.limit = limit and SimpleNamespace(limit=limit, active_slots=taken, active=active)
+        self.turn = SimpleNamespace(limit=1, active_slots=turn, active=True)
 
     def __enter__(self) -> Server:
         return self
@@ -86,7 +88,7 @@ class Server:
     def read_global_concurrency_limit_by_name(self, name: str) -> Any:
         if self.limit is None:
             raise ObjectNotFound(Exception())
-        return self.limit
+        return self.turn if name == slots.TURN else self.limit
 
 
 @pytest.fixture
@@ -104,8 +106,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-def _server(monkeypatch: pytest.MonkeyPatch, limit: int | None, taken: int = 0, active: bool = True) -> None:
-    monkeypatch.setattr(slots, "get_client", lambda sync_client: Server(limit, taken, active))
+def _server(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None, taken: int = 0, active: bool = True, turn: int = 0
+) -> None:
+    monkeypatch.setattr(slots, "get_client", lambda sync_client: Server(limit, taken, active, turn))
 
 
 def test_a_stage_that_has_to_wait_says_for_how_many_slots(
@@ -119,7 +123,72 @@ def test_a_stage_that_has_to_wait_says_for_how_many_slots(
         pass
     expected = "waiting for 8 slots of the concurrency limit grpo-training: 4 of 8 are taken, 4 are free"
     assert caplog.messages == [expected]
-    assert [(it["occupy"], it["lease_duration"]) for it in asked] == [(4, 60.0), (8, 60.0)]
+    assert [(it["name"], it["occupy"], it["lease_duration"]) for it in asked] == [
+        ("grpo-training-turn", 1, 60.0),
+        ("grpo-training", 4, 60.0),
+        ("grpo-training-turn", 1, 60.0),
+        ("grpo-training", 8, 60.0),
+    ]
+
+
+class Limits:
+    """Limits in this process. As at Prefect's server, whichever asks first when there are enough slots gets them."""
+
+    def __init__(self, **limits: int):
+        self.free, self.changed = (
+            {name.replace("_", "-"): limit for name, limit in limits.items()},
+            threading.Condition(),
+        )
+        self.waiting: list[tuple[str, int]] = []
+
+    @contextmanager
+    def concurrency(self, name: str, occupy: int, **_: Any) -> Iterator[None]:
+        with self.changed:
+            self.waiting.append((name, occupy))
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.free[name] >= occupy)
+            self.waiting.remove((name, occupy))
+            self.free[name] -= occupy
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.free[name] += occupy
+                self.changed.notify_all()
+
+    def until_waiting(self, name: str, occupy: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: (name, occupy) in self.waiting, 60)
+
+
+def test_a_stage_that_wants_many_slots_is_not_overtaken_by_those_that_want_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, begun = Limits(grpo_training=3, grpo_training_turn=1), list[int]()
+    monkeypatch.setattr(slots, "concurrency", limits.concurrency)
+    _server(monkeypatch, None)
+
+    def stage(count: int) -> None:
+        with slots.slots(count):
+            begun.append(count)
+
+    with slots.slots(1):
+        stages = [threading.Thread(target=stage, args=(count,), daemon=True) for count in (3, 2)]
+        stages[0].start()
+        limits.until_waiting("grpo-training", 3)
+        stages[1].start()
+        limits.until_waiting("grpo-training-turn", 1)  # though two slots are free
+        assert not begun
+    for each in stages:
+        each.join(60)
+    assert begun == [3, 2]
+
+
+def test_a_stage_that_waits_for_its_turn_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: list[dict[str, Any]]
+) -> None:
+    caplog.set_level(logging.INFO)
+    _server(monkeypatch, 8, 4, turn=1)
+    with slots.slots(2):
+        assert caplog.messages == ["waiting for the turn: another stage takes slots of grpo-training first"]
 
 
 def test_a_stage_that_can_never_have_its_slots_is_refused_with_the_command_that_helps(
@@ -137,4 +206,4 @@ def test_a_limit_that_is_missing_or_switched_off_holds_up_nothing(
 ) -> None:
     _server(monkeypatch, limit, active=active)
     with slots.slots(4):
-        assert asked[0]["occupy"] == 4
+        assert asked[1]["occupy"] == 4

@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -302,3 +304,42 @@ def test_a_process_that_does_not_end_in_time_is_killed_and_reported_with_its_las
     with pytest.raises(TimeLimitError, match=r"had not ended after 3 s; its last lines:\nup"):
         run_process(["-c", code], lines.append, grace=0.1, limit=3.0)
     assert lines == ["up"]
+
+
+WAITING = """
+import os, sys, time
+print(os.getpid(), flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_output_that_stays_open_after_the_end_is_not_waited_for(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does if SIGKILL does not end a process, because a driver hangs."""
+    monkeypatch.setattr("tasks.processes.run.OPEN_SECONDS", 0.1)
+    held: list[int] = []
+
+    def hold(line: str) -> None:
+        held.append(os.open(f"/proc/{line}/fd/1", os.O_WRONLY))
+        (tmp_path / "go").touch()
+        if fails:
+            raise ValueError
+
+    with pytest.raises(ValueError) if fails else nullcontext():
+        run_process(["-c", WAITING, str(tmp_path / "go")], hold, grace=0.1)
+    os.close(*held)
+
+
+@pytest.mark.slow
+def test_a_time_limit_holds_for_output_that_comes_faster_than_it_is_read() -> None:
+    code = "import time\nwhile True:\n    print('more', flush=True)\n    time.sleep(0.0002)"
+
+    def slow(line: str) -> None:
+        threading.Event().wait(0.002)
+
+    with pytest.raises(TimeLimitError):
+        run_process(["-c", code], slow, grace=0.1, limit=1.0)

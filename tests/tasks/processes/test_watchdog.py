@@ -81,6 +81,14 @@ def test_the_process_that_the_others_wait_for_is_named(tmp_path: Path, ranks: in
     assert hang.value.restartable
 
 
+def test_a_training_that_hangs_is_ended_even_if_the_reason_cannot_be_written(tmp_path: Path) -> None:
+    training = Simulated(tmp_path, 1)
+    (tmp_path / HANG).unlink()
+    (tmp_path / HANG).mkdir()
+    with pytest.raises(HangError):
+        training.turn(2 * LIMIT, set())
+
+
 def test_processes_that_all_wait_for_each_other_are_cut_off_from_each_other(tmp_path: Path) -> None:
     training = Simulated(tmp_path, 3)
     for rank in range(3):
@@ -210,7 +218,7 @@ def _config(ranks: int) -> RunConfig:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], str]:
     """Starts processes that stand still, and gives the reason for which they are ended."""
     (tmp_path / "standing.py").write_text(STANDING)
-    machines = [Machine("", ["-m", "tasks.processes.ranks"], "127.0.0.1", free_port(), grace=1.0)]
+    machines = [Machine("", [], "127.0.0.1", free_port(), grace=1.0)]
     monkeypatch.setitem(launching.LAUNCHERS, "local", lambda *_: _given(machines))
     monkeypatch.setattr("tasks.processes.run.GRACE_SECONDS", 1.0)
 

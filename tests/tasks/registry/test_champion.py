@@ -38,6 +38,7 @@ def test_the_first_champion_has_beaten_the_base_and_the_next_one_the_first(model
     assert (tags_of(model, "2"), len(history_of(model))) == (second, 2)
 
 
+@pytest.mark.slow
 def test_a_refusal_leaves_the_champion_and_says_why(model: str) -> None:
     make_champions(model, 1)
     version = register_version(model, samples_of(base=0, trained=9))
@@ -96,6 +97,7 @@ def test_force_promotes_and_the_mark_says_what_the_gate_said(model: str) -> None
     assert promote(model, force=True).decision == "promoted"  # force is no mark where the gate agrees
 
 
+@pytest.mark.slow
 def test_rules_are_those_recorded_and_a_changed_one_leaves_its_mark(model: str) -> None:
     strict = promotion_config(min_gain=0.5, guards=[{"metric": "kl", "max": 1}])
     register_version(model, samples_of(base=0, trained=10), config=strict)
@@ -110,6 +112,7 @@ def test_rules_are_those_recorded_and_a_changed_one_leaves_its_mark(model: str) 
     assert json.loads(tags_of(model, "1")["changes"]) == {"min_gain": 0.1}
 
 
+@pytest.mark.slow
 def test_a_candidate_is_paired_with_the_champion_that_is_there_now(model: str) -> None:
     """By its own evaluation where that had this champion beside it, else only on the same prompts and settings."""
     make_champions(model, 1)
@@ -208,6 +211,7 @@ def test_what_is_done_by_hand_in_mlflow_counts(model: str) -> None:
     assert rollback(model) == ("4", "1")  # the one before that still exists
 
 
+@pytest.mark.slow
 def test_the_reason_says_that_the_champion_was_deleted(model: str) -> None:
     make_champions(model, 2)
     connect().delete_model_version(model, "2")
@@ -217,6 +221,7 @@ def test_the_reason_says_that_the_champion_was_deleted(model: str) -> None:
     assert tags_of(model, "3")["reason"] == reason
 
 
+@pytest.mark.slow
 def test_another_model_that_had_the_name_before_is_not_the_champion(model: str) -> None:
     """Version numbers begin at 1 again, and MLflow has no other number for a version."""
     make_champions(model, 1)

@@ -11,9 +11,11 @@ from scipy.stats import binom
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
 from grpo_core.evaluation.statistics import POWER
 from tasks.registry.gate import Contestant, Verdict, decide, level_of
 from tests.evaluations import fixed_samples, promotion_config, simulated_samples
+from tests.made_up import outcomes_of, samples_of, values_of, with_conversations
 
 TRIALS = 150
 GUARDS = [
@@ -246,3 +248,22 @@ def test_a_refusal_says_what_would_have_been_found() -> None:
         f"with 100 prompts, a true gain of {detectable:.1f} points or more is detected 80% of the time)"
         in verdict.reason
     )
+
+
+def test_the_gate_judges_conversations_and_its_guards_know_their_turns_and_failures() -> None:
+    samples = with_conversations(samples_of({"base": outcomes_of(0, 0.3), "trained": outcomes_of(1, 0.9)}))
+    guards = [
+        {"metric": "conversations/mean_turns", "max_rise": 1.0},
+        {"metric": "conversations/failed_tool_calls", "max": 1.0},
+        {"metric": "conversations/failed", "max": 0.05},
+    ]
+
+    def verdict(count: int) -> Verdict:
+        values = values_of("talks", environment={"tools": ["calculator"]}, promotion={"guards": guards[:count]})
+        return _decide(parse_config(values), samples, rival="base")
+
+    assert verdict(2).accepted, verdict(2).reason
+    assert not verdict(3).accepted
+    assert "conversations/failed" in verdict(3).reason and "10.0%" in verdict(3).reason
+    with pytest.raises(ConfigError, match="'conversations/mean_turns' is not among"):
+        parse_config(values_of("alone", promotion={"guards": guards}))

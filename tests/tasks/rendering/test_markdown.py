@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from tasks.data.contract import FINDING
+from tasks.data.repeats import FINDING
 from tasks.rendering.markdown import escape, table
 from tasks.reports.data_report import markdown
 from tests.pages import Page

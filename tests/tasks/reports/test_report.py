@@ -19,7 +19,7 @@ from tasks.rendering import drawing
 from tasks.reports.account import stage_times, time_of_updates
 from tasks.reports.record import Record, read_record
 from tasks.reports.report import report_page
-from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
+from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of, with_conversations
 from tests.pages import Page
 
 MLFLOW = "http://127.0.0.1:5000/#/experiments/1/runs/abc"
@@ -152,6 +152,38 @@ def test_prompts_that_changed_are_counted_and_shown(full_page: Page) -> None:
     assert f"{int((after > before).sum())} better" in text
     assert f"{int((after < before).sum())} worse" in text
     assert f"{int((after + before == 0).sum())} still wrong" in text
+
+
+@pytest.mark.slow
+def test_conversations_are_shown_turn_by_turn_with_calls_answers_rewards_and_failures(tmp_path: Path) -> None:
+    right = {"base": outcomes_of(0, 0.4), "trained": outcomes_of(1, 0.9)}
+    further = {"conversations/mean_turns": 2.5, "conversations/tool_calls": 1.5, "conversations/failed_tool_calls": 0.5}
+    further |= {"conversations/environment_seconds": 0.3, "conversations/failed": 0.1}
+    values = values_of("talks", environment={"tools": ["calculator"]})
+    samples = with_conversations(samples_of(right, completion=EVIL))
+    html = _html(read_record(made_up_run(tmp_path, values, samples, metrics_of(**further))))
+    page = Page(html)
+    text = " ".join(page.text.split())
+    assert "script" not in {tag for tag, _ in page.tags} and "i" not in {
+        tag for tag, attributes in page.tags if not attributes
+    }
+    shown = [dict(attributes).get("class") or "" for tag, attributes in page.tags if tag == "div"]
+    assert shown.count("turn policy") > shown.count("turn environment") > shown.count("turn failed") > 0
+    for part in (
+        '→ add(first="<b>one</b>", second=',
+        "Error: TypeError: unsupported operand <i>str</i>",
+        "I add the two numbers.",
+        "Begin at 0.",
+        "6 environment failed",
+        "The environment failed: tool add: its time was up",
+        "3 turns, 2 calls, 1 failed call · numeric_match ",
+        "what tools and environment said: not trained",
+    ):
+        assert part in text, part
+    for chart in ("Tool calls of a conversation", "Turns of a conversation", "Waiting for tools, per conversation"):
+        assert chart in text
+    rows = {row: text.partition(row)[2][:40] for row in ("failed environments", "turns", "failed calls")}
+    assert rows["failed environments"].strip().startswith("10.0%") and "2.5" in rows["turns"]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.evaluation.run import outcomes_key
 from tasks.stages import table
 from tasks.stages.lineage import lineage_keys
-from tests.conftest import config_values, write_sums
+from tests.conftest import config_values, with_keys, write_sums
 
 STAGES = [stage.name for stage in table.STAGES]
 
@@ -51,6 +51,18 @@ def test_an_edit_makes_its_own_stage_and_the_later_ones_stale(
     edited = copy.deepcopy(values)
     edited.setdefault(section, {})[key] = value
     assert _stale(values, edited) == STAGES[STAGES.index(first) :]
+
+
+def test_the_content_of_an_adapter_to_start_from_counts_and_its_place_does_not(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in ("one", "same", "other")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_text("weights" if folder.name == "other" else "others")
+    one, same, other = (with_keys(values, use_peft=True, adapter=str(folder)) for folder in folders)
+    assert _stale(one, same) == []
+    assert _stale(one, other) == _stale(with_keys(values, use_peft=True), one) == STAGES[1:]
 
 
 def test_a_limit_that_only_watches_is_no_reason_to_run_a_stage_again(values: dict[str, Any]) -> None:

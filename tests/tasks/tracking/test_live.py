@@ -88,9 +88,19 @@ def test_figures_are_read_as_they_come_and_anew_when_training_went_back(tmp_path
 
 def test_the_live_table_has_the_newest_updates_and_the_time_left_by_the_plan() -> None:
     plan = make_plan(PlanInputs(8, 4, 8, max_completion_length=4, max_steps=100))
-    table = live_table([_row(1), _row(2, step_time=4.0, kl=0.01)], plan)
+    conversations = {"conversations/mean_turns": 2.5, "conversations/failed_tool_calls": 0.25}
+    table = live_table([_row(1), _row(2, step_time=4.0, kl=0.01, **conversations)], plan)
     assert table == [
-        {"step": 2, "reward": "0.500", "KL": "0.0100", "length": "5.0", "tokens/s": "25", "time left": "4 min 54 s"},
+        {
+            "step": 2,
+            "reward": "0.500",
+            "KL": "0.0100",
+            "length": "5.0",
+            "turns": "2.5",
+            "failed calls": "0.25",
+            "tokens/s": "25",
+            "time left": "4 min 54 s",
+        },
         {"step": 1, "reward": "0.500", "length": "5.0", "tokens/s": "50", "time left": "3 min 18 s"},
     ]
 

@@ -69,10 +69,18 @@ def test_a_training_is_tracked_whatever_keys_its_rewards_arguments_have(run: Pat
     """MLflow refuses names of parameters with other characters than letters, digits and _ - . / : and space."""
     schema = {"$defs": {"p": {"type": "integer"}}, "properties": {"a+b €": {"$ref": "#/$defs/p"}, "k" * 300: {}}}
     args = {"schema": schema, "keywords": ["x", "y"], "strict": True}
-    config = _config(run, rewards=[{"function": "json_schema", "args": args}])
+    environment = {
+        "environment_factory": {"a+b €": "tests.grpo_core.environments.playing:Dice"},
+        "environment_args": {"a+b €": {"size": 3}},
+    }
+    rewards = [{"function": "json_schema", "args": args}]
+    data = {**config_values(run / "model", run)["data"], "chat_template_kwargs": {"k+€": True}}
+    config = _config(run, rewards=rewards, environment=environment, data=data)
     params = connect().get_run(open_tracking_run(config, run, run / "training")["run_id"]).data.params
     assert json.loads(params["rewards.0.args.schema"]) == schema
     assert json.loads(params["rewards.0.args.keywords"]) == ["x", "y"]
+    assert json.loads(params["environment.environment_args"]) == environment["environment_args"]
+    assert json.loads(params["data.chat_template_kwargs"]) == {"k+€": True}
     assert (params["rewards.0.args.strict"], params["train.max_steps"]) == ("True", "4")
 
 
@@ -141,3 +149,29 @@ def test_the_pace_of_earlier_runs_is_that_of_the_same_hardware(run: Path, monkey
     assert f"on {name_hardware(None)}: 50 tokens/s per process" in here.how
     assert "on NVIDIA H200, CPU" in any_of_them.how
     assert earlier_throughput(config, "NVIDIA L4") is None
+
+
+@pytest.mark.slow
+def test_the_pace_of_conversations_is_that_of_runs_with_the_same_environment(run: Path) -> None:
+    acting = {
+        "environment_factory": {"a maze!": "openenv", "chess": "textarena"},
+        "environment_args": {"chess": {"n": 8}},
+    }
+    plain, calling, playing = (
+        _config(run, registry={"experiment": "turns"}, environment=environment)
+        for environment in ({}, {"tools": ["calculator"]}, acting)
+    )
+    client = connect()
+    measured = {"step_time": 2.0, "num_tokens": 100, "completions/mean_length": 5.0}
+    turns = {"conversations/mean_turns": 2.5, "conversations/environment_share": 0.75}
+    for name, config, metrics in (("plain", plain, measured), ("playing", playing, measured | turns)):
+        (run / name).mkdir()
+        run_id = open_tracking_run(config, run, run / name)["run_id"]
+        for metric, value in metrics.items():
+            client.log_metric(run_id, metric, value)
+        client.set_terminated(run_id)
+    alone, none, played = (earlier_throughput(config, "") for config in (plain, calling, playing))
+    assert alone and played and none is None
+    assert (alone.completion_tokens, played.completion_tokens) == (5, 20)
+    assert "completions of 5 tokens at their end" in alone.how
+    assert "conversations of 2.5 turns and 20 tokens, waiting for environments included, at their end" in played.how

@@ -1,0 +1,83 @@
+"""A LoRA handed over to a vLLM server on this machine's CPU: the adapter alone, beside the weights with it merged."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+
+from tests.conftest import config_values, make_model, make_run
+from tests.serving import free_ports, policy_server
+
+MODEL: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rank", type=int, default=16, help="of the adapter; default 16")
+    parser.add_argument("--rounds", type=int, default=10, help="hand-overs of each kind; default 10")
+    parser.add_argument("--transfer", choices=["shared_memory", "http"], default="shared_memory")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for way, (size, seconds) in measure(Path(folder), arguments.rank, arguments.rounds, arguments.transfer).items():
+            milliseconds = [1000 * second for second in seconds]
+            print(
+                f"{way}: {size / 1e6:.2f} MB, {statistics.median(milliseconds):.0f} ms "
+                f"({min(milliseconds):.0f} to {max(milliseconds):.0f})"
+            )
+
+
+def measure(folder: Path, rank: int, rounds: int, transfer: str) -> dict[str, tuple[int, list[float]]]:
+    """Bytes of the tensors and seconds of each hand-over, both ways; to the same server, taking turns."""
+    import torch
+
+    from grpo_core.config.files import load_config
+    from grpo_core.model.loading import load_model, plain_weights, trainable_state, with_adapter
+    from grpo_core.rollout.vllm.adapter import adapter_of
+    from grpo_core.rollout.vllm.server import VLLMServerEngine
+
+    PartialState()
+    path = make_model(folder / "model", vocab_size=8192, **MODEL)
+    (port,) = free_ports(1)
+    keys: dict[str, Any] = {"vllm_server_timeout": 600.0, "vllm_weight_transfer": transfer}
+    keys |= {"use_peft": True, "lora_r": rank, "vllm_server_base_urls": [f"http://127.0.0.1:{port}"]}
+    run = make_run(folder / "run", config_values(path, folder, engine="vllm-server", **keys))
+    config = load_config(run / "config.toml")
+    model = with_adapter(load_model(path), config.model)
+    with policy_server(run / "config.toml", port, folder / "server.log"):
+        engine = VLLMServerEngine(config, model, 32)
+        room = engine.adapter_room
+        found: dict[str, tuple[int, list[float]]] = {
+            "adapter": (_bytes(adapter_of(model, torch.float32)[1]), []),
+            "merged": (_bytes(plain_weights(model)), []),
+        }
+        for _ in range(rounds):
+            for way in ("merged", "base again", "adapter"):  # after whole weights, an adapter brings its base first
+                for tensor in trainable_state(model).values():
+                    tensor += 0.01 * torch.randn_like(tensor)
+                engine.adapter_room = 0 if way == "merged" else room
+                start = time.perf_counter()
+                engine.sync_weights(model)
+                if way in found:
+                    found[way][1].append(time.perf_counter() - start)
+        engine.close()
+    return found
+
+
+def _bytes(tensors: dict[str, Any]) -> int:
+    """Of different memory: a tied head is sent once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values())
+
+
+if __name__ == "__main__":
+    main()

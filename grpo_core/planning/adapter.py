@@ -1,0 +1,56 @@
+"""An adapter that a training goes on with: whether it is one that the configuration describes. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from grpo_core.config.inputs import ModelConfig
+from grpo_core.errors import ConfigError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What peft can do to an adapter that is not done here, with the value that leaves it undone.
+OTHERS: dict[str, Any] = {"bias": "none", "use_dora": False, "modules_to_save": None, "lora_bias": False}
+OTHERS |= {"layers_to_transform": None, "layer_replication": None, "trainable_token_indices": None}
+DESCRIBED = {"r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
+
+
+def check_adapter(model: ModelConfig) -> None:
+    """Raises ConfigError unless `model.adapter`, if there is one, is a LoRA of the rank, scale and layers that the
+    other keys give."""
+    if model.adapter is None:
+        return
+    folder = Path(model.adapter)
+    if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
+        raise ConfigError(
+            f"model.adapter = {model.adapter!r}: no {' and no '.join(missing)} there; name the folder of an adapter as "
+            "peft saves it, such as training/adapter of an earlier run"
+        )
+    try:
+        saved = json.loads((folder / CONFIG).read_text())
+        kind = saved["peft_type"]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"model.adapter = {model.adapter!r}: its {CONFIG} is not an adapter's configuration"
+        ) from None
+    other = [
+        f"{key} = {saved[key]!r}" for key, without in OTHERS.items() if saved.get(key, without) not in (without, {}, [])
+    ]
+    if kind != "LORA" or other:
+        found = ", ".join(other) or f"peft_type = {kind!r}"
+        raise ConfigError(
+            f"model.adapter = {model.adapter!r}: an adapter with {found}, and only plain LoRA can be gone on with; "
+            "merge it into its base, and name the result in model.name_or_path"
+        )
+    wanted = {key: saved.get(name, False) for name, key in DESCRIBED.items()}
+    if not saved.get("target_parameters"):  # else all-linear found experts, which it names in its own way
+        wanted["lora_target_modules"] = sorted(saved["target_modules"])
+    given = {key: getattr(model, key) for key in wanted}
+    if isinstance(given.get("lora_target_modules"), list):
+        given["lora_target_modules"] = sorted(given["lora_target_modules"])
+    if differ := [key for key in wanted if wanted[key] != given[key]]:
+        raise ConfigError(
+            f"model.adapter = {model.adapter!r} is another adapter than the keys of [model] describe; write "
+            + ", ".join(f"{key} = {json.dumps(wanted[key])}" for key in differ)
+        )

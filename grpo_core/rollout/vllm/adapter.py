@@ -1,0 +1,76 @@
+"""A LoRA adapter for vLLM: whether vLLM takes it beside its own base, how it is sent, and how a worker loads it.
+
+vLLM loads adapters from folders. Here a worker holds the tensors that the trainer sent, and gives them to vLLM when
+vLLM asks for its one adapter, so that loading, slots and kernels stay vLLM's own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # whatever starts a server imports this without torch
+    from torch import Tensor
+
+    from grpo_core.config.inputs import ModelConfig
+
+ADAPTER = "policy"  # as which vLLM knows the adapter
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configurations of mixtures of experts
+
+
+def goes_alone(config: ModelConfig) -> bool:
+    """True if vLLM gets the adapter beside its own base. Otherwise it gets the weights with the adapter merged: vLLM
+    computes adapters of a mixture of experts by Triton kernels only, which a CPU does not run."""
+    if not config.use_peft:
+        return False
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(config.name_or_path, revision=config.revision).get_text_config()
+    return not any(getattr(text, name, None) for name in EXPERTS)
+
+
+def room_for(rank: int) -> int:
+    """The rank that vLLM must make room for, to take adapters of this one."""
+    for allowed in RANKS:
+        if rank <= allowed:
+            return allowed
+    raise ValueError(
+        f"model.lora_r={rank}: vLLM takes adapters of rank {RANKS[-1]} at most; lower it, or set rollout.engine "
+        "to 'transformers'"
+    )
+
+
+def adapter_of(model: Any, dtype: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A model's adapter: peft's configuration, as JSON has it, and the tensors by peft's names, copied to the CPU."""
+    from grpo_core.model.loading import trainable_state
+
+    values = model.peft_config["default"].to_dict()
+    config = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
+    state = trainable_state(model)
+    return config, {name.replace(".default.", "."): each.to("cpu", dtype, copy=True) for name, each in state.items()}
+
+
+def hold(worker: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Have a worker of vLLM load these when vLLM asks for an adapter next."""
+    manager = worker.model_runner.lora_manager
+    manager._load_adapter = partial(_loaded, manager, config, tensors)
+
+
+def _loaded(manager: Any, config: dict[str, Any], tensors: dict[str, Tensor], request: Any) -> Any:
+    """What vLLM's manager of adapters makes of an adapter's folder, made of tensors."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    helper = PEFTHelper.from_dict(config)
+    helper.validate_legal(manager.lora_config)
+    mapper = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)
+    return LoRAModel.from_lora_tensors(
+        lora_model_id=request.lora_int_id,
+        tensors=tensors,
+        peft_helper=helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=mapper and mapper.get_rename_mapper(),
+    )

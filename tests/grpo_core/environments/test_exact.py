@@ -1,0 +1,150 @@
+"""Trainings on conversations, with an environment that draws random numbers: the same in every mode, killed or not.
+
+Which conversations are sampled together follows from when tools answer. So the last bits of log-probabilities, and of
+weights, are not the same twice; tokens, calls and answers are.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from accelerate.state import AcceleratorState
+
+from grpo_core.config.environment import EnvironmentConfig
+from grpo_core.environments.processes import Environments
+from grpo_core.errors import NotFiniteError
+from grpo_core.evaluation.run import evaluate
+from grpo_core.training import loop as trainer
+from grpo_core.training.loop import train
+from tests.grpo_core.environments.talking import (
+    DICE,
+    let_any_text_call,
+    make_model,
+    make_talking_run,
+    said_in,
+    share_environments,
+    talking_values,
+)
+from tests.grpo_core.training import killing
+from tests.grpo_core.training.several import in_two_processes
+from tests.grpo_core.training.test_loop import CALM_ADAM
+from tests.grpo_core.training.training import are_close, figures_of, result_of
+
+pytestmark = pytest.mark.slow
+
+# As in test_resume: every update begins elsewhere in a generation batch.
+EVERYTHING = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 3,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "max_steps": 5,
+    "save_steps": 2,
+    "beta": 0.1,
+    "dynamic_sample": True,
+    "eval_steps": 3,
+    **CALM_ADAM,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def environments() -> Iterator[Environments]:
+    started = Environments(EnvironmentConfig.model_validate(DICE))
+    yield started
+    started.close()
+
+
+@pytest.fixture(autouse=True)
+def talking(monkeypatch: pytest.MonkeyPatch, environments: Environments) -> Iterator[None]:
+    let_any_text_call(monkeypatch)
+    share_environments(monkeypatch, environments)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.e2e)])
+def test_a_training_on_conversations_killed_at_any_micro_step_ends_with_the_same_weights(
+    model: Path, tmp_path: Path, kills: int
+) -> None:
+    values = talking_values(model, **EVERYTHING)
+    whole = make_talking_run(tmp_path / "whole", values)
+    assert killing.train(whole) == 0
+    said = said_in(whole)
+    assert {row["turns"] for row in said} > {1, 2, 3} and any(row["failed_tool_calls"] for row in said)
+    assert {"eval_reward", "dynamic_sampling/resampled_groups"} <= figures_of(whole)[2].keys()
+    passes = int((whole / "passes").read_text())
+    for position in range(kills):
+        kill_at = passes * (1 + position) // (kills + 1)
+        run = make_talking_run(tmp_path / f"killed-at-{kill_at}", values)
+        assert os.WTERMSIG(killing.train(run, kill_at)) == signal.SIGKILL
+        assert killing.train(run) == 0
+        assert said_in(run) == said
+        assert are_close(run, whole)
+        assert result_of(run)["counted"] == result_of(whole)["counted"]
+
+
+@pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.e2e)])
+def test_two_processes_hold_the_conversations_of_one_and_train_to_its_result(
+    model: Path, tmp_path: Path, sharding: str
+) -> None:
+    keys = {**CALM_ADAM, "gradient_accumulation_steps": 2, "dynamic_sample": True, "eval_steps": 2}
+    one = make_talking_run(tmp_path / "one", talking_values(model, **keys))
+    train(one, one / "training")
+    both = {"per_device_train_batch_size": 4, "num_processes": 2, "sharding": sharding}
+    shared = make_talking_run(tmp_path / "shared", talking_values(model, **keys, **both))
+    in_two_processes(tmp_path / "group", lambda _: train(shared, shared / "training"))
+    names = ("conversation", "completion_ids", "trained_tokens", "rewards/environment", "environment_failure")
+    first, second = ([[row[name] for name in names] for row in said_in(run)] for run in (one, shared))
+    assert first == second
+    evaluated = [result_of(run)["metrics"]["eval_reward"] for run in (one, shared)]
+    assert evaluated[0] == pytest.approx(evaluated[1], abs=1e-9)
+    assert are_close(one, shared)
+
+
+def test_a_training_on_conversations_that_rolls_back_holds_others_about_the_same_tasks(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = talking_values(model, max_steps=2, not_finite_action="roll_back")
+    first, run = (make_talking_run(tmp_path / name, values) for name in ("first", "run"))
+    update, calls = trainer.update, 0
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            shutil.copytree(run / "training" / "completions", first / "training" / "completions")
+            raise NotFiniteError("step 1")
+        return update(*arguments)
+
+    monkeypatch.setattr(trainer, "update", failing)
+    assert train(run, run / "training")["roll_backs"] == 1
+    before, after = said_in(first), [row for row in said_in(run) if row["step"] == 1]
+    assert [row["prompt_tokens"] for row in before] == [row["prompt_tokens"] for row in after]
+    assert [row["prompt"] for row in before] == [row["prompt"] for row in after]
+    assert [row["completion_ids"] for row in before] != [row["completion_ids"] for row in after]
+
+
+def test_an_evaluation_has_pass_at_k_turns_calls_and_failures_of_its_conversations(model: Path, tmp_path: Path) -> None:
+    values = talking_values(model, max_steps=1)
+    values["evaluation"] = {"num_samples": 4, "temperature": 1.0}
+    run = make_talking_run(tmp_path / "run", values)
+    train(run, run / "training")
+    found = evaluate(run, tmp_path)["sets"]["held-out"]["policies"]["trained"]
+    samples = pl.read_parquet(tmp_path / "samples.parquet")
+    assert 0 < found["pass@1"]["mean"] < found["pass@4"]["mean"]
+    assert found["conversations/mean_turns"]["mean"] == pytest.approx(samples["trained/turns"].mean())
+    assert found["conversations/tool_calls"]["mean"] > found["conversations/failed_tool_calls"]["mean"] > 0
+    assert found["conversations/failed"]["mean"] == 0
+    assert set(samples["trained/environment_failure"]) == {""}

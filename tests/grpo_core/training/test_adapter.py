@@ -1,0 +1,159 @@
+"""A training that goes on with an adapter: where it starts, what it is compared with, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+
+from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.inputs import ModelConfig
+from grpo_core.errors import ConfigError
+from grpo_core.evaluation.run import evaluate
+from grpo_core.model.loading import load_model, load_start, trainable_state, with_adapter
+from grpo_core.model.saving import save_adapter
+from grpo_core.planning.adapter import check_adapter
+from grpo_core.training.loop import train
+from grpo_core.training.session import load_session
+from tests.conftest import config_values, make_run, make_tokenizer
+from tests.grpo_core.training.training import metrics_of
+
+LAYERS = ["q_proj", "down_proj"]
+KEYS: dict[str, Any] = {"use_peft": True, "lora_r": 3, "lora_alpha": 12, "lora_target_modules": LAYERS}
+IDS = torch.arange(10)[None]
+
+
+@pytest.fixture
+def adapter(model_folder: Path, tmp_path: Path) -> Path:
+    """An adapter that does something, as a run leaves it."""
+    model = with_adapter(load_model(model_folder), ModelConfig(name_or_path=str(model_folder), **KEYS))
+    torch.manual_seed(5)
+    for tensor in trainable_state(model).values():
+        nn.init.normal_(tensor, std=0.1)
+    save_adapter(model, tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@torch.no_grad()
+def _logits(model: Any) -> torch.Tensor:
+    return model(input_ids=IDS).logits
+
+
+def _model(folder: Path, adapter: Path, **keys: Any) -> ModelConfig:
+    return ModelConfig(name_or_path=str(folder), adapter=str(adapter), **KEYS | keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_training_starts_from_what_peft_loads(model_folder: Path, adapter: Path, dtype: torch.dtype) -> None:
+    expected = _logits(PeftModel.from_pretrained(load_model(model_folder), adapter))
+    assert not torch.allclose(expected, _logits(load_model(model_folder)), atol=0.1)
+    config = _model(model_folder, adapter)
+    torch.testing.assert_close(_logits(with_adapter(load_model(model_folder), config)), expected)
+    start = load_start(config, dtype=dtype, device="cpu")
+    assert {parameter.dtype for parameter in start.parameters()} == {dtype}
+    torch.testing.assert_close(_logits(start.float()), expected, atol=1e-4 if dtype == torch.float32 else 0.3, rtol=0.1)
+
+
+@pytest.mark.slow
+def test_it_is_compared_with_its_start_and_leaves_one_adapter_over_the_base(
+    model_folder: Path, adapter: Path, tmp_path: Path
+) -> None:
+    values = config_values(model_folder, tmp_path, adapter=str(adapter), beta=0.1, save_steps=2, **KEYS)
+    run = make_run(tmp_path / "run", values)
+    train(run, run / "training")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    steps = metrics_of(run)
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-7)
+    assert steps[-1]["kl"] > 1e-5
+    assert all(step["sampling/sync_drift"] < 1e-5 for step in steps)
+
+    trained = PeftModel.from_pretrained(load_model(model_folder), run / "training" / "adapter")
+    torch.testing.assert_close(_logits(trained), _logits(load_model(run / "training" / "model")), atol=1e-4, rtol=1e-4)
+    folders = (adapter, run / "training" / "adapter")
+    first, last = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert first.keys() == last.keys()
+    assert not all(torch.equal(first[name], last[name]) for name in first)
+
+    reports = []
+    merged = PeftModel.from_pretrained(load_model(model_folder), adapter).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    make_tokenizer().save_pretrained(tmp_path / "merged")
+    plain = make_run(tmp_path / "plain", config_values(tmp_path / "merged", tmp_path))
+    shutil.copytree(run / "training", plain / "training")
+    for each in (run, plain):
+        (each / "evaluation").mkdir()
+        reports.append(evaluate(each, each / "evaluation")["sets"][HELD_OUT]["policies"])
+        AcceleratorState._reset_state(reset_partial_state=True)
+    found, expected = reports
+    assert found["base"] == expected["base"]
+
+
+@pytest.mark.slow
+def test_a_training_that_is_continued_has_the_same_reference(
+    model_folder: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = config_values(model_folder, tmp_path, adapter=str(adapter), beta=0.1, save_steps=2, **KEYS)
+    run = make_run(tmp_path / "run", values)
+    train(run, run / "training")
+    expected = [step["kl"] for step in metrics_of(run)]
+    (run / "training" / "result.json").unlink()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert train(run, run / "training")["resumed_at_step"] == 2
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert [step["kl"] for step in metrics_of(run)] == expected
+
+
+def test_without_an_adapter_to_start_from_the_reference_is_the_base(model_folder: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", config_values(model_folder, tmp_path, beta=0.1, **KEYS))
+    assert load_session(run).start is None
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"lora_r": 4}, "write lora_r = 3"),
+        ({"lora_alpha": 6, "use_rslora": True}, "write lora_alpha = 12, use_rslora = false"),
+        ({"lora_target_modules": None}, r'write lora_target_modules = \["down_proj", "q_proj"\]'),
+        ({"lora_dropout": 0.1}, ""),
+        ({"lora_target_modules": LAYERS[::-1]}, ""),
+    ],
+)
+def test_an_adapter_that_the_other_keys_do_not_describe_is_refused_with_the_keys_that_do(
+    model_folder: Path, adapter: Path, keys: dict[str, Any], said: str
+) -> None:
+    if said:
+        with pytest.raises(ConfigError, match=said):
+            check_adapter(_model(model_folder, adapter, **keys))
+    else:
+        check_adapter(_model(model_folder, adapter, **keys))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"peft_type": "LOHA"}, "an adapter with peft_type = 'LOHA', and only plain LoRA"),
+        ({"use_dora": True, "modules_to_save": ["head"]}, r"use_dora = True, modules_to_save = \['head'\], and only"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(
+    model_folder: Path, adapter: Path, change: dict[str, Any], said: str
+) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigError, match=said):
+        check_adapter(_model(model_folder, adapter))
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match="is not an adapter's configuration"):
+        check_adapter(_model(model_folder, adapter))
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no adapter_model\.safetensors there; name the folder of an adapter"):
+        check_adapter(_model(model_folder, adapter))
