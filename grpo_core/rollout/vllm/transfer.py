@@ -105,7 +105,7 @@ def _try(server: Server, give: Callable[[], None]) -> None:
         ) from error
 
 
-def _send_adapter(server: Server, version: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _send_adapter(server: Server, version: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Have the server's workers hold the adapter, and vLLM load it. There is room for one: the former one goes."""
     from grpo_core.rollout.vllm.over_http import PART_BYTES
     from grpo_core.rollout.vllm.shared_memory import parts
@@ -127,7 +127,7 @@ def _send_adapter(server: Server, version: str, config: Mapping[str, Any], tenso
     # vLLM would load an adapter that it may load in place again in each of its steps.
     with suppress(httpx2.HTTPStatusError):  # of a server that has none yet
         _ask("POST", f"{server.url}/v1/unload_lora_adapter", server.seconds, {"lora_name": ADAPTER})
-    _ask("POST", f"{server.url}/v1/load_lora_adapter", server.seconds, {"lora_name": ADAPTER, "lora_path": version})
+    _ask("POST", f"{server.url}/v1/load_lora_adapter", server.seconds, {"lora_name": ADAPTER, "lora_path": str(version)})
 
 
 def _connect(server: Server) -> Any:
