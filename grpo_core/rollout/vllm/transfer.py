@@ -127,7 +127,9 @@ def _send_adapter(server: Server, version: int, config: Mapping[str, Any], tenso
     # vLLM would load an adapter that it may load in place again in each of its steps.
     with suppress(httpx2.HTTPStatusError):  # of a server that has none yet
         _ask("POST", f"{server.url}/v1/unload_lora_adapter", server.seconds, {"lora_name": ADAPTER})
-    _ask("POST", f"{server.url}/v1/load_lora_adapter", server.seconds, {"lora_name": ADAPTER, "lora_path": str(version)})
+    _ask(
+        "POST", f"{server.url}/v1/load_lora_adapter", server.seconds, {"lora_name": ADAPTER, "lora_path": str(version)}
+    )
 
 
 def _connect(server: Server) -> Any:
