@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from grpo_core.config.memory_bounds import MAX_ROWS
 from grpo_core.model.loading import whole_weights
@@ -24,7 +25,7 @@ from grpo_core.rollout.plain_cache import PlainCache
 from grpo_core.rollout.rows import Rows, advance, begin, completions, join, limit, select
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling, Stream
 
-JOIN_STEPS = 4  # between two times that requests join: prefilling takes as long for one prompt as for several
+JOIN_STEPS = 8  # at least, between two joins: each prefills prompts and copies the cache, about as long as a few steps
 STILL_GOING = 0.75  # share of the batch; below it, finished completions leave, which costs a copy of the cache
 
 
@@ -77,12 +78,16 @@ class TransformersEngine:
         others."""
         end_ids = self.end_ids.to(next(self.model.parameters()).device)
         waiting: list[tuple[int, Request]] = []
-        drawn: list[list[Completion | None]] = []  # by request
+        asked: list[Request] = []
+        drawn: defaultdict[int, dict[int, Completion]] = defaultdict(dict)  # of requests that are not finished
         rows: Rows | None = None
-        more, going, pause = requests, 0, 0
+        cache: Any = None
+        logits = torch.empty(0)  # (B, V)
+        more: Sequence[Request] = requests
+        going = pause = 0
         while True:
-            waiting += enumerate(more, len(drawn))
-            drawn += [[None] * request.num_completions for request in more]
+            waiting += enumerate(more, len(asked))
+            asked += more
             new = _first_rows(waiting, MAX_ROWS - (len(rows.going) if rows else 0)) if pause <= 0 else {}
             if new:
                 waiting, pause = waiting[len(new) :], JOIN_STEPS
@@ -102,8 +107,8 @@ class TransformersEngine:
             if going < before:
                 for number, i, completion in completions(select(rows, done)):
                     drawn[number][i] = completion
-                    if None not in drawn[number]:
-                        finished.append((number, drawn[number]))
+                    if len(drawn[number]) == asked[number].num_completions:
+                        finished.append((number, [one for _, one in sorted(drawn.pop(number).items())]))
             more = (yield finished) or ()
             pause -= 1
             if going == 0:
