@@ -20,7 +20,7 @@ class PlainCache:
         self.input_ids = torch.tensor([[pad_id] * n + ids for n, ids in zip(padding, prompts, strict=True)])
         self.input_ids = self.input_ids.to(device)
         self.group = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(copies, device=device))
-        self.cache = DynamicCache()
+        self.cache: Any = DynamicCache()
 
     def prefill(self) -> Tensor:
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)
