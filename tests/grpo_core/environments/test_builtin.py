@@ -48,9 +48,10 @@ def _python(code: str) -> str:
 @needs_bwrap
 @pytest.mark.slow
 def test_python_keeps_its_variables_for_one_conversation_and_leaves_nothing() -> None:
-    environments = Environments(EnvironmentConfig(tools=["python"], tool_timeout=60.0))
     us = psutil.Process()
-    others = _sandboxes(us)  # of other tests
+    others = us.children()  # of other tests
+    environments = Environments(EnvironmentConfig(tools=["python"], tool_timeout=60.0))
+    guards = [it for it in us.children() if it not in others]
     try:
         scripts = [[_python("x = 6"), _python("x * 7") + _python("import os; os._exit(1)"), _python("x"), "42"]]
         scripts += [[_python("x"), _python("print('own')"), "."]]
@@ -60,21 +61,21 @@ def test_python_keeps_its_variables_for_one_conversation_and_leaves_nothing() ->
         (again,) = _answers(environments, [_python("x"), "."])
         assert "NameError" in again[0]
         _answers(environments, ["."], ["."])  # both environments have heard that the conversations before are over
-        _, alive = psutil.wait_procs([it for it in _sandboxes(us) if it not in others], timeout=60)
-        assert alive == []  # they end with their conversation, not only with the run
+        _, alive = psutil.wait_procs(_sandboxes(guards), timeout=60)
+        assert alive == []  # a sandbox ends with its conversation, not only with the run
         _answers(environments, [_python("import os; os.fork(); 1"), "."])
-        children = [it for it in us.children(recursive=True) if it not in others and it.parent() not in others]
-        assert children
+        started = [child for guard in guards for child in guard.children(recursive=True)]
+        assert started
     finally:
         environments.close()
-    _, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert alive == []
 
 
-def _sandboxes(process: psutil.Process) -> list[psutil.Process]:
-    """Those that it has started and that run: the trial of the sandbox is left as a zombie."""
+def _sandboxes(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that they have started and that run: the trial of the sandbox is left as a zombie."""
     found = []
-    for child in process.children(recursive=True):
+    for child in (child for process in processes for child in process.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
             if child.name() == "bwrap" and child.status() != psutil.STATUS_ZOMBIE:
                 found.append(child)
