@@ -75,7 +75,7 @@ def measure(folder: Path, rank: int, rounds: int, transfer: str) -> dict[str, tu
 
 
 def _bytes(tensors: dict[str, Any]) -> int:
-    """Of different memory: a tied head is sent once."""
+    """Bytes of the tensors that have memory of their own: a tied head is sent once."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values())
 
 

@@ -51,8 +51,8 @@ def try_environment(
     reward or the script failed, 2: it cannot be tried.
     """
     quiet_libraries()
+    run = load_config(config, overrides)
     with refusals(str(config)):
-        run = load_config(config, overrides)
         if not run.environment.is_used:
             refuse("its [environment] names neither a class (environment_factory) nor tools: there is nothing to try")
         lines = _lines(script)

@@ -3,6 +3,10 @@
 transformers hands a model's attention over to a function of ours. It keeps keys and values itself: those of a prompt
 once, which all its completions multiply in one product, and those of the completions in place, in buffers that grow by
 doubling. One softmax goes over both, so that the result is that of plain attention.
+
+Each step writes the keys and values of all completions at one place, also when completions join later: their places
+begin at the step at which they join, and a mask hides the places before. Places that only finished completions have
+used are dropped, so that the buffers are as long as the longest completion that goes on.
 """
 
 from __future__ import annotations
@@ -37,12 +41,12 @@ class Layer:
 
     prompt_keys: Tensor  # (R, H, P, D)
     prompt_values: Tensor
-    keys: Tensor  # (B, H, capacity, D) of the completions, zeros where there are none yet
+    keys: Tensor  # (B, H, capacity, D) of the completions, masked where a completion has none
     values: Tensor
 
 
 class GroupCache:
-    """R prompts of up to P tokens and B completions, in the order of their prompts, all equally long so far."""
+    """R prompts of up to P tokens and B completions, in the order of their prompts."""
 
     def __init__(self, model: Any, prompts: list[list[int]], copies: list[int], max_tokens: int):
         self.model = model
@@ -55,7 +59,8 @@ class GroupCache:
         self.prompt_bias = torch.zeros(outside.shape, device=device).masked_fill(outside, -torch.inf)  # (R, P)
         self.group = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(copies, device=device))
         self.positions = self.lengths[self.group]  # (B,) of the next token
-        self.next = torch.zeros(1, dtype=torch.int64, device=device)  # place of the next token in the completions
+        self.first = torch.zeros_like(self.positions)  # (B,) place of each completion's first token
+        self.next = torch.zeros(1, dtype=torch.int64, device=device)  # place of the next token of all completions
         self.step, self.capacity = 0, 0
         self.block = GRAPH_TOKENS if device.type == "cuda" else 1  # tokens of completions that are read at a time
         self.most = -(-max_tokens // self.block) * self.block
@@ -82,7 +87,8 @@ class GroupCache:
     def decode(self, token: Tensor) -> Tensor:
         """Logits of the tokens after these. (B,) → (B, V)"""
         if self.step == self.capacity:
-            self._resize(min(2 * self.capacity or FIRST_CAPACITY, self.most))
+            self._drop_unused()
+            self._resize(max(min(2 * self.step, self.most), self.step + FIRST_CAPACITY))
         logits = self._replay(token) if token.is_cuda else self._forward(token[:, None], self.positions[:, None])
         self.step += 1
         self.next += 1
@@ -91,12 +97,37 @@ class GroupCache:
 
     def keep(self, rows: Tensor) -> None:
         """Only these completions go on. (B,) bool"""
-        self.positions = self.positions[rows]
+        self.positions, self.first = self.positions[rows], self.first[rows]
         groups, self.group = self.group[rows].unique_consecutive(return_inverse=True)
-        self.prompt_bias = self.prompt_bias[groups]
+        self.lengths, self.prompt_bias = self.lengths[groups], self.prompt_bias[groups]
         for layer in self.layers.values():
             layer.prompt_keys, layer.prompt_values = layer.prompt_keys[groups], layer.prompt_values[groups]
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        self._lay_out()
+
+    def join(self, other: GroupCache) -> None:
+        """Completions of another cache, of which only the prompts have been read, go on behind those of this one."""
+        self._drop_unused()
+        width = int(torch.cat([self.lengths, other.lengths]).max())  # of the longest prompt
+
+        def both(mine: Tensor, theirs: Tensor) -> Tensor:
+            return torch.cat([nn.functional.pad(x, (0, 0, 0, width - x.shape[2])) for x in (mine, theirs)])
+
+        for index, layer in self.layers.items():
+            new = other.layers[index]
+            layer.prompt_keys = both(layer.prompt_keys, new.prompt_keys)
+            layer.prompt_values = both(layer.prompt_values, new.prompt_values)
+            more = (0, 0, 0, 0, 0, 0, 0, len(other.group))
+            layer.keys, layer.values = nn.functional.pad(layer.keys, more), nn.functional.pad(layer.values, more)
+        biases = (self.prompt_bias, other.prompt_bias)
+        self.prompt_bias = torch.cat(
+            [nn.functional.pad(bias, (0, width - bias.shape[1]), value=-torch.inf) for bias in biases]
+        )
+        self.group = torch.cat([self.group, other.group + len(self.lengths)])
+        self.lengths = torch.cat([self.lengths, other.lengths])
+        self.positions = torch.cat([self.positions, other.positions])
+        self.first = torch.cat([self.first, self.next.expand(len(other.group))])
+        self.most = max(self.most, other.most)
         self._lay_out()
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -142,6 +173,14 @@ class GroupCache:
         x = x.unflatten(2, (self.width, like.shape[2])).transpose(1, 2).flatten(0, 1)
         return x if self.slots is None else x[self.slots]
 
+    def _drop_unused(self) -> None:
+        """Drop the places before the first that a completion uses; whole blocks of them."""
+        unused = int(self.first.min()) // self.block * self.block
+        for layer in self.layers.values():
+            layer.keys, layer.values = layer.keys[:, :, unused:], layer.values[:, :, unused:]
+        self.first, self.next = self.first - unused, self.next - unused
+        self.step, self.capacity, self.graph = self.step - unused, self.capacity - unused, None
+
     def _resize(self, capacity: int) -> None:
         for layer in self.layers.values():
             more = (0, 0, 0, capacity - self.capacity)
@@ -151,8 +190,9 @@ class GroupCache:
     def _forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Logits after the last of these. (…, T) → (…, V)"""
         self.visible = (self.step // self.block + 1) * self.block
-        unwritten = torch.arange(self.visible, device=positions.device) > self.next
-        self.own_bias = torch.zeros(self.visible, device=positions.device).masked_fill(unwritten, -torch.inf)
+        places = torch.arange(self.visible, device=positions.device)
+        hidden = ((places < self.first[:, None]) | (places > self.next))[:, None, None]
+        self.own_bias = torch.zeros(hidden.shape, device=positions.device).masked_fill(hidden, -torch.inf)
         options = {"use_cache": False, "logits_to_keep": 1, "group_cache": self}
         with _attention_of_ours(self.model):
             return self.model(input_ids=input_ids, position_ids=positions, **options).logits[:, -1].float()
@@ -221,21 +261,24 @@ def can_share_cache(model: Any, max_length: float) -> bool:
 
 @torch.no_grad()
 def says_the_same(model: Any, make_cache: Callable[..., Any]) -> bool:
-    """Whether log-probabilities with the cache match those of a plain pass, for prompts of different lengths."""
-    prompts, later = [[0, 1, 2], [3, 1, 0, 2, 1]], [[1, 2, 0], [0, 3, 3], [2, 0, 1]]
+    """Whether log-probabilities with the cache match those of a plain pass, for prompts of different lengths, one of
+    which joins when the others have been decoded for a step."""
+    prompts, later = [[0, 1, 2], [3, 1, 0, 2, 1], [2, 3]], [[1, 2, 0], [0, 3, 3], [2, 0, 1], [3, 2]]
+    steps = [torch.tensor(tokens, device=model.device) for tokens in ([1, 0, 2], [2, 3, 0, 3], [0, 3, 1, 2])]
     try:
-        cache = make_cache(prompts, [1, 2], max_tokens=3)
-        cached = [
-            cache.prefill(),
-            # A captured step writes its logits to the same place each time.
-            *(cache.decode(torch.tensor(t, device=model.device)).clone() for t in zip(*later, strict=True)),
-        ]
+        cache = make_cache(prompts[:2], [1, 2], max_tokens=4)
+        # A captured step writes its logits to the same place each time.
+        cached = [cache.prefill(), cache.decode(steps[0]).clone()]
+        joining = make_cache(prompts[2:], [1], max_tokens=4)
+        cached[1] = torch.cat([cached[1], joining.prefill()])
+        cache.join(joining)
+        cached += [cache.decode(tokens).clone() for tokens in steps[1:]]
     except (AttributeError, IndexError, KeyError, NotPlainError, RuntimeError, TypeError, ValueError):
         return False
-    for row, (prompt, tokens) in enumerate(zip([prompts[0], prompts[1], prompts[1]], later, strict=True)):
+    for row, (prompt, tokens) in enumerate(zip([prompts[0], prompts[1], *prompts[1:]], later, strict=True)):
         ids = torch.tensor([prompt + tokens], device=model.device)
         plain = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
-        found = torch.stack([logits[row] for logits in cached])
+        found = torch.stack([logits[row] for logits in cached[-len(plain) :]])
         if not (plain - found).norm() < TOLERANCE[model.dtype] * plain.norm():
             return False
     return True

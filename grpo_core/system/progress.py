@@ -52,7 +52,7 @@ class Record:
     reward: str
     """The reward functions that are running; "" outside of rewards."""
     waits: bool
-    """Whether it waits for other processes."""
+    """True if it waits for other processes."""
     since: float
     """When the phase began, in seconds since 1970."""
     moves: int

@@ -121,7 +121,7 @@ def _number(name: str) -> str:
 
 def _open(name: str) -> int:
     """Descriptor of a folder that any user of the machine may lock. Folders, since systemd removes old files from /tmp
-    even if they are locked, and Linux lets nobody open a file of another user there in order to create it."""
+    even if they are locked, and in such a folder Linux refuses to open another user's file with O_CREAT."""
     path = LOCKS / name
     path.mkdir(exist_ok=True)
     with suppress(PermissionError):  # another user made it

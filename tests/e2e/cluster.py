@@ -77,7 +77,7 @@ class Cluster:
         return list(self.ask("GET", f"/apis/batch/v1/namespaces/{namespace}/jobs")["items"])
 
     def kubeconfig(self, name: str, token: str, namespace: str = "default") -> Path:
-        """A kubeconfig for whoever has the token."""
+        """A kubeconfig that gives access by the token."""
         path = self.folder / f"{name}.kubeconfig"
         cluster = {"server": self.url, "certificate-authority": str(self.certificate)}
         config = {

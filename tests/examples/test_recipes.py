@@ -9,6 +9,7 @@ import operator
 import random
 import re
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from examples.calculator import larger
 from examples.calculator import make as calculator
 from examples.code import make as code
 from examples.code import mbpp
+from examples.guess import larger as larger_games
+from examples.guess import make as guess
+from examples.guess.game import Guess
 from examples.maths import gsm8k
 from examples.maths import make as maths
 from examples.python import gsm8k as gsm8k_by_programs
@@ -118,6 +122,47 @@ def test_a_demonstrated_conversation_is_put_together_as_a_sampled_one_and_the_to
     assert inputs[0].tolist() == [*shown, *first, end, *answer, *last, end]
     assert labels[0].tolist() == [-100] * len(shown) + [*first, end] + [-100] * len(answer) + [*last, end]
     assert turns.read([*first, end], {})[1] == [call]
+
+
+def test_binary_search_is_the_optimal_game_and_every_guess_is_answered_truly() -> None:
+    secrets = range(1, guess.HIGHEST + 1)
+    games = [guess.play(secret, guess.middle) for secret in secrets]
+    assert [len(game) for game in games] == [3, 2, 3, 1, 3, 2, 3]
+    rng = random.Random(0)
+    for secret in secrets:
+        left = {*range(1, guess.HIGHEST + 1)}
+        for number, answer in guess.play(secret, guess.anything(rng)):
+            said, _, told = answer.partition(": ")
+            assert said == ("right" if number == secret else "higher" if secret > number else "lower")
+            left = {other for other in left if (other > number) == (secret > number)} - {number}
+            assert told == ("" if number == secret else f"{min(left)} to {max(left)}")
+
+
+def test_a_game_rewards_fewer_guesses_and_is_over_when_the_number_is_found() -> None:
+    game = Guess(most_guesses=4)
+    rewards = []
+    for wrong in range(5):
+        game.reset(secret=5, low=1, high=7)
+        for _ in range(min(wrong, 4)):
+            assert game.guess(3) == "higher: 4 to 7"
+        with pytest.raises(ValueError, match="over") if wrong == 4 else nullcontext():
+            assert game.guess(5) == "right"
+        rewards.append(game.get_reward())
+        with pytest.raises(ValueError, match="over"):
+            game.guess(5)
+    assert rewards == [1, 0.75, 0.5, 0.25, 0]
+
+
+def test_held_out_games_have_prompts_of_their_own_and_all_secrets() -> None:
+    for train, held in (guess.make_rows(), larger_games.make_rows()):
+        asked = [row["prompt"][0]["content"] for row in train + held]
+        assert len(set(asked)) == len(asked)
+        for row in train + held:
+            low, high = map(int, re.search(r"(\d+) to (\d+)", row["prompt"][0]["content"]).groups())
+            assert low == row["low"] <= row["secret"] <= row["high"] == high
+    for games in guess.make_rows():
+        secrets = [row["secret"] for row in games]
+        assert {secrets.count(secret) for secret in range(1, guess.HIGHEST + 1)} == {len(games) // guess.HIGHEST}
 
 
 @pytest.mark.parametrize("slips", [False, True])

@@ -84,9 +84,8 @@ def _plain_pass(session: Session, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     return logprobs.gather(1, columns), distribution.entropy().gather(1, columns)
 
 
-def plain_gradient(session: Session, batch: MicroBatch, entropy_coef: float = 0.0) -> list[Tensor]:
-    """Gradient of all rows' loss in one pass, with an entropy bonus of this weight."""
-    logprobs = plain_logprobs(session, batch)
+def plain_loss(session: Session, batch: MicroBatch, logprobs: Tensor) -> Tensor:
+    """Loss of all rows with these log-probabilities (B, T), without an entropy bonus."""
     losses = token_losses(
         logprobs,
         logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
@@ -97,8 +96,13 @@ def plain_gradient(session: Session, batch: MicroBatch, entropy_coef: float = 0.
         ref_logprobs=batch.ref_logprobs,
         keep=batch.keep,
     )
+    return (batch.weights * losses.loss).sum()
+
+
+def plain_gradient(session: Session, batch: MicroBatch, entropy_coef: float = 0.0) -> list[Tensor]:
+    """Gradient of all rows' loss in one pass, with an entropy bonus of this weight."""
     session.optimizer.zero_grad()
-    loss = (batch.weights * losses.loss).sum()
+    loss = plain_loss(session, batch, plain_logprobs(session, batch))
     if entropy_coef:
         loss = loss - entropy_coef * plain_entropy(session, batch)
     loss.backward()

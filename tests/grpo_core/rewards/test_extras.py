@@ -35,7 +35,7 @@ ARGUMENTS = {
     "soft_overlong_punishment": {"max_completion_len": 4, "soft_punish_cache": 2},
     "readability": {"low": 1, "high": 3},
 }
-UNTRIED = {"classifier", "unit_tests"}  # they need a model and a sandbox
+UNTRIED = {"classifier", "environment", "unit_tests"}  # they need a model, a conversation, a sandbox
 
 def outcome(name):
     config = RewardConfig(function=name, args=ARGUMENTS.get(name, {}))

@@ -31,6 +31,6 @@ def test_a_single_process_and_processes_that_record_nothing_have_no_such_metrics
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=8))
-def test_nobody_loses_less_than_nothing(seconds: list[float]) -> None:
+def test_no_process_loses_less_than_nothing(seconds: list[float]) -> None:
     metrics = work_metrics([dict.fromkeys(PHASES, each) for each in seconds], 1)
     assert all(metrics[f"time/{phase}/lost"] >= 0 for phase in PHASES)

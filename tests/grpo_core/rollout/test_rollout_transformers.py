@@ -177,33 +177,50 @@ def test_a_completion_depends_on_its_seed_and_not_on_its_company(
     assert [c.ids for c in sampled(engine.generate(_requests(tokenizer, seed=6), sampling))] != together
 
 
+JOINING = {
+    "tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "Qwen3": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 2}),
+    "experts": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16}),
+    "window": ("Mistral", {"sliding_window": 4}),
+    "layers with and without a window": ("Gemma2", {"head_dim": 32, "sliding_window": 4}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("batches", "rows"), [(4, 1024), (2, 5), (1, 3)])
-def test_requests_that_join_later_get_the_tokens_that_they_get_alone(
-    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, batches: int, rows: int
+@pytest.mark.parametrize(("name", "rows"), zip(JOINING, [512, 7, 512, 7, 512], strict=True))
+def test_requests_that_join_at_any_step_get_the_tokens_that_they_get_alone(
+    name: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    monkeypatch.setattr(engine_module, "MAX_BATCHES", batches)
-    monkeypatch.setattr(engine_module, "MAX_ROWS", rows)
-    draw, sampling = random.Random(0), Sampling(12, 0.8)
-    engine = TransformersEngine(model, tokenizer)
+    """Prompts and limits of all lengths; groups, some with one prompt; a stream that is longer than each of them."""
+    architecture, changes = JOINING[name]
+    folder = make_model(tmp_path, architecture, **changes)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    engine, sampling, draw = TransformersEngine(model, tokenizer), Sampling(24, 1.2), random.Random(rows)
+    assert engine.shares_cache == ("window" not in name)
+    prompts = [[draw.randrange(3, 13) for _ in range(draw.randrange(1, 30))] for _ in range(8)]
     requests = [
-        Request([draw.randrange(3, 13) for _ in range(draw.randrange(1, 20))], draw.randrange(1, 4), 100 * i, most)
-        for i, most in enumerate([None, 3, 12, 1, 7, None, 12, 5])
+        Request(draw.choice(prompts), draw.randrange(1, 5), 100 * i, draw.choice([None, draw.randrange(1, 25)]))
+        for i in range(12)
     ]
     alone = [sampled(engine.generate([request], sampling)) for request in requests]
+    assert any(not completion.truncated for completions in alone for completion in completions)
+    monkeypatch.setattr(engine_module, "MAX_ROWS", rows)
+    monkeypatch.setattr(engine_module, "JOIN_STEPS", draw.randrange(1, 4))
+    monkeypatch.setattr(group_cache, "FIRST_CAPACITY", 2)
     steps = engine.generate(requests[:2], sampling)
-    joined, found = [1, 0, 3, 0, 0, 1, 0, 1], dict(next(steps))
-    for count in joined:
-        new, requests[2:] = requests[2 : 2 + count], requests[2 + count :]
-        found |= dict(steps.send(new or None))
-    for finished in steps:
-        assert not found.keys() & dict(finished).keys()
-        found |= dict(finished)
+    sent, found = 2, dict(next(steps))
+    while sent < len(requests):
+        count = draw.choice([0, 0, 0, 0, 1, 2])
+        finished = dict(steps.send(requests[sent : sent + count] or None))
+        sent += count
+        assert not found.keys() & finished.keys()
+        found |= finished
+    found |= dict(entry for finished in steps for entry in finished)
     assert sorted(found) == list(range(len(alone)))
     for number, completions in enumerate(alone):
         for one, other in zip(found[number], completions, strict=True):
             assert (one.ids, one.truncated) == (other.ids, other.truncated)
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
 def test_the_end_token_ends_a_completion_and_the_limit_truncates_one(model: Any, tokenizer: Any) -> None:

@@ -16,7 +16,7 @@ from grpo_core.config.rollout import RolloutConfig
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server as vllm_server
 from grpo_core.rollout.vllm.client import Server, Unavailable
-from tests.grpo_core.rollout.test_vllm_client import _answering, _server
+from tests.grpo_core.rollout.test_vllm_client import _answering, make_server
 
 
 @pytest.mark.slow
@@ -32,7 +32,7 @@ def test_what_was_asked_of_a_server_is_asked_again_where_it_is_started_again(
         with socket.create_server(("127.0.0.1", 0)) as silent:
             addresses.write_text(f"http://127.0.0.1:{silent.getsockname()[1]}")
             [old] = vllm_serve.read_addresses()
-            server = _server(old)
+            server = make_server(old)
             monkeypatch.setattr(server, "restore", mock.AsyncMock())
             asked = asyncio.create_task(server.ask({}))
             await asyncio.to_thread(silent.accept)

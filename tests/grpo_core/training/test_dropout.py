@@ -12,7 +12,6 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from grpo_core.algorithm.losses import token_losses
 from grpo_core.training.batch import MicroBatch
 from grpo_core.training.session import Session, load_session
 from tests.conftest import config_values, make_run
@@ -22,6 +21,7 @@ from tests.grpo_core.model.exactness import (
     gradient_and_metrics,
     move,
     plain_logprobs,
+    plain_loss,
     rollout_with,
 )
 
@@ -61,17 +61,7 @@ def _expected(session: Session, batch: MicroBatch) -> list[Tensor]:
     """The loss where its log-probabilities are those of a plain pass without dropout, and behind it the derivative of
     a plain pass with dropout."""
     logprobs = plain_logprobs(session, batch).detach().requires_grad_()
-    losses = token_losses(
-        logprobs,
-        logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
-        batch.mask,
-        batch.advantages,
-        session.config.algorithm,
-        sampling_logprobs=batch.sampling_logprobs,
-        ref_logprobs=batch.ref_logprobs,
-        keep=batch.keep,
-    )
-    (behind,) = torch.autograd.grad((batch.weights * losses.loss).sum(), logprobs)
+    (behind,) = torch.autograd.grad(plain_loss(session, batch, logprobs), logprobs)
     with session.policy.dropout():
         plain_logprobs(session, batch).backward(behind)
     found = [p.grad for group in session.optimizer.param_groups for p in group["params"] if p.grad is not None]

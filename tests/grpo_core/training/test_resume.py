@@ -174,7 +174,7 @@ def test_a_reward_that_draws_random_numbers_draws_the_same_ones_again(values: di
 
 
 PLACES = {  # where the signal comes, and at which call
-    "sampling": ("grpo_core.rollout.transformers_engine.draw", 30),
+    "sampling": ("grpo_core.rollout.rows.draw", 30),
     "scoring": ("grpo_core.rollout.collect.score_arriving", 9),
     "backward pass": ("torch.Tensor.backward", 20),
     "optimizer step": ("torch.optim.AdamW.step", 5),

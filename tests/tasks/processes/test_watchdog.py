@@ -60,7 +60,7 @@ class Simulated:
 
 @pytest.fixture(autouse=True)
 def _no_stacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated processes write none: nobody has to wait for them."""
+    """Simulated processes write none, so there is no need to wait for them."""
     if "slow" not in request.keywords:
         monkeypatch.setattr("tasks.processes.watchdog.STACKS_SECONDS", 0)
 
