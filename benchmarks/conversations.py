@@ -4,8 +4,8 @@
 
 Each conversation has 1 to 6 turns of 8 to 64 tokens; between two turns a tool answers after 0 to 500 ms with 8 to 32
 tokens. Lengths and waits are drawn once; tokens are sampled by the real engine from a random model of two layers, and
-tools wait in real processes. Turn by turn, all conversations sample a turn together, then all tools are waited for.
-Both ways take turns. The tokens have to be the same.
+tools wait in real processes. Turn by turn, all conversations sample a turn together, then their tools are called: one
+after another, as TRL 1.16 does, or concurrently. The ways take turns. The tokens have to be the same.
 
 What is gained is waiting: the longer sampling takes beside the tools, as with a larger model on a CPU, the less it is.
 """
@@ -18,7 +18,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,19 @@ def main() -> None:
     options = parser.parse_args()
     count = options.conversations
     environments = Environments(EnvironmentConfig(environment_factory="benchmarks.conversations:Waiting"))
-    ways: dict[str, Callable[..., list[list[list[int]]]]] = {"turn by turn": turn_by_turn, "as they answer": together}
+    ways: dict[str, Callable[..., list[list[list[int]]]]] = {
+        "turn by turn, one tool after another": partial(turn_by_turn, at_once=1),
+        "turn by turn, tools concurrently": partial(turn_by_turn, at_once=count),
+        "as they answer": together,
+    }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     said: list[list[list[int]]] | None = None
     with tempfile.TemporaryDirectory() as scratch:
         engine = load_engine(options.engine, options.hidden, Path(scratch, "workload"))
         held = [environments.take() for _ in range(count)]
+        for environment in held:
+            environment.ask({"do": "reset", "environment": "", "seed": 0, "row": {}}, SECONDS)
+            _value(environment.answer(SECONDS))
         for way in ways.values():  # what only a first time takes
             way(engine, [talk(which, held[which]) for which in range(min(8, count))])
         begun = time.process_time()
@@ -87,15 +95,15 @@ def main() -> None:
     tokens = sum(len(ids) for turns in said for ids in turns)
     turns = sum(map(len, said))
     print(f"{options.engine}: {count} conversations, {turns} turns, {tokens:,} tokens, the same both ways")
-    print(f"CPU seconds of the process per pass: {cpu / (2 * options.rounds):.2f}")
+    print(f"CPU seconds of the process per pass: {cpu / (len(ways) * options.rounds):.2f}")
+    ours = statistics.median(seconds["as they answer"])
     for name, found_seconds in seconds.items():
         median = statistics.median(found_seconds)
         print(
-            f"{name:15} {median:6.2f} s ({min(found_seconds):.2f} to {max(found_seconds):.2f}), "
-            f"{count / median:5.1f} completions per second"
+            f"{name:37} {median:6.2f} s ({min(found_seconds):.2f} to {max(found_seconds):.2f}), "
+            f"{count / median:5.1f} completions per second, {median / ours:5.2f} times the last's seconds"
         )
-    before, after = (statistics.median(seconds[way]) for way in ways)
-    print(f"{before / after:.2f} times as many; load of {os.cpu_count()} cores: {os.getloadavg()[0]:.1f}")
+    print(f"load of {os.cpu_count()} cores: {os.getloadavg()[0]:.1f}")
 
 
 def talk(which: int, environment: Environment) -> Talk:
@@ -107,7 +115,7 @@ def talk(which: int, environment: Environment) -> Talk:
         if number:
             milliseconds = draw.randint(*MILLISECONDS)
             request = {"do": "call", "name": "wait", "arguments": {"milliseconds": milliseconds}}
-            yield Question(environment, request, SECONDS)
+            _value((yield Question(environment, request, SECONDS)))
             ids = ids + _tokens(draw, ANSWERS)
         sampled: Sampled = yield Turn(ids, draw.randint(*LENGTHS), number)
         turns.append(sampled.ids)
@@ -123,8 +131,8 @@ def together(engine: Engine, talks: Sequence[Talk]) -> list[list[list[int]]]:
     return [found[which] for which in range(len(talks))]
 
 
-def turn_by_turn(engine: Engine, talks: Sequence[Talk]) -> list[list[list[int]]]:
-    """The conversations with two barriers per turn: all sample, then all tools answer."""
+def turn_by_turn(engine: Engine, talks: Sequence[Talk], at_once: int) -> list[list[list[int]]]:
+    """The conversations with two barriers per turn: all sample, then tools answer, so many of them at a time."""
     seeds, found = seeds_of(talks), dict[int, list[list[int]]]()
     waiting: dict[int, Turn | Question] = {which: next(each) for which, each in enumerate(talks)}
 
@@ -142,11 +150,13 @@ def turn_by_turn(engine: Engine, talks: Sequence[Talk]) -> list[list[list[int]]]
         sampled = {places[number]: it for step in engine.generate(requests, sampling()) for number, (it,) in step}
         for which, it in sampled.items():
             go_on(which, Sampled(it.ids, it.logprobs, it.truncated))
-        questions = {which: step for which, step in waiting.items() if isinstance(step, Question)}
-        for question in questions.values():
-            question.environment.ask(question.request, question.seconds)
-        for which, question in questions.items():
-            go_on(which, question.environment.answer(SECONDS))
+        questions = [(which, step) for which, step in waiting.items() if isinstance(step, Question)]
+        for first in range(0, len(questions), at_once):
+            asked = questions[first : first + at_once]
+            for _, question in asked:
+                question.environment.ask(question.request, question.seconds)
+            for which, question in asked:
+                go_on(which, question.environment.answer(SECONDS))
     return [found[which] for which in range(len(talks))]
 
 
@@ -179,6 +189,11 @@ def load_engine(name: str, hidden: int, folder: Path) -> Engine:
     )
     longest = PROMPTS[1] + TURNS[1] * (LENGTHS[1] + ANSWERS[1])
     return make_engine(config, model, load_model(model), load_tokenizer(config.model), longest + 1)
+
+
+def _value(answer: Mapping[str, Any] | None) -> Any:
+    """What an environment answered; KeyError if it did not do what it was asked."""
+    return (answer or {})["value"]
 
 
 def _tokens(draw: random.Random, lengths: tuple[int, int]) -> list[int]:

@@ -31,7 +31,8 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """`legend`: label → colour, of all charts. `samples`: by evaluation set. `folded`: long texts, opened by a click.
+    """`legend`: label → colour, of all charts. `samples`: by evaluation set. `trajectories`: samples by title, and
+    `folded`: long texts, both opened by a click.
 
     Empty parts are left out of the page, and so is a section without any.
     """
@@ -43,11 +44,13 @@ class Section:
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
     samples: Mapping[str, Any] = field(default_factory=dict)
+    trajectories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     folded: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.text or self.charts or self.tables or self.notes or self.samples or self.folded)
+        shown = (self.charts, self.tables, self.notes, self.samples, self.trajectories, self.folded)
+        return not (self.text or any(shown))
 
 
 @dataclass(frozen=True)

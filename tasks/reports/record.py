@@ -30,8 +30,8 @@ class NotEvaluatedError(GrpoError):
 @dataclass(frozen=True)
 class Record:
     """`data`, `plan`, `result`, `evaluation`: the receipts of validate, plan, train and evaluate. `seconds`: of each
-    stage that has been done. `metrics`: one row per update. `findings`: of the health policy. `samples`: those of the
-    evaluation."""
+    stage that has been done. `metrics`: one row per update. `findings`: of the health policy. `batches`: completions of
+    the first and of the last generation batch, if they are there. `samples`: those of the evaluation."""
 
     config: RunConfig
     data: dict[str, Any]
@@ -41,6 +41,7 @@ class Record:
     seconds: dict[str, float]
     metrics: list[Row]
     findings: list[dict[str, Any]]
+    batches: list[pl.DataFrame]
     samples: pl.DataFrame
 
     @property
@@ -84,6 +85,7 @@ def read_record(
         )
     receipts = {stage: _json(stage.receipt_path(run)) for stage in STAGES}
     receipts |= {stage: _json(folder / stage.receipt) for stage, folder in [(TRAIN, training), (EVALUATE, evaluation)]}
+    recorded = sorted((training / "completions").glob("*.parquet"))
     return Record(
         config=config or read_config(run),
         data=receipts[VALIDATE],
@@ -93,6 +95,7 @@ def read_record(
         seconds={stage.name: receipt["seconds"] for stage, receipt in receipts.items() if "seconds" in receipt},
         metrics=_lines(training / "metrics.jsonl"),
         findings=_lines(training / "health.jsonl"),
+        batches=[pl.read_parquet(path) for path in dict.fromkeys([*recorded[:1], *recorded[-1:]])],
         samples=pl.read_parquet(evaluation / SAMPLES),
     )
 

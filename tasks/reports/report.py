@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -15,14 +14,13 @@ import polars as pl
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
-from grpo_core.data.chat import turns
-from grpo_core.environments.calls import ERROR
 from grpo_core.evaluation.outcomes import outcomes
 from grpo_core.evaluation.statistics import POWER
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import BLUE, GREY, ORANGE
 from tasks.rendering.page import Chart, Section, Table, Tile, Verdict, render
 from tasks.reports import account
+from tasks.reports.conversations import TURNS, conversation, in_training, messages, shortened
 from tasks.reports.record import Record, read_record
 from tasks.stages.files import write_text
 
@@ -30,12 +28,6 @@ PAGE = "report.html"
 POLICY_COLOURS = {"base": GREY, "champion": ORANGE, "trained": BLUE}
 FAILED = "environment failed"
 SHOWN = {"better": 4, "worse": 3, "unchanged": 2, "still wrong": 2, "still right": 1, FAILED: 2}  # prompts of each kind
-LONGEST_TEXT = 3000  # characters of a prompt, a completion or a turn
-TURNS = {  # colours of a conversation's turns
-    "what the policy said: these tokens are trained": "var(--blue)",
-    "what tools and environment said: not trained": "var(--grey)",
-    "a call that failed": "var(--orange)",
-}
 
 
 def write_report(
@@ -62,6 +54,7 @@ def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_
         _evaluation(record),
         account.curves(record),
         _before_and_after(record),
+        in_training(record),
         account.plan_and_outcome(record),
         account.time_spent(record, seconds),
         account.data_section(record),
@@ -272,62 +265,23 @@ def _sample(record: Record, of_prompt: pl.DataFrame) -> dict[str, Any]:
         policies.append(
             {
                 "name": policy,
-                "completion": _cut(first[f"{policy}/completion"]),
+                "completion": shortened(first[f"{policy}/completion"]),
                 "mark": mark,
                 "tone": tone,
                 "of_all": _of_all(record, of_prompt, policy) if of_prompt.height > 1 else "",
                 "tokens": first[f"{policy}/completion_tokens"],
                 "truncated": first[f"{policy}/truncated"],
-                "conversation": _conversation(first, policy) if f"{policy}/conversation" in first else None,
+                "conversation": conversation(first, policy) if f"{policy}/conversation" in first else None,
             }
         )
     return {
         "row": first["row"],
-        "prompt": _messages(first["prompt"]),
-        "opening": _cut(first.get(f"{record.evaluation['policies'][-1]}/opening") or ""),
+        "prompt": messages(first["prompt"]),
+        "opening": shortened(first.get(f"{record.evaluation['policies'][-1]}/opening") or ""),
         "answer": first.get("answer"),
         "category": first.get("category"),
         "policies": policies,
     }
-
-
-def _conversation(sample: Mapping[str, Any], policy: str) -> dict[str, Any]:
-    """A policy's conversation in a row of samples.parquet: its turns and what they are, its rewards and its failure."""
-    rewards = {
-        name.removeprefix(f"{policy}/rewards/"): figures.NONE if value is None else figures.number(value)
-        for name, value in sample.items()
-        if name.startswith(f"{policy}/rewards/")
-    }
-    return {
-        "turns": [_turn(message) for message in json.loads(sample[f"{policy}/conversation"])],
-        "counts": ", ".join(
-            f"{count} {what}{'' if count == 1 else 's'}"
-            for count, what in [
-                (sample[f"{policy}/turns"], "turn"),
-                (sample[f"{policy}/tool_calls"], "call"),
-                (sample[f"{policy}/failed_tool_calls"], "failed call"),
-            ]
-            if count
-        ),
-        "rewards": ", ".join(f"{name} {value}" for name, value in rewards.items()),
-        "failure": _cut(sample[f"{policy}/environment_failure"]),
-    }
-
-
-def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What was said; `kind`: policy, environment, or failed for an answer that says what was wrong with a call."""
-    content, is_policy = message["content"], message["role"] == "assistant"
-    return {
-        "who": "" if is_policy else message.get("name", message["role"]),
-        "kind": "policy" if is_policy else "failed" if content.startswith(ERROR) else "environment",
-        "text": _cut(content),
-        "calls": [_cut(_call(call["function"])) for call in message.get("tool_calls", ())],
-    }
-
-
-def _call(function: Mapping[str, Any]) -> str:
-    arguments = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in function["arguments"].items())
-    return f"{function['name'] or '(no name)'}({', '.join(arguments)})"
 
 
 def _mark(record: Record, sample: pl.DataFrame, policy: str) -> tuple[str, str]:
@@ -346,13 +300,3 @@ def _of_all(record: Record, of_prompt: pl.DataFrame, policy: str) -> str:
         return f"mean of {of_prompt.height}: {figures.number(mean)}, the first:"
     right = (of_prompt[f"{policy}/rewards/{record.evaluation['accuracy_reward']}"] == 1).sum()
     return f"{right} of {of_prompt.height} right, the first"
-
-
-def _messages(prompt: Any) -> list[tuple[str, str]]:
-    """(role, text) of each message; a plain prompt is one message without a role."""
-    return [(role, _cut(text)) for role, text in turns(prompt)]
-
-
-def _cut(text: str) -> str:
-    left_out = len(text) - LONGEST_TEXT
-    return text if left_out <= 0 else f"{text[:LONGEST_TEXT]} … {left_out:,} more characters"

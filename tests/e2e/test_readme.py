@@ -51,6 +51,6 @@ def test_the_page_of_environments_ends_with_a_policy_that_uses_its_tool(tmp_path
 
 
 def _do(folder: Path, program: str, *arguments: str) -> str:
-    left_out = ("PREFECT_", "MLFLOW_", "PYTHONPATH", "GRPO_")
+    left_out = ("PREFECT_", "MLFLOW_", "PYTHONPATH", "PYTHONSAFEPATH", "GRPO_")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
     return run([PROGRAMS[program], *arguments], folder, inherited)

@@ -19,7 +19,7 @@ from tests.grpo_core.training.killing import in_child, train
 from tests.serving import free_ports, policy_server
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_server_samples_from_the_trainers_policy_after_every_update(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
     (port,) = free_ports(1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,8 +163,9 @@ def test_conversations_are_shown_turn_by_turn_with_calls_answers_rewards_and_fai
     further |= {"conversations/environment_seconds": 0.3, "conversations/failed": 0.1}
     values = values_of("talks", environment={"tools": ["calculator"]})
     samples = with_conversations(samples_of(right, completion=EVIL))
-    html = _html(read_record(made_up_run(tmp_path, values, samples, metrics_of(**further))))
-    page = Page(html)
+    run = made_up_run(tmp_path, values, samples, metrics_of(**further))
+    _write_batches(run, samples, {1: [0.5, math.nan, -1.25], 7: [math.nan] * 3, 9: [-0.75, 2.0, 0.0]})
+    page = Page(_html(read_record(run)))
     text = " ".join(page.text.split())
     assert "script" not in {tag for tag, _ in page.tags} and "i" not in {
         tag for tag, attributes in page.tags if not attributes
@@ -178,12 +181,34 @@ def test_conversations_are_shown_turn_by_turn_with_calls_answers_rewards_and_fai
         "The environment failed: tool add: its time was up",
         "3 turns, 2 calls, 1 failed call · numeric_match ",
         "what tools and environment said: not trained",
+        *(
+            f"update {step}: {which} advantage prompt user: held-out {row}+1=reset Begin at {row}. "
+            f"in training · advantage {advantage:.3f} · 3 trained of 5 tokens"
+            for step, which, row, advantage in [
+                (1, "highest", 0, 0.5),
+                (1, "lowest", 2, -1.25),
+                (9, "highest", 1, 2),
+                (9, "lowest", 0, -0.75),
+            ]
+        ),
     ):
         assert part in text, part
+    assert "update 7" not in text
     for chart in ("Tool calls of a conversation", "Turns of a conversation", "Waiting for tools, per conversation"):
         assert chart in text
     rows = {row: text.partition(row)[2][:40] for row in ("failed environments", "turns", "failed calls")}
     assert rows["failed environments"].strip().startswith("10.0%") and "2.5" in rows["turns"]
+
+
+def _write_batches(run: Path, samples: pl.DataFrame, advantages: Mapping[int, list[float]]) -> None:
+    """Generation batches for these updates: the trained policy's first conversations, with these advantages."""
+    columns = {name: name.removeprefix("trained/") for name in samples.columns if name.startswith("trained/")}
+    said = samples.head(3).select("prompt", *columns).rename(columns)
+    (run / "training" / "completions").mkdir(parents=True)
+    for step, given in advantages.items():
+        trained = pl.Series([[1, 1, 0, 0, 1]] * 3)
+        batch = said.with_columns(step=step, advantage=pl.Series(given), trained_tokens=trained)
+        batch.write_parquet(run / "training" / "completions" / f"rollout-{step:06d}.parquet")
 
 
 @pytest.mark.slow
