@@ -81,15 +81,17 @@ def simulate(
     sampling = _Sampling(groups, servers, slots, speed, prompt_tokens)
     begun: dict[int, int] = {}
     batches: list[list[tuple[int, int]]] = []
-    waited, next_group = 0.0, 0
+    waited, ahead = 0.0, int(max_staleness > 0)  # generation batches that are begun before their turn
     for index in range(math.ceil(len(groups) / prompts_per_generation)):
         sampling.hand_over()
         version = index + 1
-        window = min((index + 1 + (max_staleness > 0)) * prompts_per_generation, len(groups))
-        for next_group in range(next_group, window):
-            begun[next_group] = version
-            sampling.begin(next_group)
-        next_group = window
+        first, window = (
+            (index + ahead) * prompts_per_generation * (index > 0),
+            (version + ahead) * prompts_per_generation,
+        )
+        for group in range(first, min(window, len(groups))):
+            begun[group] = version
+            sampling.begin(group)
         batch: list[tuple[int, int]] = []
         due, count = due_groups(begun, version, max_staleness), min(prompts_per_generation, len(begun))
         start = sampling.now

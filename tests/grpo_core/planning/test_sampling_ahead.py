@@ -112,7 +112,7 @@ def _step_by_step(
     order: list[int] = []  # groups as they were finished
     queues: list[list[tuple[int, int]]] = [[] for _ in range(servers)]  # (group, completion) with tokens to come
     has: dict[tuple[int, int], int] = {}
-    batches = []
+    batches: list[list[tuple[int, int]]] = []
 
     def tick() -> None:
         nonlocal now
@@ -158,7 +158,9 @@ def test_more_staleness_is_never_much_slower_and_pays_where_completions_have_a_l
     draw = random.Random(0)
     groups = [_group(*(min(1 + int(draw.lognormvariate(4.0, 1.0)), 1000) for _ in range(4))) for _ in range(16 * 12)]
     for update in (1.0, 20.0, 200.0, 2000.0):
-        paces = [simulate(groups, 16, most, 1, 256, Speed(1.0, 0.01, update=update)).batches_per_hour for most in range(9)]
+        paces = [
+            simulate(groups, 16, most, 1, 256, Speed(1.0, 0.01, update=update)).batches_per_hour for most in range(9)
+        ]
         assert all(later > 0.97 * max(paces[:most]) for most, later in enumerate(paces) if most)
     paces = [simulate(groups, 16, most, 1, 256, Speed(1.0, update=20.0)).batches_per_hour for most in (0, 1, 4)]
     assert paces[1] > 1.3 * paces[0]
