@@ -119,7 +119,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
             label = f"{servers} server{'s' * (servers > 1)}"
             paces = [row["updates_per_hour"] for row in rows]
             axes.plot([row["max_staleness"] for row in rows], paces, marker="o", color=colour, label=label)
-        axes.set(title=name, xlabel="max_staleness", ylim=(0, None))
+        most = max(row["updates_per_hour"] for row in document["simulated"] if row["lengths"] == name)
+        axes.set(title=name, xlabel="max_staleness", ylim=(0, 1.1 * most))
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("updates per hour, simulated")
     panels[0].legend(frameon=False, loc="lower right")
