@@ -24,6 +24,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.environments.registry import sources as environment_sources
 from grpo_core.errors import ConfigError, GrpoError
+from grpo_core.planning.ahead_forecast import EarlierSampling
 from grpo_core.planning.forecast import forecast, forecast_rows, useful_groups
 from grpo_core.planning.frameworks.launches import RecipeError
 from grpo_core.planning.frameworks.megatron import megatron_notes, megatron_plan
@@ -174,6 +175,7 @@ def _own_plan(
             held_out_prompts=data.held_out_prompts if data else None,
             reward_seconds=data.reward_seconds if data else None,
             environment=data.environment if data else None,
+            sampling=_earlier_sampling(config) if gpu is None else None,
         )
         if "error" in forecasts["time"] and not history:
             elsewhere = "" if gpu else ", --gpu H200 forecasts for that GPU"
@@ -183,6 +185,15 @@ def _own_plan(
     answer = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
     answer["notes"] += config.with_precision(capability(hardware)).gpu_notes if hardware else []
     return answer
+
+
+def _earlier_sampling(config: RunConfig) -> EarlierSampling | str | None:
+    """What the run's last training says about sampling ahead; None if the run cannot sample ahead."""
+    if config.rollout.engine != "vllm-server" or config.environment.is_used:
+        return None
+    from tasks.data.earlier_sampling import earlier_sampling  # imports polars
+
+    return earlier_sampling(run_folder(config.name))
 
 
 def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pass_rates: list[float]) -> dict[str, Any]:

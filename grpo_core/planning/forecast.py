@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
+from grpo_core.planning.ahead_forecast import CPU_SLOTS, GPU_SLOTS, EarlierSampling, advise
 from grpo_core.planning.communication import communication
 from grpo_core.planning.gpus import count_gpus
 from grpo_core.planning.hardware import Gpu
@@ -25,6 +26,7 @@ TITLES = {
     "memory": "peak memory per GPU",
     "communication": "communication per update",
     "time": "wall time",
+    "sampling_ahead": "sampling ahead",
     "useful_groups": "groups with a signal",
 }
 PARTS_FROM = 0.01  # of the whole time; smaller parts are not shown
@@ -41,13 +43,15 @@ def forecast(
     held_out_prompts: int | None = None,
     reward_seconds: float | None = None,
     environment: EnvironmentPace | None = None,
+    sampling: EarlierSampling | str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Time, useful groups and, on GPUs, memory and communication: each with `how` it was made, or with the `error` that
     prevented it; with vLLM servers the GPUs too. Memory that is not there comes with the `remedies` that would fit.
 
     `source`: the pace of earlier runs, or the one measured, or the reason why there is neither. `gpu`: the one to train
-    on; None for a CPU. Raises ConfigError if there are certainly too few GPUs for the servers, or too little memory: in
-    vLLM's share of the GPU, or in the host for what is offloaded.
+    on; None for a CPU. `sampling`: of an earlier training, to say how far to sample ahead, or the reason why it is not
+    known; None if the run cannot. Raises ConfigError if there are certainly too few GPUs for the servers, or too little
+    memory: in vLLM's share of the GPU, or in the host for what is offloaded.
     """
     found: dict[str, dict[str, Any]] = {}
     shape = None
@@ -88,6 +92,10 @@ def forecast(
             )
         except ForecastError as error:
             found["time"] = {"error": str(error)}
+    if isinstance(sampling, str):
+        found["sampling_ahead"] = {"error": sampling}
+    elif sampling is not None:
+        found["sampling_ahead"] = advise(config, plan, sampling, GPU_SLOTS if gpu else CPU_SLOTS)
     if useful:
         found["useful_groups"] = useful
     return found
@@ -108,7 +116,8 @@ def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
     for name, found in forecasts.items():
         title = TITLES[name]
         if "error" in found:
-            yield title, "unknown until a first run" if name == "time" else "unknown", found["error"]
+            needs_run = name in ("time", "sampling_ahead")
+            yield title, "unknown until a first run" if needs_run else "unknown", found["error"]
         elif name == "gpus":
             yield title, f"{found['training']} for the training, {found['servers']} for vLLM servers", found["how"]
         elif name == "memory":
@@ -133,8 +142,18 @@ def forecast_rows(forecasts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
             yield from ((f"  {part}", _duration(hours), "") for part, hours in parts.items() if hours >= least)
             if "gpu_hours" in found:
                 yield "GPU hours", f"{found['gpu_hours']:.2f}", ""
+        elif name == "sampling_ahead":
+            yield from _ahead_rows(title, found)
         else:
             yield title, f"{found['share']:.1%}", found["how"]
+
+
+def _ahead_rows(title: str, found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    paces, waiting = found["updates_per_hour"], found["waiting_share"]
+    each = ", ".join(f"{most}: {pace:.3g}" for most, pace in paces.items())
+    yield title, f"max_staleness = {found['max_staleness']}; updates per hour {each}", found["how"]
+    each = ", ".join(f"{servers}: {share:.0%}" for servers, share in waiting.items())
+    yield "  vLLM servers", f"{found['servers']}; the trainer waits {each} of its time", ""
 
 
 def _would_fit(remedy: Mapping[str, Any]) -> str:

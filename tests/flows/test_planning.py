@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.command_line import run_here
 from tests.conftest import config_values, make_model
 from tests.qwen import QWEN
 from tests.serving import free_ports
+from tests.tasks.data.test_earlier_sampling import trained_run
 
 FIGURES = [
     "num_prompts",
@@ -102,6 +104,19 @@ def test_forecasts_are_for_this_machine_or_for_the_gpu_that_is_named(config: Pat
     assert "TFLOP/s of one h200" in there["time"]["how"]
     assert there["time"]["gpu_hours"] > 0
     assert there["memory"]["gpu_memory_gib"] == pytest.approx(140.4, abs=0.1)
+
+
+def test_how_far_to_sample_ahead_is_simulated_from_the_last_training_of_a_run(config: Path, tmp_path: Path) -> None:
+    name = tomllib.loads(config.read_text())["name"]
+    keys = ["--set", "rollout.engine=vllm-server"]
+    without = _json(config, *keys, GRPO_STORAGE=str(tmp_path))["forecasts"]
+    assert f"the run {name} has not been trained" in without["sampling_ahead"]["error"]
+    trained_run(tmp_path / "runs" / name, [1, 2, 3, 4])
+    found = _json(config, *keys, GRPO_STORAGE=str(tmp_path))["forecasts"]
+    assert found["sampling_ahead"]["how"].startswith("simulated, not run, with 1 server: from the completions")
+    assert [*found["sampling_ahead"]["updates_per_hour"]] == ["0", "1", "2", "4", "8"]
+    others = (_json(config, *keys, "--gpu", "H200"), _json(config))
+    assert not any("sampling_ahead" in other["forecasts"] for other in others)
 
 
 def test_float32_in_vllm_is_named_for_a_gpu_only(config: Path) -> None:

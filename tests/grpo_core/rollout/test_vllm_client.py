@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 
 from grpo_core.config.files import parse_config
 from grpo_core.config.rollout import RolloutConfig
-from grpo_core.rollout.types import Request, Sampling
+from grpo_core.rollout.types import Completion, Request, Sampling
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server as vllm_server
@@ -354,3 +355,26 @@ def test_what_was_begun_before_a_roll_back_is_ended(tmp_path: Path, monkeypatch:
     assert engine.begun == {}
     assert ended.wait(60)
     engine.sync_weights(torch.nn.Linear(1, 1))
+
+
+def test_a_batch_takes_groups_as_they_finish_and_waits_for_those_that_are_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sampling = _engine(tmp_path, torch.nn.Linear(1, 1)), Sampling(4, 1.0)
+    answers: list[Future[Any]] = [Future() for _ in range(4)]
+    monkeypatch.setattr(engine, "_submit", lambda request, *_: answers[request.seed])
+    requests = [Request([3], 1, number) for number in range(4)]
+    engine.version = 3
+    engine.begin(requests[:2], sampling)
+    engine.version = 5
+    engine.begin(requests, sampling)
+    for number in (1, 2, 3):
+        answers[number].set_result([(Completion([4], [0.0], truncated=False), [5])])
+    batch = engine.take(requests, sampling, 3, 2)
+    assert [number for number, _ in next(batch)] == [1, 2]  # the room that is left is for what is due
+    assert next(batch) == []
+    answers[0].set_result([(Completion([4, 4], [0.0, 0.0], truncated=False), [3, 5])])
+    ((number, (completion,)),) = next(batch)
+    assert (number, completion.ages) == (0, [2, 0])
+    assert not [*batch]
+    assert [begun.answer for begun in engine.begun.values()] == [answers[3]]

@@ -1,0 +1,132 @@
+"""Is sampling ahead faster, and does it learn as well?
+
+    python -m benchmarks.staleness --simulate     # updates per hour over max_staleness; JSON and a picture in results/
+    python -m benchmarks.staleness --real         # real trainings and a vLLM server on this CPU, beside the simulation
+    python -m benchmarks.staleness --learn quickstart maths   # held-out reward by max_staleness and seed
+
+On two cores, `--simulate` takes half a minute, `--real` about ten minutes, and `--learn` a minute or two per recipe,
+seed and `max_staleness`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grpo_core.planning.sampling_ahead import Group, Speed, simulate
+
+RESULTS = Path(__file__).parent / "results"
+AHEAD = range(9)
+GROUP, PROMPTS, BATCHES = 8, 32, 40
+SLOTS = 256
+SERVERS = (1, 2, 4)
+# Assumed, not measured: roughly a model of 7 billion parameters on one GPU per server, a trainer that takes 30 s.
+SPEED = Speed(step=0.012, sequence=0.00005, prefill=0.00004, hand_over=2.0, update=30.0)
+
+
+def short(draw: random.Random) -> list[tuple[int, float]]:
+    """Log-normal, 120 tokens in the median, hardly a tail."""
+    return [(min(1 + int(draw.lognormvariate(4.8, 0.4)), 512), 0.0)]
+
+
+def tailed(draw: random.Random) -> list[tuple[int, float]]:
+    """Log-normal, 500 tokens in the median, cut off at 8,192."""
+    return [(min(1 + int(draw.lognormvariate(6.2, 1.0)), 8192), 0.0)]
+
+
+def talking(draw: random.Random) -> list[tuple[int, float]]:
+    """Conversations of 1 to 5 turns; a tool takes 2 s in the median, and sometimes a minute."""
+    return [(20 + int(draw.expovariate(1 / 100)), draw.lognormvariate(0.7, 1.2)) for _ in range(draw.randint(1, 5))]
+
+
+LENGTHS: dict[str, Callable[[random.Random], list[tuple[int, float]]]] = {
+    "short": short,
+    "long tail": tailed,
+    "tool waits": talking,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--simulate", action="store_true", help="writes results/staleness-simulated.json and .png")
+    what.add_argument("--real", action="store_true", help="writes results/staleness-real.json")
+    what.add_argument("--learn", nargs="+", metavar="RECIPE", help="writes results/staleness-learning.json")
+    parser.add_argument("--ahead", type=int, nargs="+", default=[0, 1, 2, 4], help="max_staleness; default 0 1 2 4")
+    parser.add_argument("--updates", type=int, help="per training; default 12 with --real, else the recipe's")
+    parser.add_argument("--seeds", type=int, default=3, help="--learn; default 3")
+    parser.add_argument("--judge-seconds", type=float, default=2.0, help="--real: of the reward; default 2")
+    parser.add_argument("--servers", type=int, default=1, help="--real; default 1")
+    options = parser.parse_args()
+    if options.simulate:
+        document = simulated()
+        name = "simulated"
+        draw(document, RESULTS / "staleness-simulated.png")
+    elif options.real:
+        from benchmarks.staleness_real import measure
+
+        document = measure(options.ahead, options.updates or 12, options.judge_seconds, options.servers)
+        name = "real"
+    else:
+        from benchmarks.staleness_learning import learn
+
+        document = learn(options.learn, options.ahead, options.seeds, options.updates)
+        name = "learning"
+    text = json.dumps(document, indent=1)
+    (RESULTS / f"staleness-{name}.json").write_text(text + "\n")
+    print(text)
+
+
+def simulated() -> dict[str, Any]:
+    """Updates per hour, waiting and staleness for each distribution of lengths, number of servers and max_staleness."""
+    found = []
+    for name, length in LENGTHS.items():
+        source = random.Random(0)
+        groups: list[Group] = [[length(source) for _ in range(GROUP)] for _ in range(PROMPTS * BATCHES)]
+        for servers in SERVERS:
+            for most in AHEAD:
+                run = simulate(groups, PROMPTS, most, servers, SLOTS, SPEED, prompt_tokens=200)
+                found.append(
+                    {
+                        "lengths": name,
+                        "servers": servers,
+                        "max_staleness": most,
+                        "updates_per_hour": round(run.batches_per_hour, 2),
+                        "waiting_share": round(run.waiting_share, 4),
+                        "mean_staleness": round(run.mean_staleness, 3),
+                        "oldest_group": run.max_staleness,
+                    }
+                )
+    assumed = {"speed": vars(SPEED), "prompts": PROMPTS, "completions_per_prompt": GROUP, "batches": BATCHES}
+    return {"assumed": assumed | {"slots": SLOTS}, "simulated": found}
+
+
+def draw(document: dict[str, Any], path: Path) -> None:
+    """A panel per distribution of lengths: updates per hour over max_staleness, a line per number of servers."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(LENGTHS), figsize=(9, 3), layout="constrained")
+    for axes, name in zip(panels, LENGTHS, strict=True):
+        for servers, colour in zip(SERVERS, ("#b8c4d6", "#7596c4", "#2f5d9b"), strict=True):
+            rows = [row for row in document["simulated"] if (row["lengths"], row["servers"]) == (name, servers)]
+            label = f"{servers} server{'s' * (servers > 1)}"
+            paces = [row["updates_per_hour"] for row in rows]
+            axes.plot([row["max_staleness"] for row in rows], paces, marker="o", color=colour, label=label)
+        most = max(row["updates_per_hour"] for row in document["simulated"] if row["lengths"] == name)
+        axes.set(title=name, xlabel="max_staleness", ylim=(0, 1.1 * most))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("updates per hour, simulated")
+    panels[0].legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

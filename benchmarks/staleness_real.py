@@ -1,0 +1,176 @@
+"""Real trainings with a real vLLM server on this CPU, beside the simulation that was fed with one of them.
+
+Each training is the whole, in a process of its own, with vLLM's server in another. A random model ends each completion
+with the same probability at every token, so lengths are geometric. Two things are made slow without taking CPU time, as
+they are on GPUs, so that trainer and server do not slow each other down here: a step of the server, by a logits
+processor that sleeps, and the reward. The server's speed is fitted to the training in turn (`max_staleness` 0) and used
+for all; lengths and the trainer's seconds are those of each training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import polars as pl
+
+from grpo_core.planning.ahead_forecast import CPU_SLOTS, EarlierSampling, fit_speed
+from grpo_core.planning.sampling_ahead import Group, Speed, simulate
+from tasks.data.earlier_sampling import earlier_sampling
+from tests.conftest import config_values, make_model, make_run
+from tests.serving import free_ports, policy_server
+
+ROOT = Path(__file__).parents[1]
+GROUP, PROMPTS = 2, 16
+VOCABULARY, LONGEST = 24, 160  # tokens: completions of 24 in the mean
+STEP_SECONDS = 0.08  # that a step of the server sleeps
+WARM_UP = 3  # updates
+JUDGE = """
+import time
+def judge(completion_ids):
+    time.sleep({seconds})
+    return [float(len(ids) % 2) for ids in completion_ids]
+"""
+SLOW = """
+import time
+from vllm.v1.sample.logits_processor import LogitsProcessor
+class Slow(LogitsProcessor):
+    def __init__(self, *_):
+        pass
+    def apply(self, logits):
+        time.sleep({seconds})
+        return logits
+    def is_argmax_invariant(self):
+        return False
+    def update_state(self, batch_update):
+        pass
+"""
+STOPWATCH = """
+import json, sys, time
+from pathlib import Path
+from grpo_core.training import loop, roll_out
+run, spent, real = Path(sys.argv[1]), [], roll_out.sync_weights
+def timed(*arguments):
+    start = time.perf_counter()
+    try:
+        return real(*arguments)
+    finally:
+        spent.append(time.perf_counter() - start)
+roll_out.sync_weights = timed
+loop.train(run, run / "training")
+(run / "hand_overs.json").write_text(json.dumps(spent))
+"""
+
+
+def measure(most: list[int], updates: int, judge_seconds: float, servers: int) -> dict[str, Any]:
+    """Seconds of each training, real and simulated, by `max_staleness`; 0 comes first."""
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        folder = Path(scratch)
+        os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"  # of trainings and servers
+        (folder / "judges.py").write_text(JUDGE.format(seconds=judge_seconds))
+        (folder / "slow.py").write_text(SLOW.format(seconds=STEP_SECONDS))
+        sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.02, "max_position_embeddings": 256}
+        model = make_model(folder / "model", **sizes)
+        ports = free_ports(servers)
+        warm_up = _run(folder / "warm-up", max(most), model, WARM_UP, ports)
+        runs = {number: _run(folder / f"run-{number}", number, model, updates, ports) for number in most}
+        for port in ports:
+            log, slow = folder / f"server-{port}.log", ("--logits-processors", "slow:Slow")
+            stack.enter_context(policy_server(warm_up / "config.toml", port, log, *slow))
+        _train(warm_up, folder)
+        for number, run in runs.items():
+            _train(run, folder)
+            print(f"max_staleness {number}: {_seconds(run):.1f} s for {updates} updates", flush=True)
+        found = earlier_sampling(runs[0])
+        assert isinstance(found, EarlierSampling), found
+        speed = fit_speed(found, CPU_SLOTS)
+        rows = [_beside(run, number, speed, servers) for number, run in sorted(runs.items())]
+    return {
+        "completions_per_batch": PROMPTS * GROUP,
+        "servers": servers,
+        "updates": updates,
+        "speed": vars(speed),
+        "step_sleeps_seconds": STEP_SECONDS,
+        "judge_sleeps_seconds": judge_seconds,
+        "load_average": os.getloadavg()[0],
+        "trainings": rows,
+    }
+
+
+def _run(run: Path, most: int, model: Path, updates: int, ports: list[int]) -> Path:
+    keys: dict[str, Any] = {
+        "engine": "vllm-server",
+        "num_generations": GROUP,
+        "max_completion_length": LONGEST,
+        "max_steps": updates,
+    }
+    keys |= {"per_device_train_batch_size": GROUP * PROMPTS, "gradient_accumulation_steps": 1, "learning_rate": 1e-5}
+    keys |= {"vllm_server_timeout": 600.0, "max_staleness": most}
+    values = config_values(model, run, **keys)
+    values["rewards"] = [{"function": "judges:judge"}]
+    values["rollout"]["vllm_server_base_urls"] = [f"http://127.0.0.1:{port}" for port in ports]
+    return make_run(run, values, PROMPTS * updates)
+
+
+def _train(run: Path, folder: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", STOPWATCH, str(run)], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    if done.returncode:
+        logs = "".join(log.read_text()[-2000:] for log in folder.glob("server-*.log"))
+        raise SystemExit(done.stdout + done.stderr + logs)
+
+
+def _beside(run: Path, most: int, speed: Speed, servers: int) -> dict[str, Any]:
+    """A training's pace, and that of its simulation."""
+    groups, prompt_tokens, staleness = _lengths(run)
+    hand_over = mean(json.loads((run / "hand_overs.json").read_text()))
+    other = mean(row["step_time"] - row["time/generate"] for row in _rows(run))
+    speed = replace(speed, hand_over=hand_over, update=other - hand_over, token=0.0)
+    found = simulate(groups, PROMPTS, most, servers, CPU_SLOTS, speed, prompt_tokens)
+    real = _seconds(run)
+    return {
+        "max_staleness": most,
+        "hand_over_seconds": hand_over,
+        "update_seconds": other - hand_over,
+        "updates_per_hour": 3600 * len(found.batches) / real,
+        "simulated_updates_per_hour": found.batches_per_hour,
+        "simulated_over_real_seconds": found.seconds / real,
+        "mean_staleness": staleness,
+        "simulated_mean_staleness": found.mean_staleness,
+    }
+
+
+def _rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+
+
+def _seconds(run: Path) -> float:
+    return sum(row["step_time"] for row in _rows(run))
+
+
+def _lengths(run: Path) -> tuple[list[Group], float, float]:
+    """The training's groups in the order in which they began, the mean length of a prompt, and the mean over all tokens
+    of the hand-overs since each was sampled."""
+    by_turn: dict[int, list[Group]] = defaultdict(list)
+    prompts, ages, tokens = [], 0, 0
+    for index, file in enumerate(sorted((run / "training" / "completions").glob("*.parquet"))):
+        table = pl.read_parquet(file).to_dicts()
+        for first in range(0, len(table), GROUP):
+            group = table[first : first + GROUP]
+            by_turn[group[0].get("scheduled_batch", index)].append([[(row["completion_tokens"], 0.0)] for row in group])
+            prompts += [row["prompt_tokens"] for row in group]
+            ages += sum(sum(row.get("ages") or [0]) for row in group)
+            tokens += sum(row["completion_tokens"] for row in group)
+    groups = [group for turn in sorted(by_turn) for group in by_turn[turn]]
+    return groups, mean(prompts), ages / tokens

@@ -1,0 +1,249 @@
+"""Sampling ahead of the training: which groups a generation batch takes, and how fast that is, simulated.
+
+Engines choose groups by `due_groups` and `choose_groups`; so does the simulation, event by event: a server's sequences
+get a token each per step, whose seconds depend on how many there are; a group is finished when its last completion is.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Turn = tuple[int, float]  # tokens that are sampled, and the seconds that a tool takes after them
+Group = Sequence[Sequence[Turn]]  # the turns of each completion of one prompt; without tools one turn each
+
+
+def due_groups(begun: Mapping[int, int], version: int, max_staleness: int) -> set[int]:
+    """The groups that the next generation batch waits for. `begun`: by group, the hand-overs of weights before it;
+    `version`: the hand-overs until now."""
+    return {group for group, then in begun.items() if then <= version - max_staleness}
+
+
+def choose_groups(finished: Sequence[int], due: Collection[int], count: int) -> list[int]:
+    """The finished groups that a generation batch with room for `count` more takes now: those that are due, and others,
+    in the order given, as far as all that are due still find room."""
+    others = [group for group in finished if group not in due]
+    return [group for group in finished if group in due] + others[: count - len(due)]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds that the parts of a training take."""
+
+    step: float  # of a server's decoding step, whatever the number of sequences
+    sequence: float = 0.0  # more, per sequence in it
+    prefill: float = 0.0  # per token of a prompt, and per token of what is sampled on with new weights
+    hand_over: float = 0.0  # of weights, while the servers stand still
+    update: float = 0.0  # of training, per generation batch
+    token: float = 0.0  # more, per completion token in it
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A training as simulated. `batches`: of each generation batch, the groups and the hand-overs since each began."""
+
+    seconds: float
+    waited: float  # seconds in which the trainer waits for completions
+    mean_staleness: float  # hand-overs since a token was sampled, mean over the tokens
+    batches: list[list[tuple[int, int]]]
+
+    @property
+    def batches_per_hour(self) -> float:
+        return 3600 * len(self.batches) / self.seconds
+
+    @property
+    def waiting_share(self) -> float:
+        return self.waited / self.seconds
+
+    @property
+    def max_staleness(self) -> int:
+        return max(age for batch in self.batches for _, age in batch)
+
+
+def simulate(
+    groups: Sequence[Group],
+    prompts_per_generation: int,
+    max_staleness: int,
+    servers: int,
+    slots: int,
+    speed: Speed,
+    prompt_tokens: float = 0.0,
+) -> Simulated:
+    """Train on all groups, P per generation batch, in their order. `slots`: sequences that a server samples together.
+
+    A group is sampled by the server that has the fewest. Several training processes count as one, which takes the
+    groups that are finished first among all of theirs.
+    """
+    sampling = _Sampling(groups, servers, slots, speed, prompt_tokens)
+    begun: dict[int, int] = {}
+    batches: list[list[tuple[int, int]]] = []
+    waited, ahead = 0.0, int(max_staleness > 0)  # generation batches that are begun before their turn
+    for index in range(math.ceil(len(groups) / prompts_per_generation)):
+        sampling.hand_over()
+        version = index + 1
+        first, window = (
+            (index + ahead) * prompts_per_generation * (index > 0),
+            (version + ahead) * prompts_per_generation,
+        )
+        for group in range(first, min(window, len(groups))):
+            begun[group] = version
+            sampling.begin(group)
+        batch: list[tuple[int, int]] = []
+        due, count = due_groups(begun, version, max_staleness), min(prompts_per_generation, len(begun))
+        start = sampling.now
+        while count:
+            taken = choose_groups([group for group in sampling.finished if group in begun], due, count)
+            batch += [(group, version - begun.pop(group)) for group in taken]
+            count, due = count - len(taken), due - set(taken)
+            if count:
+                sampling.next_event()
+        waited += sampling.now - start
+        for group, _ in batch:
+            sampling.take(group)
+        tokens = sum(tokens for group, _ in batch for completion in groups[group] for tokens, _ in completion)
+        sampling.advance(sampling.now + speed.update + speed.token * tokens)
+        batches.append(batch)
+    return Simulated(sampling.now, waited, sampling.aged / max(sampling.tokens, 1), batches)
+
+
+@dataclass
+class _Completion:
+    group: int
+    turns: Sequence[Turn]
+    server: _Server
+    turn: int = 0
+    before: int = 0  # tokens of earlier turns
+    start: float | None = None  # the server's step at which the turn began; None while it is not being sampled
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that it has."""
+        return self.before + (self.server.steps - self.start if self.start is not None else 0.0)
+
+
+@dataclass
+class _Server:
+    speed: Speed
+    slots: int
+    now: float = 0.0
+    steps: float = 0.0
+    debt: float = 0.0  # seconds of prefilling before the next step
+    groups: int = 0
+    running: list[tuple[float, int]] = field(default_factory=list)  # (last step of a turn, completion), a heap
+    queue: deque[int] = field(default_factory=deque)
+
+    @property
+    def step_seconds(self) -> float:
+        return self.speed.step + self.speed.sequence * len(self.running)
+
+    @property
+    def next_end(self) -> float:
+        """When the next turn is sampled."""
+        if not self.running:
+            return math.inf
+        return self.now + self.debt + max(self.running[0][0] - self.steps, 0.0) * self.step_seconds
+
+    def advance(self, until: float) -> None:
+        """To a moment before which no turn ends."""
+        paid = min(self.debt, until - self.now)
+        self.debt -= paid
+        if self.running:
+            self.steps += (until - self.now - paid) / self.step_seconds
+        self.now = until
+
+
+class _Sampling:
+    """What servers sample, as time goes on."""
+
+    def __init__(self, groups: Sequence[Group], servers: int, slots: int, speed: Speed, prompt_tokens: float):
+        self.groups, self.speed, self.prompt_seconds = groups, speed, prompt_tokens * speed.prefill
+        self.servers = [_Server(speed, slots) for _ in range(servers)]
+        self.now = 0.0
+        self.completions: list[_Completion] = []
+        self.waits: list[tuple[float, int]] = []  # (when a tool answers, completion), a heap
+        self.left: dict[int, int] = {}  # completions that are not finished, by group
+        self.members: dict[int, list[_Completion]] = {}  # of the groups that are not taken
+        self.finished: list[int] = []  # groups, in the order in which they were
+        self.aged, self.tokens = 0.0, 0  # hand-overs summed over the tokens, and tokens, of what was taken
+        self.ages: dict[int, float] = {}
+
+    def begin(self, group: int) -> None:
+        server = min(self.servers, key=lambda server: server.groups)
+        server.groups += 1
+        server.debt += self.prompt_seconds
+        self.members[group] = [_Completion(group, turns, server) for turns in self.groups[group]]
+        self.left[group], self.ages[group] = len(self.members[group]), 0.0
+        for completion in self.members[group]:
+            self.completions.append(completion)
+            self._ask(len(self.completions) - 1)
+
+    def take(self, group: int) -> None:
+        """Count the group's tokens as trained, and forget it."""
+        self.aged += self.ages.pop(group)
+        self.tokens += sum(completion.before for completion in self.members.pop(group))
+        self.finished.remove(group)
+
+    def hand_over(self) -> None:
+        """New weights: what is being sampled stands still, and is computed again as far as it is."""
+        for group, completions in self.members.items():
+            self.ages[group] += sum(completion.tokens for completion in completions)
+            if any(completion.start is not None for completion in completions):
+                running = sum(completion.tokens for completion in completions if completion.start is not None)
+                completions[0].server.debt += self.prompt_seconds + self.speed.prefill * running
+        for server in self.servers:
+            server.debt += self.speed.hand_over  # nothing is sampled meanwhile
+        self.advance(self.now + self.speed.hand_over)
+
+    def advance(self, until: float) -> None:
+        """To a moment, with all that ends before."""
+        while self._next()[0] <= until:
+            self.next_event()
+        self.now = until
+        for server in self.servers:
+            server.advance(until)
+
+    def next_event(self) -> None:
+        """To the next end of a turn or of a tool's work."""
+        self.now, server = self._next()
+        for each in self.servers:
+            each.advance(self.now)
+        if server is None:
+            self._ask(heapq.heappop(self.waits)[1])
+        else:
+            self._end(server)
+
+    def _next(self) -> tuple[float, _Server | None]:
+        server = min(self.servers, key=lambda server: server.next_end)
+        answer = self.waits[0][0] if self.waits else math.inf
+        return (answer, None) if answer < server.next_end else (server.next_end, server)
+
+    def _ask(self, number: int) -> None:
+        server = self.completions[number].server
+        server.queue.append(number)
+        self._fill(server)
+
+    def _fill(self, server: _Server) -> None:
+        while server.queue and len(server.running) < server.slots:
+            completion = self.completions[number := server.queue.popleft()]
+            completion.start = server.steps
+            heapq.heappush(server.running, (server.steps + completion.turns[completion.turn][0], number))
+
+    def _end(self, server: _Server) -> None:
+        """The first of the running turns is sampled."""
+        server.steps, number = heapq.heappop(server.running)
+        completion = self.completions[number]
+        tokens, wait = completion.turns[completion.turn]
+        completion.start, completion.before = None, completion.before + tokens
+        completion.turn += 1
+        if completion.turn < len(completion.turns):
+            heapq.heappush(self.waits, (self.now + wait, number))
+        else:
+            self.left[completion.group] -= 1
+            if not self.left[completion.group]:
+                self.finished.append(completion.group)
+                server.groups -= 1
+        self._fill(server)

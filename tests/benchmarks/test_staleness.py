@@ -1,0 +1,73 @@
+"""The benchmark of sampling ahead: servers on a virtual clock, and differences paired by seed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.staleness_learning import VirtualServers, paired
+from grpo_core.model.loading import load_model
+from grpo_core.rollout.types import Request, Sampling
+from tests.conftest import make_tokenizer
+from tests.grpo_core.rollout.vllm_engine import plain_logprobs
+
+
+@pytest.mark.slow
+def test_what_virtual_servers_sample_is_by_the_weights_of_its_time_and_never_too_old(model_folder: Path) -> None:
+    torch.manual_seed(0)
+    model, prompt, sampling = load_model(model_folder), [3, 4, 5], Sampling(24, temperature=1.0)
+    engine = VirtualServers(model, make_tokenizer(), 32, update_time=8.0)
+    versions, ages = dict[int, Any](), set[int]()
+    requests = [Request(prompt, 2, seed=100 * number) for number in range(8)]
+    for _ in range(5):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        engine.sync_weights(model)
+        versions[engine.version] = copy.deepcopy(model)
+        requests += [Request(prompt, 2, seed=10_000 * engine.version + number) for number in range(4)]
+        engine.begin(requests, sampling)
+        found = [each for step in engine.take(requests, sampling, 4, 2) for each in step]
+        assert len(found) == 4
+        for _, group in found:
+            for completion in group:
+                assert completion.ages is not None
+                ages |= {*completion.ages}
+                plain = {
+                    age: plain_logprobs(versions[engine.version - age], prompt + completion.ids)[len(prompt) - 1 :]
+                    for age in {*completion.ages}
+                }
+                expected = [plain[age][place] for place, age in enumerate(completion.ages)]
+                assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+        taken = {number for number, _ in found}
+        requests = [request for number, request in enumerate(requests) if number not in taken]
+        assert len(engine.begun) == len(requests)
+    assert ages == {0, 1, 2}
+
+
+def test_arms_are_compared_with_training_in_turn_of_the_same_seed() -> None:
+    def arm(seed: int, most: int, *rewards: float) -> dict[str, object]:
+        curve = [(100 * (place + 1), reward) for place, reward in enumerate(rewards)]
+        return {
+            "recipe": "r",
+            "seed": seed,
+            "max_staleness": most,
+            "final": rewards[-1],
+            "curve": curve,
+            "staleness": 1,
+        }
+
+    trainings = [
+        arm(0, 0, 0.0, 0.5, 1.0),
+        arm(0, 2, 0.0, 0.95, 0.9),
+        arm(1, 0, 0.0, 0.5, 1.0),
+        arm(1, 2, 0.0, 0.1, 0.7),
+    ]
+    (found,) = paired(trainings)
+    assert found["more_reward"] == pytest.approx([-0.1, -0.3])
+    assert found["standard_error"] == pytest.approx(0.1)
+    assert found["times_the_samples"] == [pytest.approx(200 / 300), None]  # the second never gets there
