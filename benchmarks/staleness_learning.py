@@ -33,7 +33,7 @@ from grpo_core.algorithm import losses
 from grpo_core.config.files import dump_config, parse_config
 from grpo_core.data.order import derive_seed
 from grpo_core.planning.plan import make_plan, plan_inputs
-from grpo_core.planning.sampling_ahead import choose_groups, due_groups
+from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.training import loop, session
@@ -94,19 +94,20 @@ class VirtualServers:
     def take(self, requests: Sequence[Request], sampling: Sampling, count: int, max_staleness: int) -> Stream:
         self._sample(sampling)
         left = {number: self.begun[request.seed] for number, request in enumerate(requests)}
-        due = due_groups({number: begun.version for number, begun in left.items()}, self.version, max_staleness)
         finished: list[int] = []
+        room = count
         for number in sorted(left, key=lambda number: left[number].end):
-            if not count:
+            if not room:
                 break
             self.now = max(self.now, left[number].end)
             finished.append(number)
-            taken = choose_groups(finished, due, count)
-            count, due = count - len(taken), due - set(taken)
+            versions = {number: begun.version for number, begun in left.items()}
+            taken = choose_groups(finished, versions, self.version, max_staleness, room, count)
+            room -= len(taken)
             for each in taken:
                 finished.remove(each)
                 del self.begun[requests[each].seed]
-            yield [(each, [self._completion(sequence) for sequence in left[each].sequences]) for each in taken]
+            yield [(each, [self._completion(sequence) for sequence in left.pop(each).sequences]) for each in taken]
         self.has_trained = True
 
     def drop_begun(self) -> None:

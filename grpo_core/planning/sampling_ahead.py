@@ -1,6 +1,6 @@
 """Sampling ahead of the training: which groups a generation batch takes, and how fast that is, simulated.
 
-Engines choose groups by `due_groups` and `choose_groups`; so does the simulation, event by event: a server's sequences
+Engines choose groups by `choose_groups`; so does the simulation, event by event: a server's sequences
 get a token each per step, whose seconds depend on how many there are; a group is finished when its last completion is.
 Imports no torch.
 """
@@ -8,26 +8,44 @@ Imports no torch.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Turn = tuple[int, float]  # tokens that are sampled, and the seconds that a tool takes after them
 Group = Sequence[Sequence[Turn]]  # the turns of each completion of one prompt; without tools one turn each
 
 
-def due_groups(begun: Mapping[int, int], version: int, max_staleness: int) -> set[int]:
-    """The groups that the next generation batch waits for. `begun`: by group, the hand-overs of weights before it;
-    `version`: the hand-overs until now."""
-    return {group for group, then in begun.items() if then <= version - max_staleness}
+def batches_ahead(max_staleness: int) -> int:
+    """Generation batches that are begun before their turn: half of those that the staleness allows, so that groups that
+    take long have the other half."""
+    return (max_staleness + 1) // 2
 
 
-def choose_groups(finished: Sequence[int], due: Collection[int], count: int) -> list[int]:
-    """The finished groups that a generation batch with room for `count` more takes now: those that are due, and others,
-    in the order given, as far as all that are due still find room."""
-    others = [group for group in finished if group not in due]
-    return [group for group in finished if group in due] + others[: count - len(due)]
+def choose_groups(
+    finished: Iterable[int], begun: Mapping[int, int], version: int, max_staleness: int, room: int, count: int
+) -> list[int]:
+    """The finished groups that a generation batch with `room` for so many more takes now: in the order given, as far as
+    none that is left gets too old. Of those that n more batches may come before, no more may be left than these have
+    room for. `begun`: of each group that is not taken, the hand-overs of weights before it; `version`: the hand-overs
+    until now; `count`: groups of a batch."""
+    later = {group: max(then + max_staleness - version, 0) for group, then in begun.items()}
+    left = Counter(later.values())
+    chosen: list[int] = []
+    for group in finished:
+        if len(chosen) == room:
+            break
+        left[later[group]] -= 1
+        sums = itertools.accumulate(left[batches] for batches in range(max_staleness + 1))
+        rooms = itertools.count(room - len(chosen) - 1, count)
+        if later[group] == min(left) or all(number <= most for number, most in zip(sums, rooms, strict=False)):
+            chosen.append(group)
+            left = +left
+        else:
+            left[later[group]] += 1
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -81,25 +99,23 @@ def simulate(
     sampling = _Sampling(groups, servers, slots, speed, prompt_tokens)
     begun: dict[int, int] = {}
     batches: list[list[tuple[int, int]]] = []
-    waited, ahead = 0.0, int(max_staleness > 0)  # generation batches that are begun before their turn
+    waited, ahead = 0.0, batches_ahead(max_staleness)
     for index in range(math.ceil(len(groups) / prompts_per_generation)):
         sampling.hand_over()
         version = index + 1
-        first, window = (
-            (index + ahead) * prompts_per_generation * (index > 0),
-            (version + ahead) * prompts_per_generation,
-        )
-        for group in range(first, min(window, len(groups))):
+        first = (index + ahead) * prompts_per_generation if index else 0
+        for group in range(first, min((version + ahead) * prompts_per_generation, len(groups))):
             begun[group] = version
             sampling.begin(group)
         batch: list[tuple[int, int]] = []
-        due, count = due_groups(begun, version, max_staleness), min(prompts_per_generation, len(begun))
+        room = min(prompts_per_generation, len(begun))
         start = sampling.now
-        while count:
-            taken = choose_groups([group for group in sampling.finished if group in begun], due, count)
+        while room:
+            finished = [group for group in sampling.finished if group in begun]
+            taken = choose_groups(finished, begun, version, max_staleness, room, prompts_per_generation)
             batch += [(group, version - begun.pop(group)) for group in taken]
-            count, due = count - len(taken), due - set(taken)
-            if count:
+            room -= len(taken)
+            if room:
                 sampling.next_event()
         waited += sampling.now - start
         for group, _ in batch:

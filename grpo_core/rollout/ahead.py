@@ -1,8 +1,8 @@
 """Sampling ahead of the training: which groups are begun, and which of them a generation batch takes.
 
-Two generation batches' prompts are being sampled. A batch takes the groups that are finished first; a group that would
-otherwise be trained later than `max_staleness` hand-overs of weights after it began is waited for. So long completions
-are trained late, and none is lost: each prompt is trained as often as the plan says.
+Several generation batches' prompts are being sampled. A batch takes the groups that are finished first; a group that
+would otherwise be trained later than `max_staleness` hand-overs of weights after it began is waited for. So long
+completions are trained late, and none is lost: each prompt is trained as often as the plan says.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from grpo_core.data.order import derive_seed, rollout_prompts
 from grpo_core.data.prompts import Prompts
 from grpo_core.distributed import share_of
 from grpo_core.planning.plan import Plan
+from grpo_core.planning.sampling_ahead import batches_ahead
 from grpo_core.rollout.types import Lookahead, Request, Sampling, Stream
 
 Group = tuple[int, int]  # the generation batch whose turn its prompt was, and the dataset row
@@ -31,13 +32,16 @@ class Taking:
         return self.engine.take(requests, sampling, self.count, self.max_staleness)
 
 
-def windows(left: Sequence[Group], plan: Plan, seed: int, index: int, processes: int) -> list[list[Group]]:
+def windows(
+    left: Sequence[Group], plan: Plan, seed: int, index: int, max_staleness: int, processes: int
+) -> list[list[Group]]:
     """The groups that each process is to have begun when generation batch `index` is taken from them: those `left` by
-    the batch before, in the order of the processes (at a start: those whose turn it is), and the next batch's."""
-    now = list(left) or _scheduled(plan, seed, index)
-    following = _scheduled(plan, seed, index + 1) if index + 1 < plan.rollouts else []
+    the batch before, in the order of the processes, and those that begin now (at a start: all of the first batches)."""
+    last = index + batches_ahead(max_staleness)
+    turns = range(last if left else index, min(last + 1, plan.rollouts))
+    parts = [list(left), *([(turn, row) for row in rollout_prompts(plan, seed, turn)] for turn in turns)]
     return [
-        [groups[place] for groups in (now, following) for place in share_of(len(groups), process, processes)]
+        [groups[place] for groups in parts for place in share_of(len(groups), process, processes)]
         for process in range(processes)
     ]
 
@@ -47,7 +51,3 @@ def requests_of(window: Sequence[Group], prompts: Prompts, plan: Plan, seed: int
     return [
         Request(prompts.ids[row], plan.num_generations, derive_seed(seed, turn, attempt, row)) for turn, row in window
     ]
-
-
-def _scheduled(plan: Plan, seed: int, index: int) -> list[Group]:
-    return [(index, row) for row in rollout_prompts(plan, seed, index)]

@@ -108,7 +108,7 @@ def collect(
         samples = draw(scheduled)
     else:
         process = PartialState()
-        all_begun = windows(begun, plan, config.seed, index, process.num_processes)
+        all_begun = windows(begun, plan, config.seed, index, config.rollout.max_staleness, process.num_processes)
         samples = take(all_begun[process.process_index], len(share(plan.prompts_per_generation)))
         taken = {(sample.turn, sample.row) for sample in samples}
         left = [group for window in all_begun for group in window if group not in taken]

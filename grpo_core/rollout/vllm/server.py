@@ -29,7 +29,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, sharers
 from grpo_core.model.loading import base_weights, plain_weights
 from grpo_core.model.sharded import is_sharded
-from grpo_core.planning.sampling_ahead import choose_groups, due_groups
+from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import adapter_of
@@ -143,15 +143,17 @@ class VLLMServerEngine:
     def take(self, requests: Sequence[Request], sampling: Sampling, count: int, max_staleness: int) -> Stream:
         keys = [_key(request, sampling) for request in requests]
         left = {number: self.begun[key] for number, key in enumerate(keys)}
-        due = due_groups({number: begun.version for number, begun in left.items()}, self.version, max_staleness)
-        while count:
-            room = count - len(due)  # for others
-            awaited = [begun.answer for number, begun in left.items() if room or number in due]
-            wait(awaited, TURN_SECONDS, FIRST_COMPLETED)
-            taken = choose_groups([number for number, begun in left.items() if begun.answer.done()], due, count)
-            count, due = count - len(taken), due - set(taken)
-            yield [(number, self._aged(self.begun.pop(keys[number]).answer.result())) for number in taken]
+        room = count
+        while room:
+            done = [number for number, begun in left.items() if begun.answer.done()]
+            versions = {number: begun.version for number, begun in left.items()}
+            taken = choose_groups(done, versions, self.version, max_staleness, room, count)
+            if not taken:
+                others = [begun.answer for number, begun in left.items() if number not in done]
+                wait(others, TURN_SECONDS, FIRST_COMPLETED)
+            room -= len(taken)
             left = {number: begun for number, begun in left.items() if number not in taken}
+            yield [(number, self._aged(self.begun.pop(keys[number]).answer.result())) for number in taken]
 
     def drop_begun(self) -> None:
         """End requests that were begun and whose answers will not be asked for."""

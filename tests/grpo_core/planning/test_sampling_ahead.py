@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from itertools import chain
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.planning.sampling_ahead import Group, Speed, choose_groups, due_groups, simulate
+from grpo_core.planning.sampling_ahead import Group, Speed, choose_groups, simulate
 
 SPEED = Speed(step=1.0, sequence=0.5, prefill=0.125, hand_over=2.0, update=10.0, token=0.25)
 
@@ -20,12 +21,18 @@ def _group(*lengths: int) -> Group:
     return [[(length, 0.0)] for length in lengths]
 
 
-def test_a_batch_takes_what_is_due_and_others_only_as_far_as_the_due_leave_room() -> None:
-    due = due_groups({7: 1, 8: 2, 9: 3}, version=4, max_staleness=2)
-    assert due == {7, 8}
-    assert choose_groups([9, 8, 5], due, 2) == [8]
-    assert choose_groups([9, 8, 5], due, 3) == [8, 9]
-    assert choose_groups([9, 5], due, 3) == [9]
+def test_a_batch_takes_what_finishes_first_as_far_as_nothing_that_is_left_gets_too_old() -> None:
+    begun = {7: 1, 8: 2, 9: 3, 5: 4}
+    assert choose_groups([9, 8, 5], begun, 4, 2, room=2, count=3) == [8]  # 7 has to be in this batch, too
+    assert choose_groups([9, 8, 5], begun, 4, 2, room=3, count=3) == [9, 8]
+    assert choose_groups([9, 5], begun, 4, 2, room=3, count=3) == [9]
+    assert choose_groups([9, 5], begun, 4, 8, room=3, count=3) == [9, 5]
+
+
+def test_what_later_batches_have_no_room_for_is_in_this_one() -> None:
+    begun = {**dict.fromkeys(range(6), 1), 6: 2}
+    assert choose_groups([6, 3, 5, 4], begun, 2, 3, room=2, count=2) == [3, 5]  # the next two take the other four
+    assert choose_groups([6, 3, 5, 4], begun, 2, 4, room=2, count=2) == [6, 3]  # the next three could take six
 
 
 def test_sampling_and_training_in_turn_take_the_sum_of_their_parts() -> None:
@@ -131,23 +138,31 @@ def _step_by_step(
             if whole and key[0] not in order:
                 order.append(key[0])
 
+    def in_time(rest: list[int], room: int) -> bool:
+        """Whether batches that take the oldest first, this one with so much room, train all before they are too old."""
+        places = enumerate(sorted(rest, key=lambda group: begun[group]))
+        batch_of = {group: 0 if place < room else 1 + (place - room) // per_batch for place, group in places}
+        return all(version + batch_of[group] <= begun[group] + most for group in rest)
+
     while len(list(chain(*batches))) < len(groups):
         aged += sum(tokens for (group, _), tokens in has.items() if group in begun)
         now, version = now + hand_over, version + 1
-        for group in range(next_group, min((version + (most > 0)) * per_batch, len(groups))):
+        for group in range(next_group, min((version + math.ceil(most / 2)) * per_batch, len(groups))):
             least = min(range(servers), key=lambda n: len({key[0] for key in queues[n]}))
             queues[least] += [(group, member) for member in range(len(groups[group]))]
             has |= {(group, member): 0 for member in range(len(groups[group]))}
             begun[group] = version
             next_group = group + 1
         wanted = min(per_batch, len(begun))
-        while True:
-            late = [group for group in begun if version - begun[group] >= most]
-            ready = [group for group in order if group in begun]
-            if all(group in ready for group in late) and len(ready) >= wanted:
-                break
-            tick()
-        chosen = (late + [group for group in ready if group not in late])[:wanted]
+        chosen: list[int] = []
+        while len(chosen) < wanted:
+            for group in order:
+                rest = [other for other in begun if other not in (*chosen, group)]
+                room = wanted - len(chosen) - 1
+                if group in begun and group not in chosen and room >= 0 and in_time(rest, room):
+                    chosen.append(group)
+            if len(chosen) < wanted:
+                tick()
         batches.append(sorted((group, version - begun.pop(group)) for group in chosen))
         for _ in range(update):
             tick()

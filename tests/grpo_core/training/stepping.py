@@ -20,6 +20,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.data.prompts import Prompts
 from grpo_core.model.policy import Policy
 from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rewards.contract import resolve
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling
 from grpo_core.training import loop as trainer
@@ -70,8 +71,8 @@ class CountingEngine:
     ) -> Generator[list[Finished], None, None]:
         assert len(requests) == len(self.begun)  # no other is left behind
         by_end = sorted(range(len(requests)), key=lambda number: self.begun[requests[number].seed][1])
-        due = [n for n in by_end if self.begun[requests[n].seed][0] <= self.now - max_staleness]
-        taken = (due + [number for number in by_end if number not in due])[:count]
+        begun = {number: self.begun[request.seed][0] for number, request in enumerate(requests)}
+        taken = choose_groups(by_end, begun, self.now, max_staleness, count, count)
         self.ages += [self.now - self.begun.pop(requests[number].seed)[0] for number in taken]
         yield []
         generated = self.generate([requests[number] for number in taken], sampling)
