@@ -59,9 +59,9 @@ class RolloutConfig(Section):
     vllm_request_timeout: float = Field(1800.0, gt=0)
     """vllm-server: seconds that a server may take to answer, or to take new weights, before the training stops."""
     max_staleness: int = Field(0, ge=0, le=8)
-    """vllm-server: above 0, the next generation batch is sampled while the current one is trained on, and what is being
-    sampled when weights come goes on with these. A prompt's completions are trained at most so many generation batches
-    after they began; the sampling correction accounts for the difference."""
+    """vllm-server: above 0, the next generation batches are sampled while the current one is trained on, and what is
+    being sampled when weights come goes on with these. A prompt's completions are trained at most so many generation
+    batches after they began; the sampling correction accounts for the difference."""
 
     def engine_on(self, has_gpu: bool) -> Literal["vllm", "vllm-server", "transformers"]:
         """The engine that samples on a machine with or without a GPU: what `auto` means is decided here alone."""
