@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.data.recording import folder_of
 from grpo_core.environments.registry import sources
 from grpo_core.rewards.contract import source_of
 from grpo_core.rewards.registry import BUILTIN
@@ -72,7 +73,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
         "health": True,
         "launch": True,
         "rewards": {"__all__": {"timeout", "range", "isolated", "memory_gib"}},
-        "rollout": {"max_sync_drift", "gpu_memory_utilization", "cpu_kv_cache_gib", *SERVERS},
+        "rollout": {"recording", "max_sync_drift", "gpu_memory_utilization", "cpu_kv_cache_gib", *SERVERS},
         "data": {"answer_column"},
         "environment": {"tool_timeout", "conversation_timeout", "memory_gib"} if config.environment.is_used else True,
         "train": {
@@ -88,6 +89,8 @@ def determining(config: RunConfig) -> dict[str, Any]:
     }
     values = config.model_dump(mode="json", exclude=others)
     values["train"] |= batch_of(config) | _shares(config)
+    if config.rollout.recording is not None:
+        values["rollout"]["content of the recording"] = content_hash(str(folder_of(config.rollout)))
     for reward in values["rewards"]:
         record = BUILTIN.get(reward["function"])
         left_out = record.operational if record else ()

@@ -1,0 +1,52 @@
+"""The generation batches of an earlier training, in place of sampled ones: `columns` is written, `replay` reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from grpo_core.config.run import RunConfig
+from grpo_core.data.recording import read_batch
+from grpo_core.planning.plan import Plan
+from grpo_core.rollout.collect import Sample, generation_batch
+from grpo_core.rollout.types import Completion, GenerationBatch
+from grpo_core.system.progress import phase
+
+IDS = pa.list_(pa.int32())
+
+
+def columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
+    """What a training on the samples needs beside texts and rewards. `sampling_logprobs`: the engine's, as float32;
+    `trained_tokens`: of conversations, 1 per token that the policy sampled, 0 per token of the environment."""
+    completions = [sample.completion for sample in samples]
+    found = {
+        "row": pa.array([sample.row for sample in samples], pa.int64()),
+        "prompt_ids": pa.array([sample.prompt_ids for sample in samples], IDS),
+        "completion_ids": pa.array([completion.ids for completion in completions], IDS),
+        "sampling_logprobs": pa.array([completion.logprobs for completion in completions], pa.list_(pa.float32())),
+    }
+    if any(completion.mask for completion in completions):
+        found["trained_tokens"] = pa.array([completion.mask for completion in completions], IDS)
+    return found
+
+
+@phase("reading the recording")
+def replay(index: int, config: RunConfig, plan: Plan) -> tuple[GenerationBatch, list[Sample]]:
+    """Generation batch `index` as it was recorded, and its samples in the same order. Rewards are those of the
+    recording; they are weighted and compared as `config` says.
+
+    The same on every process, each of which reads the whole.
+    """
+    table = read_batch(config.rollout, index)
+    names = ["row", "prompt_ids", "completion", "completion_ids", "sampling_logprobs", "truncated"]
+    optional = [table[name].to_pylist() if name in table.column_names else None for name in ("trained_tokens", "ages")]
+    masks, ages = (found or [None] * len(table) for found in optional)
+    scores = np.array([table[f"rewards/{it.name}"].to_numpy() for it in config.rewards], dtype=np.float64)  # null → NaN
+    rows = zip(*(table[name].to_pylist() for name in names), masks, ages, scores.T.tolist(), strict=True)
+    samples = [
+        Sample(row, prompt_ids, Completion(ids, logprobs, truncated, mask, age), text, rewards)
+        for row, prompt_ids, text, ids, logprobs, truncated, mask, age, rewards in rows
+    ]
+    return generation_batch(index, config, plan, samples, samples, {"time/generate": 0.0, "time/score": 0.0}), samples
