@@ -22,6 +22,7 @@ from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
+from grpo_core.data.recording import check_recording
 from grpo_core.environments.registry import sources as environment_sources
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.planning.forecast import forecast, forecast_rows, useful_groups
@@ -152,6 +153,8 @@ def _own_plan(
             pass_rates = pass_rates or sources.list_pass_rates(*training_data)
     inputs = plan_inputs(config, num_prompts)
     figures = make_plan(inputs)
+    if reads_data and config.rollout.engine == "recorded":
+        check_recording(config, figures, run_folder(config.name))
     hardware = find_gpu() if gpu is None else named_gpu(gpu) if gpu else None
     pace: Throughput | Pace | str | None = None
     if history:
