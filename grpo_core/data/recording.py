@@ -87,7 +87,7 @@ def _check_file(file: Path, config: RunConfig, plan: Plan) -> None:
         schema = pq.read_schema(file)
     except (OSError, pa.ArrowInvalid) as error:
         raise ConfigError(f"{file} cannot be read: {error}; record again") from None
-    if not (schema.metadata or {}).get(KEY) or not NEEDED <= {*schema.names}:
+    if not (schema.metadata or {}).get(KEY) or not {*schema.names} >= NEEDED:
         raise ConfigError(f"{file} lacks what a training on it needs: an older version has written it; record again")
     known = json.loads(schema.metadata[KEY])
     asked = {

@@ -29,8 +29,7 @@ def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollou
     samples, and the groups that are begun and left for later batches. Without an engine it is replayed."""
     if session.engine is None:
         session.policy.refresh()
-        batch, samples = replay(index, session.config, session.plan)
-        left = []
+        batch, samples, left = *replay(index, session.config, session.plan), list[Group]()
     else:
         batch, samples, left = _sample(session, session.engine, index, state)
     old_logprobs, keep = _old_logprobs(session, batch)

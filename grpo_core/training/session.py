@@ -174,14 +174,14 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         engine=engine,
         lookahead=engine if config.rollout.max_staleness and isinstance(engine, Lookahead) else None,
         memory=OutOfMemoryRetry(plan.per_device_train_batch_size * longest, policy),
-        probe=engine
-        and Probe(
-            *from_main(probe_batch(engine, prompts.ids, max(lengths) - 1)),
-            config.train.mixed_precision,
-            config.rollout.max_sync_drift,
-        ),
+        probe=_probe(engine, config, prompts, max(lengths)) if engine is not None else None,
         start=start,
     )
+
+
+def _probe(engine: Engine, config: RunConfig, prompts: Prompts, longest: int) -> Probe:
+    contexts, continuations = from_main(probe_batch(engine, prompts.ids, longest - 1))
+    return Probe(contexts, continuations, config.train.mixed_precision, config.rollout.max_sync_drift)
 
 
 def _load_model(config: RunConfig, accelerator: Accelerator, *, frozen: bool, in_bf16: bool) -> Any:
