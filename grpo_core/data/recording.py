@@ -1,5 +1,5 @@
 """What a training has sampled, as files that another can train on: one Parquet file per generation batch, whose rows
-are completions, groups in a row. `grpo_core.training.log` writes them."""
+are completions, groups in a row."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ NEEDED = {"step", "row", "prompt", "prompt_ids", "completion_ids", "sampling_log
 
 
 def folder_of(rollout: RolloutConfig) -> Path:
-    """The folder of the files that `rollout.recording` names, whether they are there or not."""
-    training, unfinished = (Path(rollout.recording or "", name, "completions") for name in TRAININGS)
-    return unfinished if unfinished.is_dir() and not training.is_dir() else training
-
-
-TRAININGS = ("training", "training.partial")  # in a run directory, once it is finished and until then
+    """The folder of the files that `rollout.recording` names, whether they are there or not: of the finished training
+    in that run directory, otherwise of the unfinished one."""
+    run = Path(rollout.recording or "")
+    finished, unfinished = run / "training" / "completions", run / "training.partial" / "completions"
+    return unfinished if unfinished.is_dir() and not finished.is_dir() else finished
 
 
 def facts(config: RunConfig, plan: Plan, tokenizer: Any) -> dict[str, Any]:
@@ -48,9 +47,16 @@ def vocabulary(tokenizer: Any) -> str:
     return hashlib.blake2b(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def with_facts(table: pa.Table, known: Mapping[str, Any]) -> pa.Table:
-    """The table with these facts in its metadata."""
-    return table.replace_schema_metadata({KEY: json.dumps(known)})
+def write_batch(table: pa.Table, known: Mapping[str, Any], path: Path) -> None:
+    """Write the rows of a generation batch, with these facts."""
+    # A dictionary of numbers that are nearly all different makes them larger.
+    repeated = [
+        f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
+        for field in table.schema
+        if field.name != "sampling_logprobs"
+    ]
+    table = table.replace_schema_metadata({KEY: json.dumps(known)})
+    pq.write_table(table, path, use_dictionary=repeated)
 
 
 def read_batch(rollout: RolloutConfig, index: int) -> pa.Table:

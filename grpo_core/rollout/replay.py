@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,22 +15,26 @@ from grpo_core.rollout.collect import Sample, generation_batch
 from grpo_core.rollout.types import Completion, GenerationBatch
 from grpo_core.system.progress import phase
 
-IDS = pa.list_(pa.int32())
-
-
 def columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
     """What a training on the samples needs beside texts and rewards. `sampling_logprobs`: the engine's, as float32;
     `trained_tokens`: of conversations, 1 per token that the policy sampled, 0 per token of the environment."""
     completions = [sample.completion for sample in samples]
     found = {
         "row": pa.array([sample.row for sample in samples], pa.int64()),
-        "prompt_ids": pa.array([sample.prompt_ids for sample in samples], IDS),
-        "completion_ids": pa.array([completion.ids for completion in completions], IDS),
-        "sampling_logprobs": pa.array([completion.logprobs for completion in completions], pa.list_(pa.float32())),
+        "prompt_ids": _lists([sample.prompt_ids for sample in samples], np.int32),
+        "completion_ids": _lists([completion.ids for completion in completions], np.int32),
+        "sampling_logprobs": _lists([completion.logprobs for completion in completions], np.float32),
     }
-    if any(completion.mask for completion in completions):
-        found["trained_tokens"] = pa.array([completion.mask for completion in completions], IDS)
+    if masks := [completion.mask for completion in completions if completion.mask is not None]:
+        found["trained_tokens"] = _lists(masks, np.int8)  # of all, since all are conversations
     return found
+
+
+def _lists(rows: Sequence[Sequence[float]], kind: type[np.number]) -> pa.Array:
+    """Lists as a column, in a tenth of the time that `pa.array` takes."""
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    values = np.fromiter(itertools.chain.from_iterable(rows), kind, count=offsets[-1])
+    return pa.ListArray.from_arrays(offsets, values)
 
 
 @phase("reading the recording")

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grpo_core.data.recording import FILE, facts, with_facts
+from grpo_core.data.recording import FILE, facts, write_batch
 from grpo_core.rollout.collect import Sample, conversation_columns
 from grpo_core.rollout.replay import columns as token_columns
 from grpo_core.rollout.types import Rollout
@@ -97,13 +97,13 @@ class TrainingLog:
         for position, reward in enumerate(self.session.config.rewards):
             values = [sample.rewards[position] for sample in samples]
             columns[f"rewards/{reward.name}"] = pa.array(values, pa.float64(), from_pandas=True)  # NaN → null: None
-        table, path = with_facts(pa.table(columns), self.facts), self._completions(rollout.index)
+        table, path = pa.table(columns), self._completions(rollout.index)
         if path.exists():
             earlier = pq.read_table(path)
             table = pa.concat_tables([earlier.filter(pc.field("step") < step), table])
         temporary = path.with_suffix(".tmp")
         with naming(temporary):
-            pq.write_table(table, temporary)
+            write_batch(table, self.facts, temporary)
         publish(temporary, path)
 
     def finding(self, finding: Finding) -> None:
