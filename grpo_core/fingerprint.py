@@ -10,7 +10,6 @@ from typing import Any
 
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
-from grpo_core.data.recording import folder_of
 from grpo_core.environments.registry import sources
 from grpo_core.rewards.contract import source_of
 from grpo_core.rewards.registry import BUILTIN
@@ -90,6 +89,8 @@ def determining(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json", exclude=others)
     values["train"] |= batch_of(config) | _shares(config)
     if config.rollout.recording is not None:
+        from grpo_core.data.recording import folder_of  # imports pyarrow, which takes a command long
+
         values["rollout"]["content of the recording"] = content_hash(str(folder_of(config.rollout)))
     for reward in values["rewards"]:
         record = BUILTIN.get(reward["function"])

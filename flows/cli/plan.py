@@ -22,7 +22,6 @@ from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
-from grpo_core.data.recording import check_recording
 from grpo_core.environments.registry import sources as environment_sources
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.planning.forecast import forecast, forecast_rows, useful_groups
@@ -154,6 +153,8 @@ def _own_plan(
     inputs = plan_inputs(config, num_prompts)
     figures = make_plan(inputs)
     if reads_data and config.rollout.engine == "recorded":
+        from grpo_core.data.recording import check_recording
+
         # How many batches an epoch takes, only the stage knows: validate may leave prompts out.
         certain = figures if config.train.max_steps else dataclasses.replace(figures, rollouts=1)
         check_recording(config, certain, run_folder(config.name))

@@ -15,6 +15,7 @@ from grpo_core.rollout.collect import Sample, generation_batch
 from grpo_core.rollout.types import Completion, GenerationBatch
 from grpo_core.system.progress import phase
 
+
 def columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
     """What a training on the samples needs beside texts and rewards. `sampling_logprobs`: the engine's, as float32;
     `trained_tokens`: of conversations, 1 per token that the policy sampled, 0 per token of the environment."""
