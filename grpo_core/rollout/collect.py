@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
 from collections import Counter
@@ -304,24 +303,6 @@ def _has_failed(answer: _Answer) -> bool:
 def _sample(answer: _Answer, text: str, rewards: list[float]) -> Sample:
     said = answer.conversation.said if answer.conversation else None
     return Sample(answer.row, answer.prompt_ids, answer.completion, text, rewards, said, answer.place)
-
-
-def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Columns of records for conversations; none without tools and environment. `opening`: what the environment's
-    `reset` added to the prompt; `conversation`: the messages after that, as JSON; `trained_tokens`: 1 per token that
-    the policy sampled, 0 per token of the environment; `environment_failure`: "" if there was none."""
-    held = [sample.said for sample in samples if sample.said]
-    if not held:
-        return {}
-    return {
-        "opening": [said.opening for said in held],
-        "conversation": [json.dumps(said.messages, ensure_ascii=False) for said in held],
-        "turns": [said.turns for said in held],
-        "tool_calls": [said.calls.total() for said in held],
-        "failed_tool_calls": [said.failed_calls.total() for said in held],
-        "environment_seconds": [round(said.seconds, 4) for said in held],
-        "environment_failure": [said.failure for said in held],
-    }
 
 
 @phase("sampling")

@@ -20,8 +20,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grpo_core.data.recording import FILE, facts, write_batch
-from grpo_core.rollout.collect import Sample, conversation_columns
-from grpo_core.rollout.replay import columns as token_columns
+from grpo_core.rollout.collect import Sample
+from grpo_core.rollout.records import conversation_columns, token_columns
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import naming, publish
 from grpo_core.training import health

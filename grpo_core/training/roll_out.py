@@ -15,7 +15,7 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.model.transfer import move
 from grpo_core.rollout.ahead import Group
 from grpo_core.rollout.collect import Sample, collect
-from grpo_core.rollout.replay import replay
+from grpo_core.rollout.records import replay
 from grpo_core.rollout.types import Engine, GenerationBatch, Rollout
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import balanced, join, with_gradient

@@ -84,6 +84,7 @@ def assert_replayed(run: Path, recorded: Path) -> None:
 def test_a_training_on_a_recording_does_what_the_recorded_one_did(
     values: dict[str, Any], tmp_path: Path, keys: dict[str, Any], of_sampling: dict[str, Any]
 ) -> None:
+    values["rewards"].append({"function": "tests.grpo_core.training.test_options:only_odd_prompts_apply"})  # else None
     recorded = trained_run(tmp_path / "recorded", values, **keys, **of_sampling)
     run = replayed(tmp_path / "run", recorded, values, **keys)
     assert_replayed(run, recorded)

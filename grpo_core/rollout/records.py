@@ -1,9 +1,11 @@
-"""The generation batches of an earlier training, in place of sampled ones: `columns` is written, `replay` reads it."""
+"""Samples as columns of records, and generation batches read from the records of an earlier training."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +18,7 @@ from grpo_core.rollout.types import Completion, GenerationBatch
 from grpo_core.system.progress import phase
 
 
-def columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
+def token_columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
     """What a training on the samples needs beside texts and rewards. `sampling_logprobs`: the engine's, as float32;
     `trained_tokens`: of conversations, 1 per token that the policy sampled, 0 per token of the environment."""
     completions = [sample.completion for sample in samples]
@@ -36,6 +38,24 @@ def _lists(rows: Sequence[Sequence[float]], kind: type[np.number]) -> pa.Array:
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
     values = np.fromiter(itertools.chain.from_iterable(rows), kind, count=offsets[-1])
     return pa.ListArray.from_arrays(offsets, values)
+
+
+def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """Columns of records for conversations; none without tools and environment. `opening`: what the environment's
+    `reset` added to the prompt; `conversation`: the messages after that, as JSON; `environment_failure`: "" if there
+    was none."""
+    held = [sample.said for sample in samples if sample.said]
+    if not held:
+        return {}
+    return {
+        "opening": [said.opening for said in held],
+        "conversation": [json.dumps(said.messages, ensure_ascii=False) for said in held],
+        "turns": [said.turns for said in held],
+        "tool_calls": [said.calls.total() for said in held],
+        "failed_tool_calls": [said.failed_calls.total() for said in held],
+        "environment_seconds": [round(said.seconds, 4) for said in held],
+        "environment_failure": [said.failure for said in held],
+    }
 
 
 @phase("reading the recording")
