@@ -16,8 +16,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, NotFiniteError
 from grpo_core.evaluation.run import evaluate
+from grpo_core.training import loop as trainer
 from grpo_core.training import session as sessions
 from grpo_core.training.loop import train
 from tests.conftest import config_values, make_run, with_keys, write_sums
@@ -249,3 +250,22 @@ def test_an_unfinished_run_is_a_recording_of_what_it_has_sampled(
     shutil.copytree(recorded / "training" / "completions", stopped / "training.partial" / "completions")
     run = replayed(tmp_path / "run", stopped, values, max_steps=2)
     assert_replayed(run, recorded)
+
+
+def test_a_training_on_a_recording_that_rolls_back_goes_on_with_the_same_samples(
+    values: dict[str, Any], recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, calls = trainer.update, []
+
+    def failing_first(*arguments: Any) -> dict[str, float]:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise NotFiniteError("step 1")
+        return update(*arguments)
+
+    monkeypatch.setattr(trainer, "update", failing_first)
+    run = replayed(tmp_path / "run", recorded, values, max_steps=2, not_finite_action="roll_back")
+    assert result_of(run)["roll_backs"] == 1
+    for index in range(2):
+        ids = [[row["completion_ids"] for row in completions_of(each, index)] for each in (run, recorded)]
+        assert ids[0] == ids[1]
