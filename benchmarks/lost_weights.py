@@ -69,6 +69,8 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
     run = make_run(folder / "run", values)
     with _engine_made_as(engine, run):
         session = load_session(run)
+        sampler, probe = session.engine, session.probe
+        assert sampler is not None and probe is not None
         progress = TrainingState(tokens_per_pass=100)
         rollout, *_ = roll_out(session, 0, progress)
         generator = torch.Generator().manual_seed(0)
@@ -98,19 +100,19 @@ def measure(engine: Name, precision: str, folder: Path, updates: int = UPDATES) 
             with torch.no_grad():
                 torch._foreach_copy_(trained, start)
             session.policy.refresh()
-            session.engine.sync_weights(session.policy.model)
-            session.probe.noticed = session.probe.reference = None
-            session.probe.compare(probe_logprobs(session))
+            sampler.sync_weights(session.policy.model)
+            probe.noticed = probe.reference = None
+            probe.compare(probe_logprobs(session))
 
         rows = []
         for learning_rate in LEARNING_RATES:
             begin()
             stopped, movement, drift = train(learning_rate)
             begin()
-            with mock.patch.object(session.engine, "sync_weights", lambda model: "lost"):
+            with mock.patch.object(sampler, "sync_weights", lambda model: "lost"):
                 stopped_lost, _, _ = train(learning_rate)
             rows.append(Row(engine, precision, learning_rate, movement, drift, stopped, stopped_lost))
-        session.engine.close()
+        sampler.close()
     return rows
 
 

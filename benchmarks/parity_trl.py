@@ -150,7 +150,7 @@ def compared(folder: Path, keys: dict[str, Any], share_prompts: bool) -> dict[st
 
 def train_here(run: Path, share_prompts: bool) -> tuple[Trained, Kept]:
     session = load_session(run)
-    assert session.policy.packs
+    assert session.policy.packs and session.engine is not None
     session.policy.packs = share_prompts
     plan, seed, trained = session.plan, session.config.seed, Trained()
     rollouts: list[Rollout] = []

@@ -72,7 +72,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
         "health": True,
         "launch": True,
         "rewards": {"__all__": {"timeout", "range", "isolated", "memory_gib"}},
-        "rollout": {"max_sync_drift", "gpu_memory_utilization", "cpu_kv_cache_gib", *SERVERS},
+        "rollout": {"recording", "max_sync_drift", "gpu_memory_utilization", "cpu_kv_cache_gib", *SERVERS},
         "data": {"answer_column"},
         "environment": {"tool_timeout", "conversation_timeout", "memory_gib"} if config.environment.is_used else True,
         "train": {
@@ -88,6 +88,10 @@ def determining(config: RunConfig) -> dict[str, Any]:
     }
     values = config.model_dump(mode="json", exclude=others)
     values["train"] |= batch_of(config) | _shares(config)
+    if config.rollout.recording is not None:
+        from grpo_core.data.recording import folder_of  # imports pyarrow, which takes a command long
+
+        values["rollout"]["content of the recording"] = content_hash(str(folder_of(config.rollout)))
     for reward in values["rewards"]:
         record = BUILTIN.get(reward["function"])
         left_out = record.operational if record else ()

@@ -7,11 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
+from grpo_core.data.prompts import load_tokenizer
+from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, capability, find_gpu, name_hardware
 from grpo_core.planning.pace import Pace, Throughput
@@ -33,6 +36,9 @@ def plan(run: Path, config: RunConfig, force: bool = False) -> State[None]:
 def _work(context: Context) -> dict[str, Any]:
     config, data = context.config, validated(VALIDATE.path(context.run), VALIDATE.read_receipt(context.run))
     plan = make_plan(plan_inputs(config, data.num_prompts))
+    if config.rollout.engine == "recorded":
+        check_recording(config, plan, context.run)
+        check_tokens(config, plan, load_tokenizer(config.model), pq.read_table(data.prompts)["prompt"].to_pylist())
     figures = asdict(plan)
     get_run_logger().info(
         "%d updates of %d completions (%d prompts × %d); %d prompts dropped per epoch",

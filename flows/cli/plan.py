@@ -153,6 +153,12 @@ def _own_plan(
             pass_rates = pass_rates or sources.list_pass_rates(*training_data)
     inputs = plan_inputs(config, num_prompts)
     figures = make_plan(inputs)
+    if reads_data and config.rollout.engine == "recorded":
+        from grpo_core.data.recording import check_recording
+
+        # How many batches an epoch takes, only the stage knows: validate may leave prompts out.
+        certain = figures if config.train.max_steps else dataclasses.replace(figures, rollouts=1)
+        check_recording(config, certain, run_folder(config.name))
     hardware = find_gpu() if gpu is None else named_gpu(gpu) if gpu else None
     pace: Throughput | Pace | str | None = None
     if history:

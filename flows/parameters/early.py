@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from grpo_core.config.run import RunConfig
+from grpo_core.data.recording import check_recording
 from grpo_core.environments.registry import sources
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.rewards.contract import check_environments, resolve
@@ -12,13 +14,14 @@ from tasks.data.places import check_places
 from tasks.data.sources import count_prompts, needs_loading
 from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launchers.kubernetes_job import check_template
+from tasks.stages.run_directory import run_folder
 from tasks.stages.table import GPU_DEPLOYMENT
 
 ENOUGH = 10**9  # prompts, assumed if counting them would mean loading a dataset: no rule asks for more
 
 
 def refuse_early(config: RunConfig) -> None:
-    """Raises ConfigError if the model or prompts do not exist or launch.kubernetes is wrong, RewardError or
+    """Raises ConfigError if model, prompts or recording do not exist or launch.kubernetes is wrong, RewardError or
     EnvironmentsError if a reward, environment or tool cannot be loaded, SourceError if the training file cannot be
     read, PlanError if sizes do not go together, whichever prompts validate keeps, and MachineError if this machine is
     to train on a GPU and cannot."""
@@ -30,4 +33,6 @@ def refuse_early(config: RunConfig) -> None:
     check_environments([resolve(reward) for reward in config.rewards], config.environment.is_used)
     data = config.data
     num_prompts = ENOUGH if needs_loading(data.train) else count_prompts("data.train", data.train, data.train_split)
-    make_plan(plan_inputs(config, num_prompts))
+    plan = make_plan(plan_inputs(config, num_prompts))
+    if config.rollout.engine == "recorded":
+        check_recording(config, replace(plan, rollouts=1), run_folder(config.name))

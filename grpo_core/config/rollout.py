@@ -12,9 +12,13 @@ VLLM_MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 
 
 class RolloutConfig(Section):
-    engine: Literal["auto", "vllm", "vllm-server", "transformers"] = "auto"
+    engine: Literal["auto", "vllm", "vllm-server", "transformers", "recorded"] = "auto"
     """What samples completions. `auto`: vLLM on a GPU, transformers on a CPU. `vllm-server`: vLLM in its own processes,
-    on other GPUs or another machine."""
+    on other GPUs or another machine. `recorded`: nothing; the training takes those of another run (`recording`), and
+    the evaluation after it samples as with `auto`."""
+    recording: str | None = None
+    """recorded: directory of the run, finished or not, on whose completions to train, with the rewards that they got
+    there."""
     num_generations: int = Field(8, ge=2)
     """G: completions sampled per prompt."""
     max_completion_length: int = Field(256, ge=1)
@@ -63,11 +67,16 @@ class RolloutConfig(Section):
     being sampled when weights come goes on with these. A prompt's completions are trained at most so many generation
     batches after they began; the sampling correction accounts for the difference."""
 
-    def engine_on(self, has_gpu: bool) -> Literal["vllm", "vllm-server", "transformers"]:
-        """The engine that samples on a machine with or without a GPU: what `auto` means is decided here alone."""
+    def engine_on(self, has_gpu: bool) -> Literal["vllm", "vllm-server", "transformers", "recorded"]:
+        """The engine on a machine with or without a GPU: what `auto` means is decided here alone."""
         if self.engine == "auto":
             return "vllm" if has_gpu else "transformers"
         return self.engine
+
+    @property
+    def in_evaluation(self) -> RolloutConfig:
+        """The same for the stage evaluate, to whose prompts a recording has no answers."""
+        return self.model_copy(update={"engine": "auto"}) if self.engine == "recorded" else self
 
     @property
     def starts_servers(self) -> bool:
@@ -83,11 +92,25 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _temperature_can_be_sampled(self) -> RolloutConfig:
-        if self.temperature < VLLM_MIN_TEMPERATURE and self.engine != "transformers":
+        if self.temperature < VLLM_MIN_TEMPERATURE and self.engine not in ("transformers", "recorded"):
             raise ValueError(
                 f"temperature={self.temperature:g} with engine={self.engine!r}: vLLM samples at "
                 f"{VLLM_MIN_TEMPERATURE:g} if it is given less; set temperature to {VLLM_MIN_TEMPERATURE:g} or "
                 "more, or engine to 'transformers'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _recording_is_named(self) -> RolloutConfig:
+        if (self.engine == "recorded") != (self.recording is not None):
+            raise ValueError(
+                f"recording={self.recording!r} with engine={self.engine!r}: a recording is what the engine 'recorded' "
+                "trains on, and that engine alone; set both, or neither"
+            )
+        if self.engine == "recorded" and self.dynamic_sample:
+            raise ValueError(
+                "dynamic_sample=true with engine='recorded': nothing is sampled, so no group can be replaced; remove "
+                "dynamic_sample (a recording made with it has the groups that were trained)"
             )
         return self
 

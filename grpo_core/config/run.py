@@ -72,6 +72,11 @@ class RunConfig(Section):
                 "not hold the model that the training starts from; set train.sharding to 'none', or model.name_or_path "
                 "to the base with this adapter merged (an earlier run's training/model)"
             )
+        if self.rollout.engine == "recorded" and self.train.eval_steps:
+            raise ValueError(
+                f"train.eval_steps={self.train.eval_steps} with rollout.engine='recorded': evaluations during training "
+                "sample, and no engine is loaded; remove train.eval_steps (the stage evaluate judges the policy)"
+            )
         self._check_machines()
         self._check_environment()
         if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
@@ -85,7 +90,7 @@ class RunConfig(Section):
         """Raises ValueError if the processes cannot be placed on the machines, or not those that sample together."""
         train, launch, rollout = self.train, self.launch, self.rollout
         together = rollout.vllm_tensor_parallel_size
-        if rollout.engine in ("auto", "vllm") and train.processes_per_machine % together:
+        if rollout.in_evaluation.engine in ("auto", "vllm") and train.processes_per_machine % together:
             among = f" / train.num_machines={train.num_machines}" * (train.num_machines > 1)
             raise ValueError(
                 f"rollout.vllm_tensor_parallel_size={together} with rollout.engine={rollout.engine!r}: that many "
@@ -164,7 +169,7 @@ class RunConfig(Section):
                 f"rollout.max_staleness={self.rollout.max_staleness} with an environment or tools: later turns cannot "
                 "be sampled ahead; set it to 0"
             )
-        if self.rollout.engine in ("auto", "vllm") and self.rollout.vllm_tensor_parallel_size > 1:
+        if self.rollout.in_evaluation.engine in ("auto", "vllm") and self.rollout.vllm_tensor_parallel_size > 1:
             raise ValueError(
                 f"rollout.vllm_tensor_parallel_size={self.rollout.vllm_tensor_parallel_size} with an environment or "
                 "tools: processes that sample together take no turns on the way; set rollout.engine to 'vllm-server'"

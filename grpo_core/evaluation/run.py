@@ -61,7 +61,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     expect(config.train.hang_timeout, phase_limits(config))
     processes = start_processes(longest_wait(config))
     device, is_main = processes.device, processes.is_main_process
-    config = on_device(config, device)
+    config = on_device(config, device).model_copy(update={"rollout": config.rollout.in_evaluation})
     shard = sharding(config.train, frozen=True) if processes.num_processes > 1 else None
     tokenizer = load_tokenizer(config.model)
     files = {name: run / "dataset" / f"{file}.parquet" for name, file in config.evaluation_files.items()}

@@ -22,7 +22,7 @@ SHOWN = ("opening", "conversation", "turns", "tool_calls", "failed_tool_calls", 
 
 def answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, list[Any]]:
     """Columns of samples.parquet for one policy, except its KL."""
-    from grpo_core.rollout.collect import conversation_columns
+    from grpo_core.rollout.records import conversation_columns
 
     columns: dict[str, list[Any]] = {
         f"{policy}/completion": [sample.text for sample in samples],

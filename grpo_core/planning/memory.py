@@ -40,7 +40,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
     tokens = rows * (prompt + completion)
     per_process = -(-plan.generation_batch_size // plan.num_processes)
-    in_flight = {"vllm": per_process, "vllm-server": 0}.get(engine, min(per_process, MAX_ROWS))
+    in_flight = {"vllm": per_process, "transformers": min(per_process, MAX_ROWS)}.get(engine, 0)
     cache: float = in_flight * (prompt + completion) * _kv_bytes(config, shape)
     sampled = f"{in_flight} completions sampled together by {engine}"
     # For a server, the weights that are sent to it: a copy that stays as it is while the policy moves, which shares
@@ -50,9 +50,12 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
         "vllm": _vllm_weights(config, shape),
         "vllm-server": w * weights * (not sharded and (not lora or shape.experts.layers > 0)),
         "transformers": w * weights * sharded,
+        "recorded": 0,
     }[engine]
     if engine == "vllm-server":
         sampled = "sampled by servers elsewhere"
+    elif engine == "recorded":
+        sampled = "nothing is sampled"
     elif engine == "vllm":
         share = config.rollout.gpu_memory_utilization
         sampled = f"vLLM takes rollout.gpu_memory_utilization = {share:g} of "

@@ -18,7 +18,8 @@ from grpo_core.planning.shapes import ForecastError, ModelShape, PromptLengths, 
 PEAK_FLOPS = {"H200": 790e12, "H100": 989e12}
 ASSUMED_UTILISATION = 0.11
 UTILISATION_SOURCE = "published for RL training on one H100 by prime-rl, Qwen3-0.6B"
-FLOPS_PER_PARAMETER = 8  # a token is sampled (2) and trained on, forward and backward (6)
+FLOPS_TRAINED = 6  # per parameter and token, forward and backward
+FLOPS_SAMPLED = 2
 FLOPS_REPEATED = 2  # gradient_checkpointing repeats the forward pass; lora_dropout computes one without dropout
 FORWARD = 1 / 3  # of the time of a forward and backward pass
 WEIGHT_BYTES = 4  # per parameter of a saved model, or trained one of a checkpoint; there AdamW's moments come on top
@@ -123,7 +124,8 @@ def _measured(
     talk: _Conversation,
 ) -> dict[str, float]:
     """Seconds of each part of a training at a measured pace."""
-    per_process = plan.generation_batch_size / plan.num_processes
+    samples = config.rollout.engine != "recorded"
+    per_process = plan.generation_batch_size / plan.num_processes * samples
     completion_seconds = talk.sampled * pace.sample_seconds / pace.completions
     scored = (reward_seconds or 0.0) * rounds * per_process * plan.rollouts
     trainings = plan.num_iterations * (1 + FORWARD * (config.model.lora_dropout > 0))
@@ -134,9 +136,9 @@ def _measured(
         + slices * talk.trained * pace.train_seconds
         + plan.max_steps * pace.step_seconds
     }
-    uses_vllm = config.rollout.engine_on(has_gpu=gpu is not None) != "transformers"
+    uses_vllm = samples and config.rollout.engine_on(has_gpu=gpu is not None) != "transformers"
     others = {"start": pace.start_seconds + VLLM_START_SECONDS * uses_vllm}
-    if talk.waits:
+    if talk.waits and samples:
         others["waiting for environments"] = plan.rollouts * rounds * talk.waits
     if plan.evaluations and held_out_prompts:
         longer = config.evaluation_length / config.rollout.max_completion_length
@@ -168,6 +170,8 @@ def _left_out(
     reward_seconds: float | None,
     environment: EnvironmentPace | None,
 ) -> Sequence[str]:
+    if config.rollout.engine == "recorded":
+        return ["without sampling and scoring, which a recording has done"]
     missing = ["the environment"] if config.environment.is_used and environment is None else []
     if reward_seconds is None:
         missing.append("scoring")
@@ -192,7 +196,8 @@ def _assumed(
     if shape is None:
         raise ForecastError("neither an earlier run nor the model's size is known")
     repeated = config.train.gradient_checkpointing + (config.model.lora_dropout > 0)
-    flops = shape.active * (FLOPS_PER_PARAMETER + FLOPS_REPEATED * repeated)
+    sampled = FLOPS_SAMPLED * (config.rollout.engine != "recorded")
+    flops = shape.active * (FLOPS_TRAINED + sampled + FLOPS_REPEATED * repeated)
     longest = config.rollout.max_completion_length
     tokens = plan.completions * (lengths.mean + longest) / plan.num_processes
     return {"updates": tokens * flops / (peak * ASSUMED_UTILISATION)}, (

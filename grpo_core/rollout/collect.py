@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
 from collections import Counter
@@ -128,12 +127,6 @@ def collect(
         advantages = _advantages(samples, config, plan)
 
     metrics = {
-        "reward": advantages.rewards.nanmean().item(),
-        "reward_std": sample_std(advantages.rewards).item(),
-        "frac_reward_zero_std": (advantages.group_std == 0).float().mean().item(),
-        **_reward_metrics(config.rewards, _matrix(samples)),
-        **_length_metrics([sample.completion for sample in samples]),
-        **_age_metrics([sample.completion for sample in samples]),
         **conversation_metrics([sample.said for sample in samples if sample.said]),
         **seconds,
         **work_metrics([sum(map(Counter, own), Counter()) for own in zip(*work, strict=True)], processes_per_machine()),
@@ -142,14 +135,39 @@ def collect(
         if not math.isnan(first_reward):
             metrics["dynamic_sampling/first_reward"] = first_reward
         metrics["dynamic_sampling/resampled_groups"] = (len(sampled) - len(samples)) / g
-    completions = [sample.completion for sample in samples]
+    return generation_batch(index, config, plan, samples, sampled, metrics), samples, left
+
+
+def generation_batch(
+    index: int,
+    config: RunConfig,
+    plan: Plan,
+    samples: Sequence[Sample],
+    sampled: Sequence[Sample],
+    metrics: dict[str, float],
+) -> GenerationBatch:
+    """Generation batch `index`, made of `samples`, groups in a row, with advantages. `sampled`: these, and those of
+    groups that were replaced; `metrics`: of how they were sampled.
+
+    Raises NotFiniteError if the log-probability of a token is not finite.
+    """
+    advantages, completions = _advantages(samples, config, plan), [sample.completion for sample in samples]
+    metrics = {
+        "reward": advantages.rewards.nanmean().item(),
+        "reward_std": sample_std(advantages.rewards).item(),
+        "frac_reward_zero_std": (advantages.group_std == 0).float().mean().item(),
+        **_reward_metrics(config.rewards, _matrix(samples)),
+        **_length_metrics(completions),
+        **_age_metrics(completions),
+        **metrics,
+    }
     sampling_logprobs = pad([completion.logprobs for completion in completions], torch.float32)
     if not sampling_logprobs.isfinite().all():
         raise NotFiniteError(f"rollout {index}: the policy's log-probabilities of its own samples are not finite")
     trained = [_is_trained(completion, config.algorithm) for completion in completions]
-    batch = GenerationBatch(
+    return GenerationBatch(
         index=index,
-        scheduled_rows=scheduled,
+        scheduled_rows=rollout_prompts(plan, config.seed, index),
         prompt_ids=[sample.prompt_ids for sample in samples],
         prompt_of=torch.tensor([sample.row for sample in samples]),
         completion_ids=pad([completion.ids for completion in completions], torch.int64),
@@ -162,7 +180,6 @@ def collect(
         sampled_tokens=sum(sample.completion.sampled_tokens for sample in sampled),
         metrics=metrics,
     )
-    return batch, samples, left
 
 
 def _matrix(samples: Sequence[Sample]) -> np.ndarray:
@@ -286,26 +303,6 @@ def _has_failed(answer: _Answer) -> bool:
 def _sample(answer: _Answer, text: str, rewards: list[float]) -> Sample:
     said = answer.conversation.said if answer.conversation else None
     return Sample(answer.row, answer.prompt_ids, answer.completion, text, rewards, said, answer.place)
-
-
-def conversation_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Columns of records for conversations; none without tools and environment. `opening`: what the environment's
-    `reset` added to the prompt; `conversation`: the messages after that, as JSON; `trained_tokens`: 1 per token that
-    the policy sampled, 0 per token of the environment; `environment_failure`: "" if there was none."""
-    held = [(sample.said, sample.completion) for sample in samples if sample.said]
-    if not held:
-        return {}
-    return {
-        "opening": [said.opening for said, _ in held],
-        "conversation": [json.dumps(said.messages, ensure_ascii=False) for said, _ in held],
-        "completion_ids": [completion.ids for _, completion in held],
-        "trained_tokens": [completion.mask for _, completion in held],
-        "turns": [said.turns for said, _ in held],
-        "tool_calls": [said.calls.total() for said, _ in held],
-        "failed_tool_calls": [said.failed_calls.total() for said, _ in held],
-        "environment_seconds": [round(said.seconds, 4) for said, _ in held],
-        "environment_failure": [said.failure for said, _ in held],
-    }
 
 
 @phase("sampling")

@@ -25,15 +25,15 @@ WEIGHTS = "weights.safetensors"
 
 def evaluate_policy(session: Session, state: TrainingState) -> dict[str, float]:
     """Metrics of the policy as it stands; every process answers its share of the prompts, and all get the whole."""
-    held_out = session.held_out
-    assert held_out is not None
+    held_out, engine = session.held_out, session.engine
+    assert held_out is not None and engine is not None
     sync_weights(session, state)
     rows = share(len(held_out.ids))
     requests = [evaluation_request(session.config, row, held_out.ids[row]) for row in rows]
     sampling = evaluation_sampling(session.config)
     samples, *_ = share_samples(
         lambda: sample_and_score(
-            session.engine,
+            engine,
             requests,
             rows,
             sampling,

@@ -19,7 +19,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grpo_core.rollout.collect import Sample, conversation_columns
+from grpo_core.data.recording import FILE, facts, write_batch
+from grpo_core.rollout.collect import Sample
+from grpo_core.rollout.records import conversation_columns, token_columns
 from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import naming, publish
 from grpo_core.training import health
@@ -48,6 +50,7 @@ class TrainingLog:
         self.newest = 0.0  # timestamp
         if not self.accelerator.is_main_process:
             return
+        self.facts = facts(session.config, session.plan, session.tokenizer)
         (output / "completions").mkdir(parents=True, exist_ok=True)
         self._open(state)
         where = f"continuing after step {self.resumed_at}" if self.resumed_at else "starting"
@@ -90,8 +93,8 @@ class TrainingLog:
         if self.session.lookahead is not None:
             columns["scheduled_batch"] = [sample.turn for sample in samples]
             columns["ages"] = [sample.completion.ages for sample in samples]
-        columns |= conversation_columns(samples)
-        for position, reward in enumerate(self.session.rewards):
+        columns |= token_columns(samples) | conversation_columns(samples)
+        for position, reward in enumerate(self.session.config.rewards):
             values = [sample.rewards[position] for sample in samples]
             columns[f"rewards/{reward.name}"] = pa.array(values, pa.float64(), from_pandas=True)  # NaN → null: None
         table, path = pa.table(columns), self._completions(rollout.index)
@@ -100,7 +103,7 @@ class TrainingLog:
             table = pa.concat_tables([earlier.filter(pc.field("step") < step), table])
         temporary = path.with_suffix(".tmp")
         with naming(temporary):
-            pq.write_table(table, temporary)
+            write_batch(table, self.facts, temporary)
         publish(temporary, path)
 
     def finding(self, finding: Finding) -> None:
@@ -139,7 +142,7 @@ class TrainingLog:
             "roll_backs": state.roll_backs,
             "tokens_per_pass": self.session.memory.tokens,
             "recomputed_layers": recomputed,
-            "weights_reached_engine": self.session.probe.handover,
+            "weights_reached_engine": self.session.probe.handover if self.session.probe else "",
             "ran_out_of_memory": self.session.memory.reduced is not None
             or (recomputed > 0 and not self.session.config.train.gradient_checkpointing),
             "metrics": self.last,
@@ -176,7 +179,7 @@ class TrainingLog:
             abandoned.unlink()
 
     def _completions(self, index: int) -> Path:
-        return self.output / "completions" / f"rollout-{index:06d}.parquet"
+        return self.output / "completions" / FILE.format(index)
 
 
 def _line(step: int, max_steps: int, metrics: dict[str, float]) -> str:

@@ -20,7 +20,8 @@ def resume(session: Session, checkpoints: Checkpoints) -> TrainingState:
     """The state at the newest undamaged checkpoint, which is loaded; without one, the start."""
     config = session.config
     require_same_folder(checkpoints.directory.parent, session.accelerator)
-    begin_probing(session)  # while both have the base's weights: a checkpoint changes them
+    if session.engine is not None:
+        begin_probing(session)  # while both have the base's weights: a checkpoint changes them
     state = checkpoints.restore()
     if state is None:
         state = TrainingState(entropy_coef=config.algorithm.entropy_coef)

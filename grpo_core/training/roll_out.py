@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,8 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.model.transfer import move
 from grpo_core.rollout.ahead import Group
 from grpo_core.rollout.collect import Sample, collect
-from grpo_core.rollout.types import GenerationBatch, Rollout
+from grpo_core.rollout.records import replay
+from grpo_core.rollout.types import Engine, GenerationBatch, Rollout
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import balanced, join, with_gradient
 from grpo_core.training.session import Session
@@ -23,17 +26,28 @@ from grpo_core.training.weight_sync import sync_weights
 
 def roll_out(session: Session, index: int, state: TrainingState) -> tuple[Rollout, list[Sample], list[Group]]:
     """Generation batch `index`: sync weights, sample, score, advantages, old and reference log-probabilities. Also its
-    samples, and the groups that are begun and left for later batches."""
-    s = session
-    drift = sync_weights(s, state)
+    samples, and the groups that are begun and left for later batches. Without an engine it is replayed."""
+    if session.engine is None:
+        session.policy.refresh()
+        batch, samples, left = *replay(index, session.config, session.plan), list[Group]()
+    else:
+        batch, samples, left = _sample(session, session.engine, index, state)
+    old_logprobs, keep = _old_logprobs(session, batch)
+    ref_logprobs = _ref_logprobs(session, batch)
+    return Rollout(**vars(batch), old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, keep=keep), samples, left
+
+
+def _sample(
+    session: Session, engine: Engine, index: int, state: TrainingState
+) -> tuple[GenerationBatch, list[Sample], list[Group]]:
+    """Generation batch `index`, by the policy as it stands."""
+    s, drift = session, sync_weights(session, state)
     is_new = index == state.rollouts  # else it is sampled again after a roll-back
     begun = state.begun if s.lookahead is not None and is_new else None
-    arguments = index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, s.engine, state.roll_backs, s.setting
+    arguments = index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, engine, state.roll_backs, s.setting
     batch, samples, left = collect(*arguments, begun)
-    left = left if is_new else state.begun
-    old_logprobs, keep = _old_logprobs(s, batch)
-    fields = {**vars(batch), "metrics": {**batch.metrics, "sampling/sync_drift": drift}}
-    return Rollout(**fields, old_logprobs=old_logprobs, ref_logprobs=_ref_logprobs(s, batch), keep=keep), samples, left
+    batch = replace(batch, metrics={**batch.metrics, "sampling/sync_drift": drift})
+    return batch, samples, left if is_new else state.begun
 
 
 @phase("old log-probabilities")

@@ -19,6 +19,7 @@ from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
+from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.distributed import any_process, from_main, start_processes
 from grpo_core.environments.setting import Setting, make_setting
 from grpo_core.errors import TrainingError
@@ -53,17 +54,17 @@ class Session:
     tokenizer: Any
     prompts: Prompts
     held_out: Prompts | None  # for evaluation in training
-    rewards: list[Reward]
-    setting: Setting | None  # of conversations; None without tools and environment
+    rewards: list[Reward]  # none if a recording has their values
+    setting: Setting | None  # of conversations; None without tools and environment, and with a recording
     model: Any  # the causal LM with the weights that are trained, under its adapter if there is one
     policy: Policy
     reference: Policy | None  # a model of its own; None without KL, and with an adapter, whose base it is
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]  # by the number of updates done
-    engine: Engine
+    engine: Engine | None  # None: the training is on a recording
     lookahead: Lookahead | None  # the engine, if it samples ahead of the training
     memory: OutOfMemoryRetry
-    probe: Probe
+    probe: Probe | None  # with an engine
     start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
 
 
@@ -107,13 +108,21 @@ def load_session(run: Path) -> Session:
 
 def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) -> Session:
     check_adapter(config.model)
-    rewards = [resolve(reward) for reward in config.rewards]
+    is_recorded = config.rollout.engine == "recorded"
+    if is_recorded:
+        check_recording(config, plan, run)
+    rewards = [] if is_recorded else [resolve(reward) for reward in config.rewards]
     tokenizer = load_tokenizer(config.model)
     setting = make_setting(config, tokenizer)
     encode = setting.encode if setting else None
     read = partial(load_prompts, tokenizer=tokenizer, options=config.data.chat_template_kwargs, encode=encode)
     prompts = read(run / "dataset" / "train.parquet")
     held_out = read(run / "dataset" / "eval.parquet") if config.train.eval_steps else None
+    if is_recorded:
+        check_tokens(config, plan, tokenizer, [row["prompt"] for row in prompts.rows])
+        if setting:  # it was for the tokens of its prompts
+            setting.environments.close()
+            setting = None
     set_seed(config.seed)
     # vLLM scores nothing as long as its longest sequence: it wants room for one more token.
     longest = prompts.max_length + config.rollout.max_completion_length  # of the sequences that are trained
@@ -137,7 +146,8 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     )
     policy.packs = not any_process(not policy.packs)  # they divide rows by what a pass costs, and must agree
     start = copy_of_trainable_state(policy.model) if config.model.adapter and config.algorithm.beta else None
-    engine = make_engine(config, config.model.name_or_path, policy.model, tokenizer, max_length)
+    model_path = config.model.name_or_path
+    engine = None if is_recorded else make_engine(config, model_path, policy.model, tokenizer, max_length)
     set_seed(config.seed)  # after the engine, which seeds the process for itself
     reference = _reference(config, accelerator, max_length)
     optimizer = make_optimizer(model, config.train)
@@ -164,13 +174,14 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         engine=engine,
         lookahead=engine if config.rollout.max_staleness and isinstance(engine, Lookahead) else None,
         memory=OutOfMemoryRetry(plan.per_device_train_batch_size * longest, policy),
-        probe=Probe(
-            *from_main(probe_batch(engine, prompts.ids, max(lengths) - 1)),
-            config.train.mixed_precision,
-            config.rollout.max_sync_drift,
-        ),
+        probe=_probe(engine, config, prompts, max(lengths)) if engine is not None else None,
         start=start,
     )
+
+
+def _probe(engine: Engine, config: RunConfig, prompts: Prompts, longest: int) -> Probe:
+    contexts, continuations = from_main(probe_batch(engine, prompts.ids, longest - 1))
+    return Probe(contexts, continuations, config.train.mixed_precision, config.rollout.max_sync_drift)
 
 
 def _load_model(config: RunConfig, accelerator: Accelerator, *, frozen: bool, in_bf16: bool) -> Any:

@@ -8,7 +8,7 @@ from grpo_core.distributed import largest
 from grpo_core.errors import NotFiniteError, TrainingError
 from grpo_core.model.sequences import Sequences, pad
 from grpo_core.system.progress import phase
-from grpo_core.training.probe import Scores
+from grpo_core.training.probe import Probe, Scores
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
 
@@ -20,6 +20,7 @@ def begin_probing(session: Session) -> None:
     Raises TrainingError on every process if one finds a difference that is no rounding.
     """
     probe, scores = session.probe, probe_logprobs(session)
+    assert probe is not None
     if not scores.trainer.isfinite().all():
         raise TrainingError("before the first update: the base model's log-probabilities are not finite")
     probe.compare(scores)
@@ -40,9 +41,10 @@ def sync_weights(session: Session, state: TrainingState) -> float:
     Raises TrainingError on every process if one finds that its engine would sample from another policy than the one
     that is trained: too far from it, unchanged although the policy has moved, or lagging behind it.
     """
-    probe = session.probe
+    probe, engine = session.probe, session.engine
+    assert probe is not None and engine is not None
     session.policy.refresh()
-    how = session.engine.sync_weights(session.policy.model)
+    how = engine.sync_weights(session.policy.model)
     scores = probe_logprobs(session)
     if not scores.trainer.isfinite().all():
         raise NotFiniteError(f"after step {state.updates}: the policy's log-probabilities are not finite")
@@ -71,19 +73,20 @@ def sync_weights(session: Session, state: TrainingState) -> float:
 def probe_logprobs(session: Session) -> Scores:
     """Log-probabilities of the probe batch, by the trainer and by the engine, with the weights that each has."""
     probe = session.probe
+    assert probe is not None and session.engine is not None
     engine = session.engine.compute_logprobs(probe.sequences)
     lengths = [len(said) for said in probe.continuations] * (len(engine) // len(probe.continuations))
     scored = [value for row, n in zip(engine, lengths, strict=True) for value in row[-n:]]
-    trainer = torch.cat([row[:n] for row, n in zip(_trainer_logprobs(session), lengths, strict=False)])
+    trainer = torch.cat([row[:n] for row, n in zip(_trainer_logprobs(session, probe), lengths, strict=False)])
     return Scores(trainer, torch.tensor(scored).view(-1, len(trainer)))
 
 
 @torch.no_grad()
-def _trainer_logprobs(session: Session) -> torch.Tensor:
+def _trainer_logprobs(session: Session, probe: Probe) -> torch.Tensor:
     """The trainer's log-probability of each continued token of the probe batch, at temperature 1. (B, T) on the CPU"""
-    contexts, said = session.probe.contexts, session.probe.continuations
+    contexts, said = probe.contexts, probe.continuations
     batch = Sequences(
-        input_ids=pad(session.probe.sequences, torch.int64),
+        input_ids=pad(probe.sequences, torch.int64),
         prompt_lengths=torch.tensor([*map(len, contexts)]),
         completion_lengths=torch.tensor([*map(len, said)]),
         prompt_of=torch.arange(len(contexts)),

@@ -253,7 +253,7 @@ def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
     )
     paces, lengths, turns, names, others = [], [], [], [], []
     for run in runs:
-        if _acting(run.data.params) != _acting(parameters(config)):
+        if _sampling(run.data.params) != _sampling(parameters(config)):
             continue
         history = client.get_metric_history(run.info.run_id, "step_time")
         seconds = sum(metric.value for metric in history)
@@ -278,10 +278,11 @@ def _earlier_throughput(config: RunConfig, hardware: str) -> Throughput | None:
     )
 
 
-def _acting(params: Mapping[str, str]) -> dict[str, str]:
-    """The parameters that name environments and tools."""
+def _sampling(params: Mapping[str, str]) -> tuple[bool, dict[str, str]]:
+    """Whether completions are sampled or those of a recording, and the parameters that name environments and tools."""
     names = ("environment.environment_factory", "environment.tools.")
-    return {key: value for key, value in params.items() if key.startswith(names)}
+    acting = {key: value for key, value in params.items() if key.startswith(names)}
+    return params.get("rollout.engine") == "recorded", acting
 
 
 def _length(lengths: Sequence[float], turns: Sequence[float]) -> str:

@@ -207,6 +207,7 @@ def test_only_a_preset_says_where_the_environment_and_weights_are_sent(changes: 
 def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
     """Those of rewards and environments are dealt with above. Of the others, paths and hub names are read as data."""
     read = {"model.name_or_path", "model.adapter", "data.train", "data.eval", "evaluation.sets.data"}
+    read |= {"rollout.recording"}
     names = {"model.revision", "data.train_split", "data.eval_split", "evaluation.sets.split", "data.answer_column"}
     names |= {"name", "evaluation.accuracy_reward", "evaluation.sets.name", "evaluation.category_column"}
     names |= {"data.prompt_column", "data.chat_template_kwargs"}

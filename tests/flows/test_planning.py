@@ -145,6 +145,12 @@ def test_a_completion_longer_than_the_model_s_positions_is_refused(config: Path)
     assert "takes 64 tokens, the prompt's among them" in answer["errors"][0]
 
 
+def test_a_recording_that_is_not_there_is_refused(config: Path, tmp_path: Path) -> None:
+    keys = ["--set", "rollout.engine=recorded", "--set", "rollout.recording=nowhere"]
+    answer = _json(config, *keys, status=2, GRPO_STORAGE=str(tmp_path))
+    assert "rollout.recording='nowhere' has no nowhere/training/completions/" in answer["errors"][0]
+
+
 def test_data_that_is_elsewhere_is_planned_by_its_number_of_prompts(config: Path, tmp_path: Path) -> None:
     answer = _json(config, "--set", "data.train=gone.parquet", "--num-prompts", 40, GRPO_STORAGE=str(tmp_path))
     assert (answer["num_prompts"], set(answer["forecasts"])) == (40, {"time"})

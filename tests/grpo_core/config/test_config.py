@@ -161,6 +161,16 @@ def _with(key: str, value: Any) -> dict[str, Any]:
             )
             for engine in ("vllm", "vllm-server", "auto")
         ),
+        ({"rollout": {"engine": "recorded"}}, "recording=None with engine='recorded'"),
+        ({"rollout": {"recording": "storage/runs/a"}}, "recording='storage/runs/a' with engine='auto'"),
+        (
+            {"rollout": {"engine": "recorded", "recording": "a", "dynamic_sample": True}},
+            "nothing is sampled, so no group can be replaced; remove dynamic_sample",
+        ),
+        (
+            {"rollout": {"engine": "recorded", "recording": "a"}, "train": {"eval_steps": 5}},
+            "train.eval_steps=5 with rollout.engine='recorded': evaluations during training sample",
+        ),
         (
             {"rollout": {"max_staleness": 1}},
             "are for engine='vllm-server', which can sample while the policy is trained",

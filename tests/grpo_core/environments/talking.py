@@ -110,7 +110,8 @@ def share_environments(monkeypatch: pytest.MonkeyPatch, environments: Environmen
 
 
 def said_in(run: Path) -> list[dict[str, Any]]:
-    """All that was sampled and answered in a training, without times."""
+    """All that was sampled and answered in a training, without times and the last bits of log-probabilities."""
     files = sorted((run / "training" / "completions").iterdir())
     rows = [row for file in files for row in pq.read_table(file).to_pylist()]
-    return [{name: value for name, value in row.items() if "seconds" not in name} for row in rows]
+    left_out = {"environment_seconds", "sampling_logprobs"}
+    return [{name: value for name, value in row.items() if name not in left_out} for row in rows]

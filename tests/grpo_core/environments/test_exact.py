@@ -23,6 +23,7 @@ from grpo_core.errors import NotFiniteError
 from grpo_core.evaluation.run import evaluate
 from grpo_core.training import loop as trainer
 from grpo_core.training.loop import train
+from tests.conftest import with_keys
 from tests.grpo_core.environments.talking import (
     DICE,
     let_any_text_call,
@@ -35,6 +36,7 @@ from tests.grpo_core.environments.talking import (
 from tests.grpo_core.training import killing
 from tests.grpo_core.training.several import in_two_processes
 from tests.grpo_core.training.test_loop import CALM_ADAM
+from tests.grpo_core.training.test_replay import assert_replayed
 from tests.grpo_core.training.training import are_close, figures_of, result_of
 
 pytestmark = pytest.mark.slow
@@ -148,3 +150,17 @@ def test_an_evaluation_has_pass_at_k_turns_calls_and_failures_of_its_conversatio
     assert found["conversations/tool_calls"]["mean"] > found["conversations/failed_tool_calls"]["mean"] > 0
     assert found["conversations/failed"]["mean"] == 0
     assert set(samples["trained/environment_failure"]) == {""}
+
+
+def test_a_training_on_recorded_conversations_holds_none_and_ends_with_the_same_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, since the last bits of what was sampled are recorded."""
+    values = talking_values(model, num_iterations=2, max_steps=4, beta=0.1)
+    recorded = make_talking_run(tmp_path / "recorded", values)
+    train(recorded, recorded / "training")
+    assert {0, 1} <= {kind for row in said_in(recorded) for kind in row["trained_tokens"]}
+    monkeypatch.delattr("grpo_core.training.session.make_engine")
+    run = make_talking_run(tmp_path / "run", with_keys(values, engine="recorded", recording=str(recorded)))
+    train(run, run / "training")
+    assert_replayed(run, recorded)

@@ -25,8 +25,8 @@ def rollout_with(session: Session, advantages: Tensor) -> Rollout:
     """The first rollout as the loop makes it, except these advantages."""
 
     def collected(*arguments: object) -> object:
-        rollout, samples = collect(*arguments)  # type: ignore[arg-type]
-        return replace(rollout, advantages=advantages), samples
+        rollout, *others = collect(*arguments)  # type: ignore[arg-type]
+        return replace(rollout, advantages=advantages), *others
 
     with mock.patch.object(rolling, "collect", collected):
         return rolling.roll_out(session, 0, START)[0]

@@ -123,6 +123,8 @@ def test_what_is_held_follows_from_the_configuration() -> None:
     assert lora["optimizer"] < 1
     cache = 16 * (10 + 6) * 2 * 6 * 128 * 4  # completions · tokens · (keys, values) · layers · size · float32
     assert parts()["kv_cache"] * shape.parameters == pytest.approx(cache)
+    recorded = parts(**RECORDED)
+    assert (recorded["kv_cache"], recorded["engine_weights"], recorded["weights"]) == (0, 0, 4)
 
 
 def test_vllm_takes_its_share_of_the_gpu_and_lends_all_but_its_weights_to_the_training() -> None:
@@ -201,6 +203,7 @@ def test_time_at_the_pace_of_earlier_runs_and_gpu_hours_only_with_a_gpu(gpu: Gpu
     assert "measured" in found["how"]
 
 
+RECORDED = {"engine": "recorded", "recording": "storage/runs/a"}
 PACE = Pace(
     sample_seconds=8.0,
     train_seconds=3.0,
@@ -226,6 +229,7 @@ PACE = Pace(
         ({}, {"reward_seconds": 0.25}, 10 * (8 + 16 * 0.25 + 3 + 0.5)),
         # 1 + s + s² + s³ rounds, with s = 1/2 of the groups silent.
         ({"dynamic_sample": True}, {"silent_share": 0.5}, 10 * (1.875 * 8 + 3 + 0.5)),
+        (RECORDED, {"reward_seconds": 0.25}, 10 * (3 + 0.5)),  # what was sampled and scored before
     ],
 )
 def test_a_measured_pace_times_the_work_of_the_plan_is_the_time(
@@ -254,6 +258,10 @@ def test_start_evaluations_and_checkpoints_are_part_of_a_measured_time() -> None
     config = _config(engine="auto")
     on_gpu = wall_time(config, _plan(config), lengths, PACE, shape, Gpu("GPU"))
     assert on_gpu["parts_hours"]["start"] * 3600 == 80  # vLLM starts too
+    config = _config(**RECORDED)
+    on_gpu = wall_time(config, _plan(config), lengths, PACE, shape, Gpu("GPU"))
+    assert on_gpu["parts_hours"]["start"] * 3600 == 20
+    assert "without sampling and scoring, which a recording has done" in on_gpu["how"]
 
 
 @pytest.mark.parametrize(
@@ -284,9 +292,13 @@ def test_conversations_are_taken_to_have_two_turns_at_a_measured_pace(
     assert "without the environment, known once the data are validated" in unknown["how"]
 
 
-@pytest.mark.parametrize(("recomputed", "operations"), [(False, 8), (True, 10)])
-def test_time_without_earlier_runs_names_the_gpu_it_assumes_and_the_source(recomputed: bool, operations: int) -> None:
-    config = _config(max_steps=10, max_completion_length=100, gradient_checkpointing=recomputed, mixed_precision="bf16")
+@pytest.mark.parametrize(
+    ("keys", "operations"), [({}, 8), ({"gradient_checkpointing": True}, 10), (RECORDED, 6)], ids=str
+)
+def test_time_without_earlier_runs_names_the_gpu_it_assumes_and_the_source(
+    keys: dict[str, Any], operations: int
+) -> None:
+    config = _config(max_steps=10, max_completion_length=100, mixed_precision="bf16", **keys)
     billion = dataclasses.replace(qwen("7B"), parameters=10**9)
     lengths = PromptLengths(6.0, 9, "given")
     found = wall_time(config, _plan(config), lengths, None, billion, Gpu("NVIDIA H200 NVL"))

@@ -65,6 +65,18 @@ def test_the_content_of_an_adapter_to_start_from_counts_and_its_place_does_not(
     assert _stale(one, other) == _stale(with_keys(values, use_peft=True), one) == STAGES[1:]
 
 
+def test_the_content_of_a_recording_counts_and_its_place_does_not(values: dict[str, Any], tmp_path: Path) -> None:
+    """Nor does whether the recorded run has finished since."""
+    places = {"one": "training", "same": "training.partial", "other": "training"}
+    for name, training in places.items():
+        folder = tmp_path / name / training / "completions"
+        folder.mkdir(parents=True)
+        (folder / "rollout-000000.parquet").write_text("others" if name == "other" else "samples")
+    one, same, other = (with_keys(values, engine="recorded", recording=str(tmp_path / name)) for name in places)
+    assert _stale(one, same) == []
+    assert _stale(one, other) == _stale(values, one) == STAGES[1:]
+
+
 def test_a_limit_that_only_watches_is_no_reason_to_run_a_stage_again(values: dict[str, Any]) -> None:
     assert _stale(values, {**values, "health": {"max_kl": 3.0}}) == []
     edited = copy.deepcopy(values)

@@ -170,6 +170,8 @@ def test_the_pace_of_conversations_is_that_of_runs_with_the_same_environment(run
         for metric, value in metrics.items():
             client.log_metric(run_id, metric, value)
         client.set_terminated(run_id)
+    recorded = _config(run, registry={"experiment": "turns"}, rollout={"engine": "recorded", "recording": "a"})
+    assert earlier_throughput(recorded, "") is None, "nothing is sampled there"
     alone, none, played = (earlier_throughput(config, "") for config in (plain, calling, playing))
     assert alone and played and none is None
     assert (alone.completion_tokens, played.completion_tokens) == (5, 20)

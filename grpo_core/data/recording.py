@@ -1,0 +1,136 @@
+"""What a training has sampled, as files that another can train on: one Parquet file per generation batch, whose rows
+are completions, groups in a row."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from grpo_core.config.rollout import RolloutConfig
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
+from grpo_core.planning.plan import Plan
+
+KEY = b"grpo"  # of a file's metadata
+FILE = "rollout-{:06d}.parquet"
+NEEDED = {"step", "row", "prompt", "prompt_ids", "completion_ids", "sampling_logprobs", "truncated", "completion"}
+
+
+def folder_of(rollout: RolloutConfig) -> Path:
+    """The folder of the files that `rollout.recording` names, whether they are there or not: of the finished training
+    in that run directory, otherwise of the unfinished one."""
+    run = Path(rollout.recording or "")
+    finished, unfinished = run / "training" / "completions", run / "training.partial" / "completions"
+    return unfinished if unfinished.is_dir() and not finished.is_dir() else finished
+
+
+def facts(config: RunConfig, plan: Plan, tokenizer: Any) -> dict[str, Any]:
+    """What the rows of a file do not say and a training on them has to know; goes into the file's metadata."""
+    return {
+        "num_generations": plan.num_generations,
+        "generation_batch_size": plan.generation_batch_size,
+        "max_completion_length": config.rollout.max_completion_length,
+        "temperature": config.rollout.temperature,
+        "vocabulary": vocabulary(tokenizer),
+    }
+
+
+def vocabulary(tokenizer: Any) -> str:
+    """Hash of what the token ids stand for."""
+    return hashlib.blake2b(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def write_batch(table: pa.Table, known: Mapping[str, Any], path: Path) -> None:
+    """Write the rows of a generation batch, with these facts."""
+    # A dictionary of numbers that are nearly all different makes them larger.
+    repeated = [
+        f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
+        for field in table.schema
+        if field.name != "sampling_logprobs"
+    ]
+    table = table.replace_schema_metadata({KEY: json.dumps(known)})
+    pq.write_table(table, path, use_dictionary=repeated)
+
+
+def read_batch(rollout: RolloutConfig, index: int) -> pa.Table:
+    """The rows of generation batch `index`: those sampled last, if it was sampled again after a roll-back."""
+    table = pq.read_table(folder_of(rollout) / FILE.format(index))
+    return table.filter(pc.field("step") == pc.max(table["step"]))
+
+
+def check_recording(config: RunConfig, plan: Plan, run: Path) -> None:
+    """Raises ConfigError unless the recording has what the plan of the run in this directory takes."""
+    recording = f"rollout.recording={config.rollout.recording!r}"
+    if Path(config.rollout.recording or "").resolve() == run.resolve():
+        raise ConfigError(
+            f"{recording} is the directory of this run, whose training would overwrite it; change the name"
+        )
+    folder = folder_of(config.rollout)
+    files = [folder / FILE.format(index) for index in range(plan.rollouts)]
+    missing = next((index for index, file in enumerate(files) if not file.is_file()), plan.rollouts)
+    if not missing:
+        raise ConfigError(f"{recording} has no {folder / FILE.format(0)}: name the directory of a run that has trained")
+    if missing < plan.rollouts:
+        most = max(step for step in range(plan.max_steps) if plan.counts(step)["rollouts"] <= missing)
+        raise ConfigError(
+            f"{recording} has {missing} generation batches, and the plan takes {plan.rollouts}: "
+            f"set train.max_steps to {most} or less"
+        )
+    for file in files:
+        _check_file(file, config, plan)
+
+
+def _check_file(file: Path, config: RunConfig, plan: Plan) -> None:
+    """Reads the footer alone."""
+    try:
+        schema = pq.read_schema(file)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ConfigError(f"{file} cannot be read: {error}; record again") from None
+    if not (schema.metadata or {}).get(KEY) or not {*schema.names} >= NEEDED:
+        raise ConfigError(f"{file} lacks what a training on it needs: an older version has written it; record again")
+    known = json.loads(schema.metadata[KEY])
+    asked = {
+        "rollout.num_generations": (plan.num_generations, known["num_generations"]),
+        "completions per generation batch": (plan.generation_batch_size, known["generation_batch_size"]),
+        "rollout.temperature": (config.rollout.temperature, known["temperature"]),
+    }
+    for name, (here, there) in asked.items():
+        if here != there:
+            raise ConfigError(f"{file}: {name} is {there:g} in the recording, and {here:g} here; it has to be the same")
+    if (longest := config.rollout.max_completion_length) < known["max_completion_length"]:
+        raise ConfigError(
+            f"{file} has completions of up to {known['max_completion_length']} tokens; "
+            f"rollout.max_completion_length={longest} has to be at least that"
+        )
+    scored = [name.removeprefix("rewards/") for name in schema.names if name.startswith("rewards/")]
+    if unknown := [reward.name for reward in config.rewards if reward.name not in scored]:
+        raise ConfigError(
+            f"{file} has no values of the reward {unknown[0]!r}, only of {', '.join(scored)}: no reward is called in a "
+            "training on a recording; remove it, or record again with it (its weight may be 0)"
+        )
+
+
+def check_tokens(config: RunConfig, plan: Plan, tokenizer: Any, prompts: Sequence[Any]) -> None:
+    """Raises ConfigError unless the recording is in this tokenizer's ids, and about these prompts of the dataset."""
+    ours = vocabulary(tokenizer)
+    for index in range(plan.rollouts):
+        file = folder_of(config.rollout) / FILE.format(index)
+        if json.loads(pq.read_schema(file).metadata[KEY])["vocabulary"] != ours:
+            raise ConfigError(
+                f"{file} has token ids of another vocabulary than that of model.name_or_path="
+                f"{config.model.name_or_path!r}; take a model with the tokenizer that it was recorded with"
+            )
+        table = pq.read_table(file, columns=["row", "prompt"])
+        for row, prompt in zip(*(table[name].to_pylist() for name in ("row", "prompt")), strict=True):
+            if row >= len(prompts) or prompts[row] != prompt:
+                raise ConfigError(
+                    f"{file} has another prompt in row {row} than data.train={config.data.train!r}: "
+                    f"{str(prompt)[:200]!r}; train on the data that it was recorded with"
+                )

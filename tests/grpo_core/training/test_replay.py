@@ -1,0 +1,271 @@
+"""A training on the completions of an earlier run: nothing is sampled, and no reward is called."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_core.errors import ConfigError, NotFiniteError
+from grpo_core.evaluation.run import evaluate
+from grpo_core.training import loop as trainer
+from grpo_core.training import session as sessions
+from grpo_core.training.loop import train
+from tests.conftest import config_values, make_run, with_keys, write_sums
+from tests.grpo_core.training import killing
+from tests.grpo_core.training.several import in_two_processes
+from tests.grpo_core.training.training import assert_same, figures_of, metrics_of, result_of, trained_run
+
+MODEL = Path("training/model/model.safetensors")
+# Everything that follows from what was sampled: old log-probabilities, KL, entropies, masks.
+OFF_POLICY = {
+    "num_iterations": 2,
+    "beta": 0.1,
+    "mask_truncated_completions": True,
+    "top_entropy_quantile": 0.8,
+    "entropy_coef": 0.01,
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two generation batches."""
+    folder = tmp_path_factory.mktemp("recorded")
+    return trained_run(folder / "run", config_values(model_folder, folder), max_steps=2)
+
+
+def on_recording(recording: Path, values: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    return with_keys(values, engine="recorded", recording=str(recording), **keys)
+
+
+def replayed(folder: Path, recording: Path, values: dict[str, Any], **keys: Any) -> Path:
+    """A training on the recording, which would fail if it wanted an engine or a reward."""
+    run = make_run(folder, on_recording(recording, values, **keys))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(sessions, "make_engine")
+        patch.delattr(sessions, "resolve")
+        train(run, run / "training")
+    return run
+
+
+def completions_of(run: Path, index: int) -> list[dict[str, Any]]:
+    return pq.read_table(run / "training" / "completions" / f"rollout-{index:06d}.parquet").to_pylist()
+
+
+def assert_replayed(run: Path, recorded: Path) -> None:
+    """Bit for bit; figures of the sampling itself and of evaluations are the recorded run's alone."""
+    of_sampling = ("sampling/sync_drift", "dynamic_sampling/", "conversations/", "tools/", "slowest/", "eval_")
+    expected = [{k: v for k, v in row.items() if not k.startswith(of_sampling)} for row in figures_of(recorded)]
+    assert figures_of(run) == expected
+    assert (run / MODEL).read_bytes() == (recorded / MODEL).read_bytes()
+    assert result_of(run)["counted"] == result_of(recorded)["counted"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "of_sampling"),
+    [
+        pytest.param({}, {}, id="on-policy"),
+        pytest.param(OFF_POLICY, {}, id="off-policy"),
+        pytest.param({"use_peft": True, "lora_r": 4, "lora_dropout": 0.2, "beta": 0.1}, {}, id="adapter"),
+        pytest.param({"max_steps": 2}, {"dynamic_sample": True, "top_k": 5}, id="of replaced groups"),
+        pytest.param({"max_steps": 2}, {"eval_steps": 1}, id="without evaluations"),
+    ],
+)
+def test_a_training_on_a_recording_does_what_the_recorded_one_did(
+    values: dict[str, Any], tmp_path: Path, keys: dict[str, Any], of_sampling: dict[str, Any]
+) -> None:
+    values["rewards"].append({"function": "tests.grpo_core.training.test_options:only_odd_prompts_apply"})  # else None
+    recorded = trained_run(tmp_path / "recorded", values, **keys, **of_sampling)
+    run = replayed(tmp_path / "run", recorded, values, **keys)
+    assert_replayed(run, recorded)
+    again = replayed(tmp_path / "again", run, values, **keys)
+    assert_replayed(again, recorded)
+
+
+@pytest.mark.slow
+def test_processes_share_the_work_on_a_recording_as_they_did_when_it_was_made(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    values = with_keys(values, num_processes=2, per_device_train_batch_size=4, max_steps=2)
+    recorded = make_run(tmp_path / "recorded", values)
+    run = make_run(tmp_path / "run", on_recording(recorded, values))
+    for each in (recorded, run):
+        in_two_processes(tmp_path / f"group-{each.name}", lambda _, each=each: train(each, each / "training"))
+    assert_replayed(run, recorded)
+
+
+@pytest.mark.slow
+def test_another_loss_on_the_same_samples_is_that_of_plain_formulas(
+    values: dict[str, Any], recorded: Path, tmp_path: Path
+) -> None:
+    """The second update, of a policy that never sampled: with other weights of the rewards, another loss, and the ratio
+    to the recorded log-probabilities as the sampling correction."""
+    values["rewards"][0]["weight"], values["rewards"][1]["weight"] = 0.25, 2.0
+    keys: dict[str, Any] = {"loss_type": "dr_grpo", "scale_rewards": "none", "max_grad_norm": 1e9}
+    keys |= {"learning_rate": 0.03, "lr_scheduler_type": "constant", "vllm_importance_sampling_mode": "token_truncate"}
+    first = replayed(tmp_path / "first", recorded, values, **keys, max_steps=1)
+    both = replayed(tmp_path / "both", recorded, values, **keys, max_steps=2)
+    assert metrics_of(both)[0]["loss"] == metrics_of(first)[0]["loss"]
+
+    rows, model = completions_of(recorded, 1), AutoModelForCausalLM.from_pretrained(first / "training" / "model")
+    rewards = np.array([0.25 * row["rewards/numeric_match"] + 2 * row["rewards/length"] for row in rows]).reshape(-1, 4)
+    advantages = (rewards - rewards.mean(1, keepdims=True)).flatten()
+    loss, ratios = torch.zeros(()), []
+    for row, advantage in zip(rows, advantages, strict=True):
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(1, ids[0, len(row["prompt_ids"]) :, None]).squeeze(1)
+        ratio = (logprobs - torch.tensor(row["sampling_logprobs"])).detach().exp()
+        loss = loss - (advantage * ratio.clamp(max=3) * (logprobs - logprobs.detach()).exp()).sum() / (6 * len(rows))
+        ratios.append(ratio)
+    loss.backward()
+    assert torch.cat(ratios).log().abs().max() > 0.3, "the policy is another than the one that sampled"
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    assert metrics_of(both)[1]["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics_of(both)[1]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_training_on_a_recording_killed_at_any_micro_step_ends_with_the_same_weights(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    recorded = trained_run(tmp_path / "recorded", values, **OFF_POLICY)
+    values = on_recording(recorded, values, **OFF_POLICY, save_steps=1)
+    whole = make_run(tmp_path / "whole", values)
+    assert killing.train(whole) == 0
+    passes = int((whole / "passes").read_text())
+    for kill_at in (passes // 2, passes - 1):
+        run = make_run(tmp_path / f"killed-at-{kill_at}", values)
+        assert os.WTERMSIG(killing.train(run, kill_at)) == signal.SIGKILL
+        assert killing.train(run) == 0
+        assert_same(run, whole)
+    assert result_of(run)["resumed_at_step"], "the last kill fell behind a checkpoint"
+
+
+@pytest.mark.slow
+def test_the_evaluation_after_it_samples(values: dict[str, Any], recorded: Path, tmp_path: Path) -> None:
+    run = replayed(tmp_path / "run", recorded, values, max_steps=2)
+    reports = [evaluate(each, each) for each in (run, recorded)]
+    found, expected = (report["sets"]["held-out"]["policies"] for report in reports)
+    assert found == expected
+
+
+def test_a_batch_that_was_sampled_again_is_the_one_sampled_last(
+    values: dict[str, Any], recorded: Path, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(recorded, tmp_path / "copied")
+    file = copied / "training" / "completions" / "rollout-000000.parquet"
+    table, later = pq.read_table(file), pq.read_table(file.with_name("rollout-000001.parquet"))
+    assert {*table["step"].to_pylist()} == {1} and {*later["step"].to_pylist()} == {2}
+    pq.write_table(pa.concat_tables([table, later]), file)
+    run = replayed(tmp_path / "run", copied, values, max_steps=1)
+    assert [row["completion_ids"] for row in completions_of(run, 0)] == later["completion_ids"].to_pylist()
+
+
+def _cut(run: Path, values: dict[str, Any]) -> None:
+    file = run / "training" / "completions" / "rollout-000001.parquet"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _written_earlier(run: Path, values: dict[str, Any]) -> None:
+    file = run / "training" / "completions" / "rollout-000000.parquet"
+    pq.write_table(pq.read_table(file).drop_columns(["sampling_logprobs"]), file)
+
+
+def _unscored(run: Path, values: dict[str, Any]) -> None:
+    values["rewards"].append({"function": "repetition_penalty"})
+
+
+def _another_tokenizer(run: Path, values: dict[str, Any]) -> None:
+    folder = shutil.copytree(values["model"]["name_or_path"], run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["?"])
+    tokenizer.save_pretrained(folder)
+    values["model"]["name_or_path"] = str(folder)
+
+
+@pytest.mark.parametrize(
+    ("keys", "change", "message"),
+    [
+        ({"num_generations": 8}, None, "rollout.num_generations is 4 in the recording, and 8 here"),
+        ({"gradient_accumulation_steps": 1}, None, "per generation batch is 16 in the recording, and 8 here"),
+        ({"temperature": 0.5}, None, "rollout.temperature is 1 in the recording, and 0.5 here"),
+        ({"max_completion_length": 5}, None, "of up to 6 tokens; rollout.max_completion_length=5 has to be at least"),
+        ({"max_steps": 3}, None, "has 2 generation batches, and the plan takes 3: set train.max_steps to 2 or less"),
+        ({"max_steps": 5, "num_iterations": 2}, None, "the plan takes 3: set train.max_steps to 4 or less"),
+        ({}, _unscored, "no values of the reward 'repetition_penalty', only of numeric_match, length"),
+        ({}, _cut, r"rollout-000001.parquet cannot be read"),
+        ({}, _written_earlier, "an older version has written it; record again"),
+        ({}, _another_tokenizer, "token ids of another vocabulary"),
+    ],
+)
+def test_a_recording_that_lacks_what_the_plan_takes_is_refused_before_a_model_is_loaded(
+    values: dict[str, Any],
+    recorded: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: dict[str, Any],
+    change: Callable[[Path, dict[str, Any]], None] | None,
+    message: str,
+) -> None:
+    monkeypatch.delattr(sessions, "_load_model")
+    recording = shutil.copytree(recorded, tmp_path / "recorded")
+    if change:
+        change(recording, values)
+    run = make_run(tmp_path / "run", on_recording(recording, values, **{"max_steps": 2, **keys}))
+    with pytest.raises(ConfigError, match=message):
+        train(run, run / "training")
+
+
+def test_a_recording_of_other_prompts_of_nothing_or_of_the_run_itself_is_refused(
+    values: dict[str, Any], recorded: Path, tmp_path: Path
+) -> None:
+    other = make_run(tmp_path / "other", on_recording(recorded, values, max_steps=2))
+    write_sums(other / "dataset" / "train.parquet", 11, 35)
+    with pytest.raises(ConfigError, match=r"has another prompt in row \d+ than data.train="):
+        train(other, other / "training")
+    empty = make_run(tmp_path / "empty", on_recording(tmp_path / "nowhere", values, max_steps=2))
+    with pytest.raises(ConfigError, match="name the directory of a run that has trained"):
+        train(empty, empty / "training")
+    own = make_run(tmp_path / "own", on_recording(tmp_path / "own", values, max_steps=2))
+    with pytest.raises(ConfigError, match="is the directory of this run, whose training would overwrite it"):
+        train(own, own / "training")
+
+
+def test_an_unfinished_run_is_a_recording_of_what_it_has_sampled(
+    values: dict[str, Any], recorded: Path, tmp_path: Path
+) -> None:
+    stopped = tmp_path / "stopped"
+    shutil.copytree(recorded / "training" / "completions", stopped / "training.partial" / "completions")
+    run = replayed(tmp_path / "run", stopped, values, max_steps=2)
+    assert_replayed(run, recorded)
+
+
+def test_a_training_on_a_recording_that_rolls_back_goes_on_with_the_same_samples(
+    values: dict[str, Any], recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, calls = trainer.update, []
+
+    def failing_first(*arguments: Any) -> dict[str, float]:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise NotFiniteError("step 1")
+        return update(*arguments)
+
+    monkeypatch.setattr(trainer, "update", failing_first)
+    run = replayed(tmp_path / "run", recorded, values, max_steps=2, not_finite_action="roll_back")
+    assert result_of(run)["roll_backs"] == 1
+    for index in range(2):
+        ids = [[row["completion_ids"] for row in completions_of(each, index)] for each in (run, recorded)]
+        assert ids[0] == ids[1]
