@@ -65,7 +65,7 @@ class AlgorithmConfig(Section):
     """Correct for the difference between the log-probabilities of the engine that samples (any engine) and those of the
     trainer, both at the sampling temperature and before top_p and top_k."""
     vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
-        "sequence_mask"
+        "token_truncate"
     )
     """One correction per token or per completion; outside the bounds it is clamped (truncate) or set to 0 (mask)."""
     vllm_importance_sampling_clip_max: float = Field(3.0, gt=0)

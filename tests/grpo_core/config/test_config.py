@@ -58,7 +58,10 @@ def _with(key: str, value: Any) -> dict[str, Any]:
         ({"algorithm": {"loss_type": "ppo"}}, "algorithm.loss_type = 'ppo': Input should be 'grpo', 'bnpo'"),
         ({"algorithm": {"loss_type": "cispo"}}, "set it (ScaleRL: 5.0)"),
         ({"algorithm": {"loss_type": "luspo"}}, "set importance_sampling_level='sequence'"),
-        ({"algorithm": {"loss_type": "vespo"}}, "use 'token_truncate' or 'token_mask'"),
+        (
+            {"algorithm": {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}},
+            "use 'token_truncate' or 'token_mask'",
+        ),
         (
             {"algorithm": {"loss_type": "vespo", "importance_sampling_level": "sequence"}},
             "makes its own sequence weight",
