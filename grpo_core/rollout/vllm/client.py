@@ -7,9 +7,10 @@ Whatever happens to it (it dies, is started again, comes back with the base's we
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import httpx2
 from torch import Tensor
 
 from grpo_core.config.rollout import RolloutConfig
+from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm.secret import with_secret
 
 LEASE_SECONDS = 20.0  # after which a trainer that was killed no longer has the server
@@ -114,21 +116,22 @@ class Server:
             self.abandoned.set_result(reason)
             self.abandoned = None
 
-    async def ask(self, body: Mapping[str, Any], oldest: int) -> dict[str, Any]:
-        """The answer of /inference/v1/generate, every token of it by weights of version `oldest` or later.
+    async def complete(self, body: Mapping[str, Any], oldest: int) -> list[dict[str, Any]]:
+        """The completions of a request, as `binary.decode` has them, every token by weights of version `oldest` or
+        later.
 
-        Raises Unavailable if there is none, ServerError if the server refuses or hangs.
+        Raises Unavailable if there are none, ServerError if the server refuses or hangs.
         """
-        try:
-            answer = await self._request("POST", "/inference/v1/generate", self.seconds, json=body)
-        except httpx2.ReadTimeout:
-            raise ServerError(
-                f"{self.url}: no answer within {self.seconds:g} s (rollout.vllm_request_timeout): it hangs, or "
-                "has more to do than it can; see its log, or raise the limit"
-            ) from None
-        if self._is_whole(answer, oldest):
-            return answer
-        raise Unavailable(f"the answer was aborted, or is not by weights {self.token}-{oldest} or later ones")
+        choices = await self._answer(binary.PATH, body, binary.decode)
+        self._see_whole(choices, oldest)
+        return choices
+
+    async def score(self, body: Mapping[str, Any], oldest: int) -> list[dict[str, Any] | None]:
+        """The `prompt_logprobs` that vLLM answers, by weights of version `oldest` or later. Raises what `complete`
+        raises."""
+        answer = await self._answer("/inference/v1/generate", body, json.loads)
+        self._see_whole(answer["choices"], oldest)
+        return answer["prompt_logprobs"]
 
     async def restore(self) -> None:
         """See that the server is up, ours, and has the wanted weights. Raises Unavailable if it is not up, ServerError
@@ -199,16 +202,16 @@ class Server:
     async def control(self, method: str, path: str, **options: Any) -> Any:
         """Answer to a request that needs no sampling."""
         try:
-            return await self._request(method, path, CONTROL_SECONDS, **options)
+            return await self._request(method, path, CONTROL_SECONDS, json.loads, **options)
         except httpx2.ReadTimeout:
             raise Unavailable(f"{path} has not answered for {CONTROL_SECONDS:g} s") from None
 
-    def _is_whole(self, answer: Mapping[str, Any], oldest: int) -> bool:
-        """Whether each completion came to its end, and each of its tokens is by weights as new as these."""
-        return all(
-            choice["finish_reason"] != "abort" and min(versions(choice, self.token), default=0) >= max(oldest, 1)
-            for choice in answer["choices"]
-        )
+    def _see_whole(self, choices: Sequence[Mapping[str, Any]], oldest: int) -> None:
+        """Raises Unavailable unless each completion came to its end, each token by weights as new as these."""
+        for choice in choices:
+            ended = choice["finish_reason"] not in ("abort", "error")
+            if not ended or min(versions(choice, self.token), default=0) < max(oldest, 1):
+                raise Unavailable(f"the answer was aborted, or is not by weights {self.token}-{oldest} or later ones")
 
     def _name(self, weights: Weights) -> str:
         """What the server calls these weights."""
@@ -246,7 +249,18 @@ class Server:
                 f"{self.url}: the weights have not arrived within {self.seconds:g} s (rollout.vllm_request_timeout)"
             ) from None
 
-    async def _request(self, method: str, path: str, seconds: float, **options: Any) -> Any:
+    async def _answer(self, path: str, body: Mapping[str, Any], read: Callable[[bytes], Any]) -> Any:
+        try:
+            return await self._request("POST", path, self.seconds, read, json=body)
+        except httpx2.ReadTimeout:
+            raise ServerError(
+                f"{self.url}: no answer within {self.seconds:g} s (rollout.vllm_request_timeout): it hangs, or "
+                "has more to do than it can; see its log, or raise the limit"
+            ) from None
+
+    async def _request(
+        self, method: str, path: str, seconds: float, read: Callable[[bytes], Any], **options: Any
+    ) -> Any:
         try:
             timeout = httpx2.Timeout(CONTROL_SECONDS, read=seconds)
             answer = await self._unless_abandoned(self.http.request(method, path, timeout=timeout, **options))
@@ -260,17 +274,17 @@ class Server:
             raise Unavailable(f"{path} answers 404: {answer.text[:500]}")
         if answer.status_code == 404:
             raise ServerError(
-                f"{self.url} has no {path}: it runs without VLLM_SERVER_DEV_MODE=1, or is older than vLLM 0.32; "
-                "start it as `python -m grpo_core.rollout.vllm.serve CONFIG` does"
+                f"{self.url} has no {path}: it runs without VLLM_SERVER_DEV_MODE=1 or this project's middleware, or is "
+                "older than vLLM 0.32; start it as `python -m grpo_core.rollout.vllm.serve CONFIG` does"
             )
         if answer.status_code >= 500:
             raise Unavailable(f"{path} answers {answer.status_code}: {answer.text[:500]}")
         if answer.is_error:
             raise ServerError(f"{self.url}{path} refuses: {answer.status_code} {answer.text[:500]}")
         try:
-            return answer.json()
+            return read(answer.content)
         except ValueError:
-            raise Unavailable(f"{path} answers with something other than JSON: {answer.text[:200]!r}") from None
+            raise Unavailable(f"{path} answers with something that cannot be read: {answer.text[:200]!r}") from None
 
     async def _unless_abandoned(self, work: Awaitable[Result]) -> Result:
         """The result of this work; Unavailable as soon as the server is abandoned."""

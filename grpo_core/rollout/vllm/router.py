@@ -38,8 +38,10 @@ class Router:
     def up(self) -> list[Server]:
         return [server for server in self.order if not server.problem]
 
-    async def ask(self, body: Mapping[str, Any], oldest: int, conversation: int | None = None) -> dict[str, Any]:
-        """The answer to a request, every token of it by weights of version `oldest` or later.
+    async def complete(
+        self, body: Mapping[str, Any], oldest: int, conversation: int | None = None
+    ) -> list[dict[str, Any]]:
+        """The completions of a request, every token of them by weights of version `oldest` or later.
 
         Raises ServerError when no server is available for too long, or the only one refuses or hangs.
         """
@@ -47,7 +49,7 @@ class Router:
         for _ in range(ATTEMPTS):
             server = await self._room(conversation)
             try:
-                return await server.ask(body, oldest)
+                return await server.complete(body, oldest)
             except (Unavailable, ServerError) as error:
                 failure = f"{server.url}: {error}"
                 self._fail(server, error)

@@ -202,7 +202,7 @@ class VLLMServerEngine:
         version = self.version
 
         async def ask(server: Server) -> list[list[float]]:
-            answers = await asyncio.gather(*(server.ask(body, version) for body in bodies))
+            answers = await asyncio.gather(*(server.score(body, version) for body in bodies))
             return [_prompt_logprobs(ids, answer) for ids, answer in zip(sequences, answers, strict=True)]
 
         return [row for rows in self._run(self.router.each(ask)) for row in rows]
@@ -226,17 +226,12 @@ class VLLMServerEngine:
         return self._start(self._complete(body, self.version, request.conversation))
 
     async def _complete(self, body: Mapping[str, Any], oldest: int, conversation: int | None) -> Answer:
-        answer = await self.router.ask(body, oldest, conversation)
         return [
             (
-                Completion(
-                    ids=choice["token_ids"],
-                    logprobs=[_number(token["logprob"]) for token in choice["logprobs"]["content"]],
-                    truncated=choice["finish_reason"] == "length",
-                ),
+                Completion(choice["token_ids"], choice["logprobs"], truncated=choice["finish_reason"] == "length"),
                 versions(choice, self.token),
             )
-            for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
+            for choice in await self.router.complete(body, oldest, conversation)
         ]
 
     def _body(self, ids: list[int], parameters: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,13 +275,9 @@ def _parameters(request: Request, sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _prompt_logprobs(ids: list[int], answer: Mapping[str, Any]) -> list[float]:
-    scored = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)  # the first token has none
-    return [_number(found[str(token)]["logprob"]) for token, found in scored]
-
-
-def _number(logprob: float) -> float:
-    return math.nan if logprob == NOT_A_NUMBER else logprob
+def _prompt_logprobs(ids: list[int], scores: Sequence[Any]) -> list[float]:
+    scored = [found[str(token)]["logprob"] for token, found in zip(ids[1:], scores[1:], strict=True)]
+    return [math.nan if logprob == NOT_A_NUMBER else logprob for logprob in scored]  # the first token has none
 
 
 def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:

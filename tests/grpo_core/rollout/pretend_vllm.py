@@ -9,8 +9,10 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,7 @@ import pytest
 import torch
 
 from grpo_core.config.files import parse_config
+from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import router as vllm_router
 from grpo_core.rollout.vllm.server import VLLMServerEngine
@@ -78,7 +81,7 @@ class Pretended:
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.asked) >= count, 60), (len(self.asked), count)
 
-    def answer(self, path: str, query: str, body: dict[str, Any]) -> Any:
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/collective_rpc" and body["method"] == "take_lease":
             self.owner = self.owner or body["args"][0]
             granted = self.owner == body["args"][0]
@@ -92,32 +95,39 @@ class Pretended:
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == "/inference/v1/generate":
-            return self.complete(body)
-        return {}
+            scores = [None, *({str(token): {"logprob": -float(self.weights)}} for token in body["token_ids"][1:])]
+            spans = [{"version": self.version, "start": 0, "end": 1}]
+            return {"choices": [{"finish_reason": "stop", "weight_versions": spans}], "prompt_logprobs": scores}
+        return self.complete(body) if path == binary.PATH else {}
 
-    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+    def complete(self, body: dict[str, Any]) -> bytes:
         life, prompt, asked = self.life, body["token_ids"], body["sampling_params"]
-        if "prompt_logprobs" in asked:
-            scores = [None, *({str(token): {"logprob": -float(self.weights)}} for token in prompt[1:])]
-            return {"choices": [self.choice(0, [3])], "prompt_logprobs": scores}
         with self.changed:
             self.asked.append(prompt)
             self.changed.notify_all()
         while not self.open.wait(0.01) and not life.is_set():
             pass
-        seeds = [asked["seed"] + number for number in range(asked["n"])]
-        return {
-            "choices": [self.choice(n, plain_ids(prompt, seed, asked["max_tokens"])) for n, seed in enumerate(seeds)]
-        }
+        found = [plain_ids(prompt, asked["seed"] + number, asked["max_tokens"]) for number in range(asked["n"])]
+        return binary.encode([output(self.version, ids) for ids in found])
 
-    def choice(self, index: int, ids: list[int]) -> dict[str, Any]:
-        return {
-            "index": index,
-            "token_ids": ids,
-            "logprobs": {"content": [{"logprob": -1.0} for _ in ids]},
-            "finish_reason": "length",
-            "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
-        }
+
+def output(version: str, ids: list[int]) -> Any:
+    """What vLLM's engine gives for a completion."""
+    return SimpleNamespace(
+        token_ids=ids,
+        logprobs=SimpleNamespace(logprobs=[-1.0] * len(ids), start_indices=[*range(len(ids))]),
+        finish_reason="length",
+        weight_versions=[Span(version, 0, len(ids))],
+    )
+
+
+@dataclass
+class Span:
+    """vLLM's WeightVersionSpan."""
+
+    version: str
+    start: int
+    end: int
 
 
 class _Server(ThreadingHTTPServer):
@@ -129,8 +139,9 @@ def _handler(pretended: Pretended, life: threading.Event) -> type[BaseHTTPReques
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-            path, _, query = self.path.partition("?")
-            found = json.dumps(pretended.answer(path, query, body)).encode()
+            path = self.path.partition("?")[0]
+            answer = pretended.answer(path, body)
+            found = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             while not pretended.answering.wait(0.01) and not life.is_set():
                 pass
             if not life.is_set():

@@ -129,7 +129,7 @@ def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, nam
 @pytest.mark.slow
 def test_an_answer_that_is_not_json_counts_as_a_server_that_is_away() -> None:
     page = b"<html>this network wants you to log in</html>"
-    with _answering(page) as url, pytest.raises(Unavailable, match=r"other than JSON.*wants you to log in"):
+    with _answering(page) as url, pytest.raises(Unavailable, match=r"cannot be read.*wants you to log in"):
         asyncio.run(make_server(url).restore())
 
 
@@ -178,7 +178,7 @@ def test_a_server_is_asked_as_much_as_it_works_on_concurrently(copies: int, conc
     server = make_server("http://127.0.0.1:1")
     started = {**STARTED, "max_num_seqs": 1024}
 
-    async def request(method: str, path: str, seconds: float, **options: Any) -> Any:
+    async def request(method: str, path: str, *_: Any, **options: Any) -> Any:
         if path == "/collective_rpc":
             return {"results": [{"granted": True, "server": started}]}
         return {"world_size": 2 * copies if options["params"]["include_dp"] == "true" else 2}
@@ -234,19 +234,28 @@ def test_a_server_that_would_let_the_training_wait_behind_what_is_sampled_ahead_
 def test_an_answer_is_whole_if_its_tokens_are_by_the_weights_that_it_began_with_or_later_ones() -> None:
     server = make_server("http://127.0.0.1:1")
 
-    def answer(*spans: tuple[str, int], reason: str = "stop") -> dict[str, Any]:
+    def answer(*spans: tuple[str, int], reason: str = "stop") -> list[dict[str, Any]]:
         starts = [0, *itertools.accumulate(count for _, count in spans)]
         found = [{"version": v, "start": start, "end": start + n} for (v, n), start in zip(spans, starts, strict=False)]
-        return {"choices": [{"finish_reason": reason, "weight_versions": found}]}
+        return [{"finish_reason": reason, "weight_versions": found}]
 
     mixed = answer(("token-2", 3), ("token-10", 1))
-    assert versions(mixed["choices"][0], "token") == [2, 2, 2, 10]
-    assert server._is_whole(mixed, 2) and server._is_whole(mixed, 1)
-    assert not server._is_whole(mixed, 3)
+    assert versions(mixed[0], "token") == [2, 2, 2, 10]
+
+    def is_whole(choices: list[dict[str, Any]], oldest: int) -> bool:
+        try:
+            server._see_whole(choices, oldest)
+        except Unavailable:
+            return False
+        return True
+
+    assert is_whole(mixed, 2) and is_whole(mixed, 1)
+    assert not is_whole(mixed, 3)
     for wrong in (("none", 1), ("default", 1), ("other-3", 1), ("token-1", 1)):
-        assert not server._is_whole(answer(("token-2", 3), wrong), 2)
-    assert not server._is_whole(answer(("token-2", 3), reason="abort"), 2)
-    assert not server._is_whole(answer(), 0)
+        assert not is_whole(answer(("token-2", 3), wrong), 2)
+    for reason in ("abort", "error"):
+        assert not is_whole(answer(("token-2", 3), reason=reason), 2)
+    assert not is_whole(answer(), 0)
 
 
 def test_a_server_that_cannot_see_the_trainers_memory_is_refused(tmp_path: Path) -> None:
