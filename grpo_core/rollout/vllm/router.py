@@ -167,7 +167,8 @@ class Router:
             if not self.up:
                 self.none_since = asyncio.get_running_loop().time()
             self._report(f"is left out: {server.problem}", server)
-            self.bringing_back[server] = asyncio.create_task(self._bring_back(server))
+            if server not in self.bringing_back or self.bringing_back[server].done():
+                self.bringing_back[server] = asyncio.create_task(self._bring_back(server))
 
     async def _bring_back(self, server: Server) -> None:
         while server.problem:
