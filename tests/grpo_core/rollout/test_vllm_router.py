@@ -144,6 +144,7 @@ def wait_until_back(engine: VLLMServerEngine) -> None:
     assert len(engine.router.up) == len(engine.servers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_servers_that_die_and_return_at_any_time_leave_no_trace_in_the_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
@@ -171,6 +172,7 @@ def test_servers_that_die_and_return_at_any_time_leave_no_trace_in_the_answers(
         assert asking.join() == expected
 
 
+@pytest.mark.slow
 def test_a_frozen_server_is_left_out_and_what_it_was_asked_is_asked_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
