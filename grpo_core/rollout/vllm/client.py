@@ -104,6 +104,10 @@ class Server:
             trust_env=False,  # through no proxy
         )
 
+    @property
+    def has_room(self) -> bool:
+        return self.in_flight < self.capacity
+
     def move(self, url: str) -> None:
         """The server is started again at this address: what was asked of it at the old one is asked again."""
         print(f"the vLLM server at {self.url} is started again at {url}", flush=True)

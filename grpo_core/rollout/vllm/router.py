@@ -30,7 +30,8 @@ class Router:
         first %= len(servers)
         self.order = [*servers[first:], *servers[:first]]  # among servers with equal load
         self.homes: dict[int, Server] = {}  # of the conversations since the last weights, which empty the caches
-        self.waiting: deque[tuple[asyncio.Future[Server], int | None]] = deque()  # for room, with their conversations
+        # Requests that wait for room: their conversations, and the servers that have failed them.
+        self.waiting: deque[tuple[asyncio.Future[Server], int | None, set[Server]]] = deque()
         self.bringing_back: dict[Server, asyncio.Task[None]] = {}
         self.none_since = 0.0  # when the last server that was up was left out
 
@@ -45,13 +46,14 @@ class Router:
 
         Raises ServerError when no server is available for too long, or the only one refuses or hangs.
         """
-        failure = ""
+        failure, failed = "", set[Server]()
         for _ in range(ATTEMPTS):
-            server = await self._room(conversation)
+            server = await self._room(conversation, failed)
             try:
                 return await server.complete(body, oldest)
             except (Unavailable, ServerError) as error:
                 failure = f"{server.url}: {error}"
+                failed.add(server)
                 self._fail(server, error)
             finally:
                 self._free(server)
@@ -118,10 +120,10 @@ class Router:
         for task in self.bringing_back.values():
             task.cancel()
 
-    async def _room(self, conversation: int | None) -> Server:
+    async def _room(self, conversation: int | None, failed: set[Server]) -> Server:
         """The server for a request, as soon as one has room; `_free` gives the room back."""
         waiter: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
-        self.waiting.append((waiter, conversation))
+        self.waiting.append((waiter, conversation, failed))
         self._assign()
         try:
             return await waiter
@@ -137,16 +139,18 @@ class Router:
     def _assign(self) -> None:
         """Give the requests that wait, in the order of their arrival, to servers that have room."""
         passed_over = []
-        while self.waiting and (free := [server for server in self.up if server.in_flight < server.capacity]):
-            waiter, conversation = self.waiting.popleft()
+        while self.waiting and any(server.has_room for server in self.up):
+            waiter, conversation, failed = self.waiting.popleft()
             if waiter.done():
                 continue
             home = None if conversation is None else self.homes.get(conversation)
-            if home is not None and not home.problem and home not in free:
-                passed_over.append((waiter, conversation))
+            # One that fails a request quickly is the least loaded: another is waited for.
+            fit = [server for server in self.up if server not in failed] or self.up
+            free = [server for server in ([home] if home in fit else fit) if server.has_room]
+            if not free:
+                passed_over.append((waiter, conversation, failed))
                 continue
-            server = home if home in free else min(free, key=lambda server: server.in_flight / server.capacity)
-            assert server is not None
+            server = min(free, key=lambda server: server.in_flight / server.capacity)
             if conversation is not None:
                 self.homes[conversation] = server
             server.in_flight += 1
@@ -174,7 +178,7 @@ class Router:
         while server.problem:
             await self._restore(server)
             if hopeless := self._hopeless():
-                for waiter, _ in self.waiting:
+                for waiter, *_ in self.waiting:
                     if not waiter.done():
                         waiter.set_exception(ServerError(hopeless))
                 self.waiting.clear()

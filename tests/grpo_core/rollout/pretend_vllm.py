@@ -47,7 +47,8 @@ def plain_ids(prompt: Sequence[int], seed: int, count: int) -> list[int]:
 
 
 class Pretended:
-    """One server; `open` holds back its completions while it is not set, `answering` everything."""
+    """One server; `open` holds back its completions while it is not set, `answering` everything. One that is `broken`
+    answers all but requests for completions."""
 
     def __init__(self, max_num_seqs: int = 128):
         self.started: dict[str, Any] = {**STARTED, "max_num_seqs": max_num_seqs}
@@ -55,7 +56,7 @@ class Pretended:
         self.changed = threading.Condition()
         self.open, self.answering = threading.Event(), threading.Event()
         self.open.set()
-        self.port = 0
+        self.port, self.broken = 0, False
         self.start()
 
     @property
@@ -144,7 +145,7 @@ def _handler(pretended: Pretended, life: threading.Event) -> type[BaseHTTPReques
             found = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             while not pretended.answering.wait(0.01) and not life.is_set():
                 pass
-            if not life.is_set():
+            if not life.is_set() and not (pretended.broken and path == binary.PATH):
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(found)))
                 self.end_headers()

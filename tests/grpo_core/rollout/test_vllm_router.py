@@ -190,6 +190,20 @@ def test_a_frozen_server_is_left_out_and_what_it_was_asked_is_asked_of_another(
         wait_until_back(engine)
 
 
+def test_a_server_that_fails_quickly_and_is_brought_back_each_time_fails_no_request_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretended(4, 4) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+        broken, other = servers
+        broken.broken = True
+        other.open.clear()  # as long as the broken one has nothing left to fail
+        asking = Asking(engine, requests(20))
+        broken.wait_for(16)
+        other.open.set()
+        assert asking.join() == plain(requests(20))
+        assert len(broken.asked) == len({tuple(prompt) for prompt in broken.asked})
+
+
 def test_a_server_that_another_training_has_taken_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
