@@ -7,6 +7,8 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +50,14 @@ def measure(folder: Path, completions: int, tokens: int, rounds: int) -> dict[st
     with (
         policy_server(run / "config.toml", port, folder / "server.log") as process,
         httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=600, trust_env=False) as client,
+        ThreadPoolExecutor(completions // GROUP) as asking,
     ):
         _wait(client)
         server = psutil.Process(process.pid)
         for turn in range(rounds + 1):  # the first warms up
             for way, (path, read) in ways.items():
                 before = _cpu_seconds(server)
-                answers = [client.post(path, json=_body(number, tokens)) for number in range(completions // GROUP)]
+                answers = [*asking.map(partial(_ask, client, path, tokens), range(completions // GROUP))]
                 spent, start = _cpu_seconds(server) - before, time.process_time()
                 for answer in answers:
                     read(answer.raise_for_status().content)
@@ -66,9 +69,9 @@ def measure(folder: Path, completions: int, tokens: int, rounds: int) -> dict[st
     return found
 
 
-def _body(number: int, tokens: int) -> dict[str, Any]:
+def _ask(client: httpx2.Client, path: str, tokens: int, number: int) -> httpx2.Response:
     sampling = {"n": GROUP, "seed": GROUP * number, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0}
-    return {"token_ids": [3, 4, 5], "sampling_params": {**sampling, "detokenize": False}}
+    return client.post(path, json={"token_ids": [3, 4, 5], "sampling_params": {**sampling, "detokenize": False}})
 
 
 def _read_json(answer: bytes) -> list[Any]:
