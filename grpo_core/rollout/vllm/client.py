@@ -90,6 +90,7 @@ class Server:
         self.restoring = asyncio.Lock()
         self.problem = ""  # why it is asked nothing; "" if it is up and has the wanted weights
         self.refuses = False  # whether waiting alone does not mend the problem
+        self.receiving = False  # whether weights are on their way to it
         # As many requests as the server works on, by its `sequences` per copy of the model: each is a connection, and
         # with fewer a server would run out of work as each request comes down to its longest completion.
         self.sequences, self.capacity, self.in_flight = 0, 1, 0
@@ -245,6 +246,7 @@ class Server:
                 done.set_exception(error)
 
         threading.Thread(target=work, daemon=True).start()
+        self.receiving = True
         try:
             async with asyncio.timeout(self.seconds):
                 await self._unless_abandoned(asyncio.shield(asyncio.wrap_future(done)))
@@ -252,6 +254,8 @@ class Server:
             raise ServerError(
                 f"{self.url}: the weights have not arrived within {self.seconds:g} s (rollout.vllm_request_timeout)"
             ) from None
+        finally:
+            self.receiving = False
 
     async def _answer(self, path: str, body: Mapping[str, Any], read: Callable[[bytes], Any]) -> Any:
         try:

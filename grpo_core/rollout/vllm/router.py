@@ -199,7 +199,7 @@ class Router:
 
     def _hopeless(self) -> str:
         """Why there is no server, if waiting for one is over; otherwise ""."""
-        if self.up:
+        if self.up or any(server.receiving for server in self.servers):
             return ""
         if all(server.refuses for server in self.servers):
             return "; ".join(server.problem for server in self.servers)

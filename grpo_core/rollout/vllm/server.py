@@ -88,9 +88,10 @@ class VLLMServerEngine:
             return _objection(started, config, max_length, on_cpu, pid_namespace_id(), self.adapter_room)
 
         self.servers = [Server(url, config.rollout, self.token, holder, objection, send) for url in urls]
-        self.router = Router(
-            self.servers, config.rollout.vllm_server_timeout, process.process_index, reports=self.sends
-        )
+        # A server that is back is waited for by the other processes while the main process sends it the weights.
+        sending = 0.0 if self.sends else config.rollout.vllm_request_timeout
+        seconds = config.rollout.vllm_server_timeout + sending
+        self.router = Router(self.servers, seconds, process.process_index, reports=self.sends)
         # What the training waits for goes before what is sampled ahead of it.
         self.urgent = {"priority": -1} if config.rollout.max_staleness else {}
         self.version = 0  # of the weights, counted by hand-overs

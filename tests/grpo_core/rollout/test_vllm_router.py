@@ -240,6 +240,33 @@ def test_without_any_server_the_error_names_all_of_them_and_why(
             engine.compute_logprobs([[3, 4]])
 
 
+def test_weights_on_their_way_to_the_only_server_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sending, go_on = threading.Event(), threading.Event()
+    with pretended(128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+        give = engine.servers[0].send
+
+        def slow(*arguments: Any) -> None:
+            sending.set()
+            assert go_on.wait(60)
+            give(*arguments)
+
+        engine.servers[0].send = slow
+        servers[0].kill()
+        engine._run(engine.router.connect())  # which notices
+        syncing = threading.Thread(target=engine.sync_weights, args=(model(2.0),), daemon=True)
+        syncing.start()
+        servers[0].start()
+        assert sending.wait(60)
+        engine.router.seconds = 0.0  # the time is over
+        syncing.join(0.1)
+        assert syncing.is_alive()
+        go_on.set()
+        syncing.join(60)
+        assert engine.compute_logprobs([[3, 4]]) == [[-2.0]]
+
+
 def test_a_server_that_is_not_up_at_the_start_joins_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended(128, 128) as servers:
         servers[1].kill()
