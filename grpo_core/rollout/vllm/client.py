@@ -245,8 +245,8 @@ class Server:
             except BaseException as error:
                 done.set_exception(error)
 
-        threading.Thread(target=work, daemon=True).start()
         self.receiving = True
+        threading.Thread(target=work, daemon=True).start()
         try:
             async with asyncio.timeout(self.seconds):
                 await self._unless_abandoned(asyncio.shield(asyncio.wrap_future(done)))
@@ -275,7 +275,7 @@ class Server:
         except httpx2.ReadTimeout:
             raise
         except httpx2.TransportError as error:
-            raise Unavailable(f"{path}: {error or type(error).__name__}") from error
+            raise Unavailable(f"{path}: {str(error) or type(error).__name__}") from error
         if answer.status_code == 404 and "model" in (
             options.get("json") or {}
         ):  # started again, and not known there yet
