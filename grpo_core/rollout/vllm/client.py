@@ -148,20 +148,26 @@ class Server:
     async def bring_up_to_date(self) -> None:
         """Bring the wanted weights to a server that has others; Unavailable when it is not up."""
         done = None
-        while done is not self.wanted and self.wanted is not NO_WEIGHTS:
-            done = self.wanted
-            found = (await self.control("GET", "/weight_info"))["weight_version"]
-            self.has_base = found == LOADED or found.endswith(OVER_BASE)
-            if found != self.given:  # another process than the one that `transfer` speaks to, or half an update
-                self.transfer = None
-            name = self._name(done)
-            if found != name:
-                await self._update(done, found)
-            if done.snapshot is not None and self.given != name:
-                await self.control("POST", "/resume")
-                self.given = name
+        try:
+            while done is not self.wanted and self.wanted is not NO_WEIGHTS:
+                done = self.wanted
+                await self._bring(done)
+        finally:
+            self.receiving = False
         if done is None:
             raise Unavailable("the next weights for it are being made")
+
+    async def _bring(self, wanted: Weights) -> None:
+        found = (await self.control("GET", "/weight_info"))["weight_version"]
+        self.has_base = found == LOADED or found.endswith(OVER_BASE)
+        if found != self.given:  # another process than the one that `transfer` speaks to, or half an update
+            self.transfer = None
+        name = self._name(wanted)
+        if found != name:
+            await self._update(wanted, found)
+        if wanted.snapshot is not None and self.given != name:
+            await self.control("POST", "/resume")
+            self.given = name
 
     async def _update(self, wanted: Weights, found: str) -> None:
         """Bring the weights there; the server stands still then."""
@@ -170,7 +176,9 @@ class Server:
             raise Unavailable(f"it has weights {found!r}, wanted are {name!r}")
         # What was computed by the old weights is forgotten. Answers in flight go on from the tokens that they have;
         # after half an update, whose weights may have sampled some, they are discarded.
-        await self.control("POST", "/pause", params={"mode": "keep" if found == self.given else "abort"})
+        mode = "keep" if found == self.given else "abort"
+        self.given, self.receiving = "", True  # also a process that is given the same weights again must be resumed
+        await self.control("POST", "/pause", params={"mode": mode})
         await self.control("POST", "/update_weight_version", json={"new_version": self._name(NO_WEIGHTS)})
         await self._receive(wanted)
         await self.control("POST", "/update_weight_version", json={"new_version": name})
@@ -245,7 +253,6 @@ class Server:
             except BaseException as error:
                 done.set_exception(error)
 
-        self.receiving = True
         threading.Thread(target=work, daemon=True).start()
         try:
             async with asyncio.timeout(self.seconds):
@@ -254,8 +261,6 @@ class Server:
             raise ServerError(
                 f"{self.url}: the weights have not arrived within {self.seconds:g} s (rollout.vllm_request_timeout)"
             ) from None
-        finally:
-            self.receiving = False
 
     async def _answer(self, path: str, body: Mapping[str, Any], read: Callable[[bytes], Any]) -> Any:
         try:

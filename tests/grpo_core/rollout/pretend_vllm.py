@@ -65,6 +65,8 @@ class Pretended:
 
     def start(self) -> None:
         self.version, self.owner, self.weights = "default", "", torch.zeros(1)
+        self.resumed = threading.Event()
+        self.resumed.set()
         self.answering.set()
         self.life = life = threading.Event()  # set when it is dead
         self.server = _Server(("127.0.0.1", self.port), _handler(self, life))
@@ -93,6 +95,10 @@ class Pretended:
             return {"world_size": 1}
         if path == "/weight_info":
             return {"weight_version": self.version}
+        if path == "/pause":
+            self.resumed.clear()
+        if path == "/resume":
+            self.resumed.set()
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == "/inference/v1/generate":
@@ -106,7 +112,7 @@ class Pretended:
         with self.changed:
             self.asked.append(prompt)
             self.changed.notify_all()
-        while not self.open.wait(0.01) and not life.is_set():
+        while not (self.open.wait(0.01) and self.resumed.wait(0.01)) and not life.is_set():
             pass
         found = [plain_ids(prompt, asked["seed"] + number, asked["max_tokens"]) for number in range(asked["n"])]
         return binary.encode([output(self.version, ids) for ids in found])
