@@ -59,9 +59,11 @@ class RolloutConfig(Section):
     and server share (ipc), between CPUs of one machine (shared_memory) or of several (http). `auto`: nccl on a GPU;
     otherwise shared_memory, or http if the servers are on other machines."""
     vllm_server_timeout: float = Field(240.0, gt=0)
-    """vllm-server: seconds that a server may be down, or take to start, before the training stops."""
+    """vllm-server: seconds for which no server may be available before the training stops; a server that a stage starts
+    may take as long to start."""
     vllm_request_timeout: float = Field(1800.0, gt=0)
-    """vllm-server: seconds that a server may take to answer, or to take new weights, before the training stops."""
+    """vllm-server: seconds that a server may take to answer, or to take new weights, before it is left out; if it is
+    the only one, the training stops."""
     max_staleness: int = Field(0, ge=0, le=8)
     """vllm-server: above 0, the next generation batches are sampled while the current one is trained on, and what is
     being sampled when weights come goes on with these. A prompt's completions are trained at most so many generation

@@ -120,4 +120,4 @@ def _pause(asked: dict[int, Question], most: float) -> float:
 
 
 def _request(turn: Turn, seed: int) -> Request:
-    return Request(turn.ids, 1, derive_seed(seed, turn.number) if turn.number else seed, turn.max_tokens)
+    return Request(turn.ids, 1, derive_seed(seed, turn.number) if turn.number else seed, turn.max_tokens, seed)

@@ -27,12 +27,14 @@ class Sampling:
 @dataclass(frozen=True)
 class Request:
     """`num_completions` of one prompt; completion i is drawn with `seed + i`, whatever else is in the batch.
-    `max_tokens`: fewer than the sampling allows; None: as many."""
+    `max_tokens`: fewer than the sampling allows; None: as many. `conversation`: the same number for all turns of a
+    conversation, which an engine with several caches samples where the earlier turns are cached."""
 
     prompt_ids: list[int]
     num_completions: int
     seed: int
     max_tokens: int | None = None
+    conversation: int | None = None
 
 
 @dataclass(frozen=True)

@@ -86,17 +86,20 @@ class Probe:
     def compare(self, now: Scores) -> tuple[float, float]:
         """How far the trainer has moved while a copy stayed the same bit for bit (0 if none did), and the lag.
 
-        The lag: how far engine and trainer have come apart since the reference, divided by the most that rounding and
-        SHARE explain; above 1 a copy has other weights. Changes too small to tell anything add up until they do.
+        The lag: how far engine and trainer have come apart since the reference (its nearest copy), divided by the most
+        that rounding and SHARE explain; above 1 a copy has other weights. Changes too small to tell anything add up
+        until they do.
         """
         noticed, reference = self.noticed or now, self.reference or now
         moved = (now.trainer - noticed.trainer).abs()
         is_noticeable = moved.mean().item() > NOTICEABLE * self._rounding(noticed)
-        stayed = is_noticeable and bool((now.engine == noticed.engine).all(1).any())
+        # Servers may leave and come back, so that there are other copies now: each is compared with all the earlier.
+        same = (now.engine[:, None] == noticed.engine).all(-1)
+        stayed = is_noticeable and bool(same.any())
 
         allowed = GROWTH * self._rounding(reference)
         missing = SHARE * (now.trainer - reference.trainer).abs().mean().item()
-        apart = (now.gap - reference.gap).abs().mean(1).max().item()
+        apart = (now.gap[:, None] - reference.gap).abs().mean(-1).min(1).values.max().item()
 
         self.noticed = now if is_noticeable else noticed
         self.reference = now if missing > allowed else reference

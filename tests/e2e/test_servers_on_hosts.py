@@ -3,6 +3,7 @@ on or names the host, and leaves nothing there."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -192,5 +193,5 @@ def test_an_answer_from_a_host_that_is_cut_off_is_not_waited_for(place: Place) -
             f"http://{beta.address}:4000", RolloutConfig(), "token", "holder", lambda it: "", lambda *_: None
         )
         with pytest.raises(Unavailable):
-            asyncio.run(server._request("POST", "/inference/v1/generate", 600.0, json={}))
+            asyncio.run(server._request("POST", "/inference/v1/generate", 600.0, json.loads, json={}))
         silent.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -172,6 +174,100 @@ def test_weights_that_were_half_sent_are_sent_again(found: dict[str, Any]) -> No
 def test_a_server_that_hangs_is_an_error_after_the_time_limit(found: dict[str, Any]) -> None:
     assert "no answer within 1 s (rollout.vllm_request_timeout)" in found["hang"]
     assert found["drift after the hang"] < 1e-4
+
+
+def live_pair(folder: str) -> None:
+    """What an engine over two servers finds as one is killed in the middle of answers and started again much later.
+
+    Written to FOLDER/found. FOLDER/pid is the first server's process; it is started again after the line "now".
+    """
+    import torch
+
+    from grpo_core.config.files import load_config
+    from grpo_core.data.prompts import load_tokenizer
+    from grpo_core.model.loading import load_model
+    from grpo_core.rollout.factory import make_engine
+    from grpo_core.rollout.types import Request, Sampling
+
+    config = load_config(Path(folder) / "run" / "config.toml")
+    model, tokenizer = load_model(config.model.name_or_path), load_tokenizer(config.model)
+    requests = [Request([3 + i, 4, 5], 4, seed=1000 * i) for i in range(12)]
+    sampling = Sampling(200, temperature=0.7)
+    probes = [[3, 4, 5, 6, 7], [8, 9]]
+
+    def drifts(engine: Any) -> list[float]:
+        plain = [plain_logprobs(model, ids) for ids in probes]
+        rows = engine.compute_logprobs(probes)
+        return [max(abs(a - b) for a, b in zip(row, plain[i % 2], strict=True)) for i, row in enumerate(rows)]
+
+    def change_weights() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        engine.sync_weights(model)
+
+    engine: Any = make_engine(config, config.model.name_or_path, model, tokenizer, 256)
+    if engine.router.bringing_back:  # a server that is slower to start
+        engine._run(asyncio.wait(engine.router.bringing_back.values()))
+    change_weights()
+    found: dict[str, Any] = {"drift": drifts(engine)}
+    found["undisturbed"] = [each.ids for each in sampled(engine.generate(requests, sampling))]
+    steps = engine.generate(requests, sampling)
+    next(steps)
+    os.killpg(int((Path(folder) / "pid").read_text()), signal.SIGKILL)
+    found["disturbed"] = [each.ids for each in sampled(steps)]
+    change_weights()
+    found["drift without it"] = drifts(engine)
+    found["by one"] = [each.ids for each in sampled(engine.generate(requests, sampling))]
+    print("now", flush=True)
+    engine._run(asyncio.wait(engine.router.bringing_back.values()))
+    found["drift with it"] = drifts(engine)
+    found["by two"] = [each.ids for each in sampled(engine.generate(requests, sampling))]
+    change_weights()
+    found["drift of both"] = drifts(engine)
+    engine.close()
+    (Path(folder) / "found").write_text(json.dumps(found))
+
+
+def test_one_of_two_servers_is_killed_in_the_middle_of_answers_and_the_other_gives_the_same(tmp_path: Path) -> None:
+    model = make_model(
+        tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=512, **PACKED
+    )
+    ports = free_ports(2)
+    values = config_values(model, tmp_path, engine="vllm-server", vllm_server_timeout=600.0)
+    values["rollout"]["vllm_server_base_urls"] = [f"http://127.0.0.1:{port}" for port in ports]
+    config = make_run(tmp_path / "run", values) / "config.toml"
+    log, said = tmp_path / "server.log", []
+    code = f"from tests.e2e.test_vllm_server import live_pair; live_pair({str(tmp_path)!r})"
+    with (
+        policy_server(config, ports[0], log) as first,
+        policy_server(config, ports[1], log),
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as child,
+        ExitStack() as later,
+    ):
+        (tmp_path / "pid").write_text(str(first.pid))
+        assert child.stdout is not None
+        for line in child.stdout:
+            said.append(line)
+            if line == "now\n":
+                later.enter_context(policy_server(config, ports[0], log))
+        assert child.wait() == 0, "".join(said) + log.read_text()
+    found = json.loads((tmp_path / "found").read_text())
+    assert found["disturbed"] == found["undisturbed"]
+    assert found["by two"] == found["by one"]
+    rows = {name: len(found[name]) for name in found if "drift" in name}
+    assert rows == {"drift": 4, "drift without it": 2, "drift with it": 4, "drift of both": 4}
+    assert max(drift for name in rows for drift in found[name]) < 1e-4
+    lines = [line for line in said if f"127.0.0.1:{ports[0]} is" in line]
+    assert [" is left out: " in line for line in lines[-2:]] == [True, False]
+    assert lines[-1].endswith(" is back (2 of 2 sample now)\n")
 
 
 # At the third scoring one server dies.

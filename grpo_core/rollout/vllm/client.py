@@ -1,15 +1,16 @@
 """One vLLM server as its trainer sees it: up, ours, with the weights that it must have.
 
 Whatever happens to it (it dies, is started again, comes back with the base's weights), the way back is the same:
-`restore`.
+`restore`. Which of several servers is asked: `grpo_core.rollout.vllm.router`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,14 +20,12 @@ import httpx2
 from torch import Tensor
 
 from grpo_core.config.rollout import RolloutConfig
-from grpo_core.rollout.vllm.adapter import ADAPTER
+from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm.secret import with_secret
 
 LEASE_SECONDS = 20.0  # after which a trainer that was killed no longer has the server
 RENEWALS = 4  # of a lease in its time
 CONTROL_SECONDS = 30.0  # for requests that need no work; a server that takes longer counts as down
-POLL_SECONDS = 0.5
-ATTEMPTS = 5  # at one answer, the server brought back in between
 # A connection to a machine that is off or cut off fails after 30 s, also while an answer is awaited.
 SOCKET_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -69,7 +68,7 @@ class Server:
     """A server, and the weights that it must have: `wanted`.
 
     `send` brings them there and blocks until it is. `objection`: what speaks against a server that was
-    started in a certain way, "" if nothing does.
+    started in a certain way, "" if nothing does. The router keeps `problem`, `refuses` and `in_flight`.
     """
 
     def __init__(
@@ -82,16 +81,20 @@ class Server:
         send: Callable[[Server, Weights], None],
     ):
         self.url, self.token, self.holder = url.rstrip("/"), token, holder
-        self.seconds_up, self.seconds = config.vllm_server_timeout, config.vllm_request_timeout
+        self.seconds = config.vllm_request_timeout
         self.objection, self.send = objection, send
         self.wanted, self.given = NO_WEIGHTS, ""  # the weights, and the version that was brought there last
         self.has_base = False  # as it was started with, perhaps under an adapter
         self.backend = ""  # of the weight transfer, as the server was started
         self.transfer: Any = None  # vLLM's trainer-side engine, for as long as the server is there that it speaks to
         self.restoring = asyncio.Lock()
-        # As many requests as the server works on, by its `sequences` per copy of the model: each is a connection.
-        self.sequences, self.in_flight = 0, asyncio.Semaphore(1)
-        self.moved = asyncio.Event()
+        self.problem = ""  # why it is asked nothing; "" if it is up and has the wanted weights
+        self.refuses = False  # whether waiting alone does not mend the problem
+        self.receiving = False  # whether weights are on their way to it
+        # As many requests as the server works on, by its `sequences` per copy of the model: each is a connection, and
+        # with fewer a server would run out of work as each request comes down to its longest completion.
+        self.sequences, self.capacity, self.in_flight = 0, 1, 0
+        self.abandoned: asyncio.Future[str] | None = None  # gets the reason why its answers are not waited for
         # A connection for each request: an idle one may be closed by the server just when it is used again.
         limits = httpx2.Limits(max_keepalive_connections=0)
         transport = httpx2.AsyncHTTPTransport(limits=limits, socket_options=SOCKET_OPTIONS)
@@ -102,57 +105,60 @@ class Server:
             trust_env=False,  # through no proxy
         )
 
+    @property
+    def has_room(self) -> bool:
+        return self.in_flight < self.capacity
+
     def move(self, url: str) -> None:
         """The server is started again at this address: what was asked of it at the old one is asked again."""
         print(f"the vLLM server at {self.url} is started again at {url}", flush=True)
         self.url, self.http.base_url = url, httpx2.URL(url)
-        self.moved.set()
-        self.moved = asyncio.Event()
+        self.abandon("it is started again at another address")
 
-    async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of /inference/v1/generate, every token of it by the weights that are wanted now or later."""
-        oldest, failure = self.wanted, ""
-        if self.wanted.adapter is not None:
-            body = {**body, "model": ADAPTER}
-        async with self.in_flight:
-            for _ in range(ATTEMPTS):
-                try:
-                    answer = await self._request("POST", "/inference/v1/generate", self.seconds, json=body)
-                except httpx2.ReadTimeout:
-                    raise ServerError(
-                        f"{self.url}: no answer within {self.seconds:g} s (rollout.vllm_request_timeout): it hangs, or "
-                        "has more to do than it can; see its log, or raise the limit"
-                    ) from None
-                except Unavailable as error:
-                    failure = str(error)
-                else:
-                    if self._is_whole(answer, oldest.version):
-                        return answer
-                    failure = f"the answer was aborted, or is not by weights {self._name(oldest)!r} or later ones"
-                await self.restore()
-        raise ServerError(f"{self.url}: {ATTEMPTS} attempts at one answer have failed; the last: {failure}")
+    def abandon(self, reason: str) -> None:
+        """Wait no longer for what the server was asked: that raises Unavailable."""
+        if self.abandoned is not None:
+            self.abandoned.set_result(reason)
+            self.abandoned = None
+
+    async def complete(self, body: Mapping[str, Any], oldest: int) -> list[dict[str, Any]]:
+        """The completions of a request, as `binary.decode` has them, every token by weights of version `oldest` or
+        later.
+
+        Raises Unavailable if there are none, ServerError if the server refuses or hangs.
+        """
+        choices = await self._answer(binary.PATH, body, binary.decode)
+        self._see_whole(choices, oldest)
+        return choices
+
+    async def score(self, body: Mapping[str, Any], oldest: int) -> list[dict[str, Any] | None]:
+        """The `prompt_logprobs` that vLLM answers, by weights of version `oldest` or later. Raises what `complete`
+        raises."""
+        answer = await self._answer("/inference/v1/generate", body, json.loads)
+        self._see_whole(answer["choices"], oldest)
+        return answer["prompt_logprobs"]
 
     async def restore(self) -> None:
-        """Wait until the server is up, ours, and has the wanted weights; ServerError when that takes too long."""
+        """See that the server is up, ours, and has the wanted weights. Raises Unavailable if it is not up, ServerError
+        if it cannot be used."""
         async with self.restoring:
-            clock = asyncio.get_running_loop().time
-            sent_elsewhere = self.seconds if self.wanted.snapshot is None else 0.0
-            deadline = clock() + self.seconds_up + sent_elsewhere
-            while True:
-                try:
-                    await self.take_lease()
-                    return await self.bring_up_to_date()
-                except Unavailable as error:
-                    if clock() > deadline:
-                        raise ServerError(
-                            f"{self.url}: not available for {self.seconds_up:g} s (rollout.vllm_server_timeout): "
-                            f"{error}. Start it again, then this run: it goes on from its last checkpoint"
-                        ) from error
-                await asyncio.sleep(POLL_SECONDS)
+            await self.take_lease()
+            await self.bring_up_to_date()
 
     async def bring_up_to_date(self) -> None:
         """Bring the wanted weights to a server that has others; Unavailable when it is not up."""
-        wanted, found = self.wanted, (await self.control("GET", "/weight_info"))["weight_version"]
+        done = None
+        try:
+            while done is not self.wanted and self.wanted is not NO_WEIGHTS:
+                done = self.wanted
+                await self._bring(done)
+        finally:
+            self.receiving = False
+        if done is None:
+            raise Unavailable("the next weights for it are being made")
+
+    async def _bring(self, wanted: Weights) -> None:
+        found = (await self.control("GET", "/weight_info"))["weight_version"]
         self.has_base = found == LOADED or found.endswith(OVER_BASE)
         if found != self.given:  # another process than the one that `transfer` speaks to, or half an update
             self.transfer = None
@@ -170,7 +176,9 @@ class Server:
             raise Unavailable(f"it has weights {found!r}, wanted are {name!r}")
         # What was computed by the old weights is forgotten. Answers in flight go on from the tokens that they have;
         # after half an update, whose weights may have sampled some, they are discarded.
-        await self.control("POST", "/pause", params={"mode": "keep" if found == self.given else "abort"})
+        mode = "keep" if found == self.given else "abort"
+        self.given, self.receiving = "", True  # also a process that is given the same weights again must be resumed
+        await self.control("POST", "/pause", params={"mode": mode})
         await self.control("POST", "/update_weight_version", json={"new_version": self._name(NO_WEIGHTS)})
         await self._receive(wanted)
         await self.control("POST", "/update_weight_version", json={"new_version": name})
@@ -194,47 +202,29 @@ class Server:
             )
         self.backend = given["server"]["weight_transfer"]
         if (sequences := given["server"]["max_num_seqs"]) != self.sequences:
-            self.in_flight = asyncio.Semaphore(sequences * await self._copies())
-            self.sequences = sequences
-
-    async def keep(self) -> None:
-        """Renew the lease, for ever; and should the server have been started again, bring it up to date."""
-        while True:
-            await asyncio.sleep(LEASE_SECONDS / RENEWALS)
-            with suppress(Exception):  # the next request waits for it, or says what is wrong; the lease must not lapse
-                await self.take_lease()
-                if not self.restoring.locked():
-                    async with self.restoring:
-                        await self.bring_up_to_date()
+            self.capacity, self.sequences = sequences * await self._copies(), sequences
 
     async def release(self) -> None:
         """Free the server for the next training."""
-        with suppress(Unavailable, ServerError):
-            await self.control("POST", "/shutdown_weight_transfer_engine")
-            await self.control("POST", "/collective_rpc", json={"method": "release_lease", "args": [self.token]})
+        if not self.problem:  # otherwise the lease ends by itself
+            with suppress(Unavailable, ServerError):
+                await self.control("POST", "/shutdown_weight_transfer_engine")
+                await self.control("POST", "/collective_rpc", json={"method": "release_lease", "args": [self.token]})
         await self.http.aclose()
 
     async def control(self, method: str, path: str, **options: Any) -> Any:
         """Answer to a request that needs no sampling."""
         try:
-            return await self._request(method, path, CONTROL_SECONDS, **options)
+            return await self._request(method, path, CONTROL_SECONDS, json.loads, **options)
         except httpx2.ReadTimeout:
             raise Unavailable(f"{path} has not answered for {CONTROL_SECONDS:g} s") from None
 
-    def versions(self, choice: Mapping[str, Any]) -> list[int]:
-        """The version of the weights that sampled each token of a completion; 0: none of this training's."""
-        found = []
-        for span in choice["weight_versions"] or ():
-            token, _, number = span["version"].removesuffix(OVER_BASE).rpartition("-")
-            found += [int(number) if token == self.token else 0] * (span["end"] - span["start"])
-        return found
-
-    def _is_whole(self, answer: Mapping[str, Any], oldest: int) -> bool:
-        """Whether each completion came to its end, and each of its tokens is by weights as new as these."""
-        return all(
-            choice["finish_reason"] != "abort" and min(self.versions(choice), default=0) >= max(oldest, 1)
-            for choice in answer["choices"]
-        )
+    def _see_whole(self, choices: Sequence[Mapping[str, Any]], oldest: int) -> None:
+        """Raises Unavailable unless each completion came to its end, each token by weights as new as these."""
+        for choice in choices:
+            ended = choice["finish_reason"] not in ("abort", "error")
+            if not ended or min(versions(choice, self.token), default=0) < max(oldest, 1):
+                raise Unavailable(f"the answer was aborted, or is not by weights {self.token}-{oldest} or later ones")
 
     def _name(self, weights: Weights) -> str:
         """What the server calls these weights."""
@@ -266,46 +256,67 @@ class Server:
         threading.Thread(target=work, daemon=True).start()
         try:
             async with asyncio.timeout(self.seconds):
-                await self._unless_moved(asyncio.shield(asyncio.wrap_future(done)))
+                await self._unless_abandoned(asyncio.shield(asyncio.wrap_future(done)))
         except TimeoutError:
             raise ServerError(
                 f"{self.url}: the weights have not arrived within {self.seconds:g} s (rollout.vllm_request_timeout)"
             ) from None
 
-    async def _request(self, method: str, path: str, seconds: float, **options: Any) -> Any:
+    async def _answer(self, path: str, body: Mapping[str, Any], read: Callable[[bytes], Any]) -> Any:
+        try:
+            return await self._request("POST", path, self.seconds, read, json=body)
+        except httpx2.ReadTimeout:
+            raise ServerError(
+                f"{self.url}: no answer within {self.seconds:g} s (rollout.vllm_request_timeout): it hangs, or "
+                "has more to do than it can; see its log, or raise the limit"
+            ) from None
+
+    async def _request(
+        self, method: str, path: str, seconds: float, read: Callable[[bytes], Any], **options: Any
+    ) -> Any:
         try:
             timeout = httpx2.Timeout(CONTROL_SECONDS, read=seconds)
-            answer = await self._unless_moved(self.http.request(method, path, timeout=timeout, **options))
+            answer = await self._unless_abandoned(self.http.request(method, path, timeout=timeout, **options))
         except httpx2.ReadTimeout:
             raise
         except httpx2.TransportError as error:
-            raise Unavailable(f"{path}: {error or type(error).__name__}") from error
+            raise Unavailable(f"{path}: {str(error) or type(error).__name__}") from error
         if answer.status_code == 404 and "model" in (
             options.get("json") or {}
         ):  # started again, and not known there yet
             raise Unavailable(f"{path} answers 404: {answer.text[:500]}")
         if answer.status_code == 404:
             raise ServerError(
-                f"{self.url} has no {path}: it runs without VLLM_SERVER_DEV_MODE=1, or is older than vLLM 0.32; "
-                "start it as `python -m grpo_core.rollout.vllm.serve CONFIG` does"
+                f"{self.url} has no {path}: it runs without VLLM_SERVER_DEV_MODE=1 or this project's middleware, or is "
+                "older than vLLM 0.32; start it as `python -m grpo_core.rollout.vllm.serve CONFIG` does"
             )
         if answer.status_code >= 500:
             raise Unavailable(f"{path} answers {answer.status_code}: {answer.text[:500]}")
         if answer.is_error:
             raise ServerError(f"{self.url}{path} refuses: {answer.status_code} {answer.text[:500]}")
         try:
-            return answer.json()
+            return read(answer.content)
         except ValueError:
-            raise Unavailable(f"{path} answers with something other than JSON: {answer.text[:200]!r}") from None
+            raise Unavailable(f"{path} answers with something that cannot be read: {answer.text[:200]!r}") from None
 
-    async def _unless_moved(self, work: Awaitable[Result]) -> Result:
-        """The result of this work; Unavailable as soon as the server is started again elsewhere."""
-        doing, moved = asyncio.ensure_future(work), asyncio.ensure_future(self.moved.wait())
+    async def _unless_abandoned(self, work: Awaitable[Result]) -> Result:
+        """The result of this work; Unavailable as soon as the server is abandoned."""
+        self.abandoned = self.abandoned or asyncio.get_running_loop().create_future()
+        doing, abandoned = asyncio.ensure_future(work), self.abandoned
+        both: set[asyncio.Future[Any]] = {doing, abandoned}
         try:
-            await asyncio.wait({doing, moved}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not doing.done():
-                raise Unavailable("it is started again at another address")
+                raise Unavailable(abandoned.result())
             return doing.result()
         finally:
             doing.cancel()
-            moved.cancel()
+
+
+def versions(choice: Mapping[str, Any], token: str) -> list[int]:
+    """The version of the weights that sampled each token of a completion; 0: none of the training with this token."""
+    found = []
+    for span in choice["weight_versions"] or ():
+        owner, _, number = span["version"].removesuffix(OVER_BASE).rpartition("-")
+        found += [int(number) if owner == token else 0] * (span["end"] - span["start"])
+    return found

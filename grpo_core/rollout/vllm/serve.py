@@ -85,6 +85,7 @@ def server_command(config: RunConfig) -> list[str]:
         *("--dtype", "bfloat16" if config.train.mixed_precision == "bf16" else "float32"),
         "--enable-scale-out",  # without it vLLM answers no tokens with tokens
         *("--max-model-len", "auto", "--uvicorn-log-level", "warning"),
+        *("--middleware", "grpo_core.rollout.vllm.binary.BinaryCompletions"),  # the first is behind the others
         # vLLM itself answers the pages of every origin.
         *("--middleware", "grpo_core.system.origin_check.OwnPagesOnly"),
         *(["--middleware", "grpo_core.rollout.vllm.secret.SecretRequired"] if os.environ.get(SECRET) else []),

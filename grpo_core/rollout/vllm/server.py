@@ -7,7 +7,6 @@ says which weights each of its tokens was sampled by.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import os
 import resource
@@ -32,12 +31,15 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
-from grpo_core.rollout.vllm.adapter import adapter_of
-from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Weights
+from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
+from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Weights, versions
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
+from grpo_core.rollout.vllm.router import Router
 from grpo_core.rollout.vllm.serve import adapter_room, largest_group, read_addresses, wrong_vllm
 from grpo_core.rollout.vllm.snapshot import take_snapshot
 
+# vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
+SCORE = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 TURN_SECONDS = 0.05  # after which a caller that waits for completions may do something else
 FOLLOW_SECONDS = 2.0  # in which a server's new address is noticed
 NOT_A_NUMBER = -9999.0  # vLLM's answers have it for a log-probability of NaN or -inf
@@ -55,7 +57,7 @@ class _Begun:
 
 
 class VLLMServerEngine:
-    """An Engine and Lookahead over one or several servers, which take turns with the requests.
+    """An Engine and Lookahead over one or several servers, among which requests are routed.
 
     The servers get the model's weights at the start. Of a model under an adapter they have the base, and get the
     adapter alone, unless vLLM cannot compute with it: then it is merged into the layers that it adapts.
@@ -87,17 +89,21 @@ class VLLMServerEngine:
             return _objection(started, config, max_length, on_cpu, pid_namespace_id(), self.adapter_room)
 
         self.servers = [Server(url, config.rollout, self.token, holder, objection, send) for url in urls]
-        self.turns = itertools.count(process.process_index)
+        # A server that is back is waited for by the other processes while the main process sends it the weights.
+        sending = 0.0 if self.sends else config.rollout.vllm_request_timeout
+        seconds = config.rollout.vllm_server_timeout + sending
+        self.router = Router(self.servers, seconds, process.process_index, reports=self.sends)
         # What the training waits for goes before what is sampled ahead of it.
         self.urgent = {"priority": -1} if config.rollout.max_staleness else {}
         self.version = 0  # of the weights, counted by hand-overs
         self.begun: dict[tuple[Any, ...], _Begun] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.keepers = [self._start(server.keep()) for server in self.servers]
+        self.keepers = [self._start(self.router.keep(server)) for server in self.servers]
         if not config.rollout.vllm_server_base_urls:
             self.keepers.append(self._start(_follow(self.servers)))
         try:
+            self._run(self.router.connect())
             self.sync_weights(model)
         except BaseException:  # after a refusal, nothing may go on asking for the lease
             self._stop_keeping()
@@ -125,15 +131,32 @@ class VLLMServerEngine:
             snapshot = take_snapshot(model, self.dtype, mine=self.sends)
         else:
             snapshot = plain_weights(model) if self.sends else None
-        weights = Weights(self.version, snapshot, adapter, base)
-        for server in self.servers:
-            server.wanted = weights
-        self._run(_all(server.restore() for server in self.servers))
+        self._hand_over(Weights(self.version, snapshot, adapter, base))
         return (
             ("adapter " if adapter else "")
             + "sent by "
-            + ", ".join(sorted({server.backend for server in self.servers}))
+            + ", ".join(sorted({server.backend for server in self.servers if server.backend}))
         )
+
+    def _hand_over(self, weights: Weights) -> None:
+        """Bring the weights to the servers that are up. The main process sends them; the others then sample at those
+        servers that have them. Raises ServerError in every process if there is none."""
+        failure, numbers = "", [number for number, server in enumerate(self.servers) if not server.problem]
+        if self.sends:
+            try:
+                numbers = self._bring(weights, numbers)
+            except ServerError as error:
+                failure = str(error)
+        failure, numbers = from_main((failure, numbers))
+        if failure:
+            raise ServerError(failure)
+        if not self.sends:
+            self._bring(weights, numbers)
+
+    def _bring(self, weights: Weights, numbers: list[int]) -> list[int]:
+        for server in self.servers:
+            server.wanted = weights
+        return self._run(self.router.hand_over(numbers))
 
     def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
         for request in requests:
@@ -177,8 +200,14 @@ class VLLMServerEngine:
                 future.cancel()  # which closes the connection, and that ends the request
 
     def compute_logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        questions = (_logprobs(server, ids, self.urgent) for server in self.servers for ids in sequences)
-        return self._run(_all(questions))
+        bodies = [self._body(ids, SCORE, self.urgent) for ids in sequences]
+        version = self.version
+
+        async def ask(server: Server) -> list[list[float]]:
+            answers = await asyncio.gather(*(server.score(body, version) for body in bodies))
+            return [_prompt_logprobs(ids, answer) for ids, answer in zip(sequences, answers, strict=True)]
+
+        return [row for rows in self._run(self.router.each(ask)) for row in rows]
 
     def close(self) -> None:
         self._stop_keeping()
@@ -189,13 +218,27 @@ class VLLMServerEngine:
     def _stop_keeping(self) -> None:
         for keeper in self.keepers:
             keeper.cancel()
+        self.loop.call_soon_threadsafe(self.router.stop)
 
     def _aged(self, answer: Answer) -> list[Completion]:
         return [replace(each, ages=[self.version - version for version in versions]) for each, versions in answer]
 
     def _submit(self, request: Request, sampling: Sampling, options: Mapping[str, Any]) -> Future[Answer]:
-        server = self.servers[next(self.turns) % len(self.servers)]
-        return self._start(_complete(server, request, sampling, options))
+        body = self._body(request.prompt_ids, _parameters(request, sampling), options)
+        return self._start(self._complete(body, self.version, request.conversation))
+
+    async def _complete(self, body: Mapping[str, Any], oldest: int, conversation: int | None) -> Answer:
+        return [
+            (
+                Completion(choice["token_ids"], choice["logprobs"], truncated=choice["finish_reason"] == "length"),
+                versions(choice, self.token),
+            )
+            for choice in await self.router.complete(body, oldest, conversation)
+        ]
+
+    def _body(self, ids: list[int], parameters: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        adapter = {"model": ADAPTER} if self.adapter_room else {}
+        return {"token_ids": ids, "sampling_params": {**parameters, "detokenize": False}, **options, **adapter}
 
     def _start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -222,8 +265,8 @@ async def _all(questions: Any) -> list[Any]:
     return await asyncio.gather(*questions)
 
 
-async def _complete(server: Server, request: Request, sampling: Sampling, options: Mapping[str, Any]) -> Answer:
-    parameters = {
+def _parameters(request: Request, sampling: Sampling) -> dict[str, Any]:
+    return {
         "n": request.num_completions,
         "seed": request.seed,  # vLLM gives completion i of a request the seed + i
         "max_tokens": request.max_tokens or sampling.max_tokens,
@@ -231,32 +274,12 @@ async def _complete(server: Server, request: Request, sampling: Sampling, option
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "logprobs": 0,
-        "detokenize": False,
     }
-    answer = await server.ask({"token_ids": request.prompt_ids, "sampling_params": parameters, **options})
-    return [
-        (
-            Completion(
-                ids=choice["token_ids"],
-                logprobs=[_number(token["logprob"]) for token in choice["logprobs"]["content"]],
-                truncated=choice["finish_reason"] == "length",
-            ),
-            server.versions(choice),
-        )
-        for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
-    ]
 
 
-async def _logprobs(server: Server, ids: list[int], options: Mapping[str, Any]) -> list[float]:
-    # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
-    parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-    answer = await server.ask({"token_ids": ids, "sampling_params": parameters, **options})
-    scored = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)  # the first token has none
-    return [_number(found[str(token)]["logprob"]) for token, found in scored]
-
-
-def _number(logprob: float) -> float:
-    return math.nan if logprob == NOT_A_NUMBER else logprob
+def _prompt_logprobs(ids: list[int], scores: Sequence[Any]) -> list[float]:
+    scored = [found[str(token)]["logprob"] for token, found in zip(ids[1:], scores[1:], strict=True)]
+    return [math.nan if logprob == NOT_A_NUMBER else logprob for logprob in scored]  # the first token has none
 
 
 def _key(request: Request, sampling: Sampling) -> tuple[Any, ...]:

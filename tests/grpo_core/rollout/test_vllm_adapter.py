@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from grpo_core.config.files import parse_config
+from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server as vllm_server
 from grpo_core.rollout.vllm.adapter import room_for
 from grpo_core.rollout.vllm.client import ServerError, Weights
+from grpo_core.rollout.vllm.router import Router
 from tests import forked
 from tests.conftest import config_values, make_model, make_run
+from tests.grpo_core.rollout.pretend_vllm import output
 from tests.grpo_core.rollout.test_vllm_client import STARTED, make_server, make_transfer
 from tests.grpo_core.rollout.vllm_engine import PACKED, plain_logprobs
 from tests.serving import free_ports, policy_server
@@ -156,10 +159,9 @@ def test_an_adapter_goes_to_a_server_alone_if_it_has_the_base_that_it_was_starte
 
 def test_a_server_that_is_started_again_and_does_not_know_the_adapter_yet_is_waited_for() -> None:
     server = make_server("http://127.0.0.1:1")
-    server.wanted = Weights("v", adapter={})
-    missing = httpx2.Response(404, json={"error": {"message": "The model `policy` does not exist."}})
-    whole = {"choices": [{"finish_reason": "stop", "weight_versions": [{"version": "v"}]}]}
-    answers = [missing, httpx2.Response(200, json=whole)]
+    missing = httpx2.Response(503, text="no adapter 'policy'")
+    whole = binary.encode([output("token-1", [5])])
+    answers = [missing, httpx2.Response(200, content=whole)]
     asked: list[Any] = []
 
     async def request(method: str, path: str, **options: Any) -> Any:
@@ -168,8 +170,8 @@ def test_a_server_that_is_started_again_and_does_not_know_the_adapter_yet_is_wai
 
     async def ask() -> Any:
         with mock.patch.object(server.http, "request", request), mock.patch.object(server, "restore", restore):
-            return await server.ask({"token_ids": [1]})
+            return await Router([server], 60.0, 0, reports=False).complete({"token_ids": [1], "model": "policy"}, 1)
 
     restore = mock.AsyncMock()
-    assert asyncio.run(ask()) == whole
+    assert asyncio.run(ask()) == binary.decode(whole)
     assert (asked, restore.await_count) == (["policy", "policy"], 1)

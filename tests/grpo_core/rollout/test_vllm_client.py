@@ -28,9 +28,11 @@ from grpo_core.rollout.types import Completion, Request, Sampling
 from grpo_core.rollout.vllm import client as vllm_client
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server as vllm_server
-from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Unavailable, Weights
-from grpo_core.rollout.vllm.server import VLLMServerEngine
+from grpo_core.rollout.vllm.client import Server, Unavailable, Weights, versions
+from grpo_core.rollout.vllm.router import Router
 from tests.conftest import config_values
+from tests.grpo_core.rollout.pretend_vllm import STARTED as PRETENDED
+from tests.grpo_core.rollout.pretend_vllm import connected, pretended
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,32 +51,6 @@ def test_another_vllm_is_refused_with_the_one_that_is_needed(monkeypatch: pytest
     assert re.search(r"needs vLLM 0\.1, installed is 0\.32", vllm_serve.wrong_vllm())
 
 
-class _Server:
-    """Stands for a server."""
-
-    backend = "shared_memory"
-
-    def __init__(self, *_: Any):
-        self.wanted = NO_WEIGHTS
-
-    async def keep(self) -> None:
-        pass
-
-    async def restore(self) -> None:
-        pass
-
-    async def ask(self, body: Any) -> dict[str, Any]:
-        return {"choices": []}
-
-
-def _engine(folder: Path, model: Any) -> VLLMServerEngine:
-    values = config_values(folder, folder, engine="vllm-server", vllm_server_base_urls=["http://127.0.0.1:1"])
-    names = ("shared_memory", "transfer")
-    no_vllm = {f"grpo_core.rollout.vllm.{name}": mock.Mock() for name in names}  # which takes long to import
-    with mock.patch.object(vllm_server, "Server", _Server), mock.patch.dict(sys.modules, no_vllm):
-        return VLLMServerEngine(parse_config(values), model, 16)
-
-
 def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
 
@@ -85,10 +61,10 @@ def test_one_copy_of_the_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.M
         return {"weight": tensor}
 
     monkeypatch.setattr(vllm_server, "plain_weights", plain_weights)
-    engine = _engine(tmp_path, torch.nn.Linear(1, 1))
-    engine.sync_weights(torch.nn.Linear(1, 1))
-    assert len(made) == 2
-    assert engine.servers[0].wanted.snapshot == {"weight": made[1]()}
+    with pretended(128) as servers, connected(tmp_path, monkeypatch, servers, torch.nn.Linear(1, 1)) as engine:
+        engine.sync_weights(torch.nn.Linear(1, 1))
+        assert len(made) == 2
+        assert engine.servers[0].wanted.snapshot == {"weight": made[1]()}
 
 
 class _VLLMClient:
@@ -153,10 +129,9 @@ def test_servers_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch, nam
 
 @pytest.mark.slow
 def test_an_answer_that_is_not_json_counts_as_a_server_that_is_away() -> None:
-    with _answering(b"<html>this network wants you to log in</html>") as url:
-        server = make_server(url, vllm_server_timeout=0.01, vllm_request_timeout=0.01)
-        with pytest.raises(ServerError, match=rf"{url}: not available .*other than JSON.*wants you to log in"):
-            asyncio.run(server.restore())
+    page = b"<html>this network wants you to log in</html>"
+    with _answering(page) as url, pytest.raises(Unavailable, match=r"cannot be read.*wants you to log in"):
+        asyncio.run(make_server(url).restore())
 
 
 @pytest.mark.parametrize(
@@ -203,44 +178,22 @@ def test_several_servers_are_sent_their_weights_concurrently() -> None:
 def test_a_server_is_asked_as_much_as_it_works_on_concurrently(copies: int, concurrent: int) -> None:
     server = make_server("http://127.0.0.1:1")
     started = {**STARTED, "max_num_seqs": 1024}
-    open_requests: list[asyncio.Event] = []
 
-    async def request(method: str, path: str, seconds: float, **options: Any) -> Any:
+    async def request(method: str, path: str, *_: Any, **options: Any) -> Any:
         if path == "/collective_rpc":
             return {"results": [{"granted": True, "server": started}]}
-        if path == "/get_world_size":
-            return {"world_size": 2 * copies if options["params"]["include_dp"] == "true" else 2}
-        open_requests.append(asyncio.Event())
-        await open_requests[-1].wait()
-        return {"choices": []}
+        return {"world_size": 2 * copies if options["params"]["include_dp"] == "true" else 2}
 
-    async def count() -> int:
-        with mock.patch.object(server, "_request", request):
-            for _ in range(2):  # a lease that is renewed changes nothing
-                await server.take_lease()
-            asked = [asyncio.create_task(server.ask({})) for _ in range(concurrent + 5)]
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            found = len(open_requests)
-            for task in asked:
-                task.cancel()
-            return found
+    async def connect() -> None:
+        for _ in range(2):  # a lease that is renewed changes nothing
+            await server.take_lease()
 
-    assert asyncio.run(count()) == concurrent
+    with mock.patch.object(server, "_request", request):
+        asyncio.run(connect())
+    assert server.capacity == concurrent
 
 
-STARTED = {
-    "weight_transfer": "shared_memory",
-    "dtype": "float32",
-    "logprobs_mode": "processed_logprobs",
-    "truncation_problem": "",
-    "max_model_len": 16,
-    "lora_rank": 0,
-    "max_num_seqs": 128,
-    "chunked_prefill": False,
-    "scheduling_policy": "fcfs",
-    "pid_namespace_id": "there",
-}
+STARTED = {**PRETENDED, "max_model_len": 16, "scheduling_policy": "fcfs", "pid_namespace_id": "there"}
 
 
 @pytest.mark.parametrize("group", [128, 129])
@@ -282,19 +235,28 @@ def test_a_server_that_would_let_the_training_wait_behind_what_is_sampled_ahead_
 def test_an_answer_is_whole_if_its_tokens_are_by_the_weights_that_it_began_with_or_later_ones() -> None:
     server = make_server("http://127.0.0.1:1")
 
-    def answer(*spans: tuple[str, int], reason: str = "stop") -> dict[str, Any]:
+    def answer(*spans: tuple[str, int], reason: str = "stop") -> list[dict[str, Any]]:
         starts = [0, *itertools.accumulate(count for _, count in spans)]
         found = [{"version": v, "start": start, "end": start + n} for (v, n), start in zip(spans, starts, strict=False)]
-        return {"choices": [{"finish_reason": reason, "weight_versions": found}]}
+        return [{"finish_reason": reason, "weight_versions": found}]
 
     mixed = answer(("token-2", 3), ("token-10", 1))
-    assert server.versions(mixed["choices"][0]) == [2, 2, 2, 10]
-    assert server._is_whole(mixed, 2) and server._is_whole(mixed, 1)
-    assert not server._is_whole(mixed, 3)
+    assert versions(mixed[0], "token") == [2, 2, 2, 10]
+
+    def is_whole(choices: list[dict[str, Any]], oldest: int) -> bool:
+        try:
+            server._see_whole(choices, oldest)
+        except Unavailable:
+            return False
+        return True
+
+    assert is_whole(mixed, 2) and is_whole(mixed, 1)
+    assert not is_whole(mixed, 3)
     for wrong in (("none", 1), ("default", 1), ("other-3", 1), ("token-1", 1)):
-        assert not server._is_whole(answer(("token-2", 3), wrong), 2)
-    assert not server._is_whole(answer(("token-2", 3), reason="abort"), 2)
-    assert not server._is_whole(answer(), 0)
+        assert not is_whole(answer(("token-2", 3), wrong), 2)
+    for reason in ("abort", "error"):
+        assert not is_whole(answer(("token-2", 3), reason=reason), 2)
+    assert not is_whole(answer(), 0)
 
 
 def test_a_server_that_cannot_see_the_trainers_memory_is_refused(tmp_path: Path) -> None:
@@ -329,52 +291,45 @@ def test_a_server_whose_log_probabilities_are_not_those_that_training_compares_i
 
 def test_a_lease_is_renewed_whatever_went_wrong_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_client, "LEASE_SECONDS", 0.01)
-    server = Server("http://127.0.0.1:1", RolloutConfig(), "token", "holder", lambda started: "", mock.Mock())
+    server = make_server("http://127.0.0.1:1")
     renewed = mock.AsyncMock(side_effect=[KeyError("results"), Unavailable("down"), asyncio.CancelledError()])
     monkeypatch.setattr(server, "take_lease", renewed)
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(server.keep())
+        asyncio.run(Router([server], 60.0, 0, reports=False).keep(server))
     assert renewed.await_count == 3
 
 
 def test_what_was_begun_before_a_roll_back_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = _engine(tmp_path, torch.nn.Linear(1, 1))
-    asked, ended = threading.Event(), threading.Event()
-
-    async def ask(body: Any) -> None:
-        asked.set()
-        try:
-            await asyncio.sleep(600)
-        finally:
-            ended.set()
-
-    monkeypatch.setattr(engine.servers[0], "ask", ask)
-    engine.begin([Request([3], 1, 0)], Sampling(4, 1.0))
-    assert asked.wait(60)
-    engine.drop_begun()
-    assert engine.begun == {}
-    assert ended.wait(60)
-    engine.sync_weights(torch.nn.Linear(1, 1))
+    with pretended(128) as servers, connected(tmp_path, monkeypatch, servers, torch.nn.Linear(1, 1)) as engine:
+        servers[0].open.clear()
+        engine.begin([Request([3], 1, 0)], Sampling(4, 1.0))
+        servers[0].wait_for(1)
+        assert engine.servers[0].in_flight == 1
+        engine.drop_begun()
+        assert engine.begun == {}
+        engine.sync_weights(torch.nn.Linear(1, 1))
+        assert engine.servers[0].in_flight == 0
 
 
 def test_a_batch_takes_groups_as_they_finish_and_waits_for_those_that_are_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, sampling = _engine(tmp_path, torch.nn.Linear(1, 1)), Sampling(4, 1.0)
-    answers: list[Future[Any]] = [Future() for _ in range(4)]
-    monkeypatch.setattr(engine, "_submit", lambda request, *_: answers[request.seed])
-    requests = [Request([3], 1, number) for number in range(4)]
-    engine.version = 3
-    engine.begin(requests[:2], sampling)
-    engine.version = 5
-    engine.begin(requests, sampling)
-    for number in (1, 2, 3):
-        answers[number].set_result([(Completion([4], [0.0], truncated=False), [5])])
-    batch = engine.take(requests, sampling, 3, 2)
-    assert [number for number, _ in next(batch)] == [1, 2]  # the room that is left is for what is due
-    assert next(batch) == []
-    answers[0].set_result([(Completion([4, 4], [0.0, 0.0], truncated=False), [3, 5])])
-    ((number, (completion,)),) = next(batch)
-    assert (number, completion.ages) == (0, [2, 0])
-    assert not [*batch]
-    assert [begun.answer for begun in engine.begun.values()] == [answers[3]]
+    sampling = Sampling(4, 1.0)
+    with pretended(128) as servers, connected(tmp_path, monkeypatch, servers, torch.nn.Linear(1, 1)) as engine:
+        answers: list[Future[Any]] = [Future() for _ in range(4)]
+        monkeypatch.setattr(engine, "_submit", lambda request, *_: answers[request.seed])
+        requests = [Request([3], 1, number) for number in range(4)]
+        engine.version = 3
+        engine.begin(requests[:2], sampling)
+        engine.version = 5
+        engine.begin(requests, sampling)
+        for number in (1, 2, 3):
+            answers[number].set_result([(Completion([4], [0.0], truncated=False), [5])])
+        batch = engine.take(requests, sampling, 3, 2)
+        assert [number for number, _ in next(batch)] == [1, 2]  # the room that is left is for what is due
+        assert next(batch) == []
+        answers[0].set_result([(Completion([4, 4], [0.0, 0.0], truncated=False), [3, 5])])
+        ((number, (completion,)),) = next(batch)
+        assert (number, completion.ages) == (0, [2, 0])
+        assert not [*batch]
+        assert [begun.answer for begun in engine.begun.values()] == [answers[3]]

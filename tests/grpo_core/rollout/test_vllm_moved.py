@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import threading
 from pathlib import Path
@@ -13,9 +12,12 @@ from unittest import mock
 import pytest
 
 from grpo_core.config.rollout import RolloutConfig
+from grpo_core.rollout.vllm import binary
 from grpo_core.rollout.vllm import serve as vllm_serve
 from grpo_core.rollout.vllm import server as vllm_server
 from grpo_core.rollout.vllm.client import Server, Unavailable
+from grpo_core.rollout.vllm.router import Router
+from tests.grpo_core.rollout.pretend_vllm import output
 from tests.grpo_core.rollout.test_vllm_client import _answering, make_server
 
 
@@ -23,7 +25,7 @@ from tests.grpo_core.rollout.test_vllm_client import _answering, make_server
 def test_what_was_asked_of_a_server_is_asked_again_where_it_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = {"choices": [{"finish_reason": "stop", "weight_versions": [{"version": "none"}]}]}
+    whole = binary.encode([output("token-1", [5])])
     monkeypatch.setattr(vllm_server, "FOLLOW_SECONDS", 0.0)
     addresses = tmp_path / "vllm-servers"
     monkeypatch.setenv(vllm_serve.ADDRESSES, str(addresses))
@@ -34,7 +36,7 @@ def test_what_was_asked_of_a_server_is_asked_again_where_it_is_started_again(
             [old] = vllm_serve.read_addresses()
             server = make_server(old)
             monkeypatch.setattr(server, "restore", mock.AsyncMock())
-            asked = asyncio.create_task(server.ask({}))
+            asked = asyncio.create_task(Router([server], 60.0, 0, reports=True).complete({}, 1))
             await asyncio.to_thread(silent.accept)
             following = asyncio.create_task(vllm_server._follow([server]))
             addresses.write_text(url)
@@ -43,8 +45,8 @@ def test_what_was_asked_of_a_server_is_asked_again_where_it_is_started_again(
             assert server.url == url
             return found
 
-    with _answering(json.dumps(whole).encode()) as url:
-        assert asyncio.run(answer(url)) == whole
+    with _answering(whole) as url:
+        assert asyncio.run(answer(url)) == binary.decode(whole)
 
 
 def test_weights_that_are_on_their_way_to_a_server_that_moves_are_not_waited_for() -> None:

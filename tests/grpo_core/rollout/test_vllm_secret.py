@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
+
 import pytest
+from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from grpo_core.config.files import parse_config
+from grpo_core.rollout.vllm.binary import PATH
 from grpo_core.rollout.vllm.secret import SECRET, SecretRequired, with_secret
 from grpo_core.rollout.vllm.serve import server_command
 from tests.conftest import config_values
@@ -36,3 +41,21 @@ def test_a_server_without_a_secret_asks_for_none(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(SECRET, "right")
     assert guard in server_command(config)
     assert "right" not in " ".join(server_command(config)), "every user sees a command line"
+
+
+def test_completions_as_bytes_are_behind_the_secret_and_the_check_of_pages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    """vLLM adds each middleware around those before it."""
+    monkeypatch.setenv(SECRET, "right")
+    command = server_command(parse_config(config_values(tmp_path, tmp_path, engine="vllm-server")))
+    app = Starlette()
+    for option, value in itertools.pairwise(command):
+        if option == "--middleware":
+            module, _, name = value.rpartition(".")
+            app.add_middleware(getattr(importlib.import_module(module), name))
+    server = TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 1))
+    assert server.post(PATH, content="unreadable").status_code == 401
+    assert server.post(PATH, content="unreadable", headers={**with_secret(), "Origin": "http://x"}).status_code == 403
+    with pytest.raises(ValueError):  # of the completions' own middleware
+        server.post(PATH, content="unreadable", headers=with_secret())

@@ -83,6 +83,20 @@ def test_one_stale_copy_of_several_is_found() -> None:
     assert lagging is not None
 
 
+@pytest.mark.parametrize("stale", [1, 2, 3])
+def test_copies_that_leave_and_come_back_are_compared_with_those_of_before(stale: int) -> None:
+    """The last copy of hand-over `stale` has the weights of the first."""
+    probe, draw = Probe([], [], "no"), torch.Generator().manual_seed(0)
+    trainer = first = torch.randn(TOKENS, generator=draw)
+    for number, copies in enumerate((3, 1, 2, 3)[: stale + 1]):
+        engine = trainer + 1e-7 * torch.randn(copies, TOKENS, generator=draw)
+        if number == stale:
+            engine[-1] = first
+        moved, lag = probe.compare(Scores(trainer, engine))
+        assert (moved > 0 or lag > 1) == (number == stale)
+        trainer = trainer + 0.01 * torch.randn(TOKENS, generator=draw)
+
+
 def test_an_engine_that_gets_only_half_of_the_weights_is_found() -> None:
     """Half of the tokens' log-probabilities move with weights that do not arrive."""
 

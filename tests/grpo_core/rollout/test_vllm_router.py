@@ -1,0 +1,327 @@
+"""Several servers as one: which is asked what, and what happens when some of them die, freeze and come back."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from grpo_core.rollout.types import Completion, Request, Sampling
+from grpo_core.rollout.vllm import client as vllm_client
+from grpo_core.rollout.vllm.client import ServerError, Unavailable, Weights
+from grpo_core.rollout.vllm.server import VLLMServerEngine
+from tests.grpo_core.rollout.pretend_vllm import connected, plain_ids, pretended
+from tests.grpo_core.rollout.vllm_engine import hold
+
+SAMPLING = Sampling(4, 1.0)
+
+
+class Asking:
+    """Requests that a thread asks an engine for: `ids` by request once `join` has returned, or the error raised."""
+
+    def __init__(self, engine: VLLMServerEngine, requests: list[Request]):
+        self.found: dict[int, list[Completion]] = {}
+        self.thread = threading.Thread(target=self._work, args=(engine, requests), daemon=True)
+        self.thread.start()
+
+    def _work(self, engine: VLLMServerEngine, requests: list[Request]) -> None:
+        for step in engine.generate(requests, SAMPLING):
+            self.found |= dict(step)
+
+    def join(self) -> list[list[list[int]]]:
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        return [[each.ids for each in group] for _, group in sorted(self.found.items())]
+
+
+def requests(count: int, completions: int = 1) -> list[Request]:
+    return [Request([3 + number, 4], completions, 100 * number) for number in range(count)]
+
+
+def plain(asked: list[Request]) -> list[list[list[int]]]:
+    return [
+        [plain_ids(each.prompt_ids, each.seed + number, SAMPLING.max_tokens) for number in range(each.num_completions)]
+        for each in asked
+    ]
+
+
+def ask(engine: VLLMServerEngine, asked: list[Request]) -> None:
+    assert Asking(engine, asked).join() == plain(asked)
+
+
+def model(value: float = 1.0) -> torch.nn.Linear:
+    linear = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(linear.weight, value)
+    return linear
+
+
+def test_the_turns_of_a_conversation_are_asked_of_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+        turns = [len(each) for each in hold(engine, 12)]
+        starts = [{tuple(prompt[:100]) for prompt in server.asked} for server in servers]
+        assert not starts[0] & starts[1]
+        assert [len(each) for each in starts] == [6, 6]
+        assert sum(len(server.asked) for server in servers) == sum(turns) > 12
+
+
+def test_the_turns_after_a_servers_death_are_asked_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+        turns = [Request([3] * (1 + number), 1, number, conversation=7) for number in range(4)]
+        ask(engine, turns[:2])
+        [home] = [server for server in servers if server.asked]
+        home.kill()
+        ask(engine, turns[2:3])
+        home.start()
+        ask(engine, turns[3:])
+        assert [server.asked for server in servers if server is not home] == [[each.prompt_ids for each in turns[2:]]]
+
+
+def test_the_least_loaded_server_for_its_size_gets_the_next_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretended(4, 12) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+        small, large = servers
+        for server in servers:
+            server.open.clear()
+        some = Asking(engine, requests(4))
+        small.wait_for(1)
+        large.wait_for(3)
+        others = Asking(engine, requests(24))
+        small.wait_for(4)
+        large.wait_for(12)
+        large.open.set()  # the small one is slow
+        large.wait_for(24)
+        assert (len(small.asked), len(large.asked)) == (4, 24)
+        small.open.set()
+        assert (some.join(), others.join()) == (plain(requests(4)), plain(requests(24)))
+
+
+def test_what_a_dead_server_was_asked_is_asked_of_another_and_it_comes_back_with_the_weights_of_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    policy = model(1.0)
+    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, policy) as engine:
+        dying, other = servers
+        dying.open.clear()
+        asking = Asking(engine, requests(8, 2))
+        dying.wait_for(4)
+        dying.kill()
+        assert asking.join() == plain(requests(8, 2))
+        assert len(other.asked) == 8
+        assert engine.compute_logprobs([[3, 4]]) == [[-1.0]]
+
+        torch.nn.init.constant_(policy.weight, 2.0)
+        engine.sync_weights(policy)
+        assert engine.compute_logprobs([[3, 4]]) == [[-2.0]]
+        torch.nn.init.constant_(policy.weight, 3.0)  # an update goes on; no server may get these
+
+        dying.open.set()
+        dying.start()
+        wait_until_back(engine)
+        assert engine.compute_logprobs([[3, 4]]) == [[-2.0], [-2.0]]
+        ask(engine, requests(8))
+        assert (len(dying.asked), len(other.asked)) == (8, 12)
+        torch.nn.init.constant_(policy.weight, 4.0)
+        engine.sync_weights(policy)
+        assert engine.compute_logprobs([[3, 4]]) == [[-4.0], [-4.0]]
+    lines = [line for line in capfd.readouterr().out.splitlines() if dying.url in line]
+    assert [" is left out: " in line for line in lines] == [True, False], lines
+    assert "1 of 2 sample now" in lines[0]
+    assert " is back (2 of 2 sample now)" in lines[1]
+
+
+def wait_until_back(engine: VLLMServerEngine) -> None:
+    async def back() -> None:
+        for task in [*engine.router.bringing_back.values()]:
+            await task
+
+    engine._run(back())
+    assert len(engine.router.up) == len(engine.servers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_servers_that_die_and_return_at_any_time_leave_no_trace_in_the_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    draw = random.Random(seed)
+    with pretended(4, 5, 6) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+        asked = [Request([3 + i, 4], 1 + i % 3, 100 * i, 1 + i % 4, i % 7 or None) for i in range(60)]
+        expected = [
+            [plain_ids(each.prompt_ids, each.seed + n, each.max_tokens or 0) for n in range(each.num_completions)]
+            for each in asked
+        ]
+        for server in servers:
+            server.open.clear()
+        asking = Asking(engine, asked)
+        for server, capacity in zip(servers, (4, 5, 6), strict=True):
+            server.wait_for(capacity)
+        for _ in range(4):
+            server = draw.choice(servers)
+            count = len(server.asked)
+            server.kill()
+            server.start()
+            server.wait_for(count + 1)
+        for server in servers:
+            server.open.set()
+        assert asking.join() == expected
+
+
+@pytest.mark.slow
+def test_a_frozen_server_is_left_out_and_what_it_was_asked_is_asked_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_client, "CONTROL_SECONDS", 1.0)
+    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+        frozen, other = servers
+        frozen.open.clear()
+        asking = Asking(engine, requests(2))
+        frozen.wait_for(1)
+        frozen.answering.clear()
+        assert asking.join() == plain(requests(2))
+        assert len(other.asked) == 2
+        frozen.open.set()
+        frozen.answering.set()
+        wait_until_back(engine)
+
+
+def test_a_server_that_fails_quickly_and_is_brought_back_each_time_fails_no_request_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretended(4, 4) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+        broken, other = servers
+        broken.broken = True
+        other.open.clear()  # as long as the broken one has nothing left to fail
+        asking = Asking(engine, requests(20))
+        broken.wait_for(16)
+        other.open.set()
+        assert asking.join() == plain(requests(20))
+        assert len(broken.asked) == len({tuple(prompt) for prompt in broken.asked})
+
+
+def test_a_server_that_another_training_has_taken_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+        servers[0].owner, servers[0].version = "another", "another-1"
+        ask(engine, requests(6))
+        engine.sync_weights(model(2.0))
+        assert engine.compute_logprobs([[3, 4]]) == [[-2.0]]
+        servers[1].owner = "another"
+        with pytest.raises(ServerError, match=r"serves another trainer, another.*serves another trainer, another"):
+            engine.sync_weights(model(3.0))
+    assert "is left out" in capfd.readouterr().out
+
+
+def test_without_any_server_the_error_names_all_of_them_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        pretended(128, 128) as servers,
+        connected(tmp_path, monkeypatch, servers, model(), vllm_server_timeout=0.05) as engine,
+    ):
+        for server in servers:
+            server.kill()
+        with pytest.raises(ServerError) as raised:
+            for _ in engine.generate(requests(4), SAMPLING):
+                pass
+        said = str(raised.value)
+        assert "not available for 0.05 s (rollout.vllm_server_timeout)" in said
+        for server in servers:
+            assert f"{server.url}: " in said
+        with pytest.raises(ServerError, match="not available"):
+            engine.sync_weights(model(2.0))
+        with pytest.raises(ServerError, match="not available"):
+            engine.compute_logprobs([[3, 4]])
+
+
+def test_weights_on_their_way_to_the_only_server_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sending, go_on = threading.Event(), threading.Event()
+    with pretended(128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+        give = engine.servers[0].send
+
+        def slow(*arguments: Any) -> None:
+            sending.set()
+            assert go_on.wait(60)
+            give(*arguments)
+
+        engine.servers[0].send = slow
+        servers[0].kill()
+        engine._run(engine.router.connect())  # which notices
+        syncing = threading.Thread(target=engine.sync_weights, args=(model(2.0),), daemon=True)
+        syncing.start()
+        servers[0].start()
+        assert sending.wait(60)
+        engine.router.seconds = 0.0  # the time is over
+        syncing.join(0.1)
+        assert syncing.is_alive()
+        go_on.set()
+        syncing.join(60)
+        assert engine.compute_logprobs([[3, 4]]) == [[-2.0]]
+
+
+def test_a_server_that_is_not_up_at_the_start_joins_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(128, 128) as servers:
+        servers[1].kill()
+        with connected(tmp_path, monkeypatch, servers, model(5.0)) as engine:
+            ask(engine, requests(4))
+            servers[1].start()
+            wait_until_back(engine)
+            assert engine.compute_logprobs([[3, 4]]) == [[-5.0], [-5.0]]
+
+
+def test_a_server_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(128, 128) as servers:
+        servers[1].started["dtype"] = "float16"
+        with (
+            pytest.raises(ServerError, match=f"{servers[1].url} computes in float16"),
+            connected(tmp_path, monkeypatch, servers, model()),
+        ):
+            pass
+
+
+def test_servers_get_their_weights_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2, timeout=60)
+
+    def send(*_: Any) -> None:
+        both.wait()
+
+    with (
+        pretended(128, 128) as servers,
+        connected(tmp_path, monkeypatch, servers, model(), send=send) as engine,
+    ):
+        engine.sync_weights(model())
+
+
+def test_a_server_that_dies_while_it_gets_weights_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = model(1.0)
+    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, policy) as engine:
+        give = engine.servers[0].send
+
+        def die_first(server: Any, weights: Weights) -> None:
+            if server.url == servers[0].url and not servers[0].life.is_set():
+                servers[0].kill()
+                raise Unavailable("the connection is broken")
+            give(server, weights)
+
+        for server in engine.servers:
+            server.send = die_first
+        engine.sync_weights(model(2.0))
+        assert engine.compute_logprobs([[3, 4]]) == [[-2.0]]
+        ask(engine, requests(4))
+
+
+def test_other_processes_sample_where_the_main_process_brought_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretended(128, 128) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+        monkeypatch.setattr(engine.servers[0], "restore", mock.AsyncMock(side_effect=Unavailable("not there yet")))
+        assert engine._run(engine.router.hand_over([1])) == [1]
+        assert [server.url for server in engine.router.up] == [servers[1].url]
