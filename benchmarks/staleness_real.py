@@ -4,7 +4,7 @@ Each training is the whole, in a process of its own, with vLLM's server in anoth
 with the same probability at every token, so lengths are geometric. Two things are made slow without taking CPU time, as
 they are on GPUs, so that trainer and server do not slow each other down here: a step of the server, by a logits
 processor that sleeps, and the reward. The server's speed is fitted to the training in turn (`max_staleness` 0) and used
-for all; lengths and the trainer's seconds are those of each training.
+for all; lengths and the trainer's seconds are those of each training. Prefilling a model this small counts as free.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ class Slow(LogitsProcessor):
 STOPWATCH = """
 import json, sys, time
 from pathlib import Path
-from grpo_core.training import loop, roll_out
-run, spent, real = Path(sys.argv[1]), [], roll_out.sync_weights
+from grpo_core.rollout.vllm.server import VLLMServerEngine
+from grpo_core.training import loop
+run, spent, real = Path(sys.argv[1]), [], VLLMServerEngine.sync_weights
 def timed(*arguments):
     start = time.perf_counter()
     try:
         return real(*arguments)
     finally:
         spent.append(time.perf_counter() - start)
-roll_out.sync_weights = timed
+VLLMServerEngine.sync_weights = timed
 loop.train(run, run / "training")
 (run / "hand_overs.json").write_text(json.dumps(spent))
 """
@@ -134,9 +135,9 @@ def _train(run: Path, folder: Path) -> None:
 def _beside(run: Path, most: int, speed: Speed, servers: int) -> dict[str, Any]:
     """A training's pace, and that of its simulation."""
     groups, prompt_tokens, staleness = _lengths(run)
-    hand_over = mean(json.loads((run / "hand_overs.json").read_text()))
+    hand_over = mean(json.loads((run / "hand_overs.json").read_text())[1:])  # without that of the start
     other = mean(row["step_time"] - row["time/generate"] for row in _rows(run))
-    speed = replace(speed, hand_over=hand_over, update=other - hand_over, token=0.0)
+    speed = replace(speed, prefill=0.0, hand_over=hand_over, update=other - hand_over, token=0.0)
     found = simulate(groups, PROMPTS, most, servers, CPU_SLOTS, speed, prompt_tokens)
     real = _seconds(run)
     return {
