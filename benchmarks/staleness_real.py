@@ -23,7 +23,9 @@ from typing import Any
 
 import polars as pl
 
-from grpo_core.planning.ahead_forecast import CPU_SLOTS, EarlierSampling, fit_speed
+from grpo_core.config.files import load_config
+from grpo_core.planning.ahead_forecast import CPU_SLOTS, EarlierSampling, advise, fit_speed
+from grpo_core.planning.plan import load_plan
 from grpo_core.planning.sampling_ahead import Group, Speed, simulate
 from tasks.data.earlier_sampling import earlier_sampling
 from tests.conftest import config_values, make_model, make_run
@@ -91,19 +93,23 @@ def measure(most: list[int], updates: int, judge_seconds: float, servers: int) -
         for number, run in runs.items():
             _train(run, folder)
             print(f"max_staleness {number}: {_seconds(run):.1f} s for {updates} updates", flush=True)
-        found = earlier_sampling(runs[0])
-        assert isinstance(found, EarlierSampling), found
-        speed = fit_speed(found, CPU_SLOTS)
-        rows = [_beside(run, number, speed, servers) for number, run in sorted(runs.items())]
+        conditions = {"step_sleeps_seconds": STEP_SECONDS, "judge_sleeps_seconds": judge_seconds}
+        return conditions | {"load_average": os.getloadavg()[0], **compare(runs, servers)}
+
+
+def compare(runs: dict[int, Path], servers: int) -> dict[str, Any]:
+    """The trainings beside their simulations, and what `grpo plan` would have said after the one in turn."""
+    in_turn = earlier_sampling(runs[0])
+    assert isinstance(in_turn, EarlierSampling), in_turn
+    advice = advise(load_config(runs[0] / "config.toml"), load_plan(runs[0] / "plan.json"), in_turn, CPU_SLOTS)
+    speed = fit_speed(in_turn, CPU_SLOTS)
     return {
         "completions_per_batch": PROMPTS * GROUP,
         "servers": servers,
-        "updates": updates,
-        "speed": vars(speed),
-        "step_sleeps_seconds": STEP_SECONDS,
-        "judge_sleeps_seconds": judge_seconds,
-        "load_average": os.getloadavg()[0],
-        "trainings": rows,
+        "step_seconds": speed.step,
+        "step_seconds_per_sequence": speed.sequence,
+        "planned": {"updates_per_hour": advice["updates_per_hour"], "max_staleness": advice["max_staleness"]},
+        "trainings": [_beside(run, number, speed, servers) for number, run in sorted(runs.items())],
     }
 
 
@@ -142,6 +148,7 @@ def _beside(run: Path, most: int, speed: Speed, servers: int) -> dict[str, Any]:
     real = _seconds(run)
     return {
         "max_staleness": most,
+        "updates": len(found.batches),
         "hand_over_seconds": hand_over,
         "update_seconds": other - hand_over,
         "updates_per_hour": 3600 * len(found.batches) / real,

@@ -82,3 +82,17 @@ def test_the_page_on_servers_has_the_figures_of_the_simulation() -> None:
     shown = [[int(cell) for cell in line.split("|")[2:-1]] for line in lines]
     paces = {(row["lengths"], row["max_staleness"]): row["updates_per_hour"] for row in rows if row["servers"] == 1}
     assert shown == [[round(paces[name, most]) for most in (0, 1, 2, 3, 8)] for name in LENGTHS]
+
+
+def test_the_pages_have_the_figures_of_the_real_trainings() -> None:
+    found = json.loads((RESULTS / "staleness-real.json").read_text())
+    real = [round(each["updates_per_hour"]) for each in found["trainings"]]
+    planned = [round(found["planned"]["updates_per_hour"][str(each["max_staleness"])]) for each in found["trainings"]]
+    page = " ".join((RESULTS.parents[1] / "docs" / "how-to" / "vllm-server.md").read_text().split())
+    for figures in (real, planned):
+        assert f"{', '.join(map(str, figures[:-1]))} and {figures[-1]}" in page
+    lines = (RESULTS.parent / "README.md").read_text().splitlines()
+    simulated = [round(each["simulated_updates_per_hour"]) for each in found["trainings"]]
+    for title, figures in (("measured", real), ("simulated with", simulated), ("what `grpo plan`", planned)):
+        (line,) = (line for line in lines if line.startswith(f"| {title}"))
+        assert [int(cell) for cell in line.split("|")[2:-1]] == figures
