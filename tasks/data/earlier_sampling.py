@@ -43,7 +43,7 @@ def _batches(rows: list[dict[str, Any]], files: list[Path], group: int) -> list[
     seconds = {row["step"]: row for row in rows}
     tables = [pl.read_parquet(file, columns=["step", "prompt_tokens", "completion_tokens"]) for file in files[-READ:]]
     starts = [int(table["step"][-1]) for table in tables]
-    of_step: defaultdict[int, list[int]] = defaultdict(list)  # generation batches, by the update that they were sampled for
+    of_step: defaultdict[int, list[int]] = defaultdict(list)  # batches, by the update that they were sampled for
     for number, step in enumerate(starts):
         of_step[step].append(number)
     found = []
