@@ -56,7 +56,7 @@ def _batches(rows: list[dict[str, Any]], files: list[Path], group: int) -> list[
             found.append(
                 SampledBatch(
                     lengths=[lengths[first : first + group] for first in range(0, len(lengths), group)],
-                    prompt_tokens=table["prompt_tokens"].sum() / len(lengths),
+                    prompt_tokens=sum(table["prompt_tokens"].to_list()) / len(lengths),
                     sample_seconds=generated,
                     train_seconds=whole - generated - scored,
                     other_seconds=scored,
