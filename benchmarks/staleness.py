@@ -64,21 +64,21 @@ def main() -> None:
     options = parser.parse_args()
     if options.simulate:
         document = simulated()
-        name = "simulated"
         draw(document, RESULTS / "staleness-simulated.png")
+        write("simulated", document)
     elif options.real:
         from benchmarks.staleness_real import measure
 
-        document = measure(options.ahead, options.updates or 12, options.judge_seconds, options.servers)
-        name = "real"
+        write("real", measure(options.ahead, options.updates or 12, options.judge_seconds, options.servers))
     else:
         from benchmarks.staleness_learning import learn
 
-        document = learn(options.learn, options.ahead, options.seeds, options.updates)
-        name = "learning"
-    text = json.dumps(document, indent=1)
-    (RESULTS / f"staleness-{name}.json").write_text(text + "\n")
-    print(text)
+        for document in learn(options.learn, options.ahead, options.seeds, options.updates):
+            write("learning", document)
+
+
+def write(name: str, document: dict[str, Any]) -> None:
+    (RESULTS / f"staleness-{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def simulated() -> dict[str, Any]:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -163,8 +163,8 @@ class VirtualServers:
         return Completion(sequence.ids, sequence.logprobs, sequence.truncated, ages=ages)
 
 
-def learn(recipes: Sequence[str], most: Sequence[int], seeds: int, updates: int | None) -> dict[str, Any]:
-    """Each recipe's trainings, and the differences to `max_staleness` 0 of the same seed."""
+def learn(recipes: Sequence[str], most: Sequence[int], seeds: int, updates: int | None) -> Iterator[dict[str, Any]]:
+    """After each training all that there are, and the differences to `max_staleness` 0 of the same seed."""
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         for recipe in recipes:
@@ -172,11 +172,11 @@ def learn(recipes: Sequence[str], most: Sequence[int], seeds: int, updates: int 
             inputs = Path(values["data"]["train"]).parent
             subprocess.run([sys.executable, "-m", f"examples.{inputs.name}.make"], check=True, cwd=ROOT)
             for seed in range(seeds):
-                for number in most:
+                for number in most:  # a seed's one after the other: what is cut off has whole pairs
                     run = _make_run(Path(scratch, f"{recipe}-{seed}-{number}"), values, number, seed, updates)
                     found.append({"recipe": recipe, "seed": seed, "max_staleness": number, **_train(run)})
                     print(json.dumps(found[-1]), flush=True)
-    return {"trainings": found, "paired": paired(found), "spread": SPREAD, "update_time": UPDATE}
+                    yield {"trainings": found, "paired": paired(found), "spread": SPREAD, "update_time": UPDATE}
 
 
 def paired(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ Each training is the whole, in a process of its own, with vLLM's server in anoth
 with the same probability at every token, so lengths are geometric. Two things are made slow without taking CPU time, as
 they are on GPUs, so that trainer and server do not slow each other down here: a step of the server, by a logits
 processor that sleeps, and the reward. The server's speed is fitted to the training in turn (`max_staleness` 0) and used
-for all; lengths and the trainer's seconds are those of each training.
+for all; lengths and the trainer's seconds are those of each training. Prefilling a model this small counts as free.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from typing import Any
 
 import polars as pl
 
-from grpo_core.planning.ahead_forecast import CPU_SLOTS, EarlierSampling, fit_speed
+from grpo_core.config.files import load_config
+from grpo_core.planning.ahead_forecast import CPU_SLOTS, EarlierSampling, advise, fit_speed
+from grpo_core.planning.plan import load_plan
 from grpo_core.planning.sampling_ahead import Group, Speed, simulate
 from tasks.data.earlier_sampling import earlier_sampling
 from tests.conftest import config_values, make_model, make_run
@@ -57,15 +59,16 @@ class Slow(LogitsProcessor):
 STOPWATCH = """
 import json, sys, time
 from pathlib import Path
-from grpo_core.training import loop, roll_out
-run, spent, real = Path(sys.argv[1]), [], roll_out.sync_weights
+from grpo_core.rollout.vllm.server import VLLMServerEngine
+from grpo_core.training import loop
+run, spent, real = Path(sys.argv[1]), [], VLLMServerEngine.sync_weights
 def timed(*arguments):
     start = time.perf_counter()
     try:
         return real(*arguments)
     finally:
         spent.append(time.perf_counter() - start)
-roll_out.sync_weights = timed
+VLLMServerEngine.sync_weights = timed
 loop.train(run, run / "training")
 (run / "hand_overs.json").write_text(json.dumps(spent))
 """
@@ -90,19 +93,23 @@ def measure(most: list[int], updates: int, judge_seconds: float, servers: int) -
         for number, run in runs.items():
             _train(run, folder)
             print(f"max_staleness {number}: {_seconds(run):.1f} s for {updates} updates", flush=True)
-        found = earlier_sampling(runs[0])
-        assert isinstance(found, EarlierSampling), found
-        speed = fit_speed(found, CPU_SLOTS)
-        rows = [_beside(run, number, speed, servers) for number, run in sorted(runs.items())]
+        conditions = {"step_sleeps_seconds": STEP_SECONDS, "judge_sleeps_seconds": judge_seconds}
+        return conditions | {"load_average": os.getloadavg()[0], **compare(runs, servers)}
+
+
+def compare(runs: dict[int, Path], servers: int) -> dict[str, Any]:
+    """The trainings beside their simulations, and what `grpo plan` would have said after the one in turn."""
+    in_turn = earlier_sampling(runs[0])
+    assert isinstance(in_turn, EarlierSampling), in_turn
+    advice = advise(load_config(runs[0] / "config.toml"), load_plan(runs[0] / "plan.json"), in_turn, CPU_SLOTS)
+    speed = fit_speed(in_turn, CPU_SLOTS)
     return {
         "completions_per_batch": PROMPTS * GROUP,
         "servers": servers,
-        "updates": updates,
-        "speed": vars(speed),
-        "step_sleeps_seconds": STEP_SECONDS,
-        "judge_sleeps_seconds": judge_seconds,
-        "load_average": os.getloadavg()[0],
-        "trainings": rows,
+        "step_seconds": speed.step,
+        "step_seconds_per_sequence": speed.sequence,
+        "planned": {"updates_per_hour": advice["updates_per_hour"], "max_staleness": advice["max_staleness"]},
+        "trainings": [_beside(run, number, speed, servers) for number, run in sorted(runs.items())],
     }
 
 
@@ -134,13 +141,14 @@ def _train(run: Path, folder: Path) -> None:
 def _beside(run: Path, most: int, speed: Speed, servers: int) -> dict[str, Any]:
     """A training's pace, and that of its simulation."""
     groups, prompt_tokens, staleness = _lengths(run)
-    hand_over = mean(json.loads((run / "hand_overs.json").read_text()))
+    hand_over = mean(json.loads((run / "hand_overs.json").read_text())[1:])  # without that of the start
     other = mean(row["step_time"] - row["time/generate"] for row in _rows(run))
-    speed = replace(speed, hand_over=hand_over, update=other - hand_over, token=0.0)
+    speed = replace(speed, prefill=0.0, hand_over=hand_over, update=other - hand_over, token=0.0)
     found = simulate(groups, PROMPTS, most, servers, CPU_SLOTS, speed, prompt_tokens)
     real = _seconds(run)
     return {
         "max_staleness": most,
+        "updates": len(found.batches),
         "hand_over_seconds": hand_over,
         "update_seconds": other - hand_over,
         "updates_per_hour": 3600 * len(found.batches) / real,

@@ -40,28 +40,23 @@ def earlier_sampling(run: Path) -> EarlierSampling | str:
 
 def _batches(rows: list[dict[str, Any]], files: list[Path], group: int) -> list[SampledBatch]:
     """Without the first, in which a server warms up, if there are others."""
-    seconds = {row["step"]: row for row in rows}
-    tables = [pl.read_parquet(file, columns=["step", "prompt_tokens", "completion_tokens"]) for file in files[-READ:]]
-    starts = [int(table["step"][-1]) for table in tables]
-    of_step: defaultdict[int, list[int]] = defaultdict(list)  # generation batches, by the update that they were sampled for
-    for number, step in enumerate(starts):
-        of_step[step].append(number)
+    metrics = {row["step"]: row for row in rows}
+    sampled_for: defaultdict[int, list[pl.DataFrame]] = defaultdict(list)  # generation batches, by their first update
+    for file in files[-READ:]:
+        table = pl.read_parquet(file, columns=["step", "prompt_tokens", "completion_tokens"])
+        step = int(table["step"][-1])
+        sampled_for[step].append(table.filter(pl.col("step") == step))  # without what a roll-back has undone
     found = []
-    first_steps = sorted(of_step)
-    for step, following in zip(first_steps, [*first_steps[1:], max(seconds) + 1], strict=True):
-        updates = [seconds[each] for each in range(step, following) if each in seconds]
-        if not updates:
-            continue
-        count = len(of_step[step])
-        generated, scored = updates[0]["time/generate"], updates[0]["time/score"]
-        whole = sum(row["step_time"] for row in updates) / count
-        for number in of_step[step]:
-            table = tables[number].filter(pl.col("step") == step)
+    starts = sorted(step for step in sampled_for if step in metrics)
+    for step, following in zip(starts, [*starts[1:], max(metrics) + 1], strict=True):
+        generated, scored = metrics[step]["time/generate"], metrics[step]["time/score"]
+        whole = sum(metrics[update]["step_time"] for update in range(step, following)) / len(sampled_for[step])
+        for table in sampled_for[step]:
             lengths = table["completion_tokens"].to_list()
             found.append(
                 SampledBatch(
                     lengths=[lengths[first : first + group] for first in range(0, len(lengths), group)],
-                    prompt_tokens=float(table["prompt_tokens"].sum()) / len(lengths),
+                    prompt_tokens=sum(table["prompt_tokens"].to_list()) / len(lengths),
                     sample_seconds=generated,
                     train_seconds=whole - generated - scored,
                     other_seconds=scored,

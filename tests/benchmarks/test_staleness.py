@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.staleness import LENGTHS, RESULTS
 from benchmarks.staleness_learning import VirtualServers, paired
 from grpo_core.model.loading import load_model
 from grpo_core.rollout.types import Request, Sampling
@@ -71,3 +73,26 @@ def test_arms_are_compared_with_training_in_turn_of_the_same_seed() -> None:
     assert found["more_reward"] == pytest.approx([-0.1, -0.3])
     assert found["standard_error"] == pytest.approx(0.1)
     assert found["times_the_samples"] == [pytest.approx(200 / 300), None]  # the second never gets there
+
+
+def test_the_page_on_servers_has_the_figures_of_the_simulation() -> None:
+    rows = json.loads((RESULTS / "staleness-simulated.json").read_text())["simulated"]
+    page = (RESULTS.parents[1] / "docs" / "how-to" / "vllm-server.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith(("| short", "| long tail", "| conversations"))]
+    shown = [[int(cell) for cell in line.split("|")[2:-1]] for line in lines]
+    paces = {(row["lengths"], row["max_staleness"]): row["updates_per_hour"] for row in rows if row["servers"] == 1}
+    assert shown == [[round(paces[name, most]) for most in (0, 1, 2, 3, 8)] for name in LENGTHS]
+
+
+def test_the_pages_have_the_figures_of_the_real_trainings() -> None:
+    found = json.loads((RESULTS / "staleness-real.json").read_text())
+    real = [round(each["updates_per_hour"]) for each in found["trainings"]]
+    planned = [round(found["planned"]["updates_per_hour"][str(each["max_staleness"])]) for each in found["trainings"]]
+    page = " ".join((RESULTS.parents[1] / "docs" / "how-to" / "vllm-server.md").read_text().split())
+    for figures in (real, planned):
+        assert f"{', '.join(map(str, figures[:-1]))} and {figures[-1]}" in page
+    lines = (RESULTS.parent / "README.md").read_text().splitlines()
+    simulated = [round(each["simulated_updates_per_hour"]) for each in found["trainings"]]
+    for title, figures in (("measured", real), ("simulated with", simulated), ("what `grpo plan`", planned)):
+        (line,) = (line for line in lines if line.startswith(f"| {title}"))
+        assert [int(cell) for cell in line.split("|")[2:-1]] == figures
