@@ -71,7 +71,7 @@ def moved(policy: Policy, along: Tensor, kl: float, length: int) -> Policy:
         size, new = (low + high) / 2, copy.deepcopy(policy)
         start = 0
         for parameter in new.parameters():
-            parameter += size * along[start : start + parameter.numel()].sign().view_as(parameter)
+            parameter.add_(along[start : start + parameter.numel()].sign().view_as(parameter), alpha=size)
             start += parameter.numel()
         ratio = new(ids) - old
         low, high = (size, high) if (ratio.exp() - 1 - ratio).mean().item() < kl else (low, size)
