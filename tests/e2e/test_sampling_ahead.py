@@ -19,7 +19,7 @@ from tests.grpo_core.rollout.vllm_engine import PACKED, plain_logprobs
 from tests.serving import free_ports, policy_server, wait_for_one
 
 ROOT = Path(__file__).parents[2]
-LENGTH = 300  # tokens of a completion: several seconds
+LENGTH = 480  # tokens of a completion: a second or more
 
 pytestmark = pytest.mark.e2e
 
@@ -66,7 +66,7 @@ def live(folder: str) -> None:
         requests = [Request([3 + i, 4, 5], 4, seed=first + 1000 * i) for i in range(6)]
         engine.begin(requests, sampling)
         for _ in range(changes):
-            busy.wait(0.5)
+            busy.wait(0.2)
             assert left(requests) == len(requests)
             change_weights()
         taken = [found for step in engine.take(requests, sampling, 6, 8) for found in step]
