@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -96,3 +97,17 @@ def test_the_pages_have_the_figures_of_the_real_trainings() -> None:
     for title, figures in (("measured", real), ("simulated with", simulated), ("what `grpo plan`", planned)):
         (line,) = (line for line in lines if line.startswith(f"| {title}"))
         assert [int(cell) for cell in line.split("|")[2:-1]] == figures
+
+
+def test_the_benchmark_page_has_the_differences_that_were_measured() -> None:
+    found = json.loads((RESULTS / "staleness-learning.json").read_text())
+    page = (RESULTS.parent / "README.md").read_text()
+    for recipe in ("quickstart", "smallest"):
+        in_turn = [
+            each["final"] for each in found["trainings"] if (each["recipe"], each["max_staleness"]) == (recipe, 0)
+        ]
+        cells = [f"{mean(in_turn):.3f}"]
+        for pair in (each for each in found["paired"] if each["recipe"] == recipe):
+            difference = f"{mean(pair['more_reward']):+.3f}".replace("+0.000", "0.000")
+            cells.append(f"{difference} ± {pair['standard_error']:.3f}")
+        assert f"| {' | '.join([recipe, *cells])} |" in page
