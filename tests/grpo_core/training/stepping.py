@@ -99,6 +99,9 @@ class Tokenizer:
     def batch_decode(self, ids: Sequence[list[int]], skip_special_tokens: bool) -> list[str]:
         return ["x" * len(row) for row in ids]
 
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
     def save_pretrained(self, folder: Path) -> None:
         pass
 
