@@ -55,6 +55,7 @@ def test_the_first_runs_commands_before_a_training_do_what_the_page_says() -> No
     assert "prompts_per_generation      │ 16 " in shown["plan"] and "max_steps                   │ 60 " in shown["plan"]
 
 
+@pytest.mark.slow
 def test_the_environment_of_its_page_is_tried_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

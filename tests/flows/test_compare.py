@@ -193,6 +193,7 @@ def test_a_run_of_another_machine_is_read_from_mlflow(
         load_record("sums@champion")
 
 
+@pytest.mark.slow
 def test_runs_on_an_environment_are_compared_with_their_turns_calls_and_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

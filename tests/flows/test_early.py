@@ -80,6 +80,7 @@ def test_sizes_of_a_dataset_on_a_hub_are_checked_without_loading_it(config: Path
         refuse_early(parse_config(values))
 
 
+@pytest.mark.slow
 def test_a_run_that_another_process_works_in_is_refused_before_any_server(config: Path) -> None:
     folder = config.parent / "storage" / "runs" / "test"
     folder.mkdir(parents=True)

@@ -50,6 +50,7 @@ def _blocks(output: str) -> list[tuple[str, int, str, str]]:
     return [(who, int(tokens), note, text) for who, tokens, note, text in found]
 
 
+@pytest.mark.slow
 def test_a_script_shows_what_the_model_would_see_what_is_trained_and_what_it_earns(config: Path) -> None:
     script = config.with_name("script")
     script.write_text("add(6)\nadd(-6)\nIt is 864.\n")
@@ -78,6 +79,7 @@ def test_a_script_shows_what_the_model_would_see_what_is_trained_and_what_it_ear
     ]
 
 
+@pytest.mark.slow
 def test_a_person_who_mistypes_a_call_is_asked_again(config: Path) -> None:
     output = _grpo(config, "--row", 1, typed="add(3*4)\n" + "add(12)\n" * 3)
     assert "Call a tool as calculator(expression=…)" in output
@@ -86,6 +88,7 @@ def test_a_person_who_mistypes_a_call_is_asked_again(config: Path) -> None:
     assert "ended: environment.max_turns = 3; the last calls were not made" in output
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_lost_ends_the_command_as_a_failure(config: Path) -> None:
     said = _grpo(config, typed="die()\n", status=1)
     assert "the environment failed: tool die: its process ended; in training, this conversation would have no" in said

@@ -126,6 +126,7 @@ def _report(names: list[str], categories: list[str] = ()) -> dict[str, Any]:
     return {"sets": {name: {**figures, "categories": of_category} for name in names}}
 
 
+@pytest.mark.slow
 def test_every_figure_is_a_metric_of_the_run_however_many_there_are(client: mlflow.MlflowClient) -> None:
     run = client.create_run(client.create_experiment("evaluations")).info.run_id
     _log_metrics(client, run, _report([f"set-{number}" for number in range(30)]))

@@ -87,6 +87,7 @@ def test_without_tools_and_environment_their_keys_concern_nothing(values: dict[s
     assert _stale(values, {**values, "environment": {"max_turns": 3, "tool_timeout": 3.0}}) == []
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_environments_and_its_stages_find_them(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ SIGNS = re.compile(r"</?(tool_call|function|parameter|arg_key|arg_value)|\[(TOOL
 PLAIN = st.text(st.characters(codec="utf-8"), max_size=20).filter(lambda text: not SIGNS.search(text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", WRITTEN)
 @given(
     title=PLAIN.map(lambda text: f"a{text}z"),
@@ -86,6 +87,7 @@ def test_any_text_gives_calls_that_can_be_recorded_and_sent_or_what_is_wrong(for
     assert isinstance(FORMS[form].text(text), str)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_long_text_costs_time_in_proportion(form: str) -> None:
     """Much of what might begin something: minutes, if reading were quadratic."""

@@ -54,6 +54,7 @@ def _hold(
     return [found[place] for place in range(len(scripts))]
 
 
+@pytest.mark.slow
 def test_what_the_policy_said_is_kept_and_what_the_environment_said_is_not_trained(counting: Environments) -> None:
     said = [call("add", '{"number": 5}'), "between " + call("echo", '{"text": "hi"}') + call("later"), "the end"]
     (talk,) = _hold(counting, said)
@@ -111,6 +112,7 @@ def test_a_call_that_fails_is_answered_by_what_is_wrong(counting: Environments, 
     assert talk.said.messages[-1] == {"role": "assistant", "content": "well"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["hang", "die"])
 def test_an_environment_that_is_lost_ends_its_conversation_alone(counting: Environments, way: str) -> None:
     lost, other = _hold(counting, [call(way), "never said"], [call("number"), "well"])
@@ -121,6 +123,7 @@ def test_an_environment_that_is_lost_ends_its_conversation_alone(counting: Envir
     assert not lost.environment.is_running
 
 
+@pytest.mark.slow
 def test_tools_that_keep_nothing_are_started_again() -> None:
     environments = Environments(EnvironmentConfig(tools=[f"{HERE}:hang", f"{HERE}:echo"], tool_timeout=0.3))
     (talk,) = _hold(environments, [call("hang"), call("echo", '{"text": "still here"}'), "well"])
@@ -170,6 +173,7 @@ def test_what_cannot_be_used_is_refused_before_a_conversation() -> None:
         Environments(EnvironmentConfig(tools=["abacus"]))
 
 
+@pytest.mark.slow
 def test_environments_end_with_the_process_that_holds_them(tmp_path: Path) -> None:
     script = (
         "import os, signal\n"

@@ -48,6 +48,7 @@ def rehearsed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
     return run
 
 
+@pytest.mark.slow
 def test_a_sound_environment_is_measured_and_its_rewards_too(rehearsed: Any) -> None:
     report = rehearsed("Sound", reward={"function": f"{HERE}:told"}, tools=["calculator"])
     found = report["environments"]["Sound"]
@@ -70,6 +71,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 def test_all_that_would_end_conversations_is_refused_in_a_sentence_each(rehearsed: Any) -> None:
     with pytest.raises(EnvironmentsError) as error:
         rehearsed(*BROKEN)
@@ -87,6 +89,7 @@ DOUBTED = {
 }
 
 
+@pytest.mark.slow
 def test_what_looks_wrong_is_warned_of(rehearsed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsal, "SLOW", 0.09)
     report = rehearsed(*DOUBTED)
@@ -97,6 +100,7 @@ def test_what_looks_wrong_is_warned_of(rehearsed: Any, monkeypatch: pytest.Monke
     assert report["environments"]["Refuses"]["tools"]["tell"]["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_tool_without_environment_that_hangs_is_refused(rehearsed: Any) -> None:
     playing = "tests.grpo_core.environments.playing"
     with pytest.raises(EnvironmentsError) as error:
@@ -104,6 +108,7 @@ def test_a_tool_without_environment_that_hangs_is_refused(rehearsed: Any) -> Non
     assert str(error.value) == "tools: tool hang(): its time was up (environment.tool_timeout = 0.5 s)"
 
 
+@pytest.mark.slow
 def test_a_template_that_drops_earlier_thoughts_is_warned_of(tmp_path: Path, rehearsed: Any) -> None:
     template = scripted.TEMPLATE.replace("message['content'] }}", "message['content'].split('</think>')[-1] }}")
     (warning,) = rehearsed("Sound", model=scripted.save_model(tmp_path / "forgetful", template))["warnings"]

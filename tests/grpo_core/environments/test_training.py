@@ -129,6 +129,7 @@ def test_gradient_is_that_of_plain_passes_over_what_was_sampled(session: Session
     assert distance(updating_gradient(session, batch), plain_gradient(session, batch)) < BOUND
 
 
+@pytest.mark.slow
 def test_each_token_that_was_sampled_is_trained_and_no_other(session: Session) -> None:
     rollout, samples, _ = roll_out(session, 0, START)
     written = [session.tokenizer.decode(_sampled_ids(sample)) for sample in samples]

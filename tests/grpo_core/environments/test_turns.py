@@ -46,6 +46,7 @@ PLAIN = st.text(st.characters(codec="ascii", categories=("L", "N"), include_char
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2"])
 @given(answers=st.lists(PLAIN, min_size=1, max_size=4))
 def test_a_conversation_with_tools_is_the_text_that_the_template_writes(family: str, answers: list[str]) -> None:

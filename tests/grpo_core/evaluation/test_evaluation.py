@@ -53,6 +53,7 @@ def test_evaluation_counts_each_held_out_prompt_once_at_its_steps_and_at_the_end
     assert evaluated[-1]["eval_reward"] == pytest.approx(_greedy_reward(model, run, held_out))
 
 
+@pytest.mark.slow
 def test_the_reward_is_composed_alike_in_training_in_its_evaluations_and_after_it(
     values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +99,7 @@ def _greedy_reward(model: Any, run: Path, prompts: list[str]) -> float:
     return -sum(lengths) / len(lengths)
 
 
+@pytest.mark.slow
 def test_evaluation_has_sampling_settings_of_its_own(values: dict[str, Any], tmp_path: Path) -> None:
     lengths = {}
     for name, evaluation in {"greedy": {}, "hot": {"temperature": 5.0}, "short": {"max_completion_length": 2}}.items():

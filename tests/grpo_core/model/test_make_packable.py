@@ -60,6 +60,7 @@ def _fails(*_: Any, **__: Any) -> Any:
     raise RuntimeError("Failed to find C compiler.\n Please specify via CC environment variable")
 
 
+@pytest.mark.slow
 def test_a_kind_that_fails_gives_way_to_the_next(smooth_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_attention, "varlen_attn", _fails)
     kind, why = make_packable(load_model(smooth_model_folder), ["varlen", "flex"])

@@ -144,6 +144,7 @@ def test_what_a_function_changes_in_its_process_stays_there(
     assert (Path.cwd(), dict(os.environ), signal.getsignal(signal.SIGTERM), psutil.Process().num_fds()) == before
 
 
+@pytest.mark.slow
 def test_of_calls_under_way_together_the_one_that_ended_the_process_is_named(
     declared: Callable[..., RewardConfig], tmp_path: Path
 ) -> None:

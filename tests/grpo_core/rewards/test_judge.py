@@ -205,6 +205,7 @@ def test_an_answer_without_a_grade_is_asked_for_again_and_scores_nothing(graded:
         assert len(server.questions) == 3
 
 
+@pytest.mark.slow
 def test_a_judge_without_grades_is_refused(graded: Any) -> None:
     with judging(lambda question, _: f"Score: {10 if material(question)[-1] == 'good' else 'none'}") as server:
         assert graded(server.url, *map(str, range(19))) == [None] * 19

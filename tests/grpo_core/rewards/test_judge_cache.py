@@ -132,6 +132,7 @@ def _damage_an_answer(file: Path) -> None:
         database.execute("UPDATE answers SET answer = 'Score: 10'")  # no JSON
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [_truncate, _empty, _overwrite, _damage_a_page, _damage_an_answer])
 def test_a_damaged_cache_is_named_with_the_way_out_and_nothing_is_asked(
     graded: Any, tmp_path: Path, damage: Any

@@ -149,6 +149,7 @@ def test_an_endless_computation_is_a_wrong_answer_and_costs_the_others_nothing()
 DEGENERATE = [f"{piece * 450}{number}" for piece in ("((", "|x|", "{{", "9^") for number in range(16)]
 
 
+@pytest.mark.slow
 def test_degenerate_texts_are_wrong_and_never_reach_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     monkeypatch.setattr("math_verify.parse", lambda text, *args, **kwargs: read.append(text) or parse(text))
@@ -187,6 +188,7 @@ def test_tags_that_never_close_are_read_in_one_pass() -> None:
     assert math_answer(["<answer>" * 50_000 + "42</answer>"], ["42"]) == [1]
 
 
+@pytest.mark.slow
 def test_the_time_limit_of_a_reward_holds_for_math_answer_and_the_next_call_gets_its_own_answers() -> None:
     assert math_answer(["42"], ["42"]) == [1]
     reward = resolve(RewardConfig(function="math_answer", timeout=0.05))

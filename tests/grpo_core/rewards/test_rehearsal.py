@@ -165,6 +165,7 @@ def test_what_breaks_the_reward_contract_is_refused(rehearsed: Any, reward: dict
         rehearsed(reward)
 
 
+@pytest.mark.slow
 def test_an_isolated_reward_that_ends_its_process_is_a_finding_beside_the_others(
     rehearsed: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

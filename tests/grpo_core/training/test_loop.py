@@ -66,6 +66,7 @@ def test_the_engines_log_probabilities_are_the_trainers(
         assert step["sampling/sampling_logp_difference/max"] <= 1e-4
 
 
+@pytest.mark.slow
 def test_in_bf16_sampler_and_trainer_still_agree(values: dict[str, Any], tmp_path: Path) -> None:
     for step in metrics_of(trained_run(tmp_path / "run", values, mixed_precision="bf16")):
         assert step["sampling/sampling_logp_difference/mean"] < 0.02

@@ -141,6 +141,7 @@ def test_results_do_not_follow_from_offload() -> None:
     assert determining(parse_config(values)) == determining(parse_config(with_keys(values, **OFFLOADED)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
 @pytest.mark.parametrize("copies", [1, 2])
 def test_shares_are_moved_bit_for_bit_and_restored_with_and_without_offload(

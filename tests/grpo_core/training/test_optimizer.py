@@ -96,6 +96,7 @@ def test_moments_of_8_bits_take_two_bytes_per_parameter_and_those_of_small_param
         torch.testing.assert_close(parameter, copy, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 99),
     optim=st.sampled_from(["adamw", "adamw_8bit"]),

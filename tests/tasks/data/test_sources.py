@@ -194,6 +194,7 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+@pytest.mark.slow
 @given(
     kind=st.sampled_from(list(KINDS)),
     alien=st.none() | st.sampled_from([*KINDS, "NaN"]),

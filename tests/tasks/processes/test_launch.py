@@ -339,6 +339,7 @@ def _relay(status: int | None) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 1, LOST_PEER, 137])
 def test_a_relay_ends_as_the_other_side_does(code: int) -> None:
     relay = _relay(code)

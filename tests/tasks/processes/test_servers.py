@@ -99,6 +99,7 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Stage]:
     made.held.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", [OSError(errno.ENOSPC, "No space left on device"), StageError("no host answers")])
 def test_a_server_that_cannot_be_started_again_immediately_is_tried_again(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: Exception

@@ -129,6 +129,7 @@ def test_a_candidate_is_paired_with_the_champion_that_is_there_now(model: str) -
     assert "gain" not in tags_of(model, "3")
 
 
+@pytest.mark.slow
 def test_a_version_without_an_evaluation_is_refused_unless_forced(model: str) -> None:
     client = connect()
     client.create_registered_model(model)

@@ -79,6 +79,7 @@ def test_the_pipeline_that_mlflow_loads_answers_as_plain_transformers(version: A
     assert complete(folder / "model") == answer
 
 
+@pytest.mark.slow
 def test_the_adapter_beside_the_model_is_what_was_merged_into_its_base(
     version: Any, model_folder: Path, run: Path
 ) -> None:

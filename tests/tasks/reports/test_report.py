@@ -98,6 +98,7 @@ def test_the_verdict_is_on_the_champion_and_its_tone_is_the_test_s(
     assert "No difference from the base could be shown" in bare_page.text
 
 
+@pytest.mark.slow
 def test_what_others_wrote_is_text_and_nothing_comes_from_elsewhere(full_html: str, full_page: Page) -> None:
     assert EVIL in full_page.text
     assert EVIL not in full_html
@@ -117,6 +118,7 @@ def test_what_a_category_is_called_is_drawn_as_it_stands(tmp_path: Path) -> None
         assert all(f"· {line}" in page.text for line in name.splitlines()[:1])
 
 
+@pytest.mark.slow
 def test_a_part_without_data_is_left_out(bare: Record, full_page: Page, bare_page: Page) -> None:
     parts = ("champion", "KL to the reference", "held out", "accuracy by category", "Accuracy on held-out")
     assert all(part in full_page.text for part in parts)

@@ -105,6 +105,7 @@ def test_the_live_table_has_the_newest_updates_and_the_time_left_by_the_plan() -
     ]
 
 
+@pytest.mark.slow
 def test_curves_are_drawn_of_whatever_figures_there_are() -> None:
     for rows in ([_row(1)], [_row(n, kl=0.1, entropy=1.0) for n in range(1, 60)]):
         assert draw_curves(rows).startswith(b"\x89PNG")

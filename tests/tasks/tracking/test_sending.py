@@ -155,6 +155,7 @@ def test_how_a_training_ended_is_in_mlflow_until_an_attempt_goes_on(
     assert _in_mlflow(run["run_id"]) == _in_file(tmp_path)
 
 
+@pytest.mark.slow
 def test_sending_all_again_changes_nothing_and_the_log_says_how_far_it_is(
     run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_training_is_tracked_whatever_keys_its_rewards_arguments_have(run: Pat
     assert (params["rewards.0.args.strict"], params["train.max_steps"]) == ("True", "4")
 
 
+@pytest.mark.slow
 def test_a_training_is_tracked_with_the_source_of_its_own_rewards(run: Path) -> None:
     for place in ("mine.py", "house/tone.py", "__pycache__/mine.cpython-311.pyc"):
         (run / "rewards" / place).parent.mkdir(parents=True, exist_ok=True)
