@@ -94,7 +94,7 @@ class Lookahead(Protocol):
     """An engine that samples while the training trains, and goes on with other weights when they come."""
 
     def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Start sampling those that are not begun yet."""
+        """Have these under way: those that are not begun start, and what else was begun is given up."""
         ...
 
     def take(self, requests: Sequence[Request], sampling: Sampling, count: int, max_staleness: int) -> Stream:

@@ -92,7 +92,7 @@ class TrainingLog:
         }
         if self.session.lookahead is not None:
             columns["scheduled_batch"] = [sample.turn for sample in samples]
-            columns["ages"] = [sample.completion.ages for sample in samples]
+            columns["ages"] = pa.array([sample.completion.ages for sample in samples], pa.list_(pa.int64()))
         columns |= token_columns(samples) | conversation_columns(samples)
         for position, reward in enumerate(self.session.config.rewards):
             values = [sample.rewards[position] for sample in samples]

@@ -52,6 +52,7 @@ class BinaryCompletions:
 
 async def _answer(state: Any, body: dict[str, Any]) -> Response:
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMClientError
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
@@ -68,7 +69,7 @@ async def _answer(state: Any, body: dict[str, Any]) -> Response:
             priority=body.get("priority", 0),
         )
         [answer] = [each async for each in answers]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, VLLMClientError) as error:
         return PlainTextResponse(str(error), 400)
     outputs = sorted(answer.outputs, key=lambda output: output.index)
     return Response(encode(outputs), media_type="application/octet-stream")

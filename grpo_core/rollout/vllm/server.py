@@ -159,8 +159,12 @@ class VLLMServerEngine:
         return self._run(self.router.hand_over(numbers))
 
     def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        for request in requests:
-            if (key := _key(request, sampling)) not in self.begun:
+        wanted = {_key(request, sampling): request for request in requests}
+        for key in [*self.begun]:
+            if key not in wanted:  # another process has it now
+                self.begun.pop(key).answer.cancel()
+        for key, request in wanted.items():
+            if key not in self.begun:
                 self.begun[key] = _Begun(self.version, self._submit(request, sampling, {}))
 
     def take(self, requests: Sequence[Request], sampling: Sampling, count: int, max_staleness: int) -> Stream:

@@ -48,6 +48,10 @@ def test_bytes_that_end_too_early_are_refused() -> None:
         decode(encode([_output(0, [7, 8], [-1.0, -2.0], [0, 1])])[:-1])
 
 
+class RefusedError(Exception):
+    """vLLM's VLLMClientError, which is no ValueError."""
+
+
 class Engine:
     """vLLM's engine: answers at once, refuses a long prompt, and never answers a prompt of 0."""
 
@@ -58,7 +62,7 @@ class Engine:
     async def generate(self, prompt: Any, sampling: Any, name: str, **options: Any) -> AsyncIterator[Any]:
         self.asked.append({"prompt": prompt, "sampling": sampling, **options})
         if len(prompt) > 3:
-            raise ValueError("the prompt is too long")
+            raise RefusedError("the prompt is too long")
         try:
             if prompt == [0]:
                 await asyncio.Event().wait()
@@ -86,8 +90,8 @@ async def _ask(engine: Engine, body: dict[str, Any], gone: asyncio.Event | None 
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "app": SimpleNamespace(state=state)}
-    vllm = mock.Mock(SamplingParams=lambda **keys: keys, tokens_input=lambda ids: ids)
-    names = ("vllm", "vllm.inputs", "vllm.inputs.engine", "vllm.sampling_params")
+    vllm = mock.Mock(SamplingParams=lambda **keys: keys, tokens_input=lambda ids: ids, VLLMClientError=RefusedError)
+    names = ("vllm", "vllm.exceptions", "vllm.inputs", "vllm.inputs.engine", "vllm.sampling_params")
     with mock.patch.dict(sys.modules, dict.fromkeys(names, vllm)):
         await BinaryCompletions(mock.AsyncMock())(scope, receive, send)
     return (sent[0]["status"], sent[1]["body"]) if sent else (0, b"")

@@ -333,3 +333,6 @@ def test_a_batch_takes_groups_as_they_finish_and_waits_for_those_that_are_due(
         assert (number, completion.ages) == (0, [2, 0])
         assert not [*batch]
         assert [begun.answer for begun in engine.begun.values()] == [answers[3]]
+        answers.append(Future())
+        engine.begin([Request([3], 1, 4)], sampling)  # the group before is another process's now
+        assert [begun.answer for begun in engine.begun.values()] == [answers[4]]
