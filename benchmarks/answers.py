@@ -36,8 +36,8 @@ def main() -> None:
 
 
 def measure(folder: Path, completions: int, tokens: int, rounds: int) -> dict[str, tuple[float, float, float]]:
-    """Of each way: CPU milliseconds per 1,000 tokens of the server's API process and of reading here, and bytes per
-    token."""
+    """By form of the answer: CPU milliseconds per 1,000 tokens in the server's API process, the same for reading here,
+    and bytes per token."""
     ways: dict[str, tuple[str, Callable[[bytes], Any]]] = {
         "JSON": ("/inference/v1/generate", _read_json),
         "bytes": (binary.PATH, binary.decode),

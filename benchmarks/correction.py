@@ -55,7 +55,8 @@ class Policy(nn.Module):
 
 
 def gradient(policy: Policy, ids: Tensor, weights: Tensor | float = 1.0) -> Tensor:
-    """Of the mean advantage-weighted log-probability per token, each token's or completion's term times `weights`."""
+    """Gradient of the mean advantage-weighted log-probability per token; each token's or completion's term counts
+    `weights` times."""
     share = (ids[:, 1:] < VOCABULARY // 4).float().mean(1, keepdim=True)
     advantages = (share - share.mean()) / share.std()
     loss = (weights * advantages * policy(ids)).mean()

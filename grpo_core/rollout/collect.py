@@ -78,7 +78,8 @@ def collect(
     def draw(rows: Sequence[int]) -> list[Sample]:
         """G scored completions of each row, over all processes."""
         requests, own = _requests(rows, prompts, g, (config.seed, index, attempt), share(len(rows) * g))
-        return scored(partial(sample_and_score, engine, requests, own, sampling, prompts, tokenizer, rewards, setting))
+        found = scored(partial(sample_and_score, engine, requests, own, sampling, prompts, tokenizer, rewards, setting))
+        return [replace(sample, turn=index) for sample in found]
 
     def take(window: Sequence[Group], count: int) -> list[Sample]:
         """G scored completions of `count` of this process's begun groups, and of those of the others."""

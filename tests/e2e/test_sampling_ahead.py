@@ -52,7 +52,7 @@ def live(folder: str) -> None:
         return sum(not begun.answer.done() for begun in engine.begun.values())
 
     def differences(request: Request, completion: Completion) -> list[float]:
-        """Of each token's log-probability, to that by the weights that its age names."""
+        """How far each token's log-probability is from that by the weights that its age names."""
         ids, found = request.prompt_ids + completion.ids, completion.logprobs
         plain = {
             version: plain_logprobs(weights, ids, sampling.temperature)[len(request.prompt_ids) - 1 :]

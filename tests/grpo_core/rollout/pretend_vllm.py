@@ -74,7 +74,7 @@ class Pretended:
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def kill(self) -> None:
-        """End it; whoever waits for an answer loses the connection."""
+        """End it. Requests that are not answered yet lose their connection."""
         self.life.set()
         self.server.shutdown()
         self.server.server_close()

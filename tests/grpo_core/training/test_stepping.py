@@ -48,14 +48,7 @@ def test_sampling_ahead_trains_every_group_once_and_none_too_late(tmp_path: Path
     settings = [random_settings(seed, num_processes) for seed in range(2000, 2000 + len(staleness))]
     for each, most in zip(settings, staleness, strict=True):
         each["keys"] |= {"max_staleness": most, "engine": "vllm-server", "max_steps": 20, "num_iterations": 1}
-
-    def step(rank: int) -> None:
-        accelerator = Accelerator(cpu=True)
-        done = [step_through(each, accelerator, tmp_path / f"run-{n}") for n, each in enumerate(settings)]
-        (tmp_path / f"{rank}.json").write_text(json.dumps(done))
-
-    in_processes(num_processes, tmp_path, step)
-    processes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_processes)]
+    processes = _step_together(settings, num_processes, tmp_path)
     oldest = []
     for n, (each, most) in enumerate(zip(settings, staleness, strict=True)):
         config = parse_config(config_values(Path("model"), Path("data"), **{"max_steps": None, **each["keys"]}))
@@ -77,16 +70,21 @@ def test_sampling_ahead_trains_every_group_once_and_none_too_late(tmp_path: Path
 )
 def test_several_processes_do_together_what_was_planned(tmp_path: Path, num_processes: int, count: int) -> None:
     settings = [random_settings(seed, num_processes) for seed in range(1000, 1000 + count)]
+    processes = _step_together(settings, num_processes, tmp_path)
+    for n, each in enumerate(settings):
+        _expect_as_planned(each, [process[n] for process in processes])
+
+
+def _step_together(settings: list[dict[str, Any]], num_processes: int, folder: Path) -> list[list[dict[str, Any]]]:
+    """What each process did, by settings."""
 
     def step(rank: int) -> None:
         accelerator = Accelerator(cpu=True)
-        done = [step_through(each, accelerator, tmp_path / f"run-{n}") for n, each in enumerate(settings)]
-        (tmp_path / f"{rank}.json").write_text(json.dumps(done))
+        done = [step_through(each, accelerator, folder / f"run-{n}") for n, each in enumerate(settings)]
+        (folder / f"{rank}.json").write_text(json.dumps(done))
 
-    in_processes(num_processes, tmp_path, step)
-    processes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_processes)]
-    for n, each in enumerate(settings):
-        _expect_as_planned(each, [process[n] for process in processes])
+    in_processes(num_processes, folder, step)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
 
 
 def _expect_as_planned(settings: dict[str, Any], processes: list[dict[str, Any]]) -> None:
