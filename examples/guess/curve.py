@@ -27,7 +27,10 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("guess.png"), help="default guess.png")
     options = parser.parse_args()
-    lines = (options.run / "training" / "metrics.jsonl").read_text().splitlines()
+    metrics: Path = options.run / "training" / "metrics.jsonl"
+    if not metrics.is_file():
+        parser.error(f"there is no {metrics}; name the directory of a run that has trained")
+    lines = metrics.read_text().splitlines()
     options.output.write_bytes(draw([(row["step"], guesses(row["reward"])) for row in map(json.loads, lines)]))
     print(f"wrote {options.output}")
 
