@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from itertools import groupby
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
-from prefect import Flow, flow, get_run_logger
+from prefect import flow, get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas import FlowRun
 from prefect.deployments import run_deployment
@@ -78,7 +79,7 @@ def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # n
     return _run_stages(config)
 
 
-def pipeline_of(config: RunConfig) -> Flow[..., Path]:
+def pipeline_of(config: RunConfig) -> Callable[..., Path]:
     """The pipeline of a configuration that the caller has parsed and `refuse_early` has passed. Preset and changes, the
     parameters, are only recorded."""
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 from contextlib import suppress
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
+from uuid import UUID
 
 from prefect.automations import Automation
 from prefect.blocks.webhook import Webhook
@@ -18,7 +19,7 @@ from prefect.events.actions import CallWebhook
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 
-AT_ONCE = {"posture": Posture.Reactive, "threshold": 1, "within": timedelta(0)}
+AT_ONCE: dict[str, Any] = {"posture": Posture.Reactive, "threshold": 1, "within": timedelta(0)}
 BLOCK = "grpo-notifications"
 FAILED = """\
 {"text": "{{ flow.name }}: run {{ flow_run.name }} is {{ flow_run.state.name }}. {{ flow_run|ui_url }}"}"""
@@ -27,7 +28,7 @@ PROMOTED = """{"text": {{ event.payload.text | tojson }}}"""
 
 def notify(url: str) -> None:
     """Have failed and crashed runs of the pipeline, promotions and rollbacks POSTed to `url`."""
-    block = Webhook(method="POST", url=url).save(BLOCK, overwrite=True)
+    block = cast(UUID, Webhook(method="POST", url=url).save(BLOCK, overwrite=True))
     failed = EventTrigger(
         expect={"prefect.flow-run.Failed", "prefect.flow-run.Crashed"},
         match_related={"prefect.resource.role": "flow", "prefect.resource.name": "pipeline"},

@@ -177,7 +177,7 @@ def present_champion(client: MlflowClient, name: str) -> ModelVersion | None:
     """The version of a registered model that has the alias `champion`; None if there is none. Raises MlflowException if
     the registry does not answer, so that this is not taken for none."""
     model = _if_there(lambda: client.get_registered_model(name))
-    number = model and model.aliases.get(CHAMPION)
+    number = model.aliases.get(CHAMPION) if model else None
     return client.get_model_version(name, number) if number else None
 
 
