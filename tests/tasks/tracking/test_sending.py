@@ -170,6 +170,7 @@ def test_sending_all_again_changes_nothing_and_the_log_says_how_far_it_is(
         (tmp_path / SENT_FILE).write_text("")  # as a machine that dies may leave it
 
 
+@pytest.mark.slow
 def test_a_continued_training_makes_no_database_where_it_is_started(
     database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
