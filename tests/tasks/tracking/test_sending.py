@@ -85,7 +85,7 @@ def _new_run() -> dict[str, Any]:
     return {"run_id": info.run_id, "experiment_id": "0", "start_time": info.start_time}
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_server_that_is_killed_and_comes_back_has_every_figure_once(
     database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
