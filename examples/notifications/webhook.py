@@ -1,5 +1,5 @@
-"""`python examples/notifications/webhook.py URL`: runs of the pipeline that fail, promotions and rollbacks are
-POSTed to URL by Prefect.
+"""`python examples/notifications/webhook.py URL`: runs of the pipeline that fail, promotions, rollbacks and
+versions that wait for approval are POSTed to URL by Prefect.
 
 Makes, or makes again, what can be edited in Prefect's UI: the block that holds the URL, and two automations.
 `{"text": …}` is what chat services take.
@@ -34,10 +34,10 @@ def notify(url: str) -> None:
         match_related={"prefect.resource.role": "flow", "prefect.resource.name": "pipeline"},
         **AT_ONCE,
     )
-    promoted = EventTrigger(expect={"grpo.promoted", "grpo.rolled-back"}, **AT_ONCE)
+    promoted = EventTrigger(expect={"grpo.promoted", "grpo.rolled-back", "grpo.waiting-for-approval"}, **AT_ONCE)
     for name, what, trigger, message in [
         ("grpo-run-failed", "failed or crashed run of the pipeline", failed, FAILED),
-        ("grpo-promoted", "promotion and rollback of a registered model", promoted, PROMOTED),
+        ("grpo-promoted", "promotion, question for approval and rollback of a registered model", promoted, PROMOTED),
     ]:
         with suppress(ObjectNotFound, ValueError):  # none yet
             cast(Automation, Automation.read(name=name)).delete()  # a coroutine only where an event loop runs
