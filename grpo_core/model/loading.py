@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +17,7 @@ from transformers.distributed import DistributedConfig, mixin
 
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.distributed import copy_whole, is_shared, own_share, share_like, whole
+from grpo_core.errors import ConfigError
 from grpo_core.model.precision import in_bfloat16
 
 
@@ -84,11 +84,13 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
     """The model under a LoRA adapter (arXiv:2106.09685) where the configuration asks for one; the base is frozen.
 
     The adapter starts as no change at all, its input side drawn from torch's global random state; or, given
-    `config.adapter`, as the one in that folder.
+    `config.adapter`, as the one in that folder. Modules that are trained whole are float32 copies of the base's. Raises
+    ConfigError if the model has no such module.
     """
     if not config.use_peft:
         return model
     from peft import LoraConfig, get_peft_model
+    from peft.utils import ModulesToSaveWrapper
 
     base = [(module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None]
     for module, name, parameter in base:  # an adapter is drawn in the precision of what it adapts
@@ -101,15 +103,44 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
         use_rslora=config.use_rslora,
         lora_dropout=config.lora_dropout,
         target_modules=config.lora_target_modules or "all-linear",
+        modules_to_save=config.lora_modules_to_save and [*config.lora_modules_to_save],  # peft adds to the list
+        # Else a copy of a tied embedding would be trained without the head, or the head without the embedding.
+        ensure_weight_tying=bool(config.lora_modules_to_save and model.config.get_text_config().tie_word_embeddings),
     )
     adapted = get_peft_model(model, adapter).eval()
+    # Without what peft has added for a tied head.
+    adapted.peft_config["default"].modules_to_save = config.lora_modules_to_save
     for module, name, parameter in base:
         module._parameters[name] = parameter.requires_grad_(False)
+    wrapped = {name: each for name, each in adapted.named_modules() if isinstance(each, ModulesToSaveWrapper)}
+    for wanted in config.lora_modules_to_save or ():
+        if not any(name.endswith(wanted) for name in wrapped):
+            raise ConfigError(
+                f"model.lora_modules_to_save names {wanted!r}, and no module of {config.name_or_path} has a name that "
+                "ends so; name one that it has, such as 'embed_tokens' or 'lm_head'"
+            )
+    for module in wrapped.values():
+        for own, parameter in zip(
+            module.modules_to_save.parameters(), module.original_module.parameters(), strict=True
+        ):
+            own.data = parameter.float().clone()
     if config.adapter:
-        saved = load_file(Path(config.adapter) / "adapter_model.safetensors")
-        named = {re.sub(r"\.(lora_[AB])\.", r".\1.default.", name): tensor for name, tensor in saved.items()}
-        load_trainable_state(adapted, named)
+        load_trainable_state(adapted, _read_adapter(adapted, Path(config.adapter)))
     return adapted
+
+
+def saved_name(name: str) -> str:
+    """Name that a parameter of an adapter has in the adapter's file."""
+    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+
+
+def _read_adapter(adapted: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """The adapter in the folder, by the names of `trainable_state`. Tied modules are in its file twice."""
+    saved = load_file(folder / "adapter_model.safetensors")
+    every = {name for name, each in adapted.named_parameters(remove_duplicate=False) if each.requires_grad}
+    names = {saved_name(name): name for name in every}
+    found = {names.get(name, name): tensor for name, tensor in saved.items()}
+    return {name: tensor for name, tensor in found.items() if name not in every - trainable_state(adapted).keys()}
 
 
 def load_start(config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, shard: Any = None) -> Any:
@@ -207,12 +238,13 @@ def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
             parameter = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
             changes[id(parameter)] += [module.get_delta_weight(adapter) for adapter in module.active_adapters]
     for name, tensor in base.state_dict(keep_vars=True).items():
-        if ".lora_" not in name:
-            yield name.replace(".base_layer", ""), tensor, changes.get(id(tensor), [])
+        if ".lora_" not in name and ".original_module." not in name:
+            plain = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
+            yield plain, tensor, changes.get(id(tensor), [])
 
 
 def base_weights(model: Any) -> dict[str, Tensor]:
-    """The frozen weights under an adapter, in the model's own memory, by their names in the base model."""
+    """The frozen weights under an adapter alone, in the model's own memory, by their names in the base model."""
     state = model.get_base_model().state_dict()
     return {name.replace(".base_layer", ""): tensor for name, tensor in state.items() if ".lora_" not in name}
 

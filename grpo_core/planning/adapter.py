@@ -11,7 +11,7 @@ from grpo_core.errors import ConfigError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What peft can do to an adapter that is not done here, with the value that leaves it undone.
-OTHERS: dict[str, Any] = {"bias": "none", "use_dora": False, "modules_to_save": None, "lora_bias": False}
+OTHERS: dict[str, Any] = {"bias": "none", "use_dora": False, "lora_bias": False}
 OTHERS |= {"layers_to_transform": None, "layer_replication": None, "trainable_token_indices": None}
 DESCRIBED = {"r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
 
@@ -46,9 +46,12 @@ def check_adapter(model: ModelConfig) -> None:
     wanted = {key: saved.get(name, False) for name, key in DESCRIBED.items()}
     if not saved.get("target_parameters"):  # else all-linear found experts, which it names in its own way
         wanted["lora_target_modules"] = sorted(saved["target_modules"])
+    if saved.get("modules_to_save") or model.lora_modules_to_save:
+        wanted["lora_modules_to_save"] = sorted(saved.get("modules_to_save") or [])
     given = {key: getattr(model, key) for key in wanted}
-    if isinstance(given.get("lora_target_modules"), list):
-        given["lora_target_modules"] = sorted(given["lora_target_modules"])
+    for key in ("lora_target_modules", "lora_modules_to_save"):
+        if isinstance(given.get(key), list):
+            given[key] = sorted(given[key])
     if differ := [key for key in wanted if wanted[key] != given[key]]:
         raise ConfigError(
             f"model.adapter = {model.adapter!r} is another adapter than the keys of [model] describe; write "

@@ -10,7 +10,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.plan import Plan
-from grpo_core.planning.shapes import ModelShape, PromptLengths, adapted_inputs, adapter_parameters
+from grpo_core.planning.shapes import ModelShape, PromptLengths, adapted_inputs, adapter_parameters, trains_head
 from grpo_core.planning.sharding import FLOAT, HALF, how_shared, per_machine, sharing_processes, width, working_set
 
 GIB = 2**30
@@ -46,9 +46,10 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     # For a server, the weights that are sent to it: a copy that stays as it is while the policy moves, which shares
     # have in the host's memory, as an adapter that goes alone. The transformers engine samples with the trained
     # weights, or, of shares, a whole copy.
+    alone = lora and shape.experts.layers == 0 and not config.model.lora_modules_to_save
     engine_weights = {
         "vllm": _vllm_weights(config, shape),
-        "vllm-server": w * weights * (not sharded and (not lora or shape.experts.layers > 0)),
+        "vllm-server": w * weights * (not sharded and not alone),
         "transformers": w * weights * sharded,
         "recorded": 0,
     }[engine]
@@ -66,7 +67,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
             sampled += f"a memory that is not known; counted is a cache for {in_flight} completions"
     logits = w * min(rows * completion, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary
     # The logits of a chunk, overwritten by their gradient, and the float32 sum of the output layer's gradient.
-    head_gradient = FLOAT * shape.vocabulary * shape.hidden * (not lora)
+    head_gradient = FLOAT * shape.vocabulary * shape.hidden * trains_head(shape, config)
     kept, recomputed = activations(config, shape, tokens)
     each = FLOAT * trained / (1 if lora else sharing)  # a float32 number per trained parameter; adapters stay whole
     shared = engine == "vllm" and not lora and not sharded and config.rollout.vllm_tensor_parallel_size == 1

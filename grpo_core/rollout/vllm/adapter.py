@@ -21,8 +21,9 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configu
 
 def goes_alone(config: ModelConfig) -> bool:
     """True if vLLM gets the adapter beside its own base. Otherwise it gets the weights with the adapter merged: vLLM
-    computes adapters of a mixture of experts by Triton kernels only, which a CPU does not run."""
-    if not config.use_peft:
+    computes adapters of a mixture of experts by Triton kernels only, which a CPU does not run, and takes no embedding
+    or head that is trained whole."""
+    if not config.use_peft or config.lora_modules_to_save:
         return False
     from transformers import AutoConfig
 
@@ -43,12 +44,12 @@ def room_for(rank: int) -> int:
 
 def adapter_of(model: Any, dtype: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A model's adapter: peft's configuration, as JSON has it, and the tensors by peft's names, copied to the CPU."""
-    from grpo_core.model.loading import trainable_state
+    from grpo_core.model.loading import saved_name, trainable_state
 
     values = model.peft_config["default"].to_dict()
     config = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
     state = trainable_state(model)
-    return config, {name.replace(".default.", "."): each.to("cpu", dtype, copy=True) for name, each in state.items()}
+    return config, {saved_name(name): each.to("cpu", dtype, copy=True) for name, each in state.items()}
 
 
 def hold(worker: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

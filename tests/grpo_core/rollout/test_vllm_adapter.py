@@ -104,6 +104,7 @@ def test_a_server_follows_an_adapter_over_its_own_base_through_all_that_it_suffe
         ("Qwen2", {"use_peft": True}, 16),
         ("Qwen2", {"use_peft": True, "lora_r": 20}, 32),
         ("Qwen3Moe", {"use_peft": True}, 0),  # the weights, merged
+        ("Qwen2", {"use_peft": True, "lora_modules_to_save": ["embed_tokens"]}, 0),
     ],
 )
 def test_a_server_makes_room_for_the_adapter_or_is_refused(

@@ -160,3 +160,38 @@ def test_the_engine_follows_an_adapter_over_a_base_that_stays(tmp_path: Path) ->
             assert distance(step, step, "scores", "model's ") < 1e-4
             assert distance(step, step, "samples", "model's ") < 1e-4
     assert distance(steps[1], steps[0], "scores", "model's ") < 1e-4
+
+
+def merge(run: Path) -> tuple[list[float], list[str]]:
+    """Distances of an engine's scores from those of a model under an adapter, fresh and after each of two updates."""
+    import torch
+
+    from grpo_core.model.loading import trainable_state
+
+    engine, model, _ = start(run)
+    distances, how = [], []
+    for update in range(3):
+        how.append(engine.sync_weights(model))
+        rows = zip(
+            engine.compute_logprobs(sequences()), (plain_logprobs(model, ids) for ids in sequences()), strict=True
+        )
+        distances.append(max(abs(a - b) for row in rows for a, b in zip(*row, strict=True)))
+        torch.manual_seed(update)
+        for tensor in trainable_state(model).values():
+            tensor += 0.1 * torch.randn_like(tensor)
+    engine.close()
+    return distances, how
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_engine_gets_whole_weights_where_embedding_and_head_are_trained_beside_an_adapter(
+    tmp_path: Path, tied: bool
+) -> None:
+    options = {"tie_word_embeddings": tied, "max_position_embeddings": 512, **PACKED}
+    folder = make_model(tmp_path / "model", initializer_range=0.1, **options)
+    keys = {"use_peft": True, "lora_r": 5, "lora_alpha": 15, "lora_modules_to_save": ["embed_tokens", "lm_head"]}
+    run = make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm", **keys))
+    distances, how = forked.call(merge, run)
+    assert how == ["reloaded"] * 3
+    assert max(distances) < 1e-4
