@@ -36,7 +36,7 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     itself has to make them. One that is trained whole beside an adapter is found in peft's wrapper, whose weight is the
     base's while the adapter is disabled.
     """
-    layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    layer: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(getattr(layer, "original_module", layer)) is not nn.Linear or layer.bias is not None:
         return None
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):

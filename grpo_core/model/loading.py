@@ -107,7 +107,7 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
         # Else a copy of a tied embedding would be trained without the head, or the head without the embedding.
         ensure_weight_tying=bool(config.lora_modules_to_save and model.config.get_text_config().tie_word_embeddings),
     )
-    adapted = get_peft_model(model, adapter).eval()
+    adapted: Any = get_peft_model(model, adapter).eval()
     # Without what peft has added for a tied head.
     adapted.peft_config["default"].modules_to_save = config.lora_modules_to_save
     for module, name, parameter in base:
