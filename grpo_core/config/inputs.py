@@ -53,9 +53,14 @@ class ModelConfig(Section):
     whose names end so. An embedding that is tied to the head stays tied: either name trains both. vLLM takes no such
     module beside its own base, so it gets whole weights after each update."""
 
+    load_in_4bit: bool = False
+    """Hold the frozen base in 4 bits (QLoRA, arXiv:2305.14314): nf4 with double quantisation, by bitsandbytes. What
+    samples and trains is the adapter over these weights; the model that is saved is the adapter merged into the base as
+    it was, never into 4 bits."""
+
     @model_validator(mode="after")
     def _adapter_keys_need_an_adapter(self) -> ModelConfig:
-        for key in ("adapter", "use_rslora", "lora_dropout", "lora_modules_to_save"):
+        for key in ("adapter", "use_rslora", "lora_dropout", "lora_modules_to_save", "load_in_4bit"):
             if getattr(self, key) and not self.use_peft:
                 raise ValueError(f"{key}={getattr(self, key)!r} is for an adapter; set use_peft = true, or remove it")
         return self

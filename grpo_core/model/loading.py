@@ -18,7 +18,14 @@ from transformers.distributed import DistributedConfig, mixin
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.distributed import copy_whole, is_shared, own_share, share_like, whole
 from grpo_core.errors import ConfigError
+from grpo_core.model.four_bit import keep_gradients, nf4, plain
 from grpo_core.model.precision import in_bfloat16
+
+OF_4BIT = (
+    ".weight.absmax",
+    ".weight.quant_",
+    ".weight.nested_",
+)  # in the names of what bitsandbytes saves beside 4-bit weights
 
 
 def load_model(
@@ -28,12 +35,14 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     shard: Callable[[Any], None] | None = None,
+    in_4bit: bool = False,
 ) -> Any:
     """A causal LM with weights of `dtype` (float32 or bfloat16), without its own dropout: the ratio of an on-policy
     update must be exactly 1. Each weight goes straight from the file to the device, without a copy in another dtype or
     place.
 
     `shard`: applied to the model while it has no weights yet; then each process reads its own share of them only.
+    `in_4bit`: linear layers have 4-bit weights, and compute in `dtype`.
     """
     device = torch.device(device)
     options: dict[str, Any] = {}
@@ -41,6 +50,8 @@ def load_model(
         options["distributed_config"] = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
     elif device.type != "cpu":  # of which transformers would speak as offloading
         options["device_map"] = {"": device}
+    if in_4bit:
+        options["quantization_config"] = nf4(dtype)
     with nullcontext() if shard is None else _sharding_by(shard):
         model = AutoModelForCausalLM.from_pretrained(
             path, revision=revision, dtype=dtype, attn_implementation=attention_of(path, revision), **options
@@ -49,6 +60,7 @@ def load_model(
         del model.config.distributed_config  # it would be saved with the model
     elif dtype == torch.bfloat16:
         in_bfloat16(model)  # also what transformers leaves in float32
+    keep_gradients(model)
     for module in model.modules():  # some layers apply dropout by a rate of their own
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)
@@ -85,14 +97,17 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
 
     The adapter starts as no change at all, its input side drawn from torch's global random state; or, given
     `config.adapter`, as the one in that folder. Modules that are trained whole are float32 copies of the base's. Raises
-    ConfigError if the model has no such module.
+    ConfigError if the model has no such module, or it has 4 bits.
     """
     if not config.use_peft:
         return model
     from peft import LoraConfig, get_peft_model
     from peft.utils import ModulesToSaveWrapper
 
+    _check_modules_to_save(model, config)
+
     base = [(module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None]
+    base = [each for each in base if each[2].is_floating_point()]  # not 4-bit codes, whose layers peft has to see
     for module, name, parameter in base:  # an adapter is drawn in the precision of what it adapts
         like = torch.empty((), device=parameter.device).expand(parameter.shape)
         module._parameters[name] = nn.Parameter(like, requires_grad=False)
@@ -112,14 +127,7 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
     adapted.peft_config["default"].modules_to_save = config.lora_modules_to_save
     for module, name, parameter in base:
         module._parameters[name] = parameter.requires_grad_(False)
-    wrapped = {name: each for name, each in adapted.named_modules() if isinstance(each, ModulesToSaveWrapper)}
-    for wanted in config.lora_modules_to_save or ():
-        if not any(name.endswith(wanted) for name in wrapped):
-            raise ConfigError(
-                f"model.lora_modules_to_save names {wanted!r}, and no module of {config.name_or_path} has a name that "
-                "ends so; name one that it has, such as 'embed_tokens' or 'lm_head'"
-            )
-    for module in wrapped.values():
+    for module in [each for each in adapted.modules() if isinstance(each, ModulesToSaveWrapper)]:
         for own, parameter in zip(
             module.modules_to_save.parameters(), module.original_module.parameters(), strict=True
         ):
@@ -127,6 +135,22 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
     if config.adapter:
         load_trainable_state(adapted, _read_adapter(adapted, Path(config.adapter)))
     return adapted
+
+
+def _check_modules_to_save(model: nn.Module, config: ModelConfig) -> None:
+    """Raises ConfigError unless the model has each of `lora_modules_to_save`, and can train it."""
+    for wanted in config.lora_modules_to_save or ():
+        found = [module for name, module in model.named_modules() if name.endswith(wanted)]
+        if not found:
+            raise ConfigError(
+                f"model.lora_modules_to_save names {wanted!r}, and no module of {config.name_or_path} has a name that "
+                "ends so; name one that it has, such as 'embed_tokens' or 'lm_head'"
+            )
+        if any(not parameter.is_floating_point() for module in found for parameter in module.parameters()):
+            raise ConfigError(
+                f"model.lora_modules_to_save names {wanted!r} with model.load_in_4bit = true: weights of 4 bits cannot "
+                "be trained; name embedding, head or norms only, or set load_in_4bit to false"
+            )
 
 
 def saved_name(name: str) -> str:
@@ -238,15 +262,17 @@ def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
             parameter = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
             changes[id(parameter)] += [module.get_delta_weight(adapter) for adapter in module.active_adapters]
     for name, tensor in base.state_dict(keep_vars=True).items():
-        if ".lora_" not in name and ".original_module." not in name:
-            plain = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
-            yield plain, tensor, changes.get(id(tensor), [])
+        if not any(part in name for part in (".lora_", ".original_module.", *OF_4BIT)):
+            own = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
+            yield own, plain(tensor), changes.get(id(tensor), [])
 
 
 def base_weights(model: Any) -> dict[str, Tensor]:
-    """The frozen weights under an adapter alone, in the model's own memory, by their names in the base model."""
-    state = model.get_base_model().state_dict()
-    return {name.replace(".base_layer", ""): tensor for name, tensor in state.items() if ".lora_" not in name}
+    """The frozen weights under an adapter alone, by their names in the base model; in the model's own memory, except
+    those of 4 bits, which are what their codes stand for."""
+    state = model.get_base_model().state_dict(keep_vars=True)
+    named = {name: each for name, each in state.items() if not any(part in name for part in (".lora_", *OF_4BIT))}
+    return {name.replace(".base_layer", ""): plain(tensor).detach() for name, tensor in named.items()}
 
 
 def plain_weights(model: Any) -> dict[str, Tensor]:

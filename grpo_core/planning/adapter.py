@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import ConfigError
+from grpo_core.planning.shapes import ForecastError, config_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configurations of mixtures of experts
 # What peft can do to an adapter that is not done here, with the value that leaves it undone.
 OTHERS: dict[str, Any] = {"bias": "none", "use_dora": False, "lora_bias": False}
 OTHERS |= {"layers_to_transform": None, "layer_replication": None, "trainable_token_indices": None}
@@ -18,7 +21,9 @@ DESCRIBED = {"r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslor
 
 def check_adapter(model: ModelConfig) -> None:
     """Raises ConfigError unless `model.adapter`, if there is one, is a LoRA of the rank, scale and layers that the
-    other keys give."""
+    other keys give, and the base can be held in 4 bits, if that is wanted."""
+    if model.load_in_4bit:
+        _check_4bit(model)
     if model.adapter is None:
         return
     folder = Path(model.adapter)
@@ -56,4 +61,27 @@ def check_adapter(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.adapter = {model.adapter!r} is another adapter than the keys of [model] describe; write "
             + ", ".join(f"{key} = {json.dumps(wanted[key])}" for key in differ)
+        )
+
+
+def _check_4bit(model: ModelConfig) -> None:
+    """Raises ConfigError if bitsandbytes is not installed, or would leave most of the base as it is. A base whose
+    config.json is not on this machine passes."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "model.load_in_4bit = true needs bitsandbytes, not installed here: pip install 'grpo-flows[qlora]'"
+        )
+    try:
+        values = json.loads(config_file(model.name_or_path, model.revision).read_text())
+    except (ForecastError, ValueError):
+        return
+    if "quantization_config" in values:
+        raise ConfigError(
+            f"model.load_in_4bit = true: {model.name_or_path} is quantised already, and the adapter is to be merged "
+            "into a base in full precision; name that one"
+        )
+    if any(values.get("text_config", values).get(name) for name in EXPERTS):
+        raise ConfigError(
+            f"model.load_in_4bit = true: {model.name_or_path} is a mixture of experts, which are single tensors in "
+            "transformers 5, and bitsandbytes quantises linear layers only; set it to false, or take a dense model"
         )

@@ -18,6 +18,7 @@ KV_BLOCK = 16  # tokens per block of vLLM's KV cache, one of which it never give
 # Bytes of AdamW's two moments per byte of a float32 weight. If they have 8 bits, 256 have a float32 scale; small
 # parameters, whose moments stay float32, are not counted apart.
 MOMENTS = {"adamw": 2.0, "adamw_8bit": 2 * (1 + FLOAT / 256) / FLOAT}
+NF4 = 0.5 + 1 / 64 + FLOAT / (64 * 256)  # bytes per weight: its code, and per 64 a scale of 8 bits that 256 scale again
 MOST_UTILISATION = 0.95  # beyond it, what CUDA itself needs is no longer there
 
 
@@ -36,6 +37,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     offloaded = config.train.offload == "optimizer"
     trained, frozen = (adapter_parameters(shape, config), weights) if lora else (weights, 0)
     half = config.train.mixed_precision == "bf16"
+    base = frozen_bytes(config, shape) if lora else 0.0
     w, sharing = width(config), sharing_processes(config, gpu)
     rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
     tokens = rows * (prompt + completion)
@@ -44,12 +46,13 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     cache: float = in_flight * (prompt + completion) * _kv_bytes(config, shape)
     sampled = f"{in_flight} completions sampled together by {engine}"
     # For a server, the weights that are sent to it: a copy that stays as it is while the policy moves, which shares
-    # have in the host's memory, as an adapter that goes alone. The transformers engine samples with the trained
+    # have in the host's memory, as an adapter that goes alone. What a base of 4 bits stands for goes to a server that
+    # is started again. The transformers engine samples with the trained
     # weights, or, of shares, a whole copy.
     alone = lora and shape.experts.layers == 0 and not config.model.lora_modules_to_save
     engine_weights = {
         "vllm": _vllm_weights(config, shape),
-        "vllm-server": w * weights * (not sharded and not alone),
+        "vllm-server": w * weights * (not sharded and (not alone or config.model.load_in_4bit)),
         "transformers": w * weights * sharded,
         "recorded": 0,
     }[engine]
@@ -73,11 +76,11 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     shared = engine == "vllm" and not lora and not sharded and config.rollout.vllm_tensor_parallel_size == 1
     held = {
         # With bf16, a LoRA base has no float32 weights on the GPU.
-        "weights": (each + FLOAT * frozen / sharing * (not half)) * (half or not shared),
+        "weights": (each + base / sharing * (not half)) * (half or not shared),
         "optimizer": moments(config, shape, gpu) * (not offloaded),
         "reference": _reference(config, shape) / sharing,
         # What is gathered layer by layer needs no copy.
-        "bf16_copy": HALF * (frozen / sharing + trained * (lora or not sharded)) * (half and not shared),
+        "bf16_copy": (base / sharing + HALF * trained * (lora or not sharded)) * (half and not shared),
         "engine_weights": engine_weights,
     }
     passes: dict[str, float] = {"activations": kept + recomputed, "logits": logits + head_gradient}
@@ -124,17 +127,26 @@ def moments(config: RunConfig, shape: ModelShape, gpu: Gpu) -> float:
 
 def activations(config: RunConfig, shape: ModelShape, tokens: int) -> tuple[float, float]:
     """Bytes that a pass of this many tokens keeps from its forward to its backward pass, and bytes of the layers that
-    it computes again on the way back."""
+    it computes again on the way back, or, in 4 bits, of a projection's weights while it computes."""
     w = width(config)
     # Per token: two norms, each with its input in float32, its result and what the weight makes of it; queries, what
     # attention makes of them, keys and values, these once more for each sequence that attends to them; four of the MLP.
     layer = 2 * (FLOAT + 2 * w) * shape.hidden + w * (2 * shape.attention + 4 * shape.key_value + 4 * shape.widest)
+    whole = (
+        w * shape.hidden * max(shape.attention, shape.widest) * config.model.load_in_4bit
+    )  # one projection at a time
     if config.model.lora_dropout:  # each adapter has a copy of its input with holes, and a byte per element that tells
         layer += (w + 1) * adapted_inputs(shape, config)
     if not config.train.gradient_checkpointing:
-        return tokens * shape.layers * layer, 0.0
+        return tokens * shape.layers * layer, whole
     # One layer's activations and about as much of their gradients.
-    return tokens * shape.layers * w * shape.hidden, tokens * 2 * layer
+    return tokens * shape.layers * w * shape.hidden, tokens * 2 * layer + whole
+
+
+def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes of an adapter's base. Of 4 bits are the layers; their norms and biases are not counted apart."""
+    layers = NF4 if config.model.load_in_4bit else width(config)
+    return width(config) * shape.outside + layers * (shape.parameters - shape.outside)
 
 
 def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> None:

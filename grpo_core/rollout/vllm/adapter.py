@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from grpo_core.planning.adapter import EXPERTS
+
 if TYPE_CHECKING:  # whatever starts a server imports this without torch
     from torch import Tensor
 
@@ -16,7 +18,6 @@ if TYPE_CHECKING:  # whatever starts a server imports this without torch
 
 ADAPTER = "policy"  # as which vLLM knows the adapter
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configurations of mixtures of experts
 
 
 def goes_alone(config: ModelConfig) -> bool:

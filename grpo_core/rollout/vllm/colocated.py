@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, gathered_in_block
 from grpo_core.errors import TrainingError
-from grpo_core.model.loading import whole_weights
+from grpo_core.model.four_bit import is_quantised
+from grpo_core.model.loading import base_weights, whole_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
@@ -39,7 +40,8 @@ class VLLMEngine:
     """Satisfies `engine.Engine` with an in-process `vllm.LLM`.
 
     Made for a model under a LoRA adapter, it keeps the base as loaded and takes over the adapter alone, unless vLLM
-    cannot compute with it; before the first `sync_weights` it samples from the base.
+    cannot compute with it; before the first `sync_weights` it samples from the base. A base of 4 bits is taken over
+    once, as the weights that its codes stand for.
     """
 
     def __init__(self, config: RunConfig, model_path: Path | str, model: nn.Module, max_length: int):
@@ -68,8 +70,9 @@ class VLLMEngine:
             options |= {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": self.block}
             if on_cpu and self.block > 1:
                 _name_shared_memory()
+        quantised = adapted and is_quantised(model)
         threads = torch.get_num_threads()
-        with nullcontext() if adapted else unpacked_linear_layers():
+        with nullcontext() if adapted and not quantised else unpacked_linear_layers():
             self.llm: Any = LLM(
                 model=str(model_path),
                 revision=config.model.revision,
@@ -99,6 +102,8 @@ class VLLMEngine:
                 self.copies, self.copied_from = copies, _places(weights)
                 if share(copies, model):
                     self.shares_with, self.copied_from = model, _places(model.state_dict())
+        if quantised:  # what samples is what trains, not the base as it was
+            self._reload(iter(base_weights(model).items()))
         self.adapted = adapted
         self.adapter: Any = None  # the LoRARequest in force
         self.adapter_ids = itertools.count(1)

@@ -183,3 +183,29 @@ def test_an_adapter_of_another_kind_is_refused(
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"no adapter_model\.safetensors there; name the folder of an adapter"):
         check_adapter(_model(model_folder, adapter))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_training_over_4_bits_samples_what_it_trains_and_is_continued_bit_for_bit(
+    tmp_path: Path, precision: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder = make_model(tmp_path / "model")
+    keys = {"load_in_4bit": True, "beta": 0.1, "save_steps": 2, "mixed_precision": precision, **KEYS}
+    run = make_run(tmp_path / "run", config_values(folder, tmp_path, **keys))
+    train(run, run / "training")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    steps = metrics_of(run)
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-7 if precision == "no" else 1e-2)
+    assert steps[-1]["kl"] > 1e-5
+    assert all(step["sampling/sync_drift"] < (1e-5 if precision == "no" else 0.1) for step in steps)
+    adapted = PeftModel.from_pretrained(load_model(folder), run / "training" / "adapter")
+    trained = load_model(run / "training" / "model")
+    torch.testing.assert_close(_logits(adapted), _logits(trained), atol=1e-4, rtol=1e-4)
+
+    whole = shutil.copytree(run, tmp_path / "whole")
+    (run / "training" / "result.json").unlink()
+    assert train(run, run / "training")["resumed_at_step"] == 2
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert_same(run, whole)
