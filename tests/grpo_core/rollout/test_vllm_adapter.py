@@ -28,7 +28,7 @@ from tests.serving import free_ports, policy_server
 PROBES = [[3, 4, 5, 6, 7], [8, 9], [5] * 20]
 
 
-def follow(run: Path, port: int) -> dict[str, Any]:
+def follow(run: Path, port: int, in_4bit: bool) -> dict[str, Any]:
     """How far a server's log-probabilities are from the model's after each hand-over, and what each brought."""
     from grpo_core.config.files import load_config
     from grpo_core.model.loading import load_model, trainable_state, with_adapter
@@ -36,10 +36,8 @@ def follow(run: Path, port: int) -> dict[str, Any]:
     from grpo_core.rollout.vllm.server import VLLMServerEngine
 
     config = load_config(run / "config.toml")
-    model, other = (
-        with_adapter(load_model(config.model.name_or_path), config.model),
-        load_model(config.model.name_or_path),
-    )
+    base, other = load_model(config.model.name_or_path, in_4bit=in_4bit), load_model(config.model.name_or_path)
+    model = with_adapter(base, config.model)
     found: dict[str, Any] = {"drift": {}, "how": [], "bytes": []}
     parts = transfer._send_adapter
 
@@ -81,16 +79,20 @@ def follow(run: Path, port: int) -> dict[str, Any]:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("transfer", ["shared_memory", "http"])
+@pytest.mark.parametrize(("transfer", "in_4bit"), [("shared_memory", False), ("http", False), ("shared_memory", True)])
 def test_a_server_follows_an_adapter_over_its_own_base_through_all_that_it_suffers(
-    tmp_path: Path, transfer: str
+    tmp_path: Path, transfer: str, in_4bit: bool
 ) -> None:
+    """Or over the weights that a base of 4 bits stands for."""
+    if in_4bit:
+        pytest.importorskip("bitsandbytes")
     model = make_model(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
     (port,) = free_ports(1)
     keys = {"use_peft": True, "lora_r": 5, "lora_alpha": 15, "use_rslora": True, "vllm_server_timeout": 600.0}
+    keys["load_in_4bit"] = in_4bit
     keys |= {"vllm_weight_transfer": transfer, "vllm_server_base_urls": [f"http://127.0.0.1:{port}"]}
     run = make_run(tmp_path / "run", config_values(model, tmp_path, engine="vllm-server", **keys))
-    found = forked.call(follow, run, port)
+    found = forked.call(follow, run, port, in_4bit)
     assert found["how"] == [f"adapter sent by {transfer}"] * 2
     assert max(found["drift"].values()) < 1e-4, found["drift"]
     assert len(found["drift"]) == 6

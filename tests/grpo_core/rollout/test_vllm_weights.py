@@ -138,11 +138,16 @@ def adapt(run: Path) -> list[dict[str, Any]]:
     return steps
 
 
-def test_the_engine_follows_an_adapter_over_a_base_that_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_4bit", [False, pytest.param(True, marks=pytest.mark.e2e)])
+def test_the_engine_follows_an_adapter_over_a_base_that_stays(tmp_path: Path, in_4bit: bool) -> None:
+    """Of a base of 4 bits, the engine has the weights that its codes stand for."""
+    if in_4bit:
+        pytest.importorskip("bitsandbytes")
     folder = make_model(
         tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=512, **PACKED
     )
-    values = config_values(folder, tmp_path, engine="vllm", use_peft=True, lora_r=5, lora_alpha=15)
+    keys = {"use_peft": True, "lora_r": 5, "lora_alpha": 15, "load_in_4bit": in_4bit}
+    values = config_values(folder, tmp_path, engine="vllm", **keys)
     steps = forked.call(adapt, make_run(tmp_path / "run", values))
     names = ["base", "fresh adapter", "changed 0", "synced 0", "changed 1", "synced 1", "changed 2", "synced 2"]
     assert [step["name"] for step in steps] == names
