@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from accelerate import PartialState
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig, mixin
 
 from grpo_core.config.inputs import ModelConfig
@@ -233,7 +235,7 @@ def whole_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
         wanted = dtype if dtype and isinstance(tensor, nn.Parameter) else tensor.dtype  # buffers stay as they are
         weights = whole(tensor.detach().to(wanted))
         for change in changes:
-            weights = (weights + change).to(wanted)
+            weights = (weights + change()).to(wanted)
         yield name, weights
 
 
@@ -245,26 +247,38 @@ def weight_shares(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
         wanted = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
         found = tensor.detach().to(wanted)
         for change in changes:
-            found = (found + share_like(found, change)).to(wanted)
+            found = (found + share_like(found, change())).to(wanted)
         if is_shared(found):
             yield name, own_share(found)
         elif PartialState().is_main_process:
             yield name, found
 
 
-def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
-    """Each weight by its name in the base model, with the changes that adapters add to it."""
+def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Callable[[], Tensor]]]]:
+    """Each weight by its name in the base model, with what computes the changes that adapters add to it: each is as
+    large as the weight."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    changes: dict[int, list[Tensor]] = defaultdict(list)
+    changes: dict[int, list[Callable[[], Tensor]]] = defaultdict(list)
     for module in base.modules():
         if hasattr(module, "get_delta_weight"):
             # peft names the parameter that it adapts where experts are one tensor; elsewhere it is a layer's weight.
             parameter = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
-            changes[id(parameter)] += [module.get_delta_weight(adapter) for adapter in module.active_adapters]
+            changes[id(parameter)] += [partial(module.get_delta_weight, adapter) for adapter in module.active_adapters]
     for name, tensor in base.state_dict(keep_vars=True).items():
         if not any(part in name for part in (".lora_", ".original_module.", *OF_4BIT)):
             own = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
             yield own, plain(tensor), changes.get(id(tensor), [])
+
+
+def as_saved(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights by the names, and divided as, checkpoints have them, which vLLM's loaders know: in transformers 5, the
+    experts of a layer are one tensor."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not getattr(base, "_weight_conversions", None):
+        yield from weights
+        return
+    for name, tensor in weights:
+        yield from revert_weight_conversion(base, {name: tensor}).items()
 
 
 def base_weights(model: Any) -> dict[str, Tensor]:

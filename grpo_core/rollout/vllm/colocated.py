@@ -27,13 +27,22 @@ from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, gathered_in_block
 from grpo_core.errors import TrainingError
 from grpo_core.model.four_bit import is_quantised
-from grpo_core.model.loading import base_weights, whole_weights
+from grpo_core.model.loading import as_saved, base_weights, whole_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, goes_alone, hold, room_for
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE, ignore_truncation
-from grpo_core.rollout.vllm.weights import Copies, are_done, do, find_copies, part, share, unpacked_linear_layers
+from grpo_core.rollout.vllm.weights import (
+    Copies,
+    are_done,
+    do,
+    find_copies,
+    part,
+    repack_experts,
+    share,
+    unpacked_linear_layers,
+)
 
 
 class VLLMEngine:
@@ -60,6 +69,7 @@ class VLLMEngine:
         if on_cpu:
             # After a part of a prompt vLLM turns a seeded request's random stream back, which a CPU's cannot do.
             options["enable_chunked_prefill"] = False
+            repack_experts()
         else:
             options["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
             options["enable_sleep_mode"] = True  # so that the KV cache's memory can be given back
@@ -165,7 +175,7 @@ class VLLMEngine:
 
     def _take_weights(self, model: nn.Module) -> str:
         if is_sharded(model) or isinstance(model, PeftModel):
-            self._reload(whole_weights(model, self.llm.llm_engine.model_config.dtype))
+            self._reload(as_saved(model, whole_weights(model, self.llm.llm_engine.model_config.dtype)))
             return "reloaded"
         # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM, when it
         # reloads, would then go on with its packed copy of the old head, without a word.
@@ -178,7 +188,7 @@ class VLLMEngine:
         if self.copies is not None and self.copied_from != _places(weights):  # another model, or one that was moved
             self.copies, self.copied_from = self._find_copies(weights), _places(weights)
         if self.copies is None:
-            self._reload(iter(weights.items()))
+            self._reload(as_saved(model, weights.items()))
             return "reloaded"
         do(self.copies)
         return "copied"

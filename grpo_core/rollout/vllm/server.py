@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, sharers
 from grpo_core.model.four_bit import is_quantised
-from grpo_core.model.loading import base_weights, plain_weights
+from grpo_core.model.loading import as_saved, base_weights, plain_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.requests import training_sampling
@@ -131,7 +131,7 @@ class VLLMServerEngine:
                 )
             snapshot = take_snapshot(model, self.dtype, mine=self.sends)
         else:
-            snapshot = plain_weights(model) if self.sends else None
+            snapshot = dict(as_saved(model, plain_weights(model).items())) if self.sends else None
         over = OVER_4BIT if is_quantised(model) else OVER_BASE
         self._hand_over(Weights(self.version, snapshot, adapter, base, over))
         return (
