@@ -99,6 +99,46 @@ def test_a_server_follows_an_adapter_over_its_own_base_through_all_that_it_suffe
     assert found["bytes"] == [found["adapter"]] * 5
 
 
+def follow_merged(run: Path, port: int) -> list[float]:
+    """How far a server's log-probabilities are from those of a model under an adapter after each hand-over."""
+    from grpo_core.config.files import load_config
+    from grpo_core.model.loading import load_model, trainable_state, with_adapter
+    from grpo_core.rollout.vllm.server import VLLMServerEngine
+
+    config = load_config(run / "config.toml")
+    model, found = with_adapter(load_model(config.model.name_or_path), config.model), list[float]()
+    with policy_server(run / "config.toml", port, run / "server.log"):
+        engine = VLLMServerEngine(config, model, 32)
+        for number in range(3):
+            rows = zip(engine.compute_logprobs(PROBES), (plain_logprobs(model, ids) for ids in PROBES), strict=True)
+            found.append(max(abs(a - b) for row in rows for a, b in zip(*row, strict=True)))
+            torch.manual_seed(number)
+            for tensor in trainable_state(model).values():
+                tensor += 0.05 * torch.randn_like(tensor)
+            engine.sync_weights(model)
+        engine.close()
+    return found
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("architecture", "keys"),
+    [("Mixtral", {}), ("Qwen3Moe", {}), ("Qwen2", {"lora_modules_to_save": ["embed_tokens", "lm_head"]})],
+)
+def test_a_server_gets_whole_weights_where_vllm_takes_no_adapter(
+    tmp_path: Path, architecture: str, keys: dict[str, Any]
+) -> None:
+    """Those of a mixture of experts by the names, and in the layout, that vLLM reads."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    options = {**PACKED, **(experts if architecture != "Qwen2" else {})}
+    model = make_model(tmp_path / "model", architecture, initializer_range=0.1, **options)
+    (port,) = free_ports(1)
+    keys = {**keys, "use_peft": True, "lora_r": 5, "lora_alpha": 15, "vllm_server_timeout": 600.0}
+    keys |= {"vllm_server_base_urls": [f"http://127.0.0.1:{port}"]}
+    run = make_run(tmp_path / "run", config_values(model, tmp_path, engine="vllm-server", **keys))
+    assert max(forked.call(follow_merged, run, port)) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("architecture", "keys", "room"),
     [

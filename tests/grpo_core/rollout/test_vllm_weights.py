@@ -167,25 +167,31 @@ def test_the_engine_follows_an_adapter_over_a_base_that_stays(tmp_path: Path, in
     assert distance(steps[1], steps[0], "scores", "model's ") < 1e-4
 
 
-def merge(run: Path) -> tuple[list[float], list[str]]:
-    """Distances of an engine's scores from those of a model under an adapter, fresh and after each of two updates."""
+def merge(run: Path) -> tuple[list[float], list[float], list[str]]:
+    """Distances of an engine's scores from those of a model, fresh and after each of two updates: before the engine
+    gets the weights, and when it has them; and how it got them."""
     import torch
 
     from grpo_core.model.loading import trainable_state
 
     engine, model, _ = start(run)
-    distances, how = [], []
-    for update in range(3):
-        how.append(engine.sync_weights(model))
+
+    def distance() -> float:
         rows = zip(
             engine.compute_logprobs(sequences()), (plain_logprobs(model, ids) for ids in sequences()), strict=True
         )
-        distances.append(max(abs(a - b) for row in rows for a, b in zip(*row, strict=True)))
+        return max(abs(a - b) for row in rows for a, b in zip(*row, strict=True))
+
+    before, after, how = [], [], []
+    for update in range(3):
+        before.append(distance())
+        how.append(engine.sync_weights(model))
+        after.append(distance())
         torch.manual_seed(update)
         for tensor in trainable_state(model).values():
-            tensor += 0.1 * torch.randn_like(tensor)
+            tensor += 0.05 * torch.randn_like(tensor)
     engine.close()
-    return distances, how
+    return before, after, how
 
 
 @pytest.mark.e2e
@@ -196,7 +202,36 @@ def test_the_engine_gets_whole_weights_where_embedding_and_head_are_trained_besi
     options = {"tie_word_embeddings": tied, "max_position_embeddings": 512, **PACKED}
     folder = make_model(tmp_path / "model", initializer_range=0.1, **options)
     keys = {"use_peft": True, "lora_r": 5, "lora_alpha": 15, "lora_modules_to_save": ["embed_tokens", "lm_head"]}
-    run = make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm", **keys))
-    distances, how = forked.call(merge, run)
+    _expect_merged(make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm", **keys)), 1e-4)
+
+
+LORA = {"use_peft": True, "lora_r": 5, "lora_alpha": 15}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("architecture", "keys"),
+    [
+        ("Qwen3Moe", {}),
+        ("Qwen3Moe", LORA),
+        ("Qwen3Moe", {**LORA, "mixed_precision": "bf16"}),
+        ("Qwen3Moe", {**LORA, "lora_target_modules": ["q_proj", "v_proj"]}),
+        ("Mixtral", LORA),
+        ("Olmoe", LORA),
+    ],
+)
+def test_the_engine_follows_a_mixture_of_experts(tmp_path: Path, architecture: str, keys: dict[str, Any]) -> None:
+    """transformers fuses the experts, vLLM packs them; an adapter is merged into them."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    options = {"max_position_embeddings": 512, **PACKED, **experts}
+    folder = make_model(tmp_path / "model", architecture, initializer_range=0.1, **options)
+    bound = 0.3 if "mixed_precision" in keys else 1e-4
+    _expect_merged(make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm", **keys)), bound)
+
+
+def _expect_merged(run: Path, bound: float) -> None:
+    """An engine scores as the model does after each update, and did not before."""
+    before, after, how = forked.call(merge, run)
     assert how == ["reloaded"] * 3
-    assert max(distances) < 1e-4
+    assert max(after) < bound
+    assert min(before[1:]) > 3 * bound

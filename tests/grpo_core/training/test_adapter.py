@@ -209,3 +209,33 @@ def test_a_training_over_4_bits_samples_what_it_trains_and_is_continued_bit_for_
     assert train(run, run / "training")["resumed_at_step"] == 2
     AcceleratorState._reset_state(reset_partial_state=True)
     assert_same(run, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", [["q_proj", "gate_proj", "up_proj", "down_proj"], ["q_proj"]])
+def test_an_adapter_of_a_mixture_of_experts_is_trained_saved_and_continued_bit_for_bit(
+    tmp_path: Path, targets: list[str]
+) -> None:
+    folder = make_model(tmp_path / "model", "Qwen3Moe", num_experts=4, num_experts_per_tok=2, head_dim=32)
+    keys = {**KEYS, "lora_target_modules": targets, "beta": 0.1, "save_steps": 2}
+    run = make_run(tmp_path / "run", config_values(folder, tmp_path, **keys))
+    train(run, run / "training")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    steps = metrics_of(run)
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-7)
+    assert steps[-1]["kl"] > 1e-5
+    assert all(step["sampling/sync_drift"] < 1e-5 for step in steps)
+    base, trained = (load_model(each).state_dict() for each in (folder, run / "training" / "model"))
+    moved = {
+        name.split(".")[-2 if "weight" in name else -1] for name in base if not torch.equal(base[name], trained[name])
+    }
+    assert moved == ({"q_proj", "gate_up_proj", "down_proj"} if len(targets) > 1 else {"q_proj"})
+    adapted = PeftModel.from_pretrained(load_model(folder), run / "training" / "adapter")
+    found = _logits(load_model(run / "training" / "model"))
+    torch.testing.assert_close(_logits(adapted), found, atol=1e-4, rtol=1e-4)
+
+    whole = shutil.copytree(run, tmp_path / "whole")
+    (run / "training" / "result.json").unlink()
+    assert train(run, run / "training")["resumed_at_step"] == 2
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert_same(run, whole)
