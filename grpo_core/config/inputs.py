@@ -48,10 +48,19 @@ class ModelConfig(Section):
     lora_target_modules: list[str] | None = Field(None, min_length=1)
     """Names of the linear layers that get an adapter; default: all except the output layer, as peft's `all-linear`
     finds them (in some mixtures of experts without the experts and the router)."""
+    lora_modules_to_save: list[str] | None = Field(None, min_length=1)
+    """Modules that are trained whole beside the adapter and saved with it, such as `["embed_tokens", "lm_head"]`: all
+    whose names end so. An embedding that is tied to the head stays tied: either name trains both. vLLM takes no such
+    module beside its own base, so it gets whole weights after each update."""
+
+    load_in_4bit: bool = False
+    """Hold the frozen base in 4 bits (QLoRA, arXiv:2305.14314): nf4 with double quantisation, by bitsandbytes. What
+    samples and trains is the adapter over these weights; the model that is saved is the adapter merged into the base as
+    it was, never into 4 bits."""
 
     @model_validator(mode="after")
     def _adapter_keys_need_an_adapter(self) -> ModelConfig:
-        for key in ("adapter", "use_rslora", "lora_dropout"):
+        for key in ("adapter", "use_rslora", "lora_dropout", "lora_modules_to_save", "load_in_4bit"):
             if getattr(self, key) and not self.use_peft:
                 raise ValueError(f"{key}={getattr(self, key)!r} is for an adapter; set use_peft = true, or remove it")
         return self

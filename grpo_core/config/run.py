@@ -72,6 +72,17 @@ class RunConfig(Section):
                 "not hold the model that the training starts from; set train.sharding to 'none', or model.name_or_path "
                 "to the base with this adapter merged (an earlier run's training/model)"
             )
+        if self.model.lora_modules_to_save and self.train.sharding != "none":
+            raise ValueError(
+                f"model.lora_modules_to_save={self.model.lora_modules_to_save} with train.sharding="
+                f"{self.train.sharding!r}: what is trained beside a sharded base is held whole by each process, which "
+                "is meant for small adapters; set train.sharding to 'none', or remove lora_modules_to_save"
+            )
+        if self.model.load_in_4bit and self.train.sharding != "none":
+            raise ValueError(
+                f"model.load_in_4bit=true with train.sharding={self.train.sharding!r}: 4-bit weights are packed, with "
+                "their scales beside them, and are not sharded here; set one of the two to its default"
+            )
         if self.rollout.engine == "recorded" and self.train.eval_steps:
             raise ValueError(
                 f"train.eval_steps={self.train.eval_steps} with rollout.engine='recorded': evaluations during training "

@@ -33,10 +33,11 @@ def plain_output_layer(model: Any) -> nn.Linear | None:
     """The linear layer that makes the logits of the decoder's output, where that is all there is to it.
 
     None for models that scale or cap their logits, or whose output layer is adapted or has a bias: there the model
-    itself has to make them.
+    itself has to make them. One that is trained whole beside an adapter is found in peft's wrapper, whose weight is the
+    base's while the adapter is disabled.
     """
-    layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if type(layer) is not nn.Linear or layer.bias is not None:
+    layer: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(getattr(layer, "original_module", layer)) is not nn.Linear or layer.bias is not None:
         return None
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,20 @@ from accelerate import PartialState
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig, mixin
 
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.distributed import copy_whole, is_shared, own_share, share_like, whole
+from grpo_core.errors import ConfigError
+from grpo_core.model.four_bit import keep_gradients, nf4, plain
 from grpo_core.model.precision import in_bfloat16
+
+OF_4BIT = (
+    ".weight.absmax",
+    ".weight.quant_",
+    ".weight.nested_",
+)  # in the names of what bitsandbytes saves beside 4-bit weights
 
 
 def load_model(
@@ -28,12 +37,14 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     shard: Callable[[Any], None] | None = None,
+    in_4bit: bool = False,
 ) -> Any:
     """A causal LM with weights of `dtype` (float32 or bfloat16), without its own dropout: the ratio of an on-policy
     update must be exactly 1. Each weight goes straight from the file to the device, without a copy in another dtype or
     place.
 
     `shard`: applied to the model while it has no weights yet; then each process reads its own share of them only.
+    `in_4bit`: linear layers have 4-bit weights, and compute in `dtype`.
     """
     device = torch.device(device)
     options: dict[str, Any] = {}
@@ -41,6 +52,8 @@ def load_model(
         options["distributed_config"] = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
     elif device.type != "cpu":  # of which transformers would speak as offloading
         options["device_map"] = {"": device}
+    if in_4bit:
+        options["quantization_config"] = nf4(dtype)
     with nullcontext() if shard is None else _sharding_by(shard):
         model = AutoModelForCausalLM.from_pretrained(
             path, revision=revision, dtype=dtype, attn_implementation=attention_of(path, revision), **options
@@ -49,6 +62,7 @@ def load_model(
         del model.config.distributed_config  # it would be saved with the model
     elif dtype == torch.bfloat16:
         in_bfloat16(model)  # also what transformers leaves in float32
+    keep_gradients(model)
     for module in model.modules():  # some layers apply dropout by a rate of their own
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)
@@ -84,13 +98,18 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
     """The model under a LoRA adapter (arXiv:2106.09685) where the configuration asks for one; the base is frozen.
 
     The adapter starts as no change at all, its input side drawn from torch's global random state; or, given
-    `config.adapter`, as the one in that folder.
+    `config.adapter`, as the one in that folder. Modules that are trained whole are float32 copies of the base's. Raises
+    ConfigError if the model has no such module, or it has 4 bits.
     """
     if not config.use_peft:
         return model
     from peft import LoraConfig, get_peft_model
+    from peft.utils import ModulesToSaveWrapper
+
+    _check_modules_to_save(model, config)
 
     base = [(module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None]
+    base = [each for each in base if each[2].is_floating_point()]  # not 4-bit codes, whose layers peft has to see
     for module, name, parameter in base:  # an adapter is drawn in the precision of what it adapts
         like = torch.empty((), device=parameter.device).expand(parameter.shape)
         module._parameters[name] = nn.Parameter(like, requires_grad=False)
@@ -101,15 +120,53 @@ def with_adapter(model: Any, config: ModelConfig) -> Any:
         use_rslora=config.use_rslora,
         lora_dropout=config.lora_dropout,
         target_modules=config.lora_target_modules or "all-linear",
+        modules_to_save=config.lora_modules_to_save and [*config.lora_modules_to_save],  # peft adds to the list
+        # Else a copy of a tied embedding would be trained without the head, or the head without the embedding.
+        ensure_weight_tying=bool(config.lora_modules_to_save and model.config.get_text_config().tie_word_embeddings),
     )
-    adapted = get_peft_model(model, adapter).eval()
+    adapted: Any = get_peft_model(model, adapter).eval()
+    # Without what peft has added for a tied head.
+    adapted.peft_config["default"].modules_to_save = config.lora_modules_to_save
     for module, name, parameter in base:
         module._parameters[name] = parameter.requires_grad_(False)
+    for module in [each for each in adapted.modules() if isinstance(each, ModulesToSaveWrapper)]:
+        for own, parameter in zip(
+            module.modules_to_save.parameters(), module.original_module.parameters(), strict=True
+        ):
+            own.data = parameter.float().clone()
     if config.adapter:
-        saved = load_file(Path(config.adapter) / "adapter_model.safetensors")
-        named = {re.sub(r"\.(lora_[AB])\.", r".\1.default.", name): tensor for name, tensor in saved.items()}
-        load_trainable_state(adapted, named)
+        load_trainable_state(adapted, _read_adapter(adapted, Path(config.adapter)))
     return adapted
+
+
+def _check_modules_to_save(model: nn.Module, config: ModelConfig) -> None:
+    """Raises ConfigError unless the model has each of `lora_modules_to_save`, and can train it."""
+    for wanted in config.lora_modules_to_save or ():
+        found = [module for name, module in model.named_modules() if name.endswith(wanted)]
+        if not found:
+            raise ConfigError(
+                f"model.lora_modules_to_save names {wanted!r}, and no module of {config.name_or_path} has a name that "
+                "ends so; name one that it has, such as 'embed_tokens' or 'lm_head'"
+            )
+        if any(not parameter.is_floating_point() for module in found for parameter in module.parameters()):
+            raise ConfigError(
+                f"model.lora_modules_to_save names {wanted!r} with model.load_in_4bit = true: weights of 4 bits cannot "
+                "be trained; name embedding, head or norms only, or set load_in_4bit to false"
+            )
+
+
+def saved_name(name: str) -> str:
+    """Name that a parameter of an adapter has in the adapter's file."""
+    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+
+
+def _read_adapter(adapted: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """The adapter in the folder, by the names of `trainable_state`. Tied modules are in its file twice."""
+    saved = load_file(folder / "adapter_model.safetensors")
+    every = {name for name, each in adapted.named_parameters(remove_duplicate=False) if each.requires_grad}
+    names = {saved_name(name): name for name in every}
+    found = {names.get(name, name): tensor for name, tensor in saved.items()}
+    return {name: tensor for name, tensor in found.items() if name not in every - trainable_state(adapted).keys()}
 
 
 def load_start(config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, shard: Any = None) -> Any:
@@ -178,7 +235,7 @@ def whole_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
         wanted = dtype if dtype and isinstance(tensor, nn.Parameter) else tensor.dtype  # buffers stay as they are
         weights = whole(tensor.detach().to(wanted))
         for change in changes:
-            weights = (weights + change).to(wanted)
+            weights = (weights + change()).to(wanted)
         yield name, weights
 
 
@@ -190,31 +247,46 @@ def weight_shares(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
         wanted = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
         found = tensor.detach().to(wanted)
         for change in changes:
-            found = (found + share_like(found, change)).to(wanted)
+            found = (found + share_like(found, change())).to(wanted)
         if is_shared(found):
             yield name, own_share(found)
         elif PartialState().is_main_process:
             yield name, found
 
 
-def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
-    """Each weight by its name in the base model, with the changes that adapters add to it."""
+def _named_weights(model: Any) -> Iterator[tuple[str, Tensor, list[Callable[[], Tensor]]]]:
+    """Each weight by its name in the base model, with what computes the changes that adapters add to it: each is as
+    large as the weight."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    changes: dict[int, list[Tensor]] = defaultdict(list)
+    changes: dict[int, list[Callable[[], Tensor]]] = defaultdict(list)
     for module in base.modules():
         if hasattr(module, "get_delta_weight"):
             # peft names the parameter that it adapts where experts are one tensor; elsewhere it is a layer's weight.
             parameter = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
-            changes[id(parameter)] += [module.get_delta_weight(adapter) for adapter in module.active_adapters]
+            changes[id(parameter)] += [partial(module.get_delta_weight, adapter) for adapter in module.active_adapters]
     for name, tensor in base.state_dict(keep_vars=True).items():
-        if ".lora_" not in name:
-            yield name.replace(".base_layer", ""), tensor, changes.get(id(tensor), [])
+        if not any(part in name for part in (".lora_", ".original_module.", *OF_4BIT)):
+            own = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
+            yield own, plain(tensor), changes.get(id(tensor), [])
+
+
+def as_saved(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights by the names, and divided as, checkpoints have them, which vLLM's loaders know: in transformers 5, the
+    experts of a layer are one tensor."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not getattr(base, "_weight_conversions", None):
+        yield from weights
+        return
+    for name, tensor in weights:
+        yield from revert_weight_conversion(base, {name: tensor}).items()
 
 
 def base_weights(model: Any) -> dict[str, Tensor]:
-    """The frozen weights under an adapter, in the model's own memory, by their names in the base model."""
-    state = model.get_base_model().state_dict()
-    return {name.replace(".base_layer", ""): tensor for name, tensor in state.items() if ".lora_" not in name}
+    """The frozen weights under an adapter alone, by their names in the base model; in the model's own memory, except
+    those of 4 bits, which are what their codes stand for."""
+    state = model.get_base_model().state_dict(keep_vars=True)
+    named = {name: each for name, each in state.items() if not any(part in name for part in (".lora_", *OF_4BIT))}
+    return {name.replace(".base_layer", ""): plain(tensor).detach() for name, tensor in named.items()}
 
 
 def plain_weights(model: Any) -> dict[str, Tensor]:

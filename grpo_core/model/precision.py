@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.config.run import RunConfig
+from grpo_core.model.four_bit import computing_in_float32
 
 
 def on_device(config: RunConfig, device: torch.device | str) -> RunConfig:
@@ -24,7 +25,8 @@ def on_device(config: RunConfig, device: torch.device | str) -> RunConfig:
 def in_bfloat16(model: Any) -> Any:
     """The model with bfloat16 parameters, in place; buffers as they are."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
+        if parameter.is_floating_point():  # else codes of 4-bit weights
+            parameter.data = parameter.data.bfloat16()
     return model
 
 
@@ -43,13 +45,15 @@ def in_float32(model: Any) -> Iterator[None]:
     def widen(parameters: Sequence[nn.Parameter]) -> None:
         own.append([parameter.data for parameter in parameters])
         for parameter in parameters:
-            parameter.data = parameter.data.float()
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.float()
 
     def restore(parameters: Sequence[nn.Parameter]) -> None:
         for parameter, data in zip(parameters, own.pop(), strict=True):
             parameter.data = data
 
     with ExitStack() as stack:
+        stack.enter_context(computing_in_float32(model))
         for layer in layers:
             before = layer.register_forward_pre_hook(lambda layer, _: widen([*layer.parameters()]))
             after = layer.register_forward_hook(lambda layer, *_: restore([*layer.parameters()]), always_call=True)
@@ -64,13 +68,13 @@ def working_copy(master: Any) -> Any:
     """The model in bfloat16. A gradient is added to the master's float32 one as soon as it is there, so that
     micro-batches add up in float32 and no second set of gradients is held.
 
-    Parameters that are frozen in bfloat16 are the masters' own. Those that are frozen in float32 (a reference that
-    follows the policy) leave the device: no pass reads the masters.
+    Parameters that are frozen in bfloat16 or in 4 bits are the masters' own. Those that are frozen in float32 (a
+    reference that follows the policy) leave the device: no pass reads the masters.
     """
     # Parameters are put into the copy as they are wanted, so that there is never a second float32 model.
     halves: dict[int, nn.Parameter] = {}
     for own in master.parameters():
-        if not own.requires_grad and own.dtype == torch.bfloat16:
+        if not own.requires_grad and own.dtype != torch.float32:
             halves[id(own)] = own
             continue
         halves[id(own)] = nn.Parameter(own.detach().bfloat16(), own.requires_grad)

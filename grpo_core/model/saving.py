@@ -60,8 +60,10 @@ def save_model(
 
 def save_adapter(model: Any, folder: Path | str) -> None:
     """Write the adapter of a model as peft and vLLM load it."""
-    # Left to itself, peft asks the hub whether the embedding was resized, and gathers a sharded base.
-    model.save_pretrained(folder, state_dict=trainable_state(model), save_embedding_layers=False)
+    # Left to itself, peft asks the hub whether the embedding was resized, and gathers a sharded base. It wants tied
+    # modules by each of their names.
+    state = {name: each.detach() for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
+    model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
 
 
 def _save_sharded(model: Any, folder: Path) -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.errors import ConfigError
+from grpo_core.planning.shapes import ForecastError, config_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configurations of mixtures of experts
 # What peft can do to an adapter that is not done here, with the value that leaves it undone.
-OTHERS: dict[str, Any] = {"bias": "none", "use_dora": False, "modules_to_save": None, "lora_bias": False}
+OTHERS: dict[str, Any] = {"bias": "none", "use_dora": False, "lora_bias": False}
 OTHERS |= {"layers_to_transform": None, "layer_replication": None, "trainable_token_indices": None}
 DESCRIBED = {"r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
 
 
 def check_adapter(model: ModelConfig) -> None:
     """Raises ConfigError unless `model.adapter`, if there is one, is a LoRA of the rank, scale and layers that the
-    other keys give."""
+    other keys give, and the base can be held in 4 bits, if that is wanted."""
+    if model.load_in_4bit:
+        _check_4bit(model)
     if model.adapter is None:
         return
     folder = Path(model.adapter)
@@ -46,11 +51,37 @@ def check_adapter(model: ModelConfig) -> None:
     wanted = {key: saved.get(name, False) for name, key in DESCRIBED.items()}
     if not saved.get("target_parameters"):  # else all-linear found experts, which it names in its own way
         wanted["lora_target_modules"] = sorted(saved["target_modules"])
+    if saved.get("modules_to_save") or model.lora_modules_to_save:
+        wanted["lora_modules_to_save"] = sorted(saved.get("modules_to_save") or [])
     given = {key: getattr(model, key) for key in wanted}
-    if isinstance(given.get("lora_target_modules"), list):
-        given["lora_target_modules"] = sorted(given["lora_target_modules"])
+    for key in ("lora_target_modules", "lora_modules_to_save"):
+        if isinstance(given.get(key), list):
+            given[key] = sorted(given[key])
     if differ := [key for key in wanted if wanted[key] != given[key]]:
         raise ConfigError(
             f"model.adapter = {model.adapter!r} is another adapter than the keys of [model] describe; write "
             + ", ".join(f"{key} = {json.dumps(wanted[key])}" for key in differ)
+        )
+
+
+def _check_4bit(model: ModelConfig) -> None:
+    """Raises ConfigError if bitsandbytes is not installed, or would leave most of the base as it is. A base whose
+    config.json is not on this machine passes."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "model.load_in_4bit = true needs bitsandbytes, not installed here: pip install 'grpo-flows[qlora]'"
+        )
+    try:
+        values = json.loads(config_file(model.name_or_path, model.revision).read_text())
+    except (ForecastError, ValueError):
+        return
+    if "quantization_config" in values:
+        raise ConfigError(
+            f"model.load_in_4bit = true: {model.name_or_path} is quantised already, and the adapter is to be merged "
+            "into a base in full precision; name that one"
+        )
+    if any(values.get("text_config", values).get(name) for name in EXPERTS):
+        raise ConfigError(
+            f"model.load_in_4bit = true: {model.name_or_path} is a mixture of experts, which are single tensors in "
+            "transformers 5, and bitsandbytes quantises linear layers only; set it to false, or take a dense model"
         )

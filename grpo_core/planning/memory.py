@@ -10,7 +10,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.planning.hardware import Gpu
 from grpo_core.planning.plan import Plan
-from grpo_core.planning.shapes import ModelShape, PromptLengths, adapted_inputs, adapter_parameters
+from grpo_core.planning.shapes import ModelShape, PromptLengths, adapted_inputs, adapter_parameters, trains_head
 from grpo_core.planning.sharding import FLOAT, HALF, how_shared, per_machine, sharing_processes, width, working_set
 
 GIB = 2**30
@@ -18,6 +18,7 @@ KV_BLOCK = 16  # tokens per block of vLLM's KV cache, one of which it never give
 # Bytes of AdamW's two moments per byte of a float32 weight. If they have 8 bits, 256 have a float32 scale; small
 # parameters, whose moments stay float32, are not counted apart.
 MOMENTS = {"adamw": 2.0, "adamw_8bit": 2 * (1 + FLOAT / 256) / FLOAT}
+NF4 = 0.5 + 1 / 64 + FLOAT / (64 * 256)  # bytes per weight: its code, and per 64 a scale of 8 bits that 256 scale again
 MOST_UTILISATION = 0.95  # beyond it, what CUDA itself needs is no longer there
 
 
@@ -36,6 +37,7 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     offloaded = config.train.offload == "optimizer"
     trained, frozen = (adapter_parameters(shape, config), weights) if lora else (weights, 0)
     half = config.train.mixed_precision == "bf16"
+    base = frozen_bytes(config, shape) if lora else 0.0
     w, sharing = width(config), sharing_processes(config, gpu)
     rows, completion = plan.per_device_train_batch_size, config.rollout.max_completion_length
     tokens = rows * (prompt + completion)
@@ -44,11 +46,13 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     cache: float = in_flight * (prompt + completion) * _kv_bytes(config, shape)
     sampled = f"{in_flight} completions sampled together by {engine}"
     # For a server, the weights that are sent to it: a copy that stays as it is while the policy moves, which shares
-    # have in the host's memory, as an adapter that goes alone. The transformers engine samples with the trained
+    # have in the host's memory, as an adapter that goes alone. What a base of 4 bits stands for goes to a server that
+    # is started again. The transformers engine samples with the trained
     # weights, or, of shares, a whole copy.
+    alone = lora and shape.experts.layers == 0 and not config.model.lora_modules_to_save
     engine_weights = {
         "vllm": _vllm_weights(config, shape),
-        "vllm-server": w * weights * (not sharded and (not lora or shape.experts.layers > 0)),
+        "vllm-server": w * weights * (not sharded and (not alone or config.model.load_in_4bit)),
         "transformers": w * weights * sharded,
         "recorded": 0,
     }[engine]
@@ -66,17 +70,17 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
             sampled += f"a memory that is not known; counted is a cache for {in_flight} completions"
     logits = w * min(rows * completion, chunk_tokens("cuda", shape.vocabulary)) * shape.vocabulary
     # The logits of a chunk, overwritten by their gradient, and the float32 sum of the output layer's gradient.
-    head_gradient = FLOAT * shape.vocabulary * shape.hidden * (not lora)
+    head_gradient = FLOAT * shape.vocabulary * shape.hidden * trains_head(shape, config)
     kept, recomputed = activations(config, shape, tokens)
     each = FLOAT * trained / (1 if lora else sharing)  # a float32 number per trained parameter; adapters stay whole
     shared = engine == "vllm" and not lora and not sharded and config.rollout.vllm_tensor_parallel_size == 1
     held = {
         # With bf16, a LoRA base has no float32 weights on the GPU.
-        "weights": (each + FLOAT * frozen / sharing * (not half)) * (half or not shared),
+        "weights": (each + base / sharing * (not half)) * (half or not shared),
         "optimizer": moments(config, shape, gpu) * (not offloaded),
         "reference": _reference(config, shape) / sharing,
         # What is gathered layer by layer needs no copy.
-        "bf16_copy": HALF * (frozen / sharing + trained * (lora or not sharded)) * (half and not shared),
+        "bf16_copy": (base / sharing + HALF * trained * (lora or not sharded)) * (half and not shared),
         "engine_weights": engine_weights,
     }
     passes: dict[str, float] = {"activations": kept + recomputed, "logits": logits + head_gradient}
@@ -123,17 +127,26 @@ def moments(config: RunConfig, shape: ModelShape, gpu: Gpu) -> float:
 
 def activations(config: RunConfig, shape: ModelShape, tokens: int) -> tuple[float, float]:
     """Bytes that a pass of this many tokens keeps from its forward to its backward pass, and bytes of the layers that
-    it computes again on the way back."""
+    it computes again on the way back, or, in 4 bits, of a projection's weights while it computes."""
     w = width(config)
     # Per token: two norms, each with its input in float32, its result and what the weight makes of it; queries, what
     # attention makes of them, keys and values, these once more for each sequence that attends to them; four of the MLP.
     layer = 2 * (FLOAT + 2 * w) * shape.hidden + w * (2 * shape.attention + 4 * shape.key_value + 4 * shape.widest)
+    whole = (
+        w * shape.hidden * max(shape.attention, shape.widest) * config.model.load_in_4bit
+    )  # one projection at a time
     if config.model.lora_dropout:  # each adapter has a copy of its input with holes, and a byte per element that tells
         layer += (w + 1) * adapted_inputs(shape, config)
     if not config.train.gradient_checkpointing:
-        return tokens * shape.layers * layer, 0.0
+        return tokens * shape.layers * layer, whole
     # One layer's activations and about as much of their gradients.
-    return tokens * shape.layers * w * shape.hidden, tokens * 2 * layer
+    return tokens * shape.layers * w * shape.hidden, tokens * 2 * layer + whole
+
+
+def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes of an adapter's base. Of 4 bits are the layers; their norms and biases are not counted apart."""
+    layers = NF4 if config.model.load_in_4bit else width(config)
+    return width(config) * shape.outside + layers * (shape.parameters - shape.outside)
 
 
 def check_engine_memory(config: RunConfig, shape: ModelShape, lengths: PromptLengths, gpu: Gpu) -> None:

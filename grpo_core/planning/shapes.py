@@ -56,6 +56,11 @@ class ModelShape:
         return self.hidden * max(widths)
 
     @property
+    def is_tied(self) -> bool:
+        """True if the head's weights are the embedding's."""
+        return self.outside < 2 * self.vocabulary * self.hidden
+
+    @property
     def active(self) -> int:
         """Parameters that a token passes: all but those of the experts that it does not take."""
         it = self.experts
@@ -151,9 +156,11 @@ def _experts(config: Mapping[str, Any]) -> Experts:
 
 
 def adapter_parameters(shape: ModelShape, config: RunConfig) -> int:
-    """Parameters of the LoRA adapter: r·(in + out) for each adapted linear layer.
+    """Parameters that train with a LoRA adapter: r·(in + out) for each adapted linear layer, and those of the modules
+    that are trained whole.
 
-    peft fuses the gate and up projections of each expert, with twice the rank, and adapts the router by default.
+    peft fuses the gate and up projections of each expert, with twice the rank, and adapts the router by default. Raises
+    ForecastError for modules other than embedding, head and the norms of layers.
     """
     h, q, kv, i, experts = shape.hidden, shape.attention, shape.key_value, shape.intermediate, shape.experts
     each, plain, mixed = shape.layers, shape.layers - experts.layers, experts.layers * experts.number
@@ -162,7 +169,31 @@ def adapter_parameters(shape: ModelShape, config: RunConfig) -> int:
     sizes |= {"down_proj": plain * (i + h) + mixed * (experts.intermediate + h)}
     sizes |= {"gate": experts.layers * (h + experts.number)}
     adapted = config.model.lora_target_modules or list(sizes)
-    return config.model.lora_r * sum(sizes.get(name, 0) for name in adapted)
+    return config.model.lora_r * sum(sizes.get(name, 0) for name in adapted) + _trained_whole(shape, config)
+
+
+def trains_head(shape: ModelShape, config: RunConfig) -> bool:
+    """True if the head is trained: in full fine-tuning, or beside an adapter, by its or a tied embedding's name."""
+    names = {"lm_head", "embed_tokens"} if shape.is_tied else {"lm_head"}
+    wanted = config.model.lora_modules_to_save or []
+    return not config.model.use_peft or any(name.endswith(each) for name in names for each in wanted)
+
+
+def _trained_whole(shape: ModelShape, config: RunConfig) -> int:
+    """Parameters of the modules that are trained whole beside an adapter."""
+    embedding, norms = shape.vocabulary * shape.hidden, shape.layers * shape.hidden
+    sizes = {"model.embed_tokens": embedding, "lm_head": embedding, "model.norm": shape.hidden}
+    sizes |= {"input_layernorm": norms, "post_attention_layernorm": norms}
+    wanted = config.model.lora_modules_to_save or []
+    if others := [each for each in wanted if not any(name.endswith(each) for name in sizes)]:
+        raise ForecastError(
+            f"model.lora_modules_to_save names {others[0]!r}: what trains is counted for embed_tokens, lm_head and the "
+            "norms of layers only"
+        )
+    found = {name for name in sizes if any(name.endswith(each) for each in wanted)}
+    if shape.is_tied and found >= {"model.embed_tokens", "lm_head"}:
+        found.remove("lm_head")
+    return sum(sizes[name] for name in found)
 
 
 def adapted_inputs(shape: ModelShape, config: RunConfig) -> int:

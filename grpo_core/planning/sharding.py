@@ -56,7 +56,6 @@ def working_set(
     gathered = w * (outside + PREFETCHED * layer)
     lora = config.model.use_peft  # then what is gathered is frozen
     head = w * shape.vocabulary * shape.hidden * (not lora)  # its gradient, from its sum to the end of the pass
-    tied = outside < 2 * shape.vocabulary * shape.hidden
     moments: list[dict[str, float]] = [
         # At the beginning, when the first weights are copied out of the buffer that they arrived in.
         {"gathered": 2 * w * (outside + layer)},
@@ -79,7 +78,7 @@ def working_set(
                 # In the embedding; a tied head's gradient is added to its own, out of place.
                 {
                     "gathered": w * outside,
-                    "unsharded_gradients": head * (3 if tied else 2),
+                    "unsharded_gradients": head * (3 if shape.is_tied else 2),
                     "reduce_scatter": FLOAT * layer,
                 },
                 # At the end, when the weights are given back.

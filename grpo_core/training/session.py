@@ -96,6 +96,7 @@ def load_session(run: Path) -> Session:
             "train.offload = 'optimizer'": config.train.offload == "none",
             "train.optim = 'adamw_8bit'": config.train.optim == "adamw",
             "model.use_peft": not config.model.use_peft,
+            "model.load_in_4bit": config.model.use_peft and not config.model.load_in_4bit,
         }
         keys = " or ".join(key for key, applies in unset.items() if applies)
         raise TrainingError(
@@ -192,6 +193,7 @@ def _load_model(config: RunConfig, accelerator: Accelerator, *, frozen: bool, in
         dtype=torch.bfloat16 if in_bf16 else torch.float32,
         device=accelerator.device,
         shard=sharding(config.train, frozen=frozen),
+        in_4bit=config.model.load_in_4bit,
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from grpo_core.planning.adapter import EXPERTS
+
 if TYPE_CHECKING:  # whatever starts a server imports this without torch
     from torch import Tensor
 
@@ -16,13 +18,13 @@ if TYPE_CHECKING:  # whatever starts a server imports this without torch
 
 ADAPTER = "policy"  # as which vLLM knows the adapter
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configurations of mixtures of experts
 
 
 def goes_alone(config: ModelConfig) -> bool:
     """True if vLLM gets the adapter beside its own base. Otherwise it gets the weights with the adapter merged: vLLM
-    computes adapters of a mixture of experts by Triton kernels only, which a CPU does not run."""
-    if not config.use_peft:
+    computes adapters of a mixture of experts by Triton kernels only, which a CPU does not run, and takes no embedding
+    or head that is trained whole."""
+    if not config.use_peft or config.lora_modules_to_save:
         return False
     from transformers import AutoConfig
 
@@ -43,12 +45,12 @@ def room_for(rank: int) -> int:
 
 def adapter_of(model: Any, dtype: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A model's adapter: peft's configuration, as JSON has it, and the tensors by peft's names, copied to the CPU."""
-    from grpo_core.model.loading import trainable_state
+    from grpo_core.model.loading import saved_name, trainable_state
 
     values = model.peft_config["default"].to_dict()
     config = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
     state = trainable_state(model)
-    return config, {name.replace(".default.", "."): each.to("cpu", dtype, copy=True) for name, each in state.items()}
+    return config, {saved_name(name): each.to("cpu", dtype, copy=True) for name, each in state.items()}
 
 
 def hold(worker: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -50,17 +50,19 @@ class Weights:
     processes that do not send them.
 
     If they are those of an adapter alone, `adapter` is peft's configuration; `base` gives the weights under it, for a
-    server that was given others since it was started.
+    server that has others, and `over` ends the name of the weights that an adapter is over them.
     """
 
     version: int
     snapshot: Mapping[str, Tensor] | None = None
     adapter: Mapping[str, Any] | None = None
     base: Callable[[], Mapping[str, Tensor]] | None = None
+    over: str = "-over-base"
 
 
 LOADED = "default"  # vLLM's name for the weights that a server has loaded by itself
-OVER_BASE = "-over-base"  # ends the names of weights that are an adapter's, over those
+OVER_BASE = Weights.over  # ends the names of weights that are an adapter's, over those
+OVER_4BIT = "-over-4bit"  # over the weights that a base of 4 bits stands for
 NO_WEIGHTS = Weights(0)  # those of a server between two
 
 
@@ -84,7 +86,7 @@ class Server:
         self.seconds = config.vllm_request_timeout
         self.objection, self.send = objection, send
         self.wanted, self.given = NO_WEIGHTS, ""  # the weights, and the version that was brought there last
-        self.has_base = False  # as it was started with, perhaps under an adapter
+        self.has_base = False  # of the wanted weights, perhaps under another adapter
         self.backend = ""  # of the weight transfer, as the server was started
         self.transfer: Any = None  # vLLM's trainer-side engine, for as long as the server is there that it speaks to
         self.restoring = asyncio.Lock()
@@ -159,7 +161,7 @@ class Server:
 
     async def _bring(self, wanted: Weights) -> None:
         found = (await self.control("GET", "/weight_info"))["weight_version"]
-        self.has_base = found == LOADED or found.endswith(OVER_BASE)
+        self.has_base = found.endswith(wanted.over) or (found == LOADED and wanted.over == OVER_BASE)
         if found != self.given:  # another process than the one that `transfer` speaks to, or half an update
             self.transfer = None
         name = self._name(wanted)
@@ -228,7 +230,7 @@ class Server:
 
     def _name(self, weights: Weights) -> str:
         """What the server calls these weights."""
-        return f"{self.token}-{weights.version}" + OVER_BASE * bool(weights.adapter) if weights.version else "none"
+        return f"{self.token}-{weights.version}" + weights.over * bool(weights.adapter) if weights.version else "none"
 
     async def _copies(self) -> int:
         """Copies of the model that the server has (data parallelism). Its workers know of one each."""
@@ -317,6 +319,6 @@ def versions(choice: Mapping[str, Any], token: str) -> list[int]:
     """The version of the weights that sampled each token of a completion; 0: none of the training with this token."""
     found = []
     for span in choice["weight_versions"] or ():
-        owner, _, number = span["version"].removesuffix(OVER_BASE).rpartition("-")
+        owner, _, number = span["version"].removesuffix(OVER_BASE).removesuffix(OVER_4BIT).rpartition("-")
         found += [int(number) if owner == token else 0] * (span["end"] - span["start"])
     return found

@@ -26,20 +26,31 @@ from torch import Tensor, nn
 from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, gathered_in_block
 from grpo_core.errors import TrainingError
-from grpo_core.model.loading import whole_weights
+from grpo_core.model.four_bit import is_quantised
+from grpo_core.model.loading import as_saved, base_weights, whole_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of, goes_alone, hold, room_for
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE, ignore_truncation
-from grpo_core.rollout.vllm.weights import Copies, are_done, do, find_copies, part, share, unpacked_linear_layers
+from grpo_core.rollout.vllm.weights import (
+    Copies,
+    are_done,
+    do,
+    find_copies,
+    part,
+    repack_experts,
+    share,
+    unpacked_linear_layers,
+)
 
 
 class VLLMEngine:
     """Satisfies `engine.Engine` with an in-process `vllm.LLM`.
 
     Made for a model under a LoRA adapter, it keeps the base as loaded and takes over the adapter alone, unless vLLM
-    cannot compute with it; before the first `sync_weights` it samples from the base.
+    cannot compute with it; before the first `sync_weights` it samples from the base. A base of 4 bits is taken over
+    once, as the weights that its codes stand for.
     """
 
     def __init__(self, config: RunConfig, model_path: Path | str, model: nn.Module, max_length: int):
@@ -58,6 +69,7 @@ class VLLMEngine:
         if on_cpu:
             # After a part of a prompt vLLM turns a seeded request's random stream back, which a CPU's cannot do.
             options["enable_chunked_prefill"] = False
+            repack_experts()
         else:
             options["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
             options["enable_sleep_mode"] = True  # so that the KV cache's memory can be given back
@@ -68,8 +80,9 @@ class VLLMEngine:
             options |= {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": self.block}
             if on_cpu and self.block > 1:
                 _name_shared_memory()
+        quantised = adapted and is_quantised(model)
         threads = torch.get_num_threads()
-        with nullcontext() if adapted else unpacked_linear_layers():
+        with nullcontext() if adapted and not quantised else unpacked_linear_layers():
             self.llm: Any = LLM(
                 model=str(model_path),
                 revision=config.model.revision,
@@ -99,6 +112,8 @@ class VLLMEngine:
                 self.copies, self.copied_from = copies, _places(weights)
                 if share(copies, model):
                     self.shares_with, self.copied_from = model, _places(model.state_dict())
+        if quantised:  # what samples is what trains, not the base as it was
+            self._reload(iter(base_weights(model).items()))
         self.adapted = adapted
         self.adapter: Any = None  # the LoRARequest in force
         self.adapter_ids = itertools.count(1)
@@ -160,7 +175,7 @@ class VLLMEngine:
 
     def _take_weights(self, model: nn.Module) -> str:
         if is_sharded(model) or isinstance(model, PeftModel):
-            self._reload(whole_weights(model, self.llm.llm_engine.model_config.dtype))
+            self._reload(as_saved(model, whole_weights(model, self.llm.llm_engine.model_config.dtype)))
             return "reloaded"
         # state_dict also names a head that is tied to the embedding. parameters() does not, and on a CPU vLLM, when it
         # reloads, would then go on with its packed copy of the old head, without a word.
@@ -173,7 +188,7 @@ class VLLMEngine:
         if self.copies is not None and self.copied_from != _places(weights):  # another model, or one that was moved
             self.copies, self.copied_from = self._find_copies(weights), _places(weights)
         if self.copies is None:
-            self._reload(iter(weights.items()))
+            self._reload(as_saved(model, weights.items()))
             return "reloaded"
         do(self.copies)
         return "copied"

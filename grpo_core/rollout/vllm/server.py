@@ -26,13 +26,14 @@ from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
 from grpo_core.distributed import from_main, sharers
-from grpo_core.model.loading import base_weights, plain_weights
+from grpo_core.model.four_bit import is_quantised
+from grpo_core.model.loading import as_saved, base_weights, plain_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Request, Sampling, Stream
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
-from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Weights, versions
+from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, ServerError, Weights, versions
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm.router import Router
 from grpo_core.rollout.vllm.serve import adapter_room, largest_group, read_addresses, wrong_vllm
@@ -130,8 +131,9 @@ class VLLMServerEngine:
                 )
             snapshot = take_snapshot(model, self.dtype, mine=self.sends)
         else:
-            snapshot = plain_weights(model) if self.sends else None
-        self._hand_over(Weights(self.version, snapshot, adapter, base))
+            snapshot = dict(as_saved(model, plain_weights(model).items())) if self.sends else None
+        over = OVER_4BIT if is_quantised(model) else OVER_BASE
+        self._hand_over(Weights(self.version, snapshot, adapter, base, over))
         return (
             ("adapter " if adapter else "")
             + "sent by "

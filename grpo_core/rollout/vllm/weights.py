@@ -62,6 +62,28 @@ def unpacked_linear_layers() -> Iterator[None]:
         utils.dispatch_cpu_unquantized_gemm = packed
 
 
+def repack_experts() -> None:
+    """Have vLLM pack a mixture's experts after each reload, from now on in this process. vLLM 0.32 does so after the
+    first loading only, and its kernel for CPUs would then read plain weights as packed ones. Does nothing on a GPU,
+    whose kernels read plain weights."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.platforms import current_platform
+
+    method: Any = UnquantizedFusedMoEMethod
+    set_up = method._setup_kernel
+    if not current_platform.is_cpu() or hasattr(set_up, "repacks"):
+        return
+
+    def set_up_and_pack(self: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
+        reloaded = self.moe_kernel is not None
+        set_up(self, layer, w13, w2)
+        if reloaded:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    set_up_and_pack.repacks = True  # type: ignore[attr-defined]
+    method._setup_kernel = set_up_and_pack
+
+
 @torch.no_grad()
 def find_copies(engine_model: Any, weights: Mapping[str, Tensor]) -> Copies | None:
     """The copies that bring `weights` into the engine; None where the engine needs more than copies."""

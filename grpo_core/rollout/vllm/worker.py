@@ -17,6 +17,9 @@ from grpo_core.rollout.vllm import over_http  # noqa: F401  # registers this tra
 from grpo_core.rollout.vllm.adapter import hold
 from grpo_core.rollout.vllm.logprobs import ignore_truncation
 from grpo_core.rollout.vllm.shared_memory import pid_namespace_id
+from grpo_core.rollout.vllm.weights import repack_experts
+
+repack_experts()
 
 
 class TrainerLease:

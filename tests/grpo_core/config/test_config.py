@@ -88,6 +88,17 @@ def _with(key: str, value: Any) -> dict[str, Any]:
         ),
         ({"model": {"name_or_path": "m", "adapter": "a"}}, "adapter='a' is for an adapter; set use_peft = true"),
         (
+            {"model": {"name_or_path": "m", "lora_modules_to_save": ["lm_head"]}},
+            "lora_modules_to_save=['lm_head'] is for an adapter; set use_peft = true",
+        ),
+        (
+            {
+                "model": {"name_or_path": "m", "use_peft": True, "lora_modules_to_save": ["lm_head"]},
+                "train": {"sharding": "full", "num_processes": 2},
+            },
+            "model.lora_modules_to_save=['lm_head'] with train.sharding='full'",
+        ),
+        (
             {
                 "model": {"name_or_path": "m", "use_peft": True, "adapter": "a"},
                 "train": {"sharding": "full", "num_processes": 2},

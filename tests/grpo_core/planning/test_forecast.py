@@ -118,6 +118,7 @@ def test_what_is_held_follows_from_the_configuration() -> None:
     assert parts(use_peft=True, mixed_precision="bf16")["weights"] < 1
     sent = [parts(engine="vllm-server", **keys)["engine_weights"] for keys in ({}, {"use_peft": True})]
     assert sent == [4, 0]  # an adapter's copy is in the host's memory
+    assert parts(engine="vllm-server", use_peft=True, lora_modules_to_save=["lm_head"])["engine_weights"] == 4
     lora = parts(beta=0.1, use_peft=True)
     assert lora["reference"] == 0
     assert lora["optimizer"] < 1

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from grpo_core.config.files import parse_config
 from grpo_core.model.loading import with_adapter
-from grpo_core.planning.shapes import adapted_inputs, adapter_parameters, model_shape
+from grpo_core.planning.shapes import ForecastError, adapted_inputs, adapter_parameters, model_shape, trains_head
 from tests.conftest import config_values
 from tests.qwen import SIZES, qwen
 
@@ -60,6 +60,29 @@ def test_adapter_parameters_are_those_of_the_adapter(targets: list[str] | None, 
     model = with_adapter(AutoModelForCausalLM.from_config(shape), config.model)
     adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert adapter_parameters(model_shape(shape.to_dict()), config) == adapter
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "modules", [["embed_tokens", "lm_head"], ["lm_head"], ["embed_tokens"], ["norm"], ["model.norm"]]
+)
+def test_modules_that_are_trained_whole_are_counted(modules: list[str], tied: bool) -> None:
+    shape = Qwen2Config(**SIZES, tie_word_embeddings=tied)
+    keys = {"use_peft": True, "lora_r": 4, "lora_modules_to_save": modules}
+    config = parse_config(config_values(Path("model"), Path("data"), **keys))
+    model = with_adapter(AutoModelForCausalLM.from_config(shape), config.model)
+    sizes = model_shape(shape.to_dict())
+    assert adapter_parameters(sizes, config) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trains_head(sizes, config) == model.get_output_embeddings().weight.requires_grad
+
+
+def test_modules_whose_size_is_not_known_are_not_counted_as_nothing() -> None:
+    keys = {"use_peft": True, "lora_modules_to_save": ["lm_head", "mlp"]}
+    config = parse_config(config_values(Path("model"), Path("data"), **keys))
+    with pytest.raises(
+        ForecastError, match="lora_modules_to_save names 'mlp': what trains is counted for embed_tokens"
+    ):
+        adapter_parameters(model_shape(Qwen2Config(**SIZES).to_dict()), config)
 
 
 @pytest.mark.parametrize("targets", [None, ["q_proj", "o_proj", "down_proj"]])

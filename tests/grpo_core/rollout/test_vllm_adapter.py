@@ -28,7 +28,7 @@ from tests.serving import free_ports, policy_server
 PROBES = [[3, 4, 5, 6, 7], [8, 9], [5] * 20]
 
 
-def follow(run: Path, port: int) -> dict[str, Any]:
+def follow(run: Path, port: int, in_4bit: bool) -> dict[str, Any]:
     """How far a server's log-probabilities are from the model's after each hand-over, and what each brought."""
     from grpo_core.config.files import load_config
     from grpo_core.model.loading import load_model, trainable_state, with_adapter
@@ -36,10 +36,8 @@ def follow(run: Path, port: int) -> dict[str, Any]:
     from grpo_core.rollout.vllm.server import VLLMServerEngine
 
     config = load_config(run / "config.toml")
-    model, other = (
-        with_adapter(load_model(config.model.name_or_path), config.model),
-        load_model(config.model.name_or_path),
-    )
+    base, other = load_model(config.model.name_or_path, in_4bit=in_4bit), load_model(config.model.name_or_path)
+    model = with_adapter(base, config.model)
     found: dict[str, Any] = {"drift": {}, "how": [], "bytes": []}
     parts = transfer._send_adapter
 
@@ -81,20 +79,64 @@ def follow(run: Path, port: int) -> dict[str, Any]:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("transfer", ["shared_memory", "http"])
+@pytest.mark.parametrize(("transfer", "in_4bit"), [("shared_memory", False), ("http", False), ("shared_memory", True)])
 def test_a_server_follows_an_adapter_over_its_own_base_through_all_that_it_suffers(
-    tmp_path: Path, transfer: str
+    tmp_path: Path, transfer: str, in_4bit: bool
 ) -> None:
+    """Or over the weights that a base of 4 bits stands for."""
+    if in_4bit:
+        pytest.importorskip("bitsandbytes")
     model = make_model(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
     (port,) = free_ports(1)
     keys = {"use_peft": True, "lora_r": 5, "lora_alpha": 15, "use_rslora": True, "vllm_server_timeout": 600.0}
+    keys["load_in_4bit"] = in_4bit
     keys |= {"vllm_weight_transfer": transfer, "vllm_server_base_urls": [f"http://127.0.0.1:{port}"]}
     run = make_run(tmp_path / "run", config_values(model, tmp_path, engine="vllm-server", **keys))
-    found = forked.call(follow, run, port)
+    found = forked.call(follow, run, port, in_4bit)
     assert found["how"] == [f"adapter sent by {transfer}"] * 2
     assert max(found["drift"].values()) < 1e-4, found["drift"]
     assert len(found["drift"]) == 6
     assert found["bytes"] == [found["adapter"]] * 5
+
+
+def follow_merged(run: Path, port: int) -> list[float]:
+    """How far a server's log-probabilities are from those of a model under an adapter after each hand-over."""
+    from grpo_core.config.files import load_config
+    from grpo_core.model.loading import load_model, trainable_state, with_adapter
+    from grpo_core.rollout.vllm.server import VLLMServerEngine
+
+    config = load_config(run / "config.toml")
+    model, found = with_adapter(load_model(config.model.name_or_path), config.model), list[float]()
+    with policy_server(run / "config.toml", port, run / "server.log"):
+        engine = VLLMServerEngine(config, model, 32)
+        for number in range(3):
+            rows = zip(engine.compute_logprobs(PROBES), (plain_logprobs(model, ids) for ids in PROBES), strict=True)
+            found.append(max(abs(a - b) for row in rows for a, b in zip(*row, strict=True)))
+            torch.manual_seed(number)
+            for tensor in trainable_state(model).values():
+                tensor += 0.05 * torch.randn_like(tensor)
+            engine.sync_weights(model)
+        engine.close()
+    return found
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("architecture", "keys"),
+    [("Mixtral", {}), ("Qwen3Moe", {}), ("Qwen2", {"lora_modules_to_save": ["embed_tokens", "lm_head"]})],
+)
+def test_a_server_gets_whole_weights_where_vllm_takes_no_adapter(
+    tmp_path: Path, architecture: str, keys: dict[str, Any]
+) -> None:
+    """Those of a mixture of experts by the names, and in the layout, that vLLM reads."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    options = {**PACKED, **(experts if architecture != "Qwen2" else {})}
+    model = make_model(tmp_path / "model", architecture, initializer_range=0.1, **options)
+    (port,) = free_ports(1)
+    keys = {**keys, "use_peft": True, "lora_r": 5, "lora_alpha": 15, "vllm_server_timeout": 600.0}
+    keys |= {"vllm_server_base_urls": [f"http://127.0.0.1:{port}"]}
+    run = make_run(tmp_path / "run", config_values(model, tmp_path, engine="vllm-server", **keys))
+    assert max(forked.call(follow_merged, run, port)) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -104,6 +146,7 @@ def test_a_server_follows_an_adapter_over_its_own_base_through_all_that_it_suffe
         ("Qwen2", {"use_peft": True}, 16),
         ("Qwen2", {"use_peft": True, "lora_r": 20}, 32),
         ("Qwen3Moe", {"use_peft": True}, 0),  # the weights, merged
+        ("Qwen2", {"use_peft": True, "lora_modules_to_save": ["embed_tokens"]}, 0),
     ],
 )
 def test_a_server_makes_room_for_the_adapter_or_is_refused(

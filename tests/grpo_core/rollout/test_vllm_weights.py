@@ -138,11 +138,16 @@ def adapt(run: Path) -> list[dict[str, Any]]:
     return steps
 
 
-def test_the_engine_follows_an_adapter_over_a_base_that_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_4bit", [False, pytest.param(True, marks=pytest.mark.e2e)])
+def test_the_engine_follows_an_adapter_over_a_base_that_stays(tmp_path: Path, in_4bit: bool) -> None:
+    """Of a base of 4 bits, the engine has the weights that its codes stand for."""
+    if in_4bit:
+        pytest.importorskip("bitsandbytes")
     folder = make_model(
         tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=512, **PACKED
     )
-    values = config_values(folder, tmp_path, engine="vllm", use_peft=True, lora_r=5, lora_alpha=15)
+    keys = {"use_peft": True, "lora_r": 5, "lora_alpha": 15, "load_in_4bit": in_4bit}
+    values = config_values(folder, tmp_path, engine="vllm", **keys)
     steps = forked.call(adapt, make_run(tmp_path / "run", values))
     names = ["base", "fresh adapter", "changed 0", "synced 0", "changed 1", "synced 1", "changed 2", "synced 2"]
     assert [step["name"] for step in steps] == names
@@ -160,3 +165,73 @@ def test_the_engine_follows_an_adapter_over_a_base_that_stays(tmp_path: Path) ->
             assert distance(step, step, "scores", "model's ") < 1e-4
             assert distance(step, step, "samples", "model's ") < 1e-4
     assert distance(steps[1], steps[0], "scores", "model's ") < 1e-4
+
+
+def merge(run: Path) -> tuple[list[float], list[float], list[str]]:
+    """Distances of an engine's scores from those of a model, fresh and after each of two updates: before the engine
+    gets the weights, and when it has them; and how it got them."""
+    import torch
+
+    from grpo_core.model.loading import trainable_state
+
+    engine, model, _ = start(run)
+
+    def distance() -> float:
+        rows = zip(
+            engine.compute_logprobs(sequences()), (plain_logprobs(model, ids) for ids in sequences()), strict=True
+        )
+        return max(abs(a - b) for row in rows for a, b in zip(*row, strict=True))
+
+    before, after, how = [], [], []
+    for update in range(3):
+        before.append(distance())
+        how.append(engine.sync_weights(model))
+        after.append(distance())
+        torch.manual_seed(update)
+        for tensor in trainable_state(model).values():
+            tensor += 0.05 * torch.randn_like(tensor)
+    engine.close()
+    return before, after, how
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_engine_gets_whole_weights_where_embedding_and_head_are_trained_beside_an_adapter(
+    tmp_path: Path, tied: bool
+) -> None:
+    options = {"tie_word_embeddings": tied, "max_position_embeddings": 512, **PACKED}
+    folder = make_model(tmp_path / "model", initializer_range=0.1, **options)
+    keys = {"use_peft": True, "lora_r": 5, "lora_alpha": 15, "lora_modules_to_save": ["embed_tokens", "lm_head"]}
+    _expect_merged(make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm", **keys)), 1e-4)
+
+
+LORA = {"use_peft": True, "lora_r": 5, "lora_alpha": 15}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("architecture", "keys"),
+    [
+        ("Qwen3Moe", {}),
+        ("Qwen3Moe", LORA),
+        ("Qwen3Moe", {**LORA, "mixed_precision": "bf16"}),
+        ("Qwen3Moe", {**LORA, "lora_target_modules": ["q_proj", "v_proj"]}),
+        ("Mixtral", LORA),
+        ("Olmoe", LORA),
+    ],
+)
+def test_the_engine_follows_a_mixture_of_experts(tmp_path: Path, architecture: str, keys: dict[str, Any]) -> None:
+    """transformers fuses the experts, vLLM packs them; an adapter is merged into them."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    options = {"max_position_embeddings": 512, **PACKED, **experts}
+    folder = make_model(tmp_path / "model", architecture, initializer_range=0.1, **options)
+    bound = 0.3 if "mixed_precision" in keys else 1e-4
+    _expect_merged(make_run(tmp_path / "run", config_values(folder, tmp_path, engine="vllm", **keys)), bound)
+
+
+def _expect_merged(run: Path, bound: float) -> None:
+    """An engine scores as the model does after each update, and did not before."""
+    before, after, how = forked.call(merge, run)
+    assert how == ["reloaded"] * 3
+    assert max(after) < bound
+    assert min(before[1:]) > 3 * bound

@@ -82,5 +82,6 @@ def start(run: Path) -> tuple[Any, Any, Any]:
 
     config = load_config(run / "config.toml")
     torch.manual_seed(0)
-    model, tokenizer = with_adapter(load_model(config.model.name_or_path), config.model), load_tokenizer(config.model)
+    base = load_model(config.model.name_or_path, in_4bit=config.model.load_in_4bit)
+    model, tokenizer = with_adapter(base, config.model), load_tokenizer(config.model)
     return make_engine(config, config.model.name_or_path, model, tokenizer, MAX_LENGTH), model, tokenizer

@@ -23,8 +23,8 @@ from grpo_core.model.saving import save_adapter
 from grpo_core.planning.adapter import check_adapter
 from grpo_core.training.loop import train
 from grpo_core.training.session import load_session
-from tests.conftest import config_values, make_run, make_tokenizer
-from tests.grpo_core.training.training import metrics_of
+from tests.conftest import config_values, make_model, make_run, make_tokenizer
+from tests.grpo_core.training.training import assert_same, metrics_of
 
 LAYERS = ["q_proj", "down_proj"]
 KEYS: dict[str, Any] = {"use_peft": True, "lora_r": 3, "lora_alpha": 12, "lora_target_modules": LAYERS}
@@ -111,6 +111,32 @@ def test_a_training_that_is_continued_has_the_same_reference(
     assert [step["kl"] for step in metrics_of(run)] == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head_are_trained_beside_an_adapter_and_continued_bit_for_bit(tmp_path: Path, tied: bool) -> None:
+    folder = make_model(tmp_path / "model", tie_word_embeddings=tied)
+    keys = {"lora_modules_to_save": ["embed_tokens", "lm_head"], "beta": 0.1, "save_steps": 2, **KEYS}
+    run = make_run(tmp_path / "run", config_values(folder, tmp_path, **keys))
+    train(run, run / "training")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    steps = metrics_of(run)
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-7), "the reference is the base, with its own embedding and head"
+    assert steps[-1]["kl"] > 1e-5
+    assert all(step["sampling/sync_drift"] < 1e-5 for step in steps)
+    base, trained = (load_model(each) for each in (folder, run / "training" / "model"))
+    for layer in ("get_input_embeddings", "get_output_embeddings"):
+        assert not torch.equal(getattr(base, layer)().weight, getattr(trained, layer)().weight)
+    assert trained.config.tie_word_embeddings == tied
+    adapted = PeftModel.from_pretrained(load_model(folder), run / "training" / "adapter")
+    torch.testing.assert_close(_logits(adapted), _logits(trained), atol=1e-4, rtol=1e-4)
+
+    whole = shutil.copytree(run, tmp_path / "whole")
+    (run / "training" / "result.json").unlink()
+    assert train(run, run / "training")["resumed_at_step"] == 2
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert_same(run, whole)
+
+
 def test_without_an_adapter_to_start_from_the_reference_is_the_base(model_folder: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", config_values(model_folder, tmp_path, beta=0.1, **KEYS))
     assert load_session(run).start is None
@@ -141,7 +167,7 @@ def test_an_adapter_that_the_other_keys_do_not_describe_is_refused_with_the_keys
     ("change", "said"),
     [
         ({"peft_type": "LOHA"}, "an adapter with peft_type = 'LOHA', and only plain LoRA"),
-        ({"use_dora": True, "modules_to_save": ["head"]}, r"use_dora = True, modules_to_save = \['head'\], and only"),
+        ({"use_dora": True, "lora_bias": True}, r"use_dora = True, lora_bias = True, and only"),
     ],
 )
 def test_an_adapter_of_another_kind_is_refused(
@@ -157,3 +183,59 @@ def test_an_adapter_of_another_kind_is_refused(
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"no adapter_model\.safetensors there; name the folder of an adapter"):
         check_adapter(_model(model_folder, adapter))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_training_over_4_bits_samples_what_it_trains_and_is_continued_bit_for_bit(
+    tmp_path: Path, precision: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder = make_model(tmp_path / "model")
+    keys = {"load_in_4bit": True, "beta": 0.1, "save_steps": 2, "mixed_precision": precision, **KEYS}
+    run = make_run(tmp_path / "run", config_values(folder, tmp_path, **keys))
+    train(run, run / "training")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    steps = metrics_of(run)
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-7 if precision == "no" else 1e-2)
+    assert steps[-1]["kl"] > 1e-5
+    assert all(step["sampling/sync_drift"] < (1e-5 if precision == "no" else 0.1) for step in steps)
+    adapted = PeftModel.from_pretrained(load_model(folder), run / "training" / "adapter")
+    trained = load_model(run / "training" / "model")
+    torch.testing.assert_close(_logits(adapted), _logits(trained), atol=1e-4, rtol=1e-4)
+
+    whole = shutil.copytree(run, tmp_path / "whole")
+    (run / "training" / "result.json").unlink()
+    assert train(run, run / "training")["resumed_at_step"] == 2
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert_same(run, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", [["q_proj", "gate_proj", "up_proj", "down_proj"], ["q_proj"]])
+def test_an_adapter_of_a_mixture_of_experts_is_trained_saved_and_continued_bit_for_bit(
+    tmp_path: Path, targets: list[str]
+) -> None:
+    folder = make_model(tmp_path / "model", "Qwen3Moe", num_experts=4, num_experts_per_tok=2, head_dim=32)
+    keys = {**KEYS, "lora_target_modules": targets, "beta": 0.1, "save_steps": 2}
+    run = make_run(tmp_path / "run", config_values(folder, tmp_path, **keys))
+    train(run, run / "training")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    steps = metrics_of(run)
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-7)
+    assert steps[-1]["kl"] > 1e-5
+    assert all(step["sampling/sync_drift"] < 1e-5 for step in steps)
+    base, trained = (load_model(each).state_dict() for each in (folder, run / "training" / "model"))
+    moved = {
+        name.split(".")[-2 if "weight" in name else -1] for name in base if not torch.equal(base[name], trained[name])
+    }
+    assert moved == ({"q_proj", "gate_up_proj", "down_proj"} if len(targets) > 1 else {"q_proj"})
+    adapted = PeftModel.from_pretrained(load_model(folder), run / "training" / "adapter")
+    found = _logits(load_model(run / "training" / "model"))
+    torch.testing.assert_close(_logits(adapted), found, atol=1e-4, rtol=1e-4)
+
+    whole = shutil.copytree(run, tmp_path / "whole")
+    (run / "training" / "result.json").unlink()
+    assert train(run, run / "training")["resumed_at_step"] == 2
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert_same(run, whole)
