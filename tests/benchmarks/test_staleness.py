@@ -33,8 +33,8 @@ def test_what_virtual_servers_sample_is_by_the_weights_of_its_time_and_never_too
         engine.sync_weights(model)
         versions[engine.version] = copy.deepcopy(model)
         requests += [Request(prompt, 2, seed=10_000 * engine.version + number) for number in range(4)]
-        engine.begin(requests, sampling)
-        found = [each for step in engine.take(requests, sampling, 4, 2) for each in step]
+        engine.begin(requests, sampling, 2)
+        found = [each for step in engine.take(requests, sampling, 4) for each in step]
         assert len(found) == 4
         for _, group in found:
             for completion in group:

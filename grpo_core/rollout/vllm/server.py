@@ -50,9 +50,9 @@ Answer = list[tuple[Completion, list[int]]]  # the versions of the weights that 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A request that is sampled; `version`: of the weights when it began."""
+    """A request that is sampled; `due`: the version of the weights at which it is taken at the latest."""
 
-    version: int
+    due: int
     answer: Future[Answer]
 
 
@@ -158,23 +158,19 @@ class VLLMServerEngine:
             server.wanted = weights
         return self._run(self.router.hand_over(numbers))
 
-    def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        wanted = {_key(request, sampling): request for request in requests}
-        for key in [*self.begun]:
-            if key not in wanted:  # another process has it now
-                self.begun.pop(key).answer.cancel()
-        for key, request in wanted.items():
-            if key not in self.begun:
-                self.begun[key] = _Begun(self.version, self._submit(request, sampling, {}))
+    def begin(self, requests: Sequence[Request], sampling: Sampling, max_staleness: int) -> None:
+        for request in requests:
+            if (key := _key(request, sampling)) not in self.begun:
+                self.begun[key] = _Begun(self.version + max_staleness, self._submit(request, sampling, {}))
 
-    def take(self, requests: Sequence[Request], sampling: Sampling, count: int, max_staleness: int) -> Stream:
+    def take(self, requests: Sequence[Request], sampling: Sampling, count: int) -> Stream:
         keys = [_key(request, sampling) for request in requests]
         left = {number: self.begun[key] for number, key in enumerate(keys)}
         room = count
         while room:
             done = [number for number, begun in left.items() if begun.answer.done()]
-            versions = {number: begun.version for number, begun in left.items()}
-            taken = choose_groups(done, versions, self.version, max_staleness, room, count)
+            due = {number: begun.due for number, begun in left.items()}
+            taken = choose_groups(done, due, self.version, room, count)
             if not taken:
                 others = [begun.answer for number, begun in left.items() if number not in done]
                 wait(others, TURN_SECONDS, FIRST_COMPLETED)
