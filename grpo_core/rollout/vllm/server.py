@@ -35,7 +35,7 @@ from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, Server, ServerError, Weights, versions
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm.router import Router
-from grpo_core.rollout.vllm.serve import adapter_room, largest_group, read_addresses, wrong_vllm
+from grpo_core.rollout.vllm.serve import adapter_room, read_addresses, wrong_vllm
 from grpo_core.rollout.vllm.snapshot import take_snapshot
 
 # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
@@ -88,7 +88,8 @@ class VLLMServerEngine:
         def objection(started: Mapping[str, Any]) -> str:
             return _objection(started, config, max_length, on_cpu, pid_namespace_id(), self.adapter_room)
 
-        self.servers = [Server(url, config.rollout, self.token, holder, objection, send) for url in urls]
+        sharing = process.num_processes
+        self.servers = [Server(url, config.rollout, self.token, holder, objection, send, sharing) for url in urls]
         # A server that is back is waited for by the other processes while the main process sends it the weights.
         sending = 0.0 if self.sends else config.rollout.vllm_request_timeout
         seconds = config.rollout.vllm_server_timeout + sending
@@ -224,16 +225,19 @@ class VLLMServerEngine:
         return [replace(each, ages=[self.version - version for version in versions]) for each, versions in answer]
 
     def _submit(self, request: Request, sampling: Sampling, options: Mapping[str, Any]) -> Future[Answer]:
-        body = self._body(request.prompt_ids, _parameters(request, sampling), options)
-        return self._start(self._complete(body, self.version, request.conversation))
+        parameters = [_parameters(request, sampling, number) for number in range(request.num_completions)]
+        bodies = [self._body(request.prompt_ids, each, options) for each in parameters]
+        return self._start(self._complete(bodies, self.version, request.conversation))
 
-    async def _complete(self, body: Mapping[str, Any], oldest: int, conversation: int | None) -> Answer:
+    async def _complete(self, bodies: Sequence[Mapping[str, Any]], oldest: int, conversation: int | None) -> Answer:
+        """One request per completion: each takes a server's room just as long as it is sampled."""
+        answers = await asyncio.gather(*(self.router.complete(body, oldest, conversation) for body in bodies))
         return [
             (
                 Completion(choice["token_ids"], choice["logprobs"], truncated=choice["finish_reason"] == "length"),
                 versions(choice, self.token),
             )
-            for choice in await self.router.complete(body, oldest, conversation)
+            for (choice,) in answers
         ]
 
     def _body(self, ids: list[int], parameters: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,10 +269,9 @@ async def _all(questions: Any) -> list[Any]:
     return await asyncio.gather(*questions)
 
 
-def _parameters(request: Request, sampling: Sampling) -> dict[str, Any]:
+def _parameters(request: Request, sampling: Sampling, number: int) -> dict[str, Any]:
     return {
-        "n": request.num_completions,
-        "seed": request.seed,  # vLLM gives completion i of a request the seed + i
+        "seed": request.seed + number,
         "max_tokens": request.max_tokens or sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -320,11 +323,6 @@ def _objection(
         )
     if started["max_model_len"] < max_length:
         return f"takes sequences of {started['max_model_len']} tokens, the longest here has {max_length}"
-    if started["max_num_seqs"] < (group := largest_group(config)):
-        return (
-            f"takes at most {started['max_num_seqs']} completions of a prompt, needed are {group} "
-            f"(rollout.num_generations or evaluation.num_samples): start it with --max-num-seqs {group}, or lower them"
-        )
     if config.rollout.max_staleness and started["scheduling_policy"] != "priority":
         return "works in the order of arrival, and rollout.max_staleness needs --scheduling-policy priority"
     if on_cpu and started["chunked_prefill"]:

@@ -174,9 +174,12 @@ def test_several_servers_are_sent_their_weights_concurrently() -> None:
     assert [server.transfer.source.snapshot for server in made] == [{}, {}]
 
 
-@pytest.mark.parametrize(("copies", "concurrent"), [(1, 1024), (2, 2048)])
-def test_a_server_is_asked_as_much_as_it_works_on_concurrently(copies: int, concurrent: int) -> None:
+@pytest.mark.parametrize(("copies", "processes", "concurrent"), [(1, 1, 1024), (2, 1, 2048), (2, 2, 1024), (1, 3, 342)])
+def test_the_processes_ask_a_server_for_as_much_as_it_works_on_concurrently(
+    copies: int, processes: int, concurrent: int
+) -> None:
     server = make_server("http://127.0.0.1:1")
+    server.processes = processes
     started = {**STARTED, "max_num_seqs": 1024}
 
     async def request(method: str, path: str, *_: Any, **options: Any) -> Any:
@@ -194,16 +197,6 @@ def test_a_server_is_asked_as_much_as_it_works_on_concurrently(copies: int, conc
 
 
 STARTED = {**PRETENDED, "max_model_len": 16, "scheduling_policy": "fcfs", "pid_namespace_id": "there"}
-
-
-@pytest.mark.parametrize("group", [128, 129])
-def test_a_server_takes_a_whole_group_or_is_refused_or_started_for_it(tmp_path: Path, group: int) -> None:
-    config = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server", num_generations=group))
-    objection = vllm_server._objection(STARTED, config, 16, True, "there")
-    assert ("takes at most 128 completions of a prompt, needed are 129" in objection) == (group > 128)
-    assert bool(objection) == (group > 128)
-    command = vllm_serve.server_command(config)
-    assert ("--max-num-seqs" in command) == (group > 128)
 
 
 @pytest.mark.parametrize(
