@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,11 +27,12 @@ Result = TypeVar("Result")
 
 @dataclass(order=True)
 class _Waiting:
-    """A request for one completion. `prefix`: equal for those that begin alike; `waits`: for the server that has it."""
+    """A request for one completion. `prefix`: equal for those that begin alike; `waits`: for the server that has that
+    prefix, however busy it is."""
 
     priority: int
     number: int  # in the order of arrival
-    prefix: Hashable = field(compare=False)
+    prefix: int = field(compare=False)
     waits: bool = field(compare=False)
     failed: set[Server] = field(compare=False, default_factory=set)
     server: asyncio.Future[Server] = field(compare=False, init=False)
@@ -45,7 +46,7 @@ class Router:
         self.servers, self.seconds, self.reports = servers, seconds, reports
         first %= len(servers)
         self.order = [*servers[first:], *servers[:first]]  # among servers with equal load
-        self.homes: dict[Hashable, Server] = {}  # of the prefixes since the last weights, which empty the caches
+        self.homes: dict[int, Server] = {}  # of the prefixes since the last weights, which empty the caches
         self.numbers = itertools.count()
         self.waiting: list[_Waiting] = []  # a heap
         self.bringing_back: dict[Server, asyncio.Task[None]] = {}
@@ -62,7 +63,7 @@ class Router:
 
         Raises ServerError when no server is available for too long, or the only one refuses or hangs.
         """
-        prefix = tuple(body["token_ids"]) if conversation is None else conversation
+        prefix = hash(tuple(body["token_ids"])) if conversation is None else conversation
         # Asked again, it keeps its place.
         request = _Waiting(body.get("priority", 0), next(self.numbers), prefix, conversation is not None)
         failure = ""
