@@ -54,7 +54,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--simulate", action="store_true", help="writes results/staleness-simulated.json and .png")
-    what.add_argument("--real", action="store_true", help="writes results/staleness-real.json")
+    what.add_argument(
+        "--real", action="store_true", help="writes results/staleness-real.json, or staleness-real-2-servers.json"
+    )
     what.add_argument("--learn", nargs="+", metavar="RECIPE", help="writes results/staleness-learning.json")
     parser.add_argument("--ahead", type=int, nargs="+", default=[0, 1, 2, 4], help="max_staleness; default 0 1 2 4")
     parser.add_argument("--updates", type=int, help="per training; default 12 with --real, else the recipe's")
@@ -69,7 +71,8 @@ def main() -> None:
     elif options.real:
         from benchmarks.staleness_real import measure
 
-        write("real", measure(options.ahead, options.updates or 12, options.judge_seconds, options.servers))
+        name = f"real-{options.servers}-servers" if options.servers > 1 else "real"
+        write(name, measure(options.ahead, options.updates or 12, options.judge_seconds, options.servers))
     else:
         from benchmarks.staleness_learning import learn
 

@@ -59,7 +59,7 @@ class _Sequence:
 @dataclass
 class _Begun:
     request: Request
-    version: int
+    due: int
     start: float
     token_time: float
     sequences: list[_Sequence]
@@ -84,14 +84,15 @@ class VirtualServers:
         self.has_trained = True
         return self.engine.generate(requests, sampling)
 
-    def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
+    def begin(self, requests: Sequence[Request], sampling: Sampling, max_staleness: int) -> None:
         for request in requests:
             if request.seed not in self.begun:
                 token_time = random.Random(request.seed).lognormvariate(0.0, SPREAD)
                 sequences = [_Sequence() for _ in range(request.num_completions)]
-                self.begun[request.seed] = _Begun(request, self.version, self.now, token_time, sequences)
+                due = self.version + max_staleness
+                self.begun[request.seed] = _Begun(request, due, self.now, token_time, sequences)
 
-    def take(self, requests: Sequence[Request], sampling: Sampling, count: int, max_staleness: int) -> Stream:
+    def take(self, requests: Sequence[Request], sampling: Sampling, count: int) -> Stream:
         self._sample(sampling)
         left = {number: self.begun[request.seed] for number, request in enumerate(requests)}
         finished: list[int] = []
@@ -101,8 +102,8 @@ class VirtualServers:
                 break
             self.now = max(self.now, left[number].end)
             finished.append(number)
-            versions = {number: begun.version for number, begun in left.items()}
-            taken = choose_groups(finished, versions, self.version, max_staleness, room, count)
+            due = {number: begun.due for number, begun in left.items()}
+            taken = choose_groups(finished, due, self.version, room, count)
             room -= len(taken)
             for each in taken:
                 finished.remove(each)

@@ -138,6 +138,7 @@ def made_up_run(
         "sampled_tokens": 9000,
         "train_seconds": 50.0,
         "roll_backs": 0,
+        "max_staleness": 0,
         "ran_out_of_memory": False,
         "steps_without_metrics": [],
         "seconds": 63.0,

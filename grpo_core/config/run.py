@@ -95,6 +95,11 @@ class RunConfig(Section):
                 f"rollout.max_staleness={self.rollout.max_staleness} trains on samples of an earlier policy; "
                 "algorithm.vllm_importance_sampling_correction has to be true"
             )
+        if self.health.lowering and not self.rollout.max_staleness:
+            raise ValueError(
+                f"health.{self.health.lowering[0]}='lower_staleness' with rollout.max_staleness=0: nothing is sampled "
+                "ahead that could be lowered; set max_staleness, or the action to 'warn', 'stop' or 'roll_back'"
+            )
         return self
 
     def _check_machines(self) -> None:

@@ -24,21 +24,19 @@ def batches_ahead(max_staleness: int) -> int:
     return (max_staleness + 1) // 2
 
 
-def choose_groups(
-    finished: Iterable[int], begun: Mapping[int, int], version: int, max_staleness: int, room: int, count: int
-) -> list[int]:
+def choose_groups(finished: Iterable[int], due: Mapping[int, int], version: int, room: int, count: int) -> list[int]:
     """The finished groups that a generation batch with `room` for so many more takes now: in the order given, as far as
     none that is left gets too old. Of those that n more batches may come before, no more may be left than these have
-    room for. `begun`: of each group that is not taken, the hand-overs of weights before it; `version`: the hand-overs
-    until now; `count`: groups of a batch."""
-    later = {group: max(then + max_staleness - version, 0) for group, then in begun.items()}
+    room for. `due`: of each group that is not taken, the hand-overs of weights after which it is taken at the latest;
+    `version`: the hand-overs until now; `count`: groups of a batch."""
+    later = {group: max(last - version, 0) for group, last in due.items()}
     left = Counter(later.values())
     chosen: list[int] = []
     for group in finished:
         if len(chosen) == room:
             break
         left[later[group]] -= 1
-        sums = itertools.accumulate(left[batches] for batches in range(max_staleness + 1))
+        sums = itertools.accumulate(left[batches] for batches in range(max(left) + 1))
         rooms = itertools.count(room - len(chosen) - 1, count)
         if later[group] == min(left) or all(number <= most for number, most in zip(sums, rooms, strict=False)):
             chosen.append(group)
@@ -112,7 +110,8 @@ def simulate(
         start = sampling.now
         while room:
             finished = [group for group in sampling.finished if group in begun]
-            taken = choose_groups(finished, begun, version, max_staleness, room, prompts_per_generation)
+            due = {group: then + max_staleness for group, then in begun.items()}
+            taken = choose_groups(finished, due, version, room, prompts_per_generation)
             batch += [(group, version - begun.pop(group)) for group in taken]
             room -= len(taken)
             if room:

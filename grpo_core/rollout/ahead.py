@@ -3,6 +3,8 @@
 Several generation batches' prompts are being sampled. A batch takes the groups that are finished first; a group that
 would otherwise be trained later than `max_staleness` hand-overs of weights after it began is waited for. So long
 completions are trained late, and none is lost: each prompt is trained as often as the plan says.
+
+`max_staleness` may be lowered on the way: nothing begins then until few enough groups are left.
 """
 
 from __future__ import annotations
@@ -26,24 +28,32 @@ class Taking:
 
     engine: Lookahead
     count: int
-    max_staleness: int
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
-        return self.engine.take(requests, sampling, self.count, self.max_staleness)
+        return self.engine.take(requests, sampling, self.count)
 
 
 def windows(
     left: Sequence[Group], plan: Plan, seed: int, index: int, max_staleness: int, processes: int
 ) -> list[list[Group]]:
     """The groups that each process is to have begun when generation batch `index` is taken from them: those `left` by
-    the batch before, in the order of the processes, and those that begin now (at a start: all of the first batches)."""
-    last = index + batches_ahead(max_staleness)
-    turns = range(last if left else index, min(last + 1, plan.rollouts))
+    the batch before, in the order of the processes, and those that begin now (at a start: all of the first batches).
+
+    A process has so many groups of each batch, whatever their number, and takes as many: what it has left is its own.
+    """
+    count = plan.prompts_per_generation
+    first, last = index + len(left) // count, index + batches_ahead(max_staleness)
+    turns = range(first, min(last + 1, plan.rollouts))
     parts = [list(left), *([(turn, row) for row in rollout_prompts(plan, seed, turn)] for turn in turns)]
+    shares = [share_of(count, process, processes) for process in range(processes)]
     return [
-        [groups[place] for groups in parts for place in share_of(len(groups), process, processes)]
-        for process in range(processes)
+        [group for groups in parts for group in groups[_of_batches(share, len(groups) // count)]] for share in shares
     ]
+
+
+def _of_batches(share: range, batches: int) -> slice:
+    """A process's part of what is left of so many batches, given its share of one."""
+    return slice(share.start * batches, share.stop * batches)
 
 
 def requests_of(window: Sequence[Group], prompts: Prompts, plan: Plan, seed: int, attempt: int) -> list[Request]:

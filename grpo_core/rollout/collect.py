@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,38 +63,47 @@ def collect(
     attempt: int = 0,
     setting: Setting | None = None,
     begun: Sequence[Group] | None = None,
+    max_staleness: int = 0,
+    again: Sequence[Group] = (),
 ) -> tuple[GenerationBatch, list[Sample], list[Group]]:
     """Generation batch `index`, its samples in the same order, and the groups that are begun and not in it.
 
     Every process samples and scores its share, and all get the whole. Another `attempt` draws other samples of the same
-    prompts. `begun`: the groups that the call before has left; None if nothing is sampled ahead.
+    prompts. `begun`: the groups that the call before has left; None if nothing is sampled ahead. `max_staleness`: how
+    many hand-overs of weights after its begin a group that begins now may be taken. `again`: the groups to sample if
+    they are not those whose turn it is, since the batch had these before a roll-back.
     """
     g = plan.num_generations
     sampling = training_sampling(config.rollout)
     seconds = {"time/generate": 0.0, "time/score": 0.0}
     work: list[list[dict[str, float]]] = []  # of each process, in each draw
 
-    def draw(rows: Sequence[int]) -> list[Sample]:
-        """G scored completions of each row, over all processes."""
-        requests, own = _requests(rows, prompts, g, (config.seed, index, attempt), share(len(rows) * g))
-        found = scored(partial(sample_and_score, engine, requests, own, sampling, prompts, tokenizer, rewards, setting))
-        return [replace(sample, turn=index) for sample in found]
+    def draw(groups: Sequence[Group]) -> list[Sample]:
+        """G scored completions of each group, over all processes."""
+        mine = share(len(groups) * g)
+        requests, own = _requests(groups, prompts, g, config.seed, attempt, mine)
+        return scored(engine, requests, own, lambda place: groups[(mine.start + place) // g], setting)
 
     def take(window: Sequence[Group], count: int) -> list[Sample]:
         """G scored completions of `count` of this process's begun groups, and of those of the others."""
         assert isinstance(engine, Lookahead)
         requests = requests_of(window, prompts, plan, config.seed, attempt)
-        engine.begin(requests, sampling)
-        taking, own = Taking(engine, count, config.rollout.max_staleness), [row for _, row in window]
+        engine.begin(requests, sampling, max_staleness)
+        return scored(Taking(engine, count), requests, [row for _, row in window], lambda place: window[place // g])
 
-        def taken() -> tuple[list[Sample], float]:
-            found, generated = sample_and_score(taking, requests, own, sampling, prompts, tokenizer, rewards)
-            return [replace(sample, turn=window[sample.place // g][0]) for sample in found], generated
+    def scored(
+        sampler: Sampler,
+        requests: Sequence[Request],
+        rows: Sequence[int],
+        group_of: Callable[[int], Group],
+        setting: Setting | None = None,
+    ) -> list[Sample]:
+        """What all processes sample, this one of its requests; `group_of`: the group of each of its completions."""
 
-        return scored(taken)
+        def sample() -> tuple[list[Sample], float]:
+            found, seconds = sample_and_score(sampler, requests, rows, sampling, prompts, tokenizer, rewards, setting)
+            return [replace(each, turn=group_of(each.place)[0]) for each in found], seconds
 
-    def scored(sample: Callable[[], tuple[list[Sample], float]]) -> list[Sample]:
-        """What all processes sample."""
         start = time.perf_counter()
         drawn, generated, worked = share_samples(sample)
         seconds["time/generate"] += generated
@@ -105,10 +113,10 @@ def collect(
 
     scheduled, left = rollout_prompts(plan, config.seed, index), list[Group]()
     if begun is None:
-        samples = draw(scheduled)
+        samples = draw(again or [(index, row) for row in scheduled])
     else:
         process = PartialState()
-        all_begun = windows(begun, plan, config.seed, index, config.rollout.max_staleness, process.num_processes)
+        all_begun = windows(begun, plan, config.seed, index, max_staleness, process.num_processes)
         samples = take(all_begun[process.process_index], len(share(plan.prompts_per_generation)))
         taken = {(sample.turn, sample.row) for sample in samples}
         left = [group for window in all_begun for group in window if group not in taken]
@@ -121,7 +129,7 @@ def collect(
         if not fresh:
             break
         used.update(fresh)
-        replacements = draw(fresh)
+        replacements = draw([(index, row) for row in fresh])
         sampled += replacements
         for group, start in zip(silent, range(0, len(replacements), g), strict=False):
             samples[group * g : (group + 1) * g] = replacements[start : start + g]
@@ -327,17 +335,18 @@ def share_samples(
 
 
 def _requests(
-    rows: Sequence[int], prompts: Prompts, g: int, seeds: tuple[int, ...], mine: range
+    groups: Sequence[Group], prompts: Prompts, g: int, seed: int, attempt: int, mine: range
 ) -> tuple[list[Request], list[int]]:
-    """Requests for the completions `mine` of the rows' groups, and their dataset rows.
+    """Requests for the completions `mine` of the groups, and their dataset rows.
 
     A group may straddle two processes; its seeds go on where the other process's end.
     """
     requests: list[Request] = []
     request_rows: list[int] = []
     for position, members in itertools.groupby(mine, lambda completion: completion // g):
-        row, (first, *others) = rows[position], members
-        requests.append(Request(prompts.ids[row], 1 + len(others), derive_seed(*seeds, row) + first % g))
+        (turn, row), (first, *others) = groups[position], members
+        seeds = derive_seed(seed, turn, attempt, row) + first % g
+        requests.append(Request(prompts.ids[row], 1 + len(others), seeds))
         request_rows.append(row)
     return requests, request_rows
 

@@ -93,14 +93,13 @@ class Engine(Sampler, Protocol):
 class Lookahead(Protocol):
     """An engine that samples while the training trains, and goes on with other weights when they come."""
 
-    def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Have these under way: those that are not begun start, and what else was begun is given up."""
+    def begin(self, requests: Sequence[Request], sampling: Sampling, max_staleness: int) -> None:
+        """Start those that are not begun; each is to be taken at most `max_staleness` hand-overs of weights later."""
         ...
 
-    def take(self, requests: Sequence[Request], sampling: Sampling, count: int, max_staleness: int) -> Stream:
-        """The completions of `count` of these requests, all of them begun: those that began `max_staleness` hand-overs
-        of weights ago or earlier, and of the others those that finish first, which are older ones where several have.
-        What is left is sampled on."""
+    def take(self, requests: Sequence[Request], sampling: Sampling, count: int) -> Stream:
+        """The completions of `count` of these requests, all of them begun: those that have to be taken now, and of the
+        others those that finish first, which are older ones where several have. What is left is sampled on."""
         ...
 
     def drop_begun(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_core.config.training import HealthAction, HealthConfig
+from grpo_core.config.training import HealthConfig, StalenessAction
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Finding:
 
     step: int
     rule: str
-    action: HealthAction
+    action: StalenessAction
     message: str
 
 
@@ -27,7 +27,7 @@ class _Rule:
     sign: int  # 1: broken above the limit, -1: broken below
     limit: float
     steps: int
-    action: HealthAction
+    action: StalenessAction
     advice: str
 
 
@@ -123,6 +123,14 @@ def _rules(config: HealthConfig) -> list[_Rule]:
             "almost nothing. In the sequence modes small differences add up over a long completion: set "
             "algorithm.vllm_importance_sampling_mode = 'token_truncate', use the same precision on both sides, or "
             "lower rollout.max_staleness or train.learning_rate",
+        ),
+        _Rule(
+            "effective_sample_share", "sampling/effective_sample_share", -1,
+            c.min_effective_sample_share, c.patience, c.effective_sample_share_action,
+            "under the sampling correction a few tokens make most of the gradient: the samples are too old for the "
+            "policy, or engine and trainer differ. Lower rollout.max_staleness (health.effective_sample_share_action "
+            "= 'lower_staleness' does), train.learning_rate or algorithm.vllm_importance_sampling_clip_max, or set "
+            "algorithm.vllm_importance_sampling_mode = 'token_truncate'",
         ),
         _Rule(
             "failed_conversations", "conversations/failed", 1, c.max_failed_conversations, c.patience,

@@ -140,6 +140,7 @@ class TrainingLog:
             "train_seconds": round(state.train_seconds, 3),
             "resumed_at_step": self.resumed_at or None,
             "roll_backs": state.roll_backs,
+            "max_staleness": state.max_staleness,
             "tokens_per_pass": self.session.memory.tokens,
             "recomputed_layers": recomputed,
             "weights_reached_engine": self.session.probe.handover if self.session.probe else "",

@@ -30,7 +30,7 @@ from grpo_core.training.interrupt import Stopped, interruptible, stop_if_asked, 
 from grpo_core.training.log import TrainingLog
 from grpo_core.training.memory import SharedModelError
 from grpo_core.training.pass_limit import write_limit
-from grpo_core.training.recovery import must_roll_back, resume, roll_back
+from grpo_core.training.recovery import lower_staleness, must_roll_back, resume, roll_back
 from grpo_core.training.roll_out import roll_out
 from grpo_core.training.session import Session, load_session
 from grpo_core.training.state import TrainingState
@@ -88,6 +88,7 @@ def _train_until_done(
                 findings = [health.not_finite(session.config.health, step, error)]
             if metrics:
                 log.step(step, metrics)  # also those that end the training
+            state, findings = lower_staleness(state, findings)
             if must_roll_back(session, log, findings, state):
                 state = roll_back(session, checkpoints, log, state)
                 continue
@@ -119,7 +120,8 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
                 if rollout is None or rollout.index != micro_step.rollout:
                     rollout, samples, begun = roll_out(session, micro_step.rollout, state)
                     log.completions(state.updates + 1, rollout, samples)
-                    state = replace(state.with_rollout(rollout, plan), begun=begun)
+                    taken = [(sample.turn, sample.row) for sample in samples[:: plan.num_generations]]
+                    state = replace(state.with_rollout(rollout, plan), taken=taken, begun=begun)
                     stop_if_asked()
                 parts.append((rollout, micro_step.slice))
             metrics = update(session, update_batch(parts, plan, config), state)

@@ -24,13 +24,29 @@ def resume(session: Session, checkpoints: Checkpoints) -> TrainingState:
         begin_probing(session)  # while both have the base's weights: a checkpoint changes them
     state = checkpoints.restore()
     if state is None:
-        state = TrainingState(entropy_coef=config.algorithm.entropy_coef)
+        state = TrainingState(entropy_coef=config.algorithm.entropy_coef, max_staleness=config.rollout.max_staleness)
         if health.may_roll_back(config.health):
             # Nothing older exists to go back to, whatever the first step finds.
             checkpoints.save(state, config.train.save_total_limit, healthy=True)
     limits = [session.memory.planned, state.tokens_per_pass, read_limit(checkpoints.directory.parent)]
     session.memory.tokens = min(limit for limit in limits if limit is not None)
     return state
+
+
+def lower_staleness(state: TrainingState, findings: Sequence[Finding]) -> tuple[TrainingState, list[Finding]]:
+    """Half the `max_staleness` if one of the findings asks for it; these then say so. At 0 they are warnings."""
+    lowered = state.max_staleness // 2
+
+    def said(finding: Finding) -> Finding:
+        if finding.action != "lower_staleness":
+            return finding
+        if not state.max_staleness:
+            return replace(finding, action="warn", message=f"{finding.message}; rollout.max_staleness is at 0 already")
+        change = f"rollout.max_staleness goes from {state.max_staleness} to {lowered}"
+        return replace(finding, message=f"{finding.message}; {change}")
+
+    asked = any(finding.action == "lower_staleness" for finding in findings)
+    return replace(state, max_staleness=lowered) if asked else state, [*map(said, findings)]
 
 
 def must_roll_back(session: Session, log: TrainingLog, findings: Sequence[Finding], state: TrainingState) -> bool:
@@ -64,7 +80,9 @@ def roll_back(session: Session, checkpoints: Checkpoints, log: TrainingLog, stat
             f"no healthy, undamaged checkpoint is left under {checkpoints.directory} to roll back to; start the "
             "training from the beginning, or set the health action to 'warn' or 'stop'"
         )
-    restored = replace(restored, rollout=None, roll_backs=state.roll_backs + 1, streaks={})
+    restored = replace(
+        restored, rollout=None, roll_backs=state.roll_backs + 1, streaks={}, max_staleness=state.max_staleness
+    )
     checkpoints.save(restored, session.config.train.save_total_limit, healthy=True)
     if session.lookahead is not None:
         session.lookahead.drop_begun()  # other samples are drawn from here on

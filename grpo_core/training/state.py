@@ -16,7 +16,8 @@ class TrainingState:
     updates: int = 0
     tokens_per_pass: int | None = None  # of a forward pass, at most, after memory has run out; None if it has not
     rollout: Rollout | None = None  # the generation batch in use
-    begun: list[tuple[int, int]] = field(default_factory=list)  # groups sampled ahead; see rollout.ahead.Group
+    taken: list[tuple[int, int]] = field(default_factory=list)  # the groups of that batch; see rollout.ahead.Group
+    begun: list[tuple[int, int]] = field(default_factory=list)  # groups sampled ahead, for later batches
     unrecorded: dict[str, float] | None = None  # metrics of the last update until its evaluation is complete
     # What happened, to be compared with the plan.
     rollouts: int = 0
@@ -33,6 +34,7 @@ class TrainingState:
     last_entropy: float = math.inf
     streaks: dict[str, int] = field(default_factory=dict)  # updates in a row that each health limit was broken
     roll_backs: int = 0
+    max_staleness: int = 0  # rollout.max_staleness, or what health limits have lowered it to
     best_step: int | None = None
     best_value: float = -math.inf
     evaluations_without_gain: int = 0

@@ -140,6 +140,9 @@ class _Tally:
         highest = {name: value for name, value in extreme if math.isfinite(value)}
         lowest = {name: -highest.pop(name) for name in [*highest] if name.endswith("min")}
         means = {name: value / tokens for name, value in totals.items()} if tokens else {}
+        if (square := means.pop("correction_squared", None)) is not None:  # 0 if the correction leaves out every token
+            mean = means["sampling/importance_sampling_ratio/mean"]
+            means["sampling/effective_sample_share"] = mean**2 / square if square else 0.0
         if kept:
             means["kept_entropy"] = kept_entropy / kept
         return {"loss": loss, **means, **highest, **lowest, "grad_norm": norm}
@@ -187,6 +190,7 @@ def _forward_backward(
     for name, values in losses.metrics.items():
         tally.add(name, values, mask)
     if losses.correction is not None:
+        tally.add("correction_squared", losses.correction.square(), mask)
         tally.highest("sampling/importance_sampling_ratio/max", losses.correction, mask)
         tally.highest("sampling/importance_sampling_ratio/min", -losses.correction, mask)
     for name, sign in (("clip_ratio/low_mean", -1), ("clip_ratio/high_mean", 1)):

@@ -106,12 +106,16 @@ def plan_and_outcome(record: Record) -> Section:
     return Section(
         "The plan and what happened",
         tables=[Table(["", "planned", "happened", ""], rows)],
-        notes=[*how, *_events(result), *(_finding(found) for found in _first_findings(record.findings))],
+        notes=[
+            *how,
+            *_events(result, record.config.rollout.max_staleness),
+            *(_finding(found) for found in _first_findings(record.findings)),
+        ],
     )
 
 
-def _events(result: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on what happened to the training."""
+def _events(result: Mapping[str, Any], max_staleness: int) -> Iterator[str]:
+    """Sentences on what happened to the training, which was configured with this `max_staleness`."""
     if step := result["stopped_early_at_step"]:
         yield f"Stopped early after update {step:,}: held-out figures had stopped getting better."
     if (best := result["best_step"]) is not None:
@@ -120,6 +124,8 @@ def _events(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"Interrupted, and continued after update {step:,}."
     if result["roll_backs"]:
         yield f"Rolled back {result['roll_backs']} times."
+    if max_staleness and (lowered := result["max_staleness"]) < max_staleness:
+        yield f"Sampled less far ahead in the end: rollout.max_staleness was lowered from {max_staleness} to {lowered}."
     if result["ran_out_of_memory"]:
         yield f"Memory ran out; went on with {result['tokens_per_pass']:,} tokens per forward pass."
 

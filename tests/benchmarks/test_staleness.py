@@ -33,8 +33,8 @@ def test_what_virtual_servers_sample_is_by_the_weights_of_its_time_and_never_too
         engine.sync_weights(model)
         versions[engine.version] = copy.deepcopy(model)
         requests += [Request(prompt, 2, seed=10_000 * engine.version + number) for number in range(4)]
-        engine.begin(requests, sampling)
-        found = [each for step in engine.take(requests, sampling, 4, 2) for each in step]
+        engine.begin(requests, sampling, 2)
+        found = [each for step in engine.take(requests, sampling, 4) for each in step]
         assert len(found) == 4
         for _, group in found:
             for completion in group:
@@ -92,11 +92,21 @@ def test_the_pages_have_the_figures_of_the_real_trainings() -> None:
     page = " ".join((RESULTS.parents[1] / "docs" / "how-to" / "vllm-server.md").read_text().split())
     for figures in (real, planned):
         assert f"{', '.join(map(str, figures[:-1]))} and {figures[-1]}" in page
+
+
+@pytest.mark.parametrize(("name", "before"), [("real", ""), ("real-2-servers", "two servers, ")])
+def test_the_benchmark_page_has_the_real_trainings_beside_their_simulations(name: str, before: str) -> None:
+    found = json.loads((RESULTS / f"staleness-{name}.json").read_text())
+    planned = found["planned"]["updates_per_hour"]
+    expected = {
+        "measured": [each["updates_per_hour"] for each in found["trainings"]],
+        "simulated with": [each["simulated_updates_per_hour"] for each in found["trainings"]],
+        "what `grpo plan`": [planned[str(each["max_staleness"])] for each in found["trainings"]],
+    }
     lines = (RESULTS.parent / "README.md").read_text().splitlines()
-    simulated = [round(each["simulated_updates_per_hour"]) for each in found["trainings"]]
-    for title, figures in (("measured", real), ("simulated with", simulated), ("what `grpo plan`", planned)):
-        (line,) = (line for line in lines if line.startswith(f"| {title}"))
-        assert [int(cell) for cell in line.split("|")[2:-1]] == figures
+    for title, figures in expected.items():
+        (line,) = (line for line in lines if line.startswith(f"| {before}{title}"))
+        assert [int(cell) for cell in line.split("|")[2:-1]] == [*map(round, figures)]
 
 
 def test_the_benchmark_page_has_the_differences_that_were_measured() -> None:

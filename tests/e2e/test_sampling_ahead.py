@@ -64,12 +64,12 @@ def live(folder: str) -> None:
     def measured(first: int, changes: int) -> dict[str, Any]:
         """Requests that are begun, and `changes` of the weights, each while all are being sampled."""
         requests = [Request([3 + i, 4, 5], 4, seed=first + 1000 * i) for i in range(6)]
-        engine.begin(requests, sampling)
+        engine.begin(requests, sampling, 8)
         for _ in range(changes):
             busy.wait(0.2)
             assert left(requests) == len(requests)
             change_weights()
-        taken = [found for step in engine.take(requests, sampling, 6, 8) for found in step]
+        taken = [found for step in engine.take(requests, sampling, 6) for found in step]
         return {
             "numbers": sorted(number for number, _ in taken),
             "ages": [each.ages for _, group in taken for each in group],
@@ -80,11 +80,11 @@ def live(folder: str) -> None:
     busy = threading.Event()
     found = {"undisturbed": measured(0, 0), "again": measured(0, 0), "changed": measured(50_000, 2)}
     requests = [Request([3 + i, 4, 5], 4, seed=90_000 + 1000 * i) for i in range(6)]
-    engine.begin(requests, sampling)
+    engine.begin(requests, sampling, 1)
     busy.wait(0.5)
     os.killpg(int((Path(folder) / "pid").read_text()), signal.SIGKILL)
     change_weights()
-    taken = [each for step in engine.take(requests, sampling, 6, 1) for each in step]
+    taken = [each for step in engine.take(requests, sampling, 6) for each in step]
     found["killed"] = [max(differences(requests[number], each)) for number, group in taken for each in group]
     assert not engine.begun
     engine.close()

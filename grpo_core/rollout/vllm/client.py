@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -70,7 +71,8 @@ class Server:
     """A server, and the weights that it must have: `wanted`.
 
     `send` brings them there and blocks until it is. `objection`: what speaks against a server that was
-    started in a certain way, "" if nothing does. The router keeps `problem`, `refuses` and `in_flight`.
+    started in a certain way, "" if nothing does. `processes` share it. The router keeps `problem`, `refuses` and
+    `in_flight`.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Server:
         holder: str,
         objection: Callable[[Mapping[str, Any]], str],
         send: Callable[[Server, Weights], None],
+        processes: int = 1,
     ):
         self.url, self.token, self.holder = url.rstrip("/"), token, holder
         self.seconds = config.vllm_request_timeout
@@ -93,9 +96,9 @@ class Server:
         self.problem = ""  # why it is asked nothing; "" if it is up and has the wanted weights
         self.refuses = False  # whether waiting alone does not mend the problem
         self.receiving = False  # whether weights are on their way to it
-        # As many requests as the server works on, by its `sequences` per copy of the model: each is a connection, and
-        # with fewer a server would run out of work as each request comes down to its longest completion.
-        self.sequences, self.capacity, self.in_flight = 0, 1, 0
+        # This process's part of the completions that the server works on concurrently, by its `sequences` per copy of
+        # the model: more would wait there, which takes of the time that the server has for an answer.
+        self.processes, self.sequences, self.capacity, self.in_flight = processes, 0, 1, 0
         self.abandoned: asyncio.Future[str] | None = None  # gets the reason why its answers are not waited for
         # A connection for each request: an idle one may be closed by the server just when it is used again.
         limits = httpx2.Limits(max_keepalive_connections=0)
@@ -204,7 +207,8 @@ class Server:
             )
         self.backend = given["server"]["weight_transfer"]
         if (sequences := given["server"]["max_num_seqs"]) != self.sequences:
-            self.capacity, self.sequences = sequences * await self._copies(), sequences
+            self.capacity = math.ceil(sequences * await self._copies() / self.processes)
+            self.sequences = sequences
 
     async def release(self) -> None:
         """Free the server for the next training."""

@@ -1,5 +1,7 @@
-"""Which of several vLLM servers is asked: the least loaded that is up; for a later turn of a conversation, the first
-turn's, which has cached it.
+"""Which of several vLLM servers is asked: the least loaded that is up; for further completions of a prompt, the same
+while it has room; for a later turn of a conversation, the first turn's, which has cached it.
+
+Requests wait here until a server has room for them. What the training waits for goes first.
 
 A server that fails is left out: what was asked of it is asked of another, with the same seeds, so that the answers stay
 the same. Meanwhile it is brought back, and then gets work again. Everything here runs in one event loop.
@@ -8,8 +10,10 @@ the same. Meanwhile it is brought back, and then gets work again. Everything her
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import heapq
+import itertools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from grpo_core.rollout.vllm import client
@@ -21,6 +25,19 @@ ATTEMPTS = 5  # at one answer, by one server after the other
 Result = TypeVar("Result")
 
 
+@dataclass(order=True)
+class _Waiting:
+    """A request for one completion. `prefix`: equal for those that begin alike; `waits`: for the server that has that
+    prefix, however busy it is."""
+
+    priority: int
+    number: int  # in the order of arrival
+    prefix: int = field(compare=False)
+    waits: bool = field(compare=False)
+    failed: set[Server] = field(compare=False, default_factory=set)
+    server: asyncio.Future[Server] = field(compare=False, init=False)
+
+
 class Router:
     """Servers as one. `seconds`: how long none may be available; `first`: the server that gets the first request;
     `reports`: whether lines about servers that leave and come back are printed."""
@@ -29,9 +46,9 @@ class Router:
         self.servers, self.seconds, self.reports = servers, seconds, reports
         first %= len(servers)
         self.order = [*servers[first:], *servers[:first]]  # among servers with equal load
-        self.homes: dict[int, Server] = {}  # of the conversations since the last weights, which empty the caches
-        # Requests that wait for room: their conversations, and the servers that have failed them.
-        self.waiting: deque[tuple[asyncio.Future[Server], int | None, set[Server]]] = deque()
+        self.homes: dict[int, Server] = {}  # of the prefixes since the last weights, which empty the caches
+        self.numbers = itertools.count()
+        self.waiting: list[_Waiting] = []  # a heap
         self.bringing_back: dict[Server, asyncio.Task[None]] = {}
         self.none_since = 0.0  # when the last server that was up was left out
 
@@ -42,18 +59,21 @@ class Router:
     async def complete(
         self, body: Mapping[str, Any], oldest: int, conversation: int | None = None
     ) -> list[dict[str, Any]]:
-        """The completions of a request, every token of them by weights of version `oldest` or later.
+        """The completion of a request, every token of it by weights of version `oldest` or later.
 
         Raises ServerError when no server is available for too long, or the only one refuses or hangs.
         """
-        failure, failed = "", set[Server]()
+        prefix = hash(tuple(body["token_ids"])) if conversation is None else conversation
+        # Asked again, it keeps its place.
+        request = _Waiting(body.get("priority", 0), next(self.numbers), prefix, conversation is not None)
+        failure = ""
         for _ in range(ATTEMPTS):
-            server = await self._room(conversation, failed)
+            server = await self._room(request)
             try:
                 return await server.complete(body, oldest)
             except (Unavailable, ServerError) as error:
                 failure = f"{server.url}: {error}"
-                failed.add(server)
+                request.failed.add(server)
                 self._fail(server, error)
             finally:
                 self._free(server)
@@ -120,16 +140,16 @@ class Router:
         for task in self.bringing_back.values():
             task.cancel()
 
-    async def _room(self, conversation: int | None, failed: set[Server]) -> Server:
+    async def _room(self, request: _Waiting) -> Server:
         """The server for a request, as soon as one has room; `_free` gives the room back."""
-        waiter: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
-        self.waiting.append((waiter, conversation, failed))
+        request.server = found = asyncio.get_running_loop().create_future()
+        heapq.heappush(self.waiting, request)
         self._assign()
         try:
-            return await waiter
+            return await found
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled() and not waiter.exception():
-                self._free(waiter.result())
+            if found.done() and not found.cancelled() and not found.exception():
+                self._free(found.result())
             raise
 
     def _free(self, server: Server) -> None:
@@ -137,25 +157,27 @@ class Router:
         self._assign()
 
     def _assign(self) -> None:
-        """Give the requests that wait, in the order of their arrival, to servers that have room."""
+        """Give the requests that wait to servers that have room: the urgent ones first, then by their arrival."""
         passed_over = []
         while self.waiting and any(server.has_room for server in self.up):
-            waiter, conversation, failed = self.waiting.popleft()
-            if waiter.done():
+            request = heapq.heappop(self.waiting)
+            if request.server.done():
                 continue
-            home = None if conversation is None else self.homes.get(conversation)
             # One that fails a request quickly is the least loaded: another is waited for.
-            fit = [server for server in self.up if server not in failed] or self.up
-            free = [server for server in ([home] if home in fit else fit) if server.has_room]
+            fit = [server for server in self.up if server not in request.failed] or self.up
+            free = [server for server in fit if server.has_room]
+            home = self.homes.get(request.prefix)
+            if home in fit and (home.has_room or request.waits):
+                free = [home] * home.has_room
             if not free:
-                passed_over.append((waiter, conversation, failed))
+                passed_over.append(request)
                 continue
             server = min(free, key=lambda server: server.in_flight / server.capacity)
-            if conversation is not None:
-                self.homes[conversation] = server
+            self.homes[request.prefix] = server
             server.in_flight += 1
-            waiter.set_result(server)
-        self.waiting.extendleft(reversed(passed_over))
+            request.server.set_result(server)
+        for request in passed_over:
+            heapq.heappush(self.waiting, request)
 
     def _fail(self, server: Server, error: BaseException) -> None:
         """Leave out a server that has failed. Raises the error if waiting does not mend it and there is no other."""
@@ -178,9 +200,9 @@ class Router:
         while server.problem:
             await self._restore(server)
             if hopeless := self._hopeless():
-                for waiter, *_ in self.waiting:
-                    if not waiter.done():
-                        waiter.set_exception(ServerError(hopeless))
+                for request in self.waiting:
+                    if not request.server.done():
+                        request.server.set_exception(ServerError(hopeless))
                 self.waiting.clear()
             if server.problem:
                 await asyncio.sleep(POLL_SECONDS)

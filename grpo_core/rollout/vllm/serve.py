@@ -24,7 +24,6 @@ from grpo_core.system.libraries import quiet_libraries
 # Environment variable of a training: a file with the address of each server that was started for it. A server that is
 # started again may have another address.
 ADDRESSES = "GRPO_VLLM_SERVERS"
-LEAST_SEQUENCES = 128  # completions that vLLM works on concurrently by default: 128 on a CPU, more on any GPU
 VLLM = "0.32"  # the release that weights are sent by: each changes that API
 
 
@@ -100,8 +99,6 @@ def server_command(config: RunConfig) -> list[str]:
         *("--tensor-parallel-size", str(rollout.vllm_tensor_parallel_size)),
         *("--data-parallel-size", str(rollout.vllm_data_parallel_size)),
         *(["--scheduling-policy", "priority"] if rollout.max_staleness else []),
-        # It refuses a request for more completions of a prompt than it works on concurrently.
-        *(["--max-num-seqs", str(group)] if (group := largest_group(config)) > LEAST_SEQUENCES else []),
         *(
             # After a part of a prompt vLLM turns a seeded request's random stream back, which a CPU's cannot do.
             ["--enforce-eager", "--no-enable-chunked-prefill"]
@@ -114,11 +111,6 @@ def server_command(config: RunConfig) -> list[str]:
 def adapter_room(config: RunConfig) -> int:
     """Rank of the adapters that a server makes room for; 0 if it gets whole weights."""
     return room_for(config.model.lora_r) if goes_alone(config.model) else 0
-
-
-def largest_group(config: RunConfig) -> int:
-    """Most completions of a prompt that are asked for in one request."""
-    return max(config.rollout.num_generations, config.evaluation.num_samples)
 
 
 def server_environment(config: RunConfig) -> dict[str, str]:

@@ -36,7 +36,7 @@ from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, ServerError, Weights, versions
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
 from grpo_core.rollout.vllm.router import Router
-from grpo_core.rollout.vllm.serve import adapter_room, largest_group, read_addresses, wrong_vllm
+from grpo_core.rollout.vllm.serve import adapter_room, read_addresses, wrong_vllm
 from grpo_core.rollout.vllm.snapshot import take_snapshot
 
 # vLLM must sample a token to score a prompt; greedy, it draws no random number for it.
@@ -51,9 +51,9 @@ Answer = list[tuple[Completion, list[int]]]  # the versions of the weights that 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A request that is sampled; `version`: of the weights when it began."""
+    """A request that is sampled; `due`: the version of the weights at which it is taken at the latest."""
 
-    version: int
+    due: int
     answer: Future[Answer]
 
 
@@ -89,7 +89,8 @@ class VLLMServerEngine:
         def objection(started: Mapping[str, Any]) -> str:
             return _objection(started, config, max_length, on_cpu, pid_namespace_id(), self.adapter_room)
 
-        self.servers = [Server(url, config.rollout, self.token, holder, objection, send) for url in urls]
+        sharing = process.num_processes
+        self.servers = [Server(url, config.rollout, self.token, holder, objection, send, sharing) for url in urls]
         # A server that is back is waited for by the other processes while the main process sends it the weights.
         sending = 0.0 if self.sends else config.rollout.vllm_request_timeout
         seconds = config.rollout.vllm_server_timeout + sending
@@ -160,23 +161,19 @@ class VLLMServerEngine:
             server.wanted = weights
         return self._run(self.router.hand_over(numbers))
 
-    def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        wanted = {_key(request, sampling): request for request in requests}
-        for key in [*self.begun]:
-            if key not in wanted:  # another process has it now
-                self.begun.pop(key).answer.cancel()
-        for key, request in wanted.items():
-            if key not in self.begun:
-                self.begun[key] = _Begun(self.version, self._submit(request, sampling, {}))
+    def begin(self, requests: Sequence[Request], sampling: Sampling, max_staleness: int) -> None:
+        for request in requests:
+            if (key := _key(request, sampling)) not in self.begun:
+                self.begun[key] = _Begun(self.version + max_staleness, self._submit(request, sampling, {}))
 
-    def take(self, requests: Sequence[Request], sampling: Sampling, count: int, max_staleness: int) -> Stream:
+    def take(self, requests: Sequence[Request], sampling: Sampling, count: int) -> Stream:
         keys = [_key(request, sampling) for request in requests]
         left = {number: self.begun[key] for number, key in enumerate(keys)}
         room = count
         while room:
             done = [number for number, begun in left.items() if begun.answer.done()]
-            versions = {number: begun.version for number, begun in left.items()}
-            taken = choose_groups(done, versions, self.version, max_staleness, room, count)
+            due = {number: begun.due for number, begun in left.items()}
+            taken = choose_groups(done, due, self.version, room, count)
             if not taken:
                 others = [begun.answer for number, begun in left.items() if number not in done]
                 wait(others, TURN_SECONDS, FIRST_COMPLETED)
@@ -230,16 +227,19 @@ class VLLMServerEngine:
         return [replace(each, ages=[self.version - version for version in versions]) for each, versions in answer]
 
     def _submit(self, request: Request, sampling: Sampling, options: Mapping[str, Any]) -> Future[Answer]:
-        body = self._body(request.prompt_ids, _parameters(request, sampling), options)
-        return self._start(self._complete(body, self.version, request.conversation))
+        parameters = [_parameters(request, sampling, number) for number in range(request.num_completions)]
+        bodies = [self._body(request.prompt_ids, each, options) for each in parameters]
+        return self._start(self._complete(bodies, self.version, request.conversation))
 
-    async def _complete(self, body: Mapping[str, Any], oldest: int, conversation: int | None) -> Answer:
+    async def _complete(self, bodies: Sequence[Mapping[str, Any]], oldest: int, conversation: int | None) -> Answer:
+        """One request per completion: each takes a server's room just as long as it is sampled."""
+        answers = await asyncio.gather(*(self.router.complete(body, oldest, conversation) for body in bodies))
         return [
             (
                 Completion(choice["token_ids"], choice["logprobs"], truncated=choice["finish_reason"] == "length"),
                 versions(choice, self.token),
             )
-            for choice in await self.router.complete(body, oldest, conversation)
+            for (choice,) in answers
         ]
 
     def _body(self, ids: list[int], parameters: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,10 +271,9 @@ async def _all(questions: Any) -> list[Any]:
     return await asyncio.gather(*questions)
 
 
-def _parameters(request: Request, sampling: Sampling) -> dict[str, Any]:
+def _parameters(request: Request, sampling: Sampling, number: int) -> dict[str, Any]:
     return {
-        "n": request.num_completions,
-        "seed": request.seed,  # vLLM gives completion i of a request the seed + i
+        "seed": request.seed + number,
         "max_tokens": request.max_tokens or sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -326,11 +325,6 @@ def _objection(
         )
     if started["max_model_len"] < max_length:
         return f"takes sequences of {started['max_model_len']} tokens, the longest here has {max_length}"
-    if started["max_num_seqs"] < (group := largest_group(config)):
-        return (
-            f"takes at most {started['max_num_seqs']} completions of a prompt, needed are {group} "
-            f"(rollout.num_generations or evaluation.num_samples): start it with --max-num-seqs {group}, or lower them"
-        )
     if config.rollout.max_staleness and started["scheduling_policy"] != "priority":
         return "works in the order of arrival, and rollout.max_staleness needs --scheduling-policy priority"
     if on_cpu and started["chunked_prefill"]:

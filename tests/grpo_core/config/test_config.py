@@ -209,6 +209,10 @@ def _with(key: str, value: Any) -> dict[str, Any]:
             },
             "algorithm.vllm_importance_sampling_correction has to be true",
         ),
+        (
+            {"health": {"log_ratio_action": "lower_staleness"}},
+            "health.log_ratio_action='lower_staleness' with rollout.max_staleness=0: nothing is sampled ahead",
+        ),
         ({"name": "../up"}, "name = '../up'"),
         ({"name": 5000 * "x"}, "xx…: String should have at most 200 characters"),
         ({"train": {"max_steps": 10**18}}, "train.max_steps: 1000000000000000000 is beyond 2,147,483,647"),

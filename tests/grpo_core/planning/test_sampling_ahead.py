@@ -22,17 +22,19 @@ def _group(*lengths: int) -> Group:
 
 
 def test_a_batch_takes_what_finishes_first_as_far_as_nothing_that_is_left_gets_too_old() -> None:
-    begun = {7: 1, 8: 2, 9: 3, 5: 4}
-    assert choose_groups([9, 8, 5], begun, 4, 2, room=2, count=3) == [8]  # 7 has to be in this batch, too
-    assert choose_groups([9, 8, 5], begun, 4, 2, room=3, count=3) == [9, 8]
-    assert choose_groups([9, 5], begun, 4, 2, room=3, count=3) == [9]
-    assert choose_groups([9, 5], begun, 4, 8, room=3, count=3) == [9, 5]
+    due = {7: 3, 8: 4, 9: 5, 5: 6}
+    assert choose_groups([9, 8, 5], due, 4, room=2, count=3) == [8]  # 7 has to be in this batch, too
+    assert choose_groups([9, 8, 5], due, 4, room=3, count=3) == [9, 8]
+    assert choose_groups([9, 5], due, 4, room=3, count=3) == [9]
+    later = {group: last + 6 for group, last in due.items()}
+    assert choose_groups([9, 5], later, 4, room=3, count=3) == [9, 5]
 
 
 def test_what_later_batches_have_no_room_for_is_in_this_one() -> None:
-    begun = {**dict.fromkeys(range(6), 1), 6: 2}
-    assert choose_groups([6, 3, 5, 4], begun, 2, 3, room=2, count=2) == [3, 5]  # the next two take the other four
-    assert choose_groups([6, 3, 5, 4], begun, 2, 4, room=2, count=2) == [6, 3]  # the next three could take six
+    due = {**dict.fromkeys(range(6), 4), 6: 5}
+    assert choose_groups([6, 3, 5, 4], due, 2, room=2, count=2) == [3, 5]  # the next two take the other four
+    later = {group: last + 1 for group, last in due.items()}
+    assert choose_groups([6, 3, 5, 4], later, 2, room=2, count=2) == [6, 3]  # the next three could take six
 
 
 def test_sampling_and_training_in_turn_take_the_sum_of_their_parts() -> None:

@@ -57,6 +57,7 @@ class Pretended:
         self.open, self.answering = threading.Event(), threading.Event()
         self.open.set()
         self.port, self.broken = 0, False
+        self.sampled, self.most = 0, 0  # completions concurrently: now, and the most that there were
         self.start()
 
     @property
@@ -111,11 +112,14 @@ class Pretended:
         life, prompt, asked = self.life, body["token_ids"], body["sampling_params"]
         with self.changed:
             self.asked.append(prompt)
+            self.sampled += 1
+            self.most = max(self.most, self.sampled)
             self.changed.notify_all()
         while not (self.open.wait(0.01) and self.resumed.wait(0.01)) and not life.is_set():
             pass
-        found = [plain_ids(prompt, asked["seed"] + number, asked["max_tokens"]) for number in range(asked["n"])]
-        return binary.encode([output(self.version, ids) for ids in found])
+        with self.changed:
+            self.sampled -= 1
+        return binary.encode([output(self.version, plain_ids(prompt, asked["seed"], asked["max_tokens"]))])
 
 
 def output(version: str, ids: list[int]) -> Any:

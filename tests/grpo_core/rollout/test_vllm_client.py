@@ -174,9 +174,12 @@ def test_several_servers_are_sent_their_weights_concurrently() -> None:
     assert [server.transfer.source.snapshot for server in made] == [{}, {}]
 
 
-@pytest.mark.parametrize(("copies", "concurrent"), [(1, 1024), (2, 2048)])
-def test_a_server_is_asked_as_much_as_it_works_on_concurrently(copies: int, concurrent: int) -> None:
+@pytest.mark.parametrize(("copies", "processes", "concurrent"), [(1, 1, 1024), (2, 1, 2048), (2, 2, 1024), (1, 3, 342)])
+def test_the_processes_ask_a_server_for_as_much_as_it_works_on_concurrently(
+    copies: int, processes: int, concurrent: int
+) -> None:
     server = make_server("http://127.0.0.1:1")
+    server.processes = processes
     started = {**STARTED, "max_num_seqs": 1024}
 
     async def request(method: str, path: str, *_: Any, **options: Any) -> Any:
@@ -194,16 +197,6 @@ def test_a_server_is_asked_as_much_as_it_works_on_concurrently(copies: int, conc
 
 
 STARTED = {**PRETENDED, "max_model_len": 16, "scheduling_policy": "fcfs", "pid_namespace_id": "there"}
-
-
-@pytest.mark.parametrize("group", [128, 129])
-def test_a_server_takes_a_whole_group_or_is_refused_or_started_for_it(tmp_path: Path, group: int) -> None:
-    config = parse_config(config_values(tmp_path, tmp_path, engine="vllm-server", num_generations=group))
-    objection = vllm_server._objection(STARTED, config, 16, True, "there")
-    assert ("takes at most 128 completions of a prompt, needed are 129" in objection) == (group > 128)
-    assert bool(objection) == (group > 128)
-    command = vllm_serve.server_command(config)
-    assert ("--max-num-seqs" in command) == (group > 128)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +295,7 @@ def test_a_lease_is_renewed_whatever_went_wrong_the_last_time(monkeypatch: pytes
 def test_what_was_begun_before_a_roll_back_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended(128) as servers, connected(tmp_path, monkeypatch, servers, torch.nn.Linear(1, 1)) as engine:
         servers[0].open.clear()
-        engine.begin([Request([3], 1, 0)], Sampling(4, 1.0))
+        engine.begin([Request([3], 1, 0)], Sampling(4, 1.0), 1)
         servers[0].wait_for(1)
         assert engine.servers[0].in_flight == 1
         engine.drop_begun()
@@ -320,12 +313,12 @@ def test_a_batch_takes_groups_as_they_finish_and_waits_for_those_that_are_due(
         monkeypatch.setattr(engine, "_submit", lambda request, *_: answers[request.seed])
         requests = [Request([3], 1, number) for number in range(4)]
         engine.version = 3
-        engine.begin(requests[:2], sampling)
+        engine.begin(requests[:2], sampling, 2)
         engine.version = 5
-        engine.begin(requests, sampling)
+        engine.begin(requests, sampling, 2)
         for number in (1, 2, 3):
             answers[number].set_result([(Completion([4], [0.0], truncated=False), [5])])
-        batch = engine.take(requests, sampling, 3, 2)
+        batch = engine.take(requests, sampling, 3)
         assert [number for number, _ in next(batch)] == [1, 2]  # the room that is left is for what is due
         assert next(batch) == []
         answers[0].set_result([(Completion([4, 4], [0.0, 0.0], truncated=False), [3, 5])])
@@ -333,6 +326,3 @@ def test_a_batch_takes_groups_as_they_finish_and_waits_for_those_that_are_due(
         assert (number, completion.ages) == (0, [2, 0])
         assert not [*batch]
         assert [begun.answer for begun in engine.begun.values()] == [answers[3]]
-        answers.append(Future())
-        engine.begin([Request([3], 1, 4)], sampling)  # the group before is another process's now
-        assert [begun.answer for begun in engine.begun.values()] == [answers[4]]

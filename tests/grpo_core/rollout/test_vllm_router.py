@@ -109,10 +109,10 @@ def test_what_a_dead_server_was_asked_is_asked_of_another_and_it_comes_back_with
         dying, other = servers
         dying.open.clear()
         asking = Asking(engine, requests(8, 2))
-        dying.wait_for(4)
+        dying.wait_for(8)
         dying.kill()
         assert asking.join() == plain(requests(8, 2))
-        assert len(other.asked) == 8
+        assert len(other.asked) == 16
         assert engine.compute_logprobs([[3, 4]]) == [[-1.0]]
 
         torch.nn.init.constant_(policy.weight, 2.0)
@@ -125,7 +125,7 @@ def test_what_a_dead_server_was_asked_is_asked_of_another_and_it_comes_back_with
         wait_until_back(engine)
         assert engine.compute_logprobs([[3, 4]]) == [[-2.0], [-2.0]]
         ask(engine, requests(8))
-        assert (len(dying.asked), len(other.asked)) == (8, 12)
+        assert (len(dying.asked), len(other.asked)) == (8 + 4, 16 + 4)
         torch.nn.init.constant_(policy.weight, 4.0)
         engine.sync_weights(policy)
         assert engine.compute_logprobs([[3, 4]]) == [[-4.0], [-4.0]]
@@ -202,6 +202,85 @@ def test_a_server_that_fails_quickly_and_is_brought_back_each_time_fails_no_requ
         other.open.set()
         assert asking.join() == plain(requests(20))
         assert len(broken.asked) == len({tuple(prompt) for prompt in broken.asked})
+
+
+def _wait_for_queue(engine: VLLMServerEngine, count: int) -> None:
+    """Until so many requests wait for room."""
+
+    async def waiting() -> int:
+        return len(engine.router.waiting)
+
+    for _ in range(10_000):
+        if engine._run(waiting()) == count:
+            return
+    raise AssertionError(f"{engine._run(waiting())} wait, not {count}")
+
+
+def test_a_server_works_on_no_more_completions_than_it_has_room_for_and_none_waits_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretended(3, 5) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+        for server in servers:
+            server.open.clear()
+        asking = Asking(engine, requests(20, 4))
+        for server, room in zip(servers, (3, 5), strict=True):
+            server.wait_for(room)
+            server.open.set()
+        assert asking.join() == plain(requests(20, 4))
+        assert [server.most for server in servers] == [3, 5]
+
+
+def test_completions_of_a_prompt_are_asked_of_one_server_while_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretended(12, 12) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+        for server in servers:
+            server.open.clear()
+        asking = Asking(engine, requests(6, 4))
+        for server in servers:
+            server.wait_for(12)
+            assert len({tuple(prompt) for prompt in server.asked}) == 3
+            server.open.set()
+        assert asking.join() == plain(requests(6, 4))
+
+
+def test_what_the_training_waits_for_goes_before_what_waits_to_be_sampled_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        pretended(2) as servers,
+        connected(tmp_path, monkeypatch, servers, model(), max_staleness=2) as engine,
+    ):
+        [server] = servers
+        server.open.clear()
+        ahead, urgent = requests(3, 2), [Request([1000 + number], 1, number) for number in range(3)]
+        engine.begin(ahead, SAMPLING, 2)
+        server.wait_for(2)
+        evaluating = Asking(engine, urgent)
+        _wait_for_queue(engine, 4 + 3)
+        server.open.set()
+        assert evaluating.join() == plain(urgent)
+        assert len([*engine.take(ahead, SAMPLING, 3)]) >= 1
+        order = [prompt[0] for prompt in server.asked]
+        assert order[:2] == [3, 3]  # were there already
+        assert sorted(order[2:5]) == [1000, 1001, 1002]
+        assert sorted(order[5:]) == [4, 4, 5, 5]
+
+
+def test_what_a_dead_server_was_asked_keeps_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(1, 1) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
+        for server in servers:
+            server.open.clear()
+        asking = Asking(engine, requests(6))
+        for server in servers:
+            server.wait_for(1)
+        _wait_for_queue(engine, 4)
+        dying, other = servers
+        dying.kill()
+        _wait_for_queue(engine, 5)
+        other.open.set()
+        assert asking.join() == plain(requests(6))
+        assert [prompt[0] - 3 for prompt in other.asked] == [1, 0, 2, 3, 4, 5]
 
 
 def test_a_server_that_another_training_has_taken_is_left_out(

@@ -51,7 +51,8 @@ class CountingEngine:
         self.model = model
         self.rollouts: list[list[Request]] = []
         self.now = 0  # hand-overs of weights
-        self.begun: dict[int, tuple[int, float]] = {}  # when, and when it would be finished, by seed
+        self.begun: dict[int, tuple[int, int, float]] = {}  # when, until when, and when it would be finished, by seed
+        self.started: list[int] = []  # seeds
         self.ages: list[int] = []  # of the groups that were taken
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Generator[list[Finished], None, None]:
@@ -61,19 +62,26 @@ class CountingEngine:
             lengths = [1 + (request.seed + i) % 2 for i in range(request.num_completions)]
             yield [(number, [Completion([3] * length, [logprob] * length, truncated=False) for length in lengths])]
 
-    def begin(self, requests: Sequence[Request], sampling: Sampling) -> None:
+    def begin(self, requests: Sequence[Request], sampling: Sampling, max_staleness: int) -> None:
         """Each is sampled for a time of its own, in hand-overs of weights; a few take very long."""
         for request in requests:
-            self.begun.setdefault(request.seed, (self.now, self.now + random.Random(request.seed).paretovariate(0.25)))
+            if request.seed not in self.begun:
+                end = self.now + random.Random(request.seed).paretovariate(0.25)
+                self.begun[request.seed] = (self.now, self.now + max_staleness, end)
+                self.started.append(request.seed)
 
     def take(
-        self, requests: Sequence[Request], sampling: Sampling, count: int, max_staleness: int
+        self, requests: Sequence[Request], sampling: Sampling, count: int
     ) -> Generator[list[Finished], None, None]:
         assert len(requests) == len(self.begun)  # no other is left behind
-        by_end = sorted(range(len(requests)), key=lambda number: self.begun[requests[number].seed][1])
-        begun = {number: self.begun[request.seed][0] for number, request in enumerate(requests)}
-        taken = choose_groups(by_end, begun, self.now, max_staleness, count, count)
-        self.ages += [self.now - self.begun.pop(requests[number].seed)[0] for number in taken]
+        by_end = sorted(range(len(requests)), key=lambda number: self.begun[requests[number].seed][2])
+        due = {number: self.begun[request.seed][1] for number, request in enumerate(requests)}
+        taken = choose_groups(by_end, due, self.now, count, count)
+        assert len(taken) == count  # all of them, however long they take
+        for number in taken:
+            start, last, _ = self.begun.pop(requests[number].seed)
+            assert self.now <= last
+            self.ages.append(self.now - start)
         yield []
         generated = self.generate([requests[number] for number in taken], sampling)
         yield [(taken[number], found) for ((number, found),) in generated]
@@ -172,4 +180,5 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
         "result": result["counted"],
         "left": len(engine.begun),
         "ages": engine.ages,
+        "started": engine.started,
     }

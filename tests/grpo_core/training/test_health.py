@@ -27,6 +27,7 @@ HEALTHY = {
     "log_ratio/max": 0.2,
     "completions/clipped_ratio": 0.1,
     "sampling/importance_sampling_ratio/mean": 0.99,
+    "sampling/effective_sample_share": 0.97,
 }
 BROKEN = [
     ("zero_advantages", "frac_reward_zero_std", 1.0, "nothing to learn from"),
@@ -36,6 +37,7 @@ BROKEN = [
     ("log_ratio", "log_ratio/max", 7.0, "Engine and trainer differ"),
     ("clipped_length", "completions/clipped_ratio", 0.95, "cut off before they end"),
     ("importance_sampling_ratio", "sampling/importance_sampling_ratio/mean", 0.012, "most of the gradient"),
+    ("effective_sample_share", "sampling/effective_sample_share", 0.4, "a few tokens make most of the gradient"),
 ]
 
 

@@ -151,6 +151,23 @@ def test_the_page_names_code_and_data_and_a_time_only_where_it_was_forecast(bare
 
 
 @pytest.mark.slow
+def test_the_page_says_that_a_training_sampled_less_far_ahead_and_why(bare: Record) -> None:
+    rollout = bare.config.rollout.model_copy(update={"max_staleness": 4})
+    lowered = replace(
+        bare,
+        config=bare.config.model_copy(update={"rollout": rollout}),
+        result={**bare.result, "max_staleness": 1},
+        findings=[
+            {"step": 9, "rule": "log_ratio", "action": "lower_staleness", "message": "log_ratio/max = 7 is above"}
+        ],
+    )
+    said = "Sampled less far ahead in the end: rollout.max_staleness was lowered from 4 to 1."
+    page = Page(_html(lowered)).text
+    assert said in page
+    assert "Health (lower_staleness): log_ratio/max = 7 is above" in page
+    assert "less far ahead" not in Page(_html(bare)).text
+
+
 def test_prompts_that_changed_are_counted_and_shown(full_page: Page) -> None:
     text = full_page.text
     before, after = outcomes_of(0, 0.4), outcomes_of(2, 0.9)
