@@ -131,8 +131,9 @@ def screen(config: RunConfig) -> Screened:
     checks = config.data.checks.model_dump()
     dropping = [name for name, severity in checks.items() if severity == "drop"]
     options = _template_options(config, tokenizer)
-    column = config.data.prompt_column
-    shape, findings = check(frames, rewards, tokenizer, room, dropping, column, config.environment, options)
+    shape, findings = check(
+        frames, rewards, tokenizer, room, dropping, config.data.columns, config.environment, options
+    )
     frames = {name: without_unstorable(frame) for name, frame in frames.items()}
     bad = {severity: _of(severity, findings, checks) for severity in ("error", "drop")}
     dropped = {name: _dropped(frame, bad["drop"].filter(dataset=name)) for name, frame in frames.items()}
