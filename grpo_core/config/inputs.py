@@ -5,13 +5,14 @@ Here and in all sections, keys that mean the same as in TRL's GRPOConfig carry T
 
 from __future__ import annotations
 
+import warnings
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from grpo_core.config.base import Section
-from grpo_core.config.columns import columns_read, is_template
+from grpo_core.config.columns import columns_read, is_function, is_template
 
 LONGEST_ARGUMENT = 200  # characters: MLflow takes names of parameters up to 250, with rewards.0.args. in front
 WIDEST_RANGE = 1e12  # of a reward
@@ -90,6 +91,11 @@ class DataChecks(Section):
     """As overlap, but ignoring case and white space."""
     encoding: Severity = "warn"
     """Text that was decoded wrongly: replacement characters, control characters, UTF-8 read as Latin-1."""
+    own_schema: Severity = "error"
+    """A row that breaks a rule of data.schema."""
+
+
+warnings.filterwarnings("ignore", 'Field name "schema" in "DataConfig" shadows', UserWarning)
 
 
 class DataConfig(Section):
@@ -115,7 +121,17 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template, such as `{ enable_thinking = false }`; the same in training and
     evaluation."""
+    schema: str | None = None  # type: ignore[assignment]  # pydantic's own method of this name is deprecated
+    """`module:Model`, a pandera DataFrameModel: rules of your own about the columns that the data sets have, beside
+    those of `checks`. What becomes of a row that breaks one: `checks.own_schema`."""
     checks: DataChecks = DataChecks()
+
+    @field_validator("schema")
+    @classmethod
+    def _is_module_and_model(cls, name: str | None) -> str | None:
+        if name is not None and not is_function(name):
+            raise ValueError(f"{name!r} is not of the form module:Model")
+        return name
 
     @field_validator("columns")
     @classmethod

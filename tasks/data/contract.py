@@ -30,7 +30,8 @@ from tasks.data.lengths import (
     tool_calls,
 )
 from tasks.data.mending import accepts
-from tasks.data.repeats import FINDING, SHOWN, duplicates, is_conversation, overlap, prompt_text, shown
+from tasks.data.own_schema import RULE
+from tasks.data.repeats import FINDING, NONE, SHOWN, duplicates, is_conversation, overlap, prompt_text, shown
 from tasks.data.sources import is_unstorable
 
 # U+FFFD; control characters except tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or
@@ -50,6 +51,7 @@ RULES = {
     "overlap": "is not both trained on and evaluated on",
     "near_overlap": "is not, apart from case and white space, both trained on and evaluated on",
     "encoding": "was decoded rightly",
+    RULE: "keeps the rules of data.schema",
 }
 UNSTORABLE = "has integers beyond 64 bits, or objects without fields, which cannot be stored: write them as text"
 
@@ -63,9 +65,11 @@ def check(
     columns: Mapping[str, str],
     environment: EnvironmentConfig,
     options: OptionsByEnvironment,
+    own: pl.DataFrame,
 ) -> tuple[list[str], pl.DataFrame]:
     """Hold `frames` (train, eval, and eval-NAME of further evaluation sets) against the contract; `room`: the most
-    tokens that a prompt of each may have; `columns`: how they were made; `options`: of the chat template.
+    tokens that a prompt of each may have; `columns`: how they were made; `options`: of the chat template;
+    `own`: the rows that break rules of your own (FINDING).
 
     Returns what is wrong with columns and types, in sentences; if nothing is, every row that breaks a rule (FINDING). A
     prompt is compared only with rows that stay, not with those that break one of the rules `dropped`. An environment
@@ -78,9 +82,9 @@ def check(
         *(problem for name, frame in frames.items() for problem in _unplayable(name, frame, environment)),
     ]
     if shape:
-        return shape, pl.DataFrame(schema=FINDING)
+        return shape, NONE
     schemas = {name: build_schema(frame, rewards, tokenizer, room[name], options) for name, frame in frames.items()}
-    found = pl.concat([_validate(name, frame, schemas[name]) for name, frame in frames.items()])
+    found = pl.concat([own, *(_validate(name, frame, schemas[name]) for name, frame in frames.items())])
     out = found.filter(pl.col("check").is_in([*dropped, "blank_prompt", "malformed_conversation"]))
     staying = {
         name: ~pl.int_range(frame.height, eager=True).is_in(out.filter(dataset=name)["row"].cast(pl.Int64).implode())
@@ -118,7 +122,7 @@ def build_schema(
         "encoding": lambda frame: ~prompt_text(frame).str.contains(WRONGLY_DECODED).fill_null(False),
     }
     read = needed_columns(rewards)
-    missing = [column for column, kinds in read.items() if not all(map(_may_be_null, kinds.values()))]
+    missing = [column for column, kinds in read.items() if not all(map(may_be_null, kinds.values()))]
     columns = {
         column: pa.Column(nullable=True, checks=_check("missing_value", partial(_is_there, column=column)))
         for column in missing
@@ -224,7 +228,7 @@ def _unplayable(name: str, frame: pl.DataFrame, environment: EnvironmentConfig) 
         )
 
 
-def _may_be_null(kind: Any) -> bool:
+def may_be_null(kind: Any) -> bool:
     return type(None) in typing.get_args(kind)
 
 

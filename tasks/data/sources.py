@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import polars as pl
@@ -27,9 +28,20 @@ class SourceError(GrpoError):
 
 
 def load_sources(config: RunConfig) -> dict[str, pl.DataFrame]:
-    """The prompts of each data set: train, eval and those of `evaluation.sets`."""
+    """The rows of each data set (train, eval and those of `evaluation.sets`), with the columns that they have."""
+    return {name: load_source(*source) for name, source in _sources(config).items()}
+
+
+def with_needed_columns(frames: Mapping[str, pl.DataFrame], config: RunConfig) -> dict[str, pl.DataFrame]:
+    """These rows of the sources with the columns that the run needs. Raises SourceError if one cannot be made."""
+    sources = _sources(config)
+    return {name: _with_columns(sources[name][:2], frame, config.data) for name, frame in frames.items()}
+
+
+def _sources(config: RunConfig) -> dict[str, tuple[str, str, str, str | None]]:
+    """Key, name, split and revision of each data set's source."""
     data = config.data
-    sources = {
+    return {
         "train": ("data.train", data.train, data.train_split, data.revision),
         "eval": ("data.eval", data.eval, data.eval_split, data.revision),
         **{
@@ -37,13 +49,12 @@ def load_sources(config: RunConfig) -> dict[str, pl.DataFrame]:
             for place, each in enumerate(config.evaluation.sets)
         },
     }
-    return {name: with_columns_of(source[:2], load_source(*source), data) for name, source in sources.items()}
 
 
 def load_training_prompts(data: DataConfig) -> pl.DataFrame:
     """The prompts of data.train alone. Raises SourceError, which says what is wrong with them."""
     source = ("data.train", data.train)
-    return with_columns_of(source, load_source(*source, data.train_split, data.revision), data)
+    return _with_columns(source, load_source(*source, data.train_split, data.revision), data)
 
 
 def load_source(key: str, source: str, split: str, revision: str | None = None) -> pl.DataFrame:
@@ -53,15 +64,6 @@ def load_source(key: str, source: str, split: str, revision: str | None = None) 
         return _plain(_open(key, source, split, revision, checked=True).collect())
     except (pl.exceptions.PolarsError, ArithmeticError) as error:
         raise _unreadable(key, source, error) from error
-
-
-def with_columns_of(source: tuple[str, str], frame: pl.DataFrame, data: DataConfig) -> pl.DataFrame:
-    """These rows of a source (its key and name) with the columns that the run needs. Raises SourceError if one cannot
-    be made."""
-    try:
-        return with_columns(frame, data)
-    except ColumnError as error:
-        raise SourceError(f"{source[0]} = {source[1]!r}: {error}") from error
 
 
 def count_prompts(key: str, source: str, split: str, revision: str | None = None) -> int:
@@ -92,7 +94,7 @@ def load_head(data: DataConfig, rows: int) -> pl.DataFrame:
         head = _open("data.train", source, "").head(rows).collect()
     except pl.exceptions.PolarsError as error:
         raise _unreadable("data.train", source, error) from error
-    return with_columns_of(("data.train", source), head, data)
+    return _with_columns(("data.train", source), head, data)
 
 
 def needs_loading(source: str) -> bool:
@@ -113,6 +115,13 @@ def is_unstorable(kind: object) -> bool:
     if isinstance(kind, pl.Struct):
         return not kind.fields or any(is_unstorable(field.dtype) for field in kind.fields)
     return isinstance(kind, (pl.Int128, pl.UInt128, pl.Object))
+
+
+def _with_columns(source: tuple[str, str], frame: pl.DataFrame, data: DataConfig) -> pl.DataFrame:
+    try:
+        return with_columns(frame, data)
+    except ColumnError as error:
+        raise SourceError(f"{source[0]} = {source[1]!r}: {error}") from error
 
 
 def _open(key: str, source: str, split: str, revision: str | None = None, checked: bool = False) -> pl.LazyFrame:
