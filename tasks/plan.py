@@ -68,7 +68,7 @@ def _work(context: Context) -> dict[str, Any]:
         plan,
         lengths,
         source,
-        list_pass_rates("data.train", config.data.train, config.data.train_split),
+        list_pass_rates(config.data),
         gpu,
         held_out_prompts=data.held_out_prompts,
         reward_seconds=data.reward_seconds,

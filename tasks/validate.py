@@ -24,8 +24,9 @@ from grpo_core.rewards.composition import range_of_sum
 from grpo_core.rewards.contract import check_environments, resolve
 from tasks.data.contract import check, needed_columns
 from tasks.data.lengths import ModelError, OptionsByEnvironment, load_tokenizer_and_context, sample_lengths
-from tasks.data.repeats import prompt_text
-from tasks.data.sources import load_sources, without_unstorable
+from tasks.data.own_schema import hold_against, load_schema
+from tasks.data.repeats import NONE, prompt_text
+from tasks.data.sources import load_sources, with_needed_columns, without_unstorable
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.registry.gate import LEAST_PROMPTS
 from tasks.reports.data_report import FINDINGS, count_findings, length_figures, markdown, write_report
@@ -68,7 +69,7 @@ def _work(context: Context) -> dict[str, Any]:
     if screened.refused:
         write_report(rejected, report, screened.findings, screened.lengths, screened.room)
         _show(report, markdown(report, screened.findings, rejected))
-        raise StageError(_refusal(screened, rejected))
+        raise StageError(refusal(screened, f"All of them: {rejected / FINDINGS}. "))
     write_report(context.partial, report, screened.findings, screened.lengths, screened.room)
     for name, frame in screened.kept.items():
         frame.write_parquet(context.partial / f"{name}.parquet")
@@ -127,12 +128,15 @@ def screen(config: RunConfig) -> Screened:
                 f"{config.model.name_or_path!r} takes {positions} tokens (with RoPE of type dynamic or longrope: those "
                 "before its frequencies change); lower max_completion_length"
             )
-    frames = load_sources(config)
+    read = load_sources(config)
+    broken, own = hold_against(read, load_schema(config.data.schema)) if config.data.schema else ([], NONE)
+    frames = with_needed_columns(read, config)
     checks = config.data.checks.model_dump()
     dropping = [name for name, severity in checks.items() if severity == "drop"]
     options = _template_options(config, tokenizer)
-    column = config.data.prompt_column
-    shape, findings = check(frames, rewards, tokenizer, room, dropping, column, config.environment, options)
+    columns, environment = config.data.columns, config.environment
+    shape, findings = check(frames, rewards, tokenizer, room, dropping, columns, environment, options, own)
+    shape = [*broken, *shape]
     frames = {name: without_unstorable(frame) for name, frame in frames.items()}
     bad = {severity: _of(severity, findings, checks) for severity in ("error", "drop")}
     dropped = {name: _dropped(frame, bad["drop"].filter(dataset=name)) for name, frame in frames.items()}
@@ -207,8 +211,8 @@ def _without(frame: pl.DataFrame, findings: pl.DataFrame) -> pl.DataFrame:
     return frame.filter(~pl.int_range(frame.height, dtype=pl.UInt32, eager=True).is_in(findings["row"].implode()))
 
 
-def _refusal(screened: Screened, folder: Path) -> str:
-    """The refusal: which rules are broken, the first rows that break them, and what to do."""
+def refusal(screened: Screened, where: str = "") -> str:
+    """The refusal: which rules are broken, the first rows that break them, `where` all of them are, and what to do."""
     counts = [found for found in screened.report["findings"] if found["severity"] == "error"]
     broken = [found["check"] for found in counts]
     places = screened.findings.filter(pl.col("check").is_in(broken)).head(FINDINGS_SHOWN)
@@ -222,7 +226,7 @@ def _refusal(screened: Screened, folder: Path) -> str:
     ]
     if counts:
         lines.append(
-            f"All of them: {folder / FINDINGS}. Mend the data, or have such rows left out or kept: "
+            f"{where}Mend the data, or have such rows left out or kept: "
             + ", ".join(f"data.checks.{name} = {_ways_out(name)}" for name in dict.fromkeys(broken))
         )
     return "the data breaks its contract:\n" + "\n".join(lines)

@@ -249,7 +249,9 @@ def _bound(text: str) -> float:
 
 
 def _is_key(name: str) -> bool:
-    return name in KEYS | PREFIXES or name.startswith(("rewards.args.", "environment.environment_args."))
+    return name in KEYS | PREFIXES or name.startswith(
+        ("rewards.args.", "environment.environment_args.", "data.columns.")
+    )
 
 
 def _keys_of(table: dict[str, Any], prefix: str = "") -> Iterator[str]:

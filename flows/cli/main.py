@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli import env, rewards
+from flows.cli import data, env, rewards
 from flows.cli.compare import compare
 from flows.cli.init import init
 from flows.cli.keys import keys
@@ -29,6 +29,7 @@ app = typer.Typer(
 )
 for command in (init, plan, run, stage, status, compare, promote, rollback, keys, up, serve, worker):
     app.command()(command)
+app.add_typer(data.app, name="data")
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(env.app, name="env")
 

@@ -22,6 +22,7 @@ from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
+from grpo_core.data.own_code import check as check_data
 from grpo_core.environments.registry import sources as environment_sources
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.planning.ahead_forecast import EarlierSampling
@@ -141,16 +142,17 @@ def _own_plan(
         check_template(config)
     for reward in config.rewards:
         check(reward)
+    check_data(config.data)
     environment_sources(config.environment)
     _check_positions(config)
-    training_data = ("data.train", config.data.train, config.data.train_split)
+    training_data = ("data.train", config.data.train, config.data.train_split, config.data.revision)
     num_prompts = given.get("num_prompts")
     if num_prompts is None:
         if file is None:
             raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
         with _sources() as sources:
             num_prompts = sources.count_prompts(*training_data)
-            pass_rates = pass_rates or sources.list_pass_rates(*training_data)
+            pass_rates = pass_rates or sources.list_pass_rates(config.data)
     inputs = plan_inputs(config, num_prompts)
     figures = make_plan(inputs)
     if reads_data and config.rollout.engine == "recorded":

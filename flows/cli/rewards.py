@@ -107,9 +107,9 @@ def _first_sentence(function: Any) -> str:
 
 def read_row(config: RunConfig, rewards: Sequence[Reward], row: int) -> dict[str, Any]:
     """A row of the training prompts. Raises ConfigError if there is none, or a reward wants what it has not."""
-    from tasks.data.sources import load_source
+    from tasks.data.sources import load_training_prompts
 
-    frame = load_source("data.train", config.data.train, config.data.train_split, config.data.prompt_column)
+    frame = load_training_prompts(config.data)
     if row >= frame.height:
         raise ConfigError(f"--row {row}: data.train has {frame.height:,} rows, counted from 0")
     for reward in rewards:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from flows.parameters.form import CONFIGS, PRESETS, resolve
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.config.files import read_values, search_beside
-from grpo_core.config.inputs import RewardConfig
+from grpo_core.config.inputs import DataConfig, RewardConfig
 from grpo_core.config.run import RunConfig
+from grpo_core.data import own_code
 from grpo_core.environments.registry import BUILTIN as ENVIRONMENTS
 from grpo_core.environments.registry import named
 from grpo_core.environments.worker import UnusableError
 from grpo_core.environments.worker import found as imported
 from grpo_core.errors import ConfigError, RewardError
-from grpo_core.rewards.contract import code_of, find
+from grpo_core.rewards.contract import find
 from grpo_core.rewards.registry import BUILTIN
+from grpo_core.system.own_code import code_of
 
 # Comma-separated; a deployment's parameters may name any reward, environment and tool that these modules define.
 MODULES = "GRPO_REWARD_MODULES"
@@ -41,7 +44,12 @@ def resolve_allowed(preset: str, changes: dict[str, Any]) -> RunConfig:
     path = CONFIGS / f"{preset}.toml"
     search_beside(path)
     config, own = resolve(preset, changes), read_values(path)
-    if problems := [*_rewards(config, own), *_environments(config, own), *_addresses(changes, own)]:
+    if problems := [
+        *_rewards(config, own),
+        *_columns(config, own),
+        *_environments(config, own),
+        *_addresses(changes, own),
+    ]:
         raise ConfigError("\n".join(problems))
     return config
 
@@ -75,12 +83,22 @@ def _why_not_code(name: str, kind: str, listed: set[str], find: Callable[[str], 
         )
     try:
         found = find(name)
-    except (RewardError, UnusableError) as error:
+    except (ConfigError, RewardError, UnusableError) as error:
         return str(error)
     defined_in = getattr(found if isinstance(found, type) else code_of(found), "__module__", None)
     if defined_in not in listed:
         return f"it is of the module {defined_in!r}, which the worker's {MODULES} does not list"
     return ""
+
+
+def _columns(config: RunConfig, own: Mapping[str, Any]) -> Iterator[str]:
+    """Functions that `[data]` names are code too."""
+    known, listed = {*own_code.named(DataConfig.model_validate(own["data"])).items()}, _listed()
+    for key, name in own_code.named(config.data).items():
+        if (key, name) not in known and (
+            reason := _why_not_code(name, "functions", listed, partial(own_code.find, key))
+        ):
+            yield f"{key} = {name!r}: {reason}"
 
 
 def _environments(config: RunConfig, own: Mapping[str, Any]) -> Iterator[str]:

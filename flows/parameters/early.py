@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 
 from grpo_core.config.run import RunConfig
+from grpo_core.data import own_code
 from grpo_core.data.recording import check_recording
 from grpo_core.environments.registry import sources
 from grpo_core.planning.plan import make_plan, plan_inputs
@@ -21,10 +22,10 @@ ENOUGH = 10**9  # prompts, assumed if counting them would mean loading a dataset
 
 
 def refuse_early(config: RunConfig) -> None:
-    """Raises ConfigError if model, prompts or recording do not exist or launch.kubernetes is wrong, RewardError or
-    EnvironmentsError if a reward, environment or tool cannot be loaded, SourceError if the training file cannot be
-    read, PlanError if sizes do not go together, whichever prompts validate keeps, and MachineError if this machine is
-    to train on a GPU and cannot."""
+    """Raises ConfigError if model, prompts or recording do not exist, launch.kubernetes is wrong or a function that
+    `[data]` names cannot be loaded, RewardError or EnvironmentsError if a reward, environment or tool cannot,
+    SourceError if the training file cannot be read, PlanError if sizes do not go together, whichever prompts validate
+    keeps, and MachineError if this machine is to train on a GPU and cannot."""
     if not os.environ.get(GPU_DEPLOYMENT):
         check_gpu_machine()
     check_places(config)
@@ -32,7 +33,9 @@ def refuse_early(config: RunConfig) -> None:
     sources(config.environment)
     check_environments([resolve(reward) for reward in config.rewards], config.environment.is_used)
     data = config.data
-    num_prompts = ENOUGH if needs_loading(data.train) else count_prompts("data.train", data.train, data.train_split)
+    own_code.sources(data)
+    source = ("data.train", data.train, data.train_split, data.revision)
+    num_prompts = ENOUGH if needs_loading(data.train) else count_prompts(*source)
     plan = make_plan(plan_inputs(config, num_prompts))
     if config.rollout.engine == "recorded":
         check_recording(config, replace(plan, rollouts=1), run_folder(config.name))

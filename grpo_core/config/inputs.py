@@ -5,12 +5,14 @@ Here and in all sections, keys that mean the same as in TRL's GRPOConfig carry T
 
 from __future__ import annotations
 
+import warnings
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from grpo_core.config.base import Section
+from grpo_core.config.columns import columns_read, is_function, is_template
 
 LONGEST_ARGUMENT = 200  # characters: MLflow takes names of parameters up to 250, with rewards.0.args. in front
 WIDEST_RANGE = 1e12  # of a reward
@@ -98,6 +100,11 @@ class DataChecks(Section):
     """As overlap, but ignoring case and white space."""
     encoding: Severity = "warn"
     """Text that was decoded wrongly: replacement characters, control characters, UTF-8 read as Latin-1."""
+    own_schema: Severity = "error"
+    """A row that breaks a rule of data.schema."""
+
+
+warnings.filterwarnings("ignore", 'Field name "schema" in "DataConfig" shadows', UserWarning)
 
 
 class DataConfig(Section):
@@ -109,14 +116,46 @@ class DataConfig(Section):
     """Split to take when `train` is a hub name or a saved DatasetDict."""
     eval_split: str = "test"
     """Split to take when `eval` is a hub name or a saved DatasetDict."""
-    prompt_column: str = "prompt"
-    """Column with the prompts, in `train`, `eval` and `evaluation.sets` alike; rewards receive it as `prompts`."""
+    revision: str | None = None
+    """Hub revision (branch, tag or commit) of `train` and `eval`; only for hub names."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Columns that the run needs, by what they are made of: a column of the data (`prompt = "question"`), a template
+    (`prompt = "Question: {question}"`), or `module:function`, which is given each row as a dictionary. In `train`,
+    `eval` and `evaluation.sets` alike. Default: the columns are called as the run needs them."""
+    system_prompt: str | None = None
+    """System message before each prompt that has none; a prompt that is text becomes the user's message after it.
+    Empty: no system message, but text becomes a message all the same. Default: prompts stay as they are."""
     answer_column: str = "answer"
     """Column with the right answer, if there is one: before training, the rewards are tried on it."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template, such as `{ enable_thinking = false }`; the same in training and
     evaluation."""
+    schema: str | None = None  # type: ignore[assignment]  # pydantic's own method of this name is deprecated
+    """`module:Model`, a pandera DataFrameModel: rules of your own about the columns that the data sets have, beside
+    those of `checks`. What becomes of a row that breaks one: `checks.own_schema`."""
     checks: DataChecks = DataChecks()
+
+    @field_validator("schema")
+    @classmethod
+    def _is_module_and_model(cls, name: str | None) -> str | None:
+        if name is not None and not is_function(name):
+            raise ValueError(f"{name!r} is not of the form module:Model")
+        return name
+
+    @field_validator("columns")
+    @classmethod
+    def _can_be_made(cls, columns: dict[str, str]) -> dict[str, str]:
+        for column, how in columns.items():
+            try:
+                empty = not how or (is_template(how) and not columns_read(how))
+            except ValueError as error:
+                raise ValueError(f"{column} = {how!r} is no template: {error}") from None
+            if empty:
+                raise ValueError(
+                    f"{column} = {how!r} names no column; give the name of one, a template with some in braces, or "
+                    "module:function"
+                )
+        return columns
 
     @field_validator("chat_template_kwargs")
     @classmethod

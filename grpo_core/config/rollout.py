@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -31,6 +31,16 @@ class RolloutConfig(Section):
     sampling correction still compare probabilities over the whole vocabulary."""
     top_k: int = Field(0, ge=0)
     """Sample among this many most likely tokens; 0 keeps all. For the loss, see top_p."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample among the tokens that are at least this fraction as likely as the likeliest (arXiv:2407.01082); 0 keeps
+    all. Before top_k and top_p. For the loss, see top_p."""
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Divides the positive logits of tokens that are in the prompt or the completion so far, and multiplies their
+    negative ones (arXiv:1909.05858); 1 changes nothing. The samples are then another policy's than the trained one's,
+    and the sampling correction weights them: far from 1, few count. Not in evaluations."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Texts that end a completion. Its tokens include those of the text, and are trained; rewards see what comes before
+    it. It does not count as cut off. In evaluations too."""
     dynamic_sample: bool = False
     """Replace groups whose rewards are all equal with groups of fresh prompts (DAPO's dynamic sampling)."""
     max_resample_times: int = Field(3, ge=1)

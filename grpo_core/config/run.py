@@ -88,6 +88,12 @@ class RunConfig(Section):
                 f"train.eval_steps={self.train.eval_steps} with rollout.engine='recorded': evaluations during training "
                 "sample, and no engine is loaded; remove train.eval_steps (the stage evaluate judges the policy)"
             )
+        if self.rollout.repetition_penalty != 1 and not self.algorithm.vllm_importance_sampling_correction:
+            raise ValueError(
+                f"rollout.repetition_penalty={self.rollout.repetition_penalty:g} samples from another policy than the "
+                "trained one; algorithm.vllm_importance_sampling_correction has to be true, which weights the samples, "
+                "or the penalty 1"
+            )
         self._check_machines()
         self._check_environment()
         if self.rollout.max_staleness and not self.algorithm.vllm_importance_sampling_correction:
@@ -180,6 +186,11 @@ class RunConfig(Section):
             )
         if not self.environment.is_used:
             return
+        if self.rollout.stop:
+            raise ValueError(
+                f"rollout.stop={self.rollout.stop} with an environment or tools: a turn ends where the chat template "
+                "ends it; remove it"
+            )
         if self.rollout.max_staleness:
             raise ValueError(
                 f"rollout.max_staleness={self.rollout.max_staleness} with an environment or tools: later turns cannot "

@@ -88,13 +88,29 @@ def end_token_problem(tokenizer: Any, prompt: Any) -> str:
 
 
 def decode_completions(
-    rows: Sequence[Mapping[str, Any]], prompt_ids: Sequence[list[int]], ids: Sequence[list[int]], tokenizer: Any
+    rows: Sequence[Mapping[str, Any]],
+    prompt_ids: Sequence[list[int]],
+    ids: Sequence[list[int]],
+    tokenizer: Any,
+    stop: Sequence[str] = (),
 ) -> list[Any]:
     """Completions as rewards see them: one assistant message if the prompt is a conversation, else the text that
-    continues the prompt."""
+    continues the prompt; without the texts of `stop` and what comes after them."""
+    texts = _decode(rows, prompt_ids, ids, tokenizer)
+    return [completion_of(row["prompt"], _before(text, stop)) for row, text in zip(rows, texts, strict=True)]
+
+
+def _before(text: str, stop: Sequence[str]) -> str:
+    """What comes before the first of these texts."""
+    return text[: min((at for each in stop if (at := text.find(each)) >= 0), default=len(text))]
+
+
+def _decode(
+    rows: Sequence[Mapping[str, Any]], prompt_ids: Sequence[list[int]], ids: Sequence[list[int]], tokenizer: Any
+) -> list[str]:
     alone = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if not rows or is_conversation(rows[0]["prompt"]):
-        return [completion_of(rows[0]["prompt"], text) for text in alone]
+        return alone
     # Decoded alone, a completion loses its leading space with tokenizers that put one in front of every text.
     prompts = {tuple(prompt): prompt for prompt in prompt_ids}
     shown = tokenizer.batch_decode([*prompts.values()], skip_special_tokens=True)

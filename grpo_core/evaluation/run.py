@@ -153,7 +153,8 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
     is the same. `files`: the prompts of each set."""
     sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
     parts: list[Any] = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward, config.seed]
-    parts += [held for held in (environment_parts(config), config.data.chat_template_kwargs) if held]
+    optional = (environment_parts(config), config.data.chat_template_kwargs, config.rollout.stop)
+    parts += [held for held in optional if held]
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for name, path in sorted(files.items()):
         digest.update(name.encode() + hashlib.blake2b(path.read_bytes()).digest())

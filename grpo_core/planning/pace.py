@@ -14,7 +14,10 @@ from grpo_core.config.run import RunConfig
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.shapes import PromptLengths
 
-SAMPLING = ("temperature", "top_p", "top_k", "max_completion_length", "num_generations")
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"),
+    *("max_completion_length", "num_generations"),
+)
 TRAINING = ("mixed_precision", "gradient_checkpointing", "per_device_train_batch_size", "optim", "offload")
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +28,9 @@ from grpo_core.data import chat
 from grpo_core.errors import RewardError
 from grpo_core.rewards.builtin.record import Range, RewardFunction
 from grpo_core.rewards.isolated import RewardProcess, kind_of
-from grpo_core.rewards.modules import check_source, missing, not_defined, searched
 from grpo_core.rewards.registry import BUILTIN
+from grpo_core.system import own_code
+from grpo_core.system.own_code import code_of
 
 ROLLOUT_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments")
 
@@ -157,11 +157,9 @@ def files_of(config: RewardConfig) -> list[str]:
 def files_here(config: RewardConfig) -> list[str]:
     """`files_of` by importing the function into this process."""
     function = find(config.function)
-    module, separator, _ = config.function.partition(":")
-    if not separator:
+    if is_builtin(config.function):
         return sorted([*map(str, Path(__file__).parent.rglob("*.py")), chat.__file__])
-    files = {sys.modules[module].__file__, inspect.getsourcefile(code_of(function)) if _is_python(function) else None}
-    return sorted(filter(None, files))
+    return own_code.files_of(config.function, function)
 
 
 def check(config: RewardConfig) -> None:
@@ -170,7 +168,7 @@ def check(config: RewardConfig) -> None:
     if is_builtin(config.function):
         _check_extra(config)
     else:
-        check_source(config.function)
+        own_code.check_source(config.function, f"reward {config.function!r}", RewardError)
     _check_args(config)
 
 
@@ -200,23 +198,11 @@ def is_builtin(function: str) -> bool:
     return function in BUILTIN
 
 
-def code_of(function: Any) -> Any:
-    """The function under decorators and `functools.partial`, or the `__call__` of an object."""
-    function = inspect.unwrap(function)
-    if isinstance(function, functools.partial):
-        return code_of(function.func)
-    return function if inspect.isroutine(function) else code_of(type(function).__call__)
-
-
 def _is_async(function: Any) -> bool:
     """Whether a call certainly returns a coroutine; the function under a decorator (`__wrapped__`) does not tell."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _is_python(function: Any) -> bool:
-    return hasattr(code_of(function), "__code__")
 
 
 def _value_type(parameter: inspect.Parameter, function: RewardFunction) -> Any:
@@ -239,21 +225,7 @@ def find(function: str) -> RewardFunction:
     """The function of this name. Raises RewardError if there is none, or it cannot be imported or called."""
     if is_builtin(function):
         return BUILTIN[function].function
-    module, _, name = function.partition(":")
-    try:
-        loaded = importlib.import_module(module)
-        found = getattr(loaded, name, None)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module}.".startswith(f"{error.name}."):
-            raise missing(function, module) from error
-        raise RewardError(
-            f"reward {function!r} cannot be imported: it imports {error.name!r}, which is not there (searched: the "
-            f"installed packages, {searched()})"
-        ) from error
-    except (Exception, SystemExit) as error:  # the module is a user's code, which may do anything
-        raise RewardError(f"reward {function!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if found is None:
-        raise not_defined(function, getattr(loaded, "__file__", None))
+    found = own_code.load(function, f"reward {function!r}", RewardError)
     if inspect.isclass(found) or not callable(found):
         raise RewardError(f"reward {function!r} is a {type(found).__name__}, not a function or an object to be called")
     return found

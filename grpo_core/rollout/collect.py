@@ -251,7 +251,8 @@ def sample_and_score(
     def batch_of(answers: list[_Answer]) -> Batch:
         data, ids = [prompts.rows[answer.row] for answer in answers], [answer.completion.ids for answer in answers]
         if setting is None:
-            return Batch(data, decode_completions(data, [answer.prompt_ids for answer in answers], ids, tokenizer), ids)
+            asked = [answer.prompt_ids for answer in answers]
+            return Batch(data, decode_completions(data, asked, ids, tokenizer, sampling.stop), ids)
         held = [answer.conversation for answer in answers if answer.conversation]
         return Batch(data, [each.said.messages for each in held], ids, [setting.seen(each) for each in held])
 

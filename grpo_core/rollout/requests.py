@@ -10,13 +10,21 @@ from grpo_core.rollout.types import Request, Sampling
 
 def training_sampling(config: RolloutConfig) -> Sampling:
     """How training completions are drawn."""
-    return Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
+    return Sampling(
+        config.max_completion_length,
+        config.temperature,
+        config.top_p,
+        config.top_k,
+        config.min_p,
+        config.repetition_penalty,
+        tuple(config.stop),
+    )
 
 
 def evaluation_sampling(config: RunConfig) -> Sampling:
     """How evaluated completions are drawn."""
     keys = config.evaluation
-    return Sampling(config.evaluation_length, keys.temperature, keys.top_p, keys.top_k)
+    return Sampling(config.evaluation_length, keys.temperature, keys.top_p, keys.top_k, stop=tuple(config.rollout.stop))
 
 
 def evaluation_request(config: RunConfig, row: int, prompt_ids: list[int], num_samples: int = 1) -> Request:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from grpo_core.rollout.sampling import draw, uniforms
+from grpo_core.rollout.sampling import draw, penalise, uniforms
+from grpo_core.rollout.stop_texts import StopTexts
 from grpo_core.rollout.types import Completion, Request, Sampling
 
 
@@ -25,16 +26,22 @@ class Rows:
     lengths: Tensor  # (B,) int64, tokens drawn so far
     ended: Tensor  # (B,) bool, by an end token
     going: Tensor  # (B,) bool, neither ended nor at the limit
+    seen: Tensor  # (B, V) bool, tokens of prompt and completion so far; (B, 0) without a repetition penalty
 
 
-def begin(requests: Mapping[int, Request], sampling: Sampling, device: torch.device) -> Rows:
-    """Rows of requests, by their numbers, before the first token."""
+def begin(requests: Mapping[int, Request], sampling: Sampling, logits: Tensor) -> Rows:
+    """Rows of requests, by their numbers, before the first token, whose logits these are. (B, V)"""
+    device = logits.device
     limits, places = [], []
     for number, request in requests.items():
         limits += [limit(request, sampling)] * request.num_completions
         places += [(number, i) for i in range(request.num_completions)]
     points = uniforms([*requests.values()], max(limits) + 1).to(device)
     ended = torch.zeros(len(limits), dtype=torch.bool, device=device)
+    seen = torch.zeros(len(limits), logits.shape[1] * (sampling.repetition_penalty != 1), dtype=torch.bool)
+    if sampling.repetition_penalty != 1:
+        for row, (number, _) in enumerate(places):
+            seen[row, requests[number].prompt_ids] = True
     return Rows(
         torch.tensor(places, device=device),
         torch.tensor(limits, device=device),
@@ -44,6 +51,7 @@ def begin(requests: Mapping[int, Request], sampling: Sampling, device: torch.dev
         torch.zeros(len(limits), dtype=torch.int64, device=device),
         ended,
         ~ended,
+        seen.to(device),
     )
 
 
@@ -52,14 +60,22 @@ def limit(request: Request, sampling: Sampling) -> int:
     return sampling.max_tokens if request.max_tokens is None else request.max_tokens
 
 
-def advance(rows: Rows, logits: Tensor, sampling: Sampling, end_ids: Tensor) -> tuple[Tensor, Tensor]:
+def advance(
+    rows: Rows, logits: Tensor, sampling: Sampling, end_ids: Tensor, stops: StopTexts | None
+) -> tuple[Tensor, Tensor]:
     """Draw the next token of each row, in place. Returns the tokens, and which rows they finish: (B,), (B,) bool."""
     at = rows.lengths[:, None]
+    if sampling.repetition_penalty != 1:
+        logits = penalise(logits, rows.seen, sampling.repetition_penalty)
     token, logprob = draw(logits, rows.points.gather(1, at).squeeze(1), sampling)
+    if sampling.repetition_penalty != 1:
+        rows.seen.scatter_(1, token[:, None], True)
     rows.tokens.scatter_(1, at, token[:, None])
     rows.logprobs.scatter_(1, at, logprob[:, None])
     rows.lengths += rows.going
     rows.ended |= rows.going & torch.isin(token, end_ids)
+    if stops:
+        rows.ended |= stops.completed(rows.places, token, rows.going & ~rows.ended)
     before, rows.going = rows.going, rows.going & ~rows.ended & (rows.lengths < rows.limits)
     return token, before & ~rows.going
 

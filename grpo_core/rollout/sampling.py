@@ -15,8 +15,8 @@ BLOCK = 128  # tokens
 def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """One token per row, and its log-probability at the sampling temperature. (B, V), (B,) → (B,), (B,)
 
-    Top-k and top-p decide which tokens can be drawn. The log-probability is over the whole vocabulary all the same, as
-    the trainer's is: otherwise their difference would hold what truncation left out, on-policy too.
+    Min-p, top-k and top-p decide which tokens can be drawn. The log-probability is over the whole vocabulary all the
+    same, as the trainer's is: otherwise their difference would hold what truncation left out, on-policy too.
 
     The token is the one at which the running sum of the probabilities passes the uniform. First the block is found,
     then the token in it: summing a whole vocabulary in float64, so that the sum does not reach a uniform below 1 too
@@ -40,6 +40,11 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     return token.squeeze(1), logprob.squeeze(1).float()
 
 
+def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Logits after the repetition penalty on the tokens seen so far. (B, V), (B, V) bool → (B, V)"""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
 def _search(blocks: Tensor, sums: Tensor, target: Tensor) -> Tensor:
     """The token at which the running sum passes the target; `sums` is that over blocks. (B, 1) → (B, 1)"""
     # Only where probabilities are not finite does a search end past the last block; the caller refuses those.
@@ -52,7 +57,10 @@ def _search(blocks: Tensor, sums: Tensor, target: Tensor) -> Tensor:
 
 
 def _truncate(p: Tensor, sampling: Sampling) -> None:
-    """Set the probabilities that top-k and then top-p leave out to 0, in place. (B, V), not normalised"""
+    """Set the probabilities that min-p, then top-k, then top-p leave out to 0, in place. (B, V), the highest 1"""
+    p.masked_fill_(p < sampling.min_p, 0)
+    if not sampling.top_k and sampling.top_p == 1:
+        return
     ordered, order = p.sort(descending=True)
     drop = torch.zeros_like(ordered, dtype=torch.bool)
     if sampling.top_k:

@@ -23,6 +23,7 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.rollout.group_cache import GroupCache, can_share_cache, says_the_same
 from grpo_core.rollout.plain_cache import PlainCache
 from grpo_core.rollout.rows import Rows, advance, begin, completions, join, limit, select
+from grpo_core.rollout.stop_texts import StopTexts
 from grpo_core.rollout.types import Completion, Finished, Request, Sampling, Stream
 
 JOIN_STEPS = 8  # at least, between two joins: each prefills prompts and copies the cache, about as long as a few steps
@@ -36,7 +37,7 @@ class TransformersEngine:
     def __init__(self, model: nn.Module, tokenizer: Any, max_length: float = math.inf):
         padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # any token would do: it is masked
         self.pad_id = next(token for token in padding if token is not None)
-        self.max_length = max_length
+        self.tokenizer, self.max_length = tokenizer, max_length
         self._take(model)
         # Both, as in vLLM: a chat model often ends its turns with another token than its tokenizer names.
         named = getattr(model.generation_config, "eos_token_id", None)
@@ -85,14 +86,18 @@ class TransformersEngine:
         logits = torch.empty(0)  # (B, V)
         more: Sequence[Request] = requests
         going = pause = 0
+        stops = StopTexts(self.tokenizer, sampling.stop) if sampling.stop else None
         while True:
             waiting += enumerate(more, len(asked))
             asked += more
             new = _first_rows(waiting, MAX_ROWS - (len(rows.going) if rows else 0)) if pause <= 0 else {}
             if new:
                 waiting, pause = waiting[len(new) :], JOIN_STEPS
-                new_rows, new_cache = begin(new, sampling, end_ids.device), self._make_cache([*new.values()], sampling)
+                new_cache = self._make_cache([*new.values()], sampling)
                 new_logits = new_cache.prefill()
+                new_rows = begin(new, sampling, new_logits)
+                if stops:
+                    stops.begin(new)
                 if rows:
                     cache.join(new_cache)
                     rows, logits = join(rows, new_rows), torch.cat([logits, new_logits])
@@ -101,7 +106,7 @@ class TransformersEngine:
                 going += len(new_rows.going)
             if not rows:
                 return
-            token, done = advance(rows, logits, sampling, end_ids)
+            token, done = advance(rows, logits, sampling, end_ids, stops)
             before, going = going, int(rows.going.sum())
             finished: list[Finished] = []
             if going < before:

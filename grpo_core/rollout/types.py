@@ -11,17 +11,23 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; temperature 0 is greedy."""
+    """How tokens are drawn, and where a completion ends; temperature 0 is greedy.
+
+    A text of `stop` ends a completion with the token that completes it, which stays in the completion's tokens.
+    """
 
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
 
     @property
     def is_truncated(self) -> bool:
         """Whether some tokens cannot be drawn."""
-        return self.top_p < 1 or self.top_k > 0
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,11 @@ class Request:
 class Completion:
     """Sampled tokens (the end token included), each token's log-probability, and whether the length limit cut it.
 
-    A log-probability is at the sampling temperature (at 1 where sampling is greedy) and over the whole vocabulary,
-    whatever top-k and top-p have left out. `mask`: of a conversation, 1 per token that the policy sampled and 0 per
-    token of the environment, whose log-probability is given as 0; None: the policy sampled all of them. `ages`: how
-    often the engine has got other weights since it sampled the token; None: not since any of them.
+    A log-probability is at the sampling temperature (at 1 where sampling is greedy), after the repetition penalty and
+    over the whole vocabulary, whatever top-k, top-p and min-p have left out. `mask`: of a conversation, 1 per token
+    that the policy sampled and 0 per token of the environment, whose log-probability is given as 0; None: the policy
+    sampled all of them. `ages`: how often the engine has got other weights since it sampled the token; None: not since
+    any of them.
     """
 
     ids: list[int]

@@ -174,12 +174,14 @@ def _measure_model(
     )
     engine = TransformersEngine(policy.model, tokenizer, max_length)
     ready = time.time()
+    stop = tuple(rollout["stop"]) if prompts else ()
     if not prompts:
         vocabulary = base.config.get_text_config().vocab_size
         prompts = torch.randint(vocabulary, (groups, request.prompt_tokens)).tolist()
         engine.end_ids = torch.tensor([], dtype=torch.int64)
     requests = [Request(ids, group, seed=group * number) for number, ids in enumerate(prompts)]
-    sampling = Sampling(longest, rollout["temperature"], rollout["top_p"], rollout["top_k"])
+    drawing = {key: rollout[key] for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    sampling = Sampling(longest, **drawing, stop=stop)
     sample_seconds, lengths = _sample(engine, requests, sampling)
     train_seconds, step_seconds = _train(policy, prompts, lengths, group, train)
     return _Seconds(sample_seconds, train_seconds, step_seconds), statistics.mean(lengths), ready

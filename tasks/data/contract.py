@@ -7,8 +7,6 @@ checked. The rules about rows are those of `DataChecks`, each with a severity; e
 
 from __future__ import annotations
 
-import difflib
-import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -20,6 +18,7 @@ import polars as pl
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.data.chat import ROLES, end_token_problem
 from grpo_core.rewards.contract import Reward
+from tasks.data import mending
 from tasks.data.lengths import (
     Options,
     OptionsByEnvironment,
@@ -30,7 +29,9 @@ from tasks.data.lengths import (
     renders,
     tool_calls,
 )
-from tasks.data.repeats import FINDING, SHOWN, duplicates, is_conversation, overlap, prompt_text, shown
+from tasks.data.mending import accepts
+from tasks.data.own_schema import RULE
+from tasks.data.repeats import FINDING, NONE, SHOWN, duplicates, is_conversation, overlap, prompt_text, shown
 from tasks.data.sources import is_unstorable
 
 # U+FFFD; control characters except tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or
@@ -50,8 +51,8 @@ RULES = {
     "overlap": "is not both trained on and evaluated on",
     "near_overlap": "is not, apart from case and white space, both trained on and evaluated on",
     "encoding": "was decoded rightly",
+    RULE: "keeps the rules of data.schema",
 }
-USUAL_PROMPTS = ("question", "problem", "instruction", "messages", "query", "input", "text")
 UNSTORABLE = "has integers beyond 64 bits, or objects without fields, which cannot be stored: write them as text"
 
 
@@ -61,28 +62,29 @@ def check(
     tokenizer: Any,
     room: Mapping[str, int | None],
     dropped: Collection[str],
-    prompt_column: str,
+    columns: Mapping[str, str],
     environment: EnvironmentConfig,
     options: OptionsByEnvironment,
+    own: pl.DataFrame,
 ) -> tuple[list[str], pl.DataFrame]:
     """Hold `frames` (train, eval, and eval-NAME of further evaluation sets) against the contract; `room`: the most
-    tokens that a prompt of each may have; `prompt_column`: what the sources call the column `prompt`; `options`: of the
-    chat template.
+    tokens that a prompt of each may have; `columns`: how they were made; `options`: of the chat template;
+    `own`: the rows that break rules of your own (FINDING).
 
     Returns what is wrong with columns and types, in sentences; if nothing is, every row that breaks a rule (FINDING). A
     prompt is compared only with rows that stay, not with those that break one of the rules `dropped`. An environment
     begins by the whole row: where there is one, rows are compared, not prompts alone.
     """
-    shape = [problem for name, frame in frames.items() for problem in _shape(name, frame, rewards, prompt_column)]
+    shape = [problem for name, frame in frames.items() for problem in _shape(name, frame, rewards, columns)]
     shape = shape or [
         *_unlike(frames, tokenizer),
         *(problem for name, frame in frames.items() for problem in _unusable(name, frame, rewards)),
         *(problem for name, frame in frames.items() for problem in _unplayable(name, frame, environment)),
     ]
     if shape:
-        return shape, pl.DataFrame(schema=FINDING)
+        return shape, NONE
     schemas = {name: build_schema(frame, rewards, tokenizer, room[name], options) for name, frame in frames.items()}
-    found = pl.concat([_validate(name, frame, schemas[name]) for name, frame in frames.items()])
+    found = pl.concat([own, *(_validate(name, frame, schemas[name]) for name, frame in frames.items())])
     out = found.filter(pl.col("check").is_in([*dropped, "blank_prompt", "malformed_conversation"]))
     staying = {
         name: ~pl.int_range(frame.height, eager=True).is_in(out.filter(dataset=name)["row"].cast(pl.Int64).implode())
@@ -120,7 +122,7 @@ def build_schema(
         "encoding": lambda frame: ~prompt_text(frame).str.contains(WRONGLY_DECODED).fill_null(False),
     }
     read = needed_columns(rewards)
-    missing = [column for column, kinds in read.items() if not all(map(_may_be_null, kinds.values()))]
+    missing = [column for column, kinds in read.items() if not all(map(may_be_null, kinds.values()))]
     columns = {
         column: pa.Column(nullable=True, checks=_check("missing_value", partial(_is_there, column=column)))
         for column in missing
@@ -138,51 +140,35 @@ def needed_columns(rewards: list[Reward]) -> dict[str, dict[str, Any]]:
     return needed
 
 
-def _shape(name: str, frame: pl.DataFrame, rewards: list[Reward], prompt_column: str) -> Iterator[str]:
-    """What is wrong with a dataset's columns."""
+def _shape(name: str, frame: pl.DataFrame, rewards: list[Reward], columns: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with a dataset's columns, with the key that would mend it."""
     read = needed_columns(rewards)
     if frame.is_empty():
         yield f"{name} has no rows; it needs at least one"
         return
     if "prompt" not in frame.columns:
-        likely = _likely_prompts(frame, prompt_column, read)
-        hint = f"set data.prompt_column = {likely!r}" if likely else "data.prompt_column says which holds the prompts"
-        yield f"{name} has no column {prompt_column!r}; its columns are {', '.join(frame.columns)}: {hint}"
+        yield f"{name} {mending.missing_column('prompt', '', frame, columns, read)}"
     elif not (frame.schema["prompt"] == pl.String or is_conversation(frame)):
         yield (
             f"{name}, column 'prompt': its type is {_type_name(frame.schema['prompt'])}; a prompt is text, or a list "
-            "of messages {role: text, content: text}"
+            f"of messages {{role: text, content: text}}{mending.wrong_type('prompt', str, frame, columns)}"
         )
     elif is_unstorable(frame.schema["prompt"]):
         yield f"{name}, column 'prompt': a field of the messages {UNSTORABLE}"
     for column, readers in read.items():
         if column not in frame.columns:
-            yield (
-                f"{name} has no column {column!r}, which {', '.join(readers)} reads; its columns are "
-                f"{', '.join(frame.columns)}"
-            )
+            reading = f", which {', '.join(readers)} reads"
+            yield f"{name} {mending.missing_column(column, reading, frame, columns, read)}"
             continue
         if is_unstorable(frame.schema[column]):
             yield f"{name}, column {column!r}, which {', '.join(readers)} reads, {UNSTORABLE}"
             continue
         for reader, kind in readers.items():
-            if not _accepts(kind, frame.schema[column]):
+            if not accepts(kind, frame.schema[column]):
                 yield (
                     f"{name}, column {column!r}: its type is {_type_name(frame.schema[column])}; the reward {reader} "
-                    f"takes {getattr(kind, '__name__', kind)}"
+                    f"takes {getattr(kind, '__name__', kind)}{mending.wrong_type(column, kind, frame, columns)}"
                 )
-
-
-def _likely_prompts(frame: pl.DataFrame, wanted: str, read: Collection[str]) -> str | None:
-    """The column that seems to hold the prompts: of a like name, of a usual one, or the first that could."""
-    able = [
-        name
-        for name, kind in frame.schema.items()
-        if name not in read and (kind == pl.String or is_conversation(frame, name))
-    ]
-    like = difflib.get_close_matches(wanted, able, n=1)
-    usual = [name for name in USUAL_PROMPTS if name in able]
-    return next(iter([*like, *usual, *able]), None)
 
 
 def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]:
@@ -190,7 +176,10 @@ def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]
     kinds = {name: "conversations" if is_conversation(frame) else "text" for name, frame in frames.items()}
     others = {name: kind for name, kind in kinds.items() if kind != kinds["train"]}
     for name, kind in others.items():
-        yield f"the prompts of train are {kinds['train']}, those of {name} {kind}; they have to be the same"
+        yield (
+            f"the prompts of train are {kinds['train']}, those of {name} {kind}; they have to be the same: "
+            'data.system_prompt = "" makes messages of text'
+        )
     if not others and kinds["train"] == "conversations" and not tokenizer.chat_template:
         yield (
             f"the prompts are conversations, but the tokenizer {tokenizer.name_or_path!r} has no chat template; use an "
@@ -219,7 +208,7 @@ def _unplayable(name: str, frame: pl.DataFrame, environment: EnvironmentConfig) 
     if environment.is_used and not is_conversation(frame):
         yield (
             f"the prompts of {name} are text; tools and environments need messages, such as "
-            '[{"role": "user", "content": …}]'
+            '[{"role": "user", "content": …}]: data.system_prompt = "" makes messages of text'
         )
     named = environment.environment_factory
     if not isinstance(named, dict):
@@ -239,24 +228,7 @@ def _unplayable(name: str, frame: pl.DataFrame, environment: EnvironmentConfig) 
         )
 
 
-def _accepts(kind: Any, found: pl.DataType) -> bool:
-    """Whether values of an Arrow type are what a parameter annotated with `kind` takes."""
-    if found == pl.Null:
-        return False
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return any(_accepts(option, found) for option in typing.get_args(kind) if option is not type(None))
-    known = {
-        str: found == pl.String,
-        bool: found == pl.Boolean,
-        int: found.is_integer(),
-        float: found.is_numeric(),
-        list: isinstance(found, (pl.List, pl.Array)),
-        dict: isinstance(found, pl.Struct),
-    }
-    return known.get(typing.get_origin(kind) or kind, True)
-
-
-def _may_be_null(kind: Any) -> bool:
+def may_be_null(kind: Any) -> bool:
     return type(None) in typing.get_args(kind)
 
 

@@ -6,6 +6,7 @@ import polars as pl
 from tokenizers import Tokenizer
 
 from grpo_core.config.run import RunConfig
+from grpo_core.data import own_code
 from grpo_core.planning.shapes import ForecastError, PromptLengths, config_file
 from tasks.data.sources import SourceError, load_head
 
@@ -14,10 +15,12 @@ FIRST = 200  # prompts
 
 def first_lengths(config: RunConfig) -> PromptLengths | None:
     """Tokens of the first training prompts, without a chat template; None if data or tokenizer are not files of this
-    machine, or cannot be read."""
+    machine, or cannot be read, or if a function of yours makes them, which a plan does not run."""
+    if own_code.named(config.data):
+        return None
     try:
         file = config_file(config.model.name_or_path, config.model.revision).with_name("tokenizer.json")
-        prompts = load_head(config.data.train, FIRST)[config.data.prompt_column].drop_nulls()
+        prompts = load_head(config.data, FIRST)["prompt"].drop_nulls()
         if prompts.dtype != pl.String:  # conversations
             prompts = prompts.list.eval(pl.element().struct.field("content")).list.join("\n").drop_nulls()
     except (ForecastError, SourceError, pl.exceptions.PolarsError):

@@ -11,6 +11,7 @@ from tasks.data.sources import is_unstorable
 
 INVISIBLE = r"[\x{200B}-\x{200D}\x{2060}\x{FEFF}]"
 FINDING = {"dataset": pl.String, "row": pl.UInt32, "column": pl.String, "check": pl.String, "value": pl.String}
+NONE = pl.DataFrame(schema=FINDING)
 SLICE = 100_000  # rows whose texts are in memory at once to be compared
 SHOWN = 80  # characters of a value in a finding
 

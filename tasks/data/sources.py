@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import polars as pl
 
+from grpo_core.config.inputs import DataConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
+from tasks.data.columns import ColumnError, with_columns
 from tasks.data.places import is_file, is_folder, may_be_on_the_hub
 from tasks.data.text_sources import Fault, find_fault, scan_text
 
@@ -25,59 +28,73 @@ class SourceError(GrpoError):
 
 
 def load_sources(config: RunConfig) -> dict[str, pl.DataFrame]:
-    """The prompts of each data set: train, eval and those of `evaluation.sets`."""
+    """The rows of each data set (train, eval and those of `evaluation.sets`), with the columns that they have."""
+    return {name: load_source(*source) for name, source in _sources(config).items()}
+
+
+def with_needed_columns(frames: Mapping[str, pl.DataFrame], config: RunConfig) -> dict[str, pl.DataFrame]:
+    """These rows of the sources with the columns that the run needs. Raises SourceError if one cannot be made."""
+    sources = _sources(config)
+    return {name: _with_columns(sources[name][:2], frame, config.data) for name, frame in frames.items()}
+
+
+def _sources(config: RunConfig) -> dict[str, tuple[str, str, str, str | None]]:
+    """Key, name, split and revision of each data set's source."""
     data = config.data
-    sources = {
-        "train": ("data.train", data.train, data.train_split),
-        "eval": ("data.eval", data.eval, data.eval_split),
+    return {
+        "train": ("data.train", data.train, data.train_split, data.revision),
+        "eval": ("data.eval", data.eval, data.eval_split, data.revision),
         **{
-            config.evaluation_files[each.name]: (f"evaluation.sets.{place}.data", each.data, each.split)
+            config.evaluation_files[each.name]: (f"evaluation.sets.{place}.data", each.data, each.split, each.revision)
             for place, each in enumerate(config.evaluation.sets)
         },
     }
-    return {name: load_source(*source, data.prompt_column) for name, source in sources.items()}
 
 
-def load_source(key: str, source: str, split: str, prompt_column: str = "prompt") -> pl.DataFrame:
-    """Read the prompts that the configuration key `key` names. Raises SourceError, which says what is wrong with them.
+def load_training_prompts(data: DataConfig) -> pl.DataFrame:
+    """The prompts of data.train alone. Raises SourceError, which says what is wrong with them."""
+    source = ("data.train", data.train)
+    return _with_columns(source, load_source(*source, data.train_split, data.revision), data)
 
-    The source's `prompt_column` becomes the column `prompt`; if the source has no such column, there is none.
-    """
+
+def load_source(key: str, source: str, split: str, revision: str | None = None) -> pl.DataFrame:
+    """Read the rows that the configuration key `key` names, with the columns that they have. Raises SourceError, which
+    says what is wrong with them."""
     try:
-        frame = _plain(_open(key, source, split, checked=True).collect())
+        return _plain(_open(key, source, split, revision, checked=True).collect())
     except (pl.exceptions.PolarsError, ArithmeticError) as error:
         raise _unreadable(key, source, error) from error
-    if prompt_column == "prompt":
-        return frame
-    named = [pl.col(prompt_column).alias("prompt")] if prompt_column in frame.columns else []
-    return frame.select(*named, pl.exclude("prompt"))
 
 
-def count_prompts(key: str, source: str, split: str) -> int:
+def count_prompts(key: str, source: str, split: str, revision: str | None = None) -> int:
     """Number of prompts in a source, without reading them if the format contains it."""
     try:
-        return _open(key, source, split).select(pl.len()).collect().item()
+        return _open(key, source, split, revision).select(pl.len()).collect().item()
     except pl.exceptions.PolarsError as error:
         raise _unreadable(key, source, error) from error
 
 
-def list_pass_rates(key: str, source: str, split: str) -> list[float]:
-    """A source's column `pass_rate`: how often the base model is known to solve each prompt. Empty without one."""
-    frame = _open(key, source, split)
-    kind = frame.collect_schema().get(PASS_RATE)
+def list_pass_rates(data: DataConfig) -> list[float]:
+    """The column `pass_rate` of data.train: how often the base model is known to solve each prompt. Empty without one,
+    and if a function of yours makes it."""
+    how = data.columns.get(PASS_RATE, PASS_RATE)
+    frame = _open("data.train", data.train, data.train_split, data.revision)
+    kind = frame.collect_schema().get(how)
     if kind is None or not (kind.is_numeric() or kind == pl.String):
         return []
-    return frame.select(pl.col(PASS_RATE).cast(pl.Float64, strict=False).drop_nulls()).collect()[PASS_RATE].to_list()
+    return frame.select(pl.col(how).cast(pl.Float64, strict=False).drop_nulls()).collect()[how].to_list()
 
 
-def load_head(source: str, rows: int) -> pl.DataFrame:
-    """The first rows of data.train, if it is a file. Raises SourceError if it is none, or cannot be read."""
+def load_head(data: DataConfig, rows: int) -> pl.DataFrame:
+    """The first training prompts, if data.train is a file. Raises SourceError if it is none, or cannot be read."""
+    source = data.train
     if not is_file(Path(source)):
         raise SourceError(f"data.train = {source!r}: not a file")
     try:
-        return _open("data.train", source, "").head(rows).collect()
+        head = _open("data.train", source, "").head(rows).collect()
     except pl.exceptions.PolarsError as error:
         raise _unreadable("data.train", source, error) from error
+    return _with_columns(("data.train", source), head, data)
 
 
 def needs_loading(source: str) -> bool:
@@ -100,7 +117,14 @@ def is_unstorable(kind: object) -> bool:
     return isinstance(kind, (pl.Int128, pl.UInt128, pl.Object))
 
 
-def _open(key: str, source: str, split: str, checked: bool = False) -> pl.LazyFrame:
+def _with_columns(source: tuple[str, str], frame: pl.DataFrame, data: DataConfig) -> pl.DataFrame:
+    try:
+        return with_columns(frame, data)
+    except ColumnError as error:
+        raise SourceError(f"{source[0]} = {source[1]!r}: {error}") from error
+
+
+def _open(key: str, source: str, split: str, revision: str | None = None, checked: bool = False) -> pl.LazyFrame:
     """`checked`: columns of text files with values of several kinds are refused."""
     path = Path(source)
     if is_file(path):
@@ -122,7 +146,7 @@ def _open(key: str, source: str, split: str, checked: bool = False) -> pl.LazyFr
             loaded = datasets.load_from_disk(source)
             loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
-            loaded = datasets.load_dataset(source, split=split)
+            loaded = datasets.load_dataset(source, split=split, revision=revision)
         return loaded.to_polars().lazy()
     except Exception as error:
         raise SourceError(f"{key} = {source!r}, split {split!r}: {error}; {FORMS}") from error

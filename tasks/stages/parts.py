@@ -15,6 +15,7 @@ from typing import Any
 import grpo_core
 from grpo_core.config.base import flatten
 from grpo_core.config.run import RunConfig
+from grpo_core.data import own_code
 from grpo_core.fingerprint import DIVISION, content_hash, determining, environment_parts, reward_parts
 
 Named = dict[str, Any]  # what outputs depend on, by the name that a person knows it by
@@ -37,6 +38,7 @@ class Parts:
         return {
             "version of grpo_core": grpo_core.__version__,
             **self.section("data"),
+            **{f"source of {name}": source for name, source in own_code.sources(config.data).items()},
             "data.train": content_hash(config.data.train),
             "data.eval": content_hash(config.data.eval),
             **self._base_model,
@@ -71,7 +73,7 @@ class Parts:
     @cached_property
     def evaluation_sets(self) -> Named:
         sets = self.config.evaluation.sets
-        return {f"evaluation.sets {each.name}": [each.split, content_hash(each.data)] for each in sets}
+        return {f"evaluation.sets {each.name}": [each.split, each.revision, content_hash(each.data)] for each in sets}
 
     @cached_property
     def steps(self) -> Named:

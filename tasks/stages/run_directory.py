@@ -1,6 +1,6 @@
 """The storage root and the run directory, the contract between stages.
 
-    STORAGE/runs/NAME/     config.toml, rewards/ (copies of its own rewards' modules), dataset/, plan.json, training/,
+    STORAGE/runs/NAME/     config.toml, rewards/ (copies of its own modules), dataset/, plan.json, training/,
                            evaluation/, registration.json, errors.log, .lock
     STORAGE/mlflow/        mlflow.db, artifacts/      (unless MLFLOW_TRACKING_URI is set)
     STORAGE/models/        the lock of each registered model
@@ -22,11 +22,12 @@ from pathlib import Path
 
 from grpo_core.config.files import KEPT, dump_config, load_config
 from grpo_core.config.run import RunConfig
+from grpo_core.data import own_code
 from grpo_core.environments.registry import file_of, named
 from grpo_core.errors import GrpoError
 from grpo_core.rewards.contract import files_of
-from grpo_core.rewards.modules import place_of
 from grpo_core.system.files import publish
+from grpo_core.system.own_code import place_of
 from tasks.stages.files import remove, write_text
 from tasks.stages.locks import locked
 
@@ -59,9 +60,11 @@ def read_config(run: Path) -> RunConfig:
 @contextmanager
 def open_run(config: RunConfig, say: Callable[[str], None] = print, wait: bool = False) -> Iterator[Path]:
     """The run's directory, locked as by `locked`, with its resolved configuration and copies of the files of its own
-    rewards, tools and environments written. Raises RewardError or EnvironmentsError if one cannot be imported."""
+    rewards, tools, environments and columns written. Raises RewardError, EnvironmentsError or ConfigError if one cannot
+    be imported."""
     own = [reward for reward in config.rewards if ":" in reward.function]
     paths = {place_of(Path(file), reward.function): Path(file) for reward in own for file in files_of(reward)}
+    paths |= {place_of(Path(file), name): Path(file) for file, name in own_code.files(config.data).items()}
     paths |= {place_of(file_of(name), name): file_of(name) for name in named(config.environment) if ":" in name}
     files = {place: path.read_bytes() for place, path in paths.items()}
     run = run_folder(config.name)

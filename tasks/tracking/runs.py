@@ -48,6 +48,7 @@ FOREIGN_TABLES = [
     ("environment", "environment_factory"),
     ("environment", "environment_args"),
     ("data", "chat_template_kwargs"),
+    ("data", "columns"),
 ]
 HARDWARE, LINEAGE = "hardware", "lineage"  # tags of a run
 SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the environment of what it starts
@@ -185,15 +186,18 @@ def dataset_digests(run: Path) -> dict[str, str]:
 
 def _dataset_inputs(config: RunConfig, run: Path) -> list[DatasetInput]:
     data, counted = config.data, VALIDATE.read_receipt(run)["num_prompts"]
-    origins = {"train": (data.train, data.train_split), "eval": (data.eval, data.eval_split)}
-    origins |= {each.name: (each.data, each.split) for each in config.evaluation.sets}
+    origins = {
+        "train": (data.train, data.train_split, data.revision),
+        "eval": (data.eval, data.eval_split, data.revision),
+    }
+    origins |= {each.name: (each.data, each.split, each.revision) for each in config.evaluation.sets}
     inputs = []
     for name, digest in dataset_digests(run).items():
-        source, split = origins[name]
+        source, split, revision = origins[name]
         if Path(source).exists():
             origin = ("local", json.dumps({"uri": str(Path(source).resolve())}))
         else:
-            origin = ("hugging_face", json.dumps({"path": source, "split": split}))
+            origin = ("hugging_face", json.dumps({"path": source, "split": split, "revision": revision}))
         context = InputTag(MLFLOW_DATASET_CONTEXT, "training" if name == "train" else "evaluation")
         dataset = Dataset(name, digest, *origin, profile=json.dumps({"num_rows": counted[name]}))
         inputs.append(DatasetInput(dataset, [context]))

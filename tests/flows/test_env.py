@@ -102,7 +102,7 @@ def test_an_environment_that_is_lost_ends_the_command_as_a_failure(config: Path)
             "names neither a class (environment_factory) nor tools",
         ),
         (["--row", "3"], "--row 3: data.train has 3 rows, counted from 0"),
-        (["--set", "data.prompt_column=answer"], "tools and environments need messages"),
+        (["--set", "data.columns.prompt=answer"], "tools and environments need messages"),
         (["--script", "gone"], "--script gone: cannot be read: "),
     ],
 )

@@ -98,9 +98,10 @@ class VLLMEngine:
         (problem,) = self.llm.collective_rpc(lambda worker: ignore_truncation(worker.model_runner))
         if problem and training_sampling(config.rollout).is_truncated:
             raise ValueError(
-                f"rollout.top_p={config.rollout.top_p:g} and rollout.top_k={config.rollout.top_k}: with them this vLLM "
-                f"cannot give the log-probabilities that training compares, since {problem}; set top_p to 1 and top_k "
-                "to 0, or rollout.engine to 'transformers'"
+                f"rollout.top_p={config.rollout.top_p:g}, rollout.top_k={config.rollout.top_k} and "
+                f"rollout.min_p={config.rollout.min_p:g}: with them this vLLM cannot give the log-probabilities that "
+                f"training compares, since {problem}; set top_p to 1, top_k and min_p to 0, or rollout.engine to "
+                "'transformers'"
             )
         self.copies: Copies | None = None  # how weights get there; None: vLLM's own loader has to bring them
         self.copied_from: list[int] = []
@@ -240,9 +241,12 @@ class VLLMEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            stop=[*sampling.stop],
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         name = f"rollout-{next(self.request_ids)}"

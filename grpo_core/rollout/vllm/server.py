@@ -244,7 +244,7 @@ class VLLMServerEngine:
 
     def _body(self, ids: list[int], parameters: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         adapter = {"model": ADAPTER} if self.adapter_room else {}
-        return {"token_ids": ids, "sampling_params": {**parameters, "detokenize": False}, **options, **adapter}
+        return {"token_ids": ids, "sampling_params": {"detokenize": False, **parameters}, **options, **adapter}
 
     def _start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -278,6 +278,10 @@ def _parameters(request: Request, sampling: Sampling, number: int) -> dict[str, 
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop": [*sampling.stop],
+        "detokenize": bool(sampling.stop),
         "logprobs": 0,
     }
 
@@ -314,8 +318,9 @@ def _objection(
         return f"answers with {started['logprobs_mode']}, needed are {LOGPROBS_MODE}"
     if started["truncation_problem"] and training_sampling(config.rollout).is_truncated:
         return (
-            f"cannot give the log-probabilities that training compares with rollout.top_p={config.rollout.top_p:g} and "
-            f"rollout.top_k={config.rollout.top_k} (1 and 0 need nothing), since {started['truncation_problem']}"
+            f"cannot give the log-probabilities that training compares with rollout.top_p={config.rollout.top_p:g}, "
+            f"rollout.top_k={config.rollout.top_k} and rollout.min_p={config.rollout.min_p:g} (1, 0 and 0 need "
+            f"nothing), since {started['truncation_problem']}"
         )
     if started["lora_rank"] < adapter_room:
         return (

@@ -27,7 +27,10 @@ from tests.grpo_core.model.exactness import (
     updating_gradient,
 )
 
-TRUNCATIONS: list[dict[str, Any]] = [{"top_p": 0.5}, {"top_k": 3}, {"top_p": 0.7, "top_k": 6}, {"top_k": 1}]
+TRUNCATIONS: list[dict[str, Any]] = [
+    *({"top_p": 0.5}, {"top_k": 3}, {"top_p": 0.7, "top_k": 6}, {"top_k": 1}),
+    *({"min_p": 0.3}, {"min_p": 0.05, "top_p": 0.8}),
+]
 TEMPERATURES = [0.05, 0.7, 1.0, 1.6]
 LOSSES: list[dict[str, Any]] = [
     *({"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo")),

@@ -213,6 +213,16 @@ def _with(key: str, value: Any) -> dict[str, Any]:
             {"health": {"log_ratio_action": "lower_staleness"}},
             "health.log_ratio_action='lower_staleness' with rollout.max_staleness=0: nothing is sampled ahead",
         ),
+        (
+            {"rollout": {"repetition_penalty": 1.1}, "algorithm": {"vllm_importance_sampling_correction": False}},
+            "rollout.repetition_penalty=1.1 samples from another policy than the trained one; "
+            "algorithm.vllm_importance_sampling_correction has to be true",
+        ),
+        ({"rollout": {"stop": [""]}}, "rollout.stop.0 = '': String should have at least 1 character"),
+        (
+            {"rollout": {"stop": ["x"]}, "environment": {"tools": ["calculator"]}},
+            "rollout.stop=['x'] with an environment or tools: a turn ends where the chat template ends it",
+        ),
         ({"name": "../up"}, "name = '../up'"),
         ({"name": 5000 * "x"}, "xx…: String should have at most 200 characters"),
         ({"train": {"max_steps": 10**18}}, "train.max_steps: 1000000000000000000 is beyond 2,147,483,647"),

@@ -47,6 +47,26 @@ def test_rewards_see_text_for_text_and_a_message_for_a_conversation(tokenizer: A
     assert decode_completions([conversation], [prompt], [ids], tokenizer) == [[{"role": "assistant", "content": "2"}]]
 
 
+@pytest.mark.parametrize(
+    ("text", "stop", "seen"),
+    [
+        ("12=345", ("=",), "12"),
+        ("12=345", ("45", "2="), "1"),
+        ("12=345", ("6", "67"), "12=345"),
+        ("12=345", ("1",), ""),
+        ("12=12=", ("2=",), "1"),
+    ],
+)
+@pytest.mark.parametrize("chat", [False, True])
+def test_rewards_see_what_comes_before_a_text_to_stop_at(
+    tokenizer: Any, text: str, stop: tuple[str, ...], seen: str, chat: bool
+) -> None:
+    row = {"prompt": [{"role": "user", "content": "1+1"}] if chat else "1+1="}
+    prompt, ids = tokenizer("1+1=")["input_ids"], tokenizer(text)["input_ids"]
+    expected = [{"role": "assistant", "content": seen}] if chat else seen
+    assert decode_completions([row], [prompt], [ids], tokenizer, stop) == [expected]
+
+
 def make_sentencepiece() -> Any:
     """A tokenizer of Llama 2's parts: a space before the text, one token per word or character, bytes for others."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import random
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
+from examples import tiny
 from grpo_core.config.inputs import ModelConfig
 from grpo_core.model.loading import with_adapter
 from grpo_core.model.precision import in_bfloat16
 from grpo_core.rollout import group_cache
 from grpo_core.rollout import transformers_engine as engine_module
+from grpo_core.rollout.sampling import draw, penalise
+from grpo_core.rollout.stop_texts import StopTexts
 from grpo_core.rollout.transformers_engine import TransformersEngine
 from grpo_core.rollout.types import Request, Sampling
 from tests.conftest import make_model
 from tests.grpo_core.rollout.sampling import sampled
+from tests.grpo_core.rollout.vllm_engine import can_be_drawn, cut, plain_distributions
 
 PROMPTS = ["1+1=", "12+34=", "7", "99+99+1="]
+BYTES = tiny.make_tokenizer([])
 
 
 @pytest.fixture(scope="module")
@@ -53,24 +64,28 @@ def absolute(tokenizer: Any) -> Any:
     "sampling",
     [
         *(Sampling(8, 1.0), Sampling(8, 0.7), Sampling(8, 1.0, top_k=3)),
-        *(Sampling(8, 0.7, top_p=0.6), Sampling(8, 1.5, top_p=0.8, top_k=5)),
+        *(Sampling(8, 0.7, top_p=0.6), Sampling(8, 1.5, top_p=0.8, top_k=5), Sampling(8, 1.5, min_p=0.4)),
+        *(Sampling(8, 1.2, repetition_penalty=1.7), Sampling(8, 0.0, repetition_penalty=0.5)),
+        Sampling(8, 0.8, top_k=9, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
     ],
 )
 @pytest.mark.parametrize("name", ["model", "absolute"])
 def test_log_probabilities_are_those_of_a_plain_forward_pass(
     name: str, request: pytest.FixtureRequest, tokenizer: Any, sampling: Sampling
 ) -> None:
-    """They are over the whole vocabulary, also for truncated samples."""
+    """They are over the whole vocabulary, also for truncated samples, and after the repetition penalty."""
     model = request.getfixturevalue(name)
     requests = _requests(tokenizer)
     completions = sampled(TransformersEngine(model, tokenizer).generate(requests, sampling))
     prompts = [request.prompt_ids for request in requests for _ in range(request.num_completions)]
     assert len(completions) == len(prompts)
     for prompt, completion in zip(prompts, completions, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1]
-        expected = (logits / sampling.temperature).log_softmax(-1)[range(len(completion.ids)), completion.ids]
+        ids, first = prompt + completion.ids, len(prompt) - 1
+        found = plain_distributions(model, ids, sampling.temperature or 1.0, sampling.repetition_penalty)[first:]
+        expected = found[range(len(completion.ids)), completion.ids]
         assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+        for token, distribution in zip(completion.ids, found.tolist(), strict=True):
+            assert token in can_be_drawn(distribution, sampling if sampling.temperature else replace(sampling, top_k=1))
 
 
 ARCHITECTURES = {
@@ -294,26 +309,75 @@ def test_first_tokens_are_drawn_with_the_models_probabilities(model: Any, tokeni
     assert max(deviations) < 4.5
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.6), (5, 0.5), (6, 0.9)])
-def test_truncated_sampling_draws_the_allowed_tokens_with_their_renormalised_probabilities(
-    model: Any, tokenizer: Any, top_k: int, top_p: float
+@given(
+    logits=st.lists(st.floats(-6, 6, width=32), min_size=1, max_size=12),
+    seen=st.sets(st.integers(0, 11)),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    top_k=st.integers(0, 12),
+    top_p=st.sampled_from([0.3, 0.7, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+    penalty=st.sampled_from([0.5, 1.0, 1.3, 4.0]),
+)
+def test_every_combination_of_options_draws_what_a_plain_reference_does(
+    logits: list[float], seen: set[int], temperature: float, top_k: int, top_p: float, min_p: float, penalty: float
 ) -> None:
-    prompt, n = tokenizer("1+1=")["input_ids"], 2000
-    with torch.no_grad():
-        ordered = sorted(
-            enumerate(model(torch.tensor([prompt])).logits[0, -1].softmax(-1).tolist()), key=lambda x: -x[1]
-        )
-    kept = dict(ordered[: top_k or None])
-    total = sum(kept.values())
-    allowed: dict[int, float] = {}
-    for token, p in kept.items():
-        if sum(allowed.values()) / total >= top_p:
-            break
-        allowed[token] = p
-    sampling = Sampling(1, 1.0, top_p=top_p, top_k=top_k)
-    drawn = sampled(TransformersEngine(model, tokenizer).generate([Request(prompt, n, seed=0)], sampling))
-    counts = Counter(completion.ids[0] for completion in drawn)
-    assert set(counts) == set(allowed)
-    for token, p in allowed.items():
-        share = p / sum(allowed.values())
-        assert abs(counts[token] / n - share) < 4.5 * (share * (1 - share) / n) ** 0.5
+    """With uniforms on a grid, each token comes up as often as its share of what is left says."""
+    seen &= {*range(len(logits))}
+    penalised = [x if i not in seen else x / penalty if x > 0 else x * penalty for i, x in enumerate(logits)]
+    total = math.fsum(math.exp(x / temperature) for x in penalised)
+    logprobs = [x / temperature - math.log(total) for x in penalised]
+    p = sorted((math.exp(each) for each in logprobs), reverse=True)
+    assume(all(abs(each / p[0] - min_p) > 1e-4 for each in p[1:]))  # where rounding decides, either is right
+    assume(all(a - b > 1e-6 for a, b in itertools.pairwise(p)))
+    kept = [each for each in p if each >= min_p * p[0]][: top_k or None]
+    assume(top_p == 1 or all(abs(sum(kept[:n]) / sum(kept) - top_p) > 1e-4 for n in range(len(kept) + 1)))
+    sampling = Sampling(1, temperature, top_p, top_k, min_p, penalty)
+    left = can_be_drawn(logprobs, sampling)
+    share = math.fsum(math.exp(logprobs[token]) for token in left)
+
+    n = 400
+    rows = torch.tensor([logits]).expand(n, -1).contiguous()
+    history = torch.tensor([[i in seen for i in range(len(logits))]]).expand(n, -1)
+    token, logprob = draw(penalise(rows, history, penalty), (torch.arange(n) + 0.5) / n, sampling)
+    counts = Counter(token.tolist())
+    assert {*counts} <= left
+    for each in left:
+        assert abs(counts[each] - n * math.exp(logprobs[each]) / share) <= 1 + 1e-3
+    assert logprob.tolist() == pytest.approx([logprobs[each] for each in token.tolist()], abs=1e-5)
+
+
+STOPS = [("7",), ("12", "3"), ("1+1=9", "5", "55"), ("=",)]
+
+
+@pytest.mark.parametrize("texts", STOPS)
+@pytest.mark.parametrize("shares_cache", [True, False])
+def test_a_text_to_stop_at_ends_a_completion_with_its_last_token(
+    model: Any, tokenizer: Any, texts: tuple[str, ...], shares_cache: bool
+) -> None:
+    """And leaves the others as they are; one that ends at the length limit is not cut off."""
+    engine, requests = TransformersEngine(model, tokenizer), _requests(tokenizer, n=8)
+    engine.shares_cache = shares_cache
+    free = sampled(engine.generate(requests, Sampling(6, 1.0)))
+    stopped = sampled(engine.generate(requests, Sampling(6, 1.0, stop=texts)))
+    prompts = [request.prompt_ids for request in requests for _ in range(8)]
+    assert stopped == cut(free, texts, prompts, partial(tokenizer.decode, skip_special_tokens=True))
+    ends = [len(completion.ids) for completion in stopped if not completion.truncated]
+    assert ends and (max(ends) == 6 or texts[0].startswith("1+1")) and stopped != free
+
+
+@given(
+    text=st.text(st.sampled_from("ab\né😀 ."), max_size=12),
+    texts=st.lists(st.text(st.sampled_from("ab\né😀 ."), min_size=1, max_size=3), min_size=1, max_size=3),
+    prompt=st.text(st.sampled_from("aé"), min_size=1, max_size=2),
+)
+def test_texts_to_stop_at_are_found_at_the_token_that_completes_them(text: str, texts: list[str], prompt: str) -> None:
+    """Tokens are bytes here, of which a character may have several, and the first may belong to the prompt's last."""
+    bytes_of = BYTES(prompt + text)["input_ids"]
+    start = len(BYTES(prompt)["input_ids"])
+    stops = StopTexts(BYTES, texts)
+    stops.begin({3: Request(bytes_of[:start], 1, 0)})
+    place, going = torch.tensor([[3, 0]]), torch.tensor([True])
+    found = [bool(stops.completed(place, torch.tensor([token]), going)) for token in bytes_of[start:]]
+    written = [BYTES.decode(bytes_of[start:n]) for n in range(start + 1, len(bytes_of) + 1)]
+    first = next((n for n, so_far in enumerate(written) if any(each in so_far for each in texts)), None)
+    assert (found.index(True) if True in found else None) == first

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from grpo_core.errors import TrainingError
@@ -19,7 +20,9 @@ from tests.conftest import config_values, make_model, make_run
 from tests.grpo_core.rollout.sampling import sampled
 from tests.grpo_core.rollout.vllm_engine import (
     MAX_LENGTH,
+    can_be_drawn,
     conversations,
+    cut,
     hold,
     long_requests,
     plain_distributions,
@@ -35,18 +38,11 @@ TRUNCATED = {
     "top_k": Sampling(6, temperature=0.7, top_k=3),
     "top_p": Sampling(6, temperature=1.3, top_p=0.6),
     "both": Sampling(6, temperature=0.7, top_k=5, top_p=0.8),
+    "min_p": Sampling(6, temperature=1.3, min_p=0.3),
+    "penalty": Sampling(6, temperature=0.7, repetition_penalty=1.5),
+    "all": Sampling(6, temperature=0.9, top_k=9, top_p=0.9, min_p=0.05, repetition_penalty=0.8),
 }
-
-
-def can_be_drawn(model: Any, ids: list[int], sampling: Sampling) -> list[bool]:
-    """Whether top-k and top-p leave each token but the first, given those before it."""
-    found = []
-    for token, logprobs in zip(ids[1:], plain_distributions(model, ids, sampling.temperature).tolist(), strict=True):
-        ordered = sorted(range(len(logprobs)), key=lambda i: -logprobs[i])[: sampling.top_k or None]
-        p = [math.exp(logprobs[i]) for i in ordered]
-        needed = next(n for n in range(1, len(p) + 1) if n == len(p) or sum(p[:n]) >= sampling.top_p * sum(p))
-        found.append(token in ordered[:needed])
-    return found
+STOP = ("3", "12")
 
 
 def sample(run: Path, other: Path) -> dict[str, list[Any]]:
@@ -69,6 +65,7 @@ def sample(run: Path, other: Path) -> dict[str, list[Any]]:
         "reseeded": sampled(engine.generate(reseeded, free)),
         **{name: sampled(engine.generate(requests, sampling)) for name, sampling in TRUNCATED.items()},
         "greedy": sampled(engine.generate(singles, Sampling(6))),
+        "stopped": sampled(engine.generate(requests, Sampling(6, temperature=0.7, stop=STOP))),
         "none": sampled(engine.generate([], free)),
         "long": sampled(engine.generate(long_requests(), free)),
     }
@@ -185,20 +182,28 @@ def start_on_a_gpu(run: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def second_runner() -> list[Any]:
-    """What the sampler of vLLM's model runner V2, which needs a GPU, is given to truncate, draws from, and reports."""
+    """What the sampler of vLLM's model runner V2, which needs a GPU, is given to truncate, draws from, and reports:
+    without truncation, with top-k, with min-p for the second of two."""
     import torch
     from vllm.v1.worker.gpu.sample import sampler as module
 
     from grpo_core.rollout.vllm.logprobs import ignore_truncation
 
-    sampler: Any = module.Sampler.__new__(module.Sampler)
-    sampler.use_fp64_gumbel, sampler.sampling_states = False, mock.Mock()
-    assert ignore_truncation(mock.Mock(sampler=sampler)) == ""
+    def leave_highest(logits: Any, *_: Any) -> None:  # in the place of a kernel
+        logits[1, :4] = -torch.inf
+
     found = []
-    for top_k in (None, torch.tensor([2, 3])):
-        logits = torch.arange(10.0).reshape(2, 5)
+    for top_k, min_p in ((None, 0.0), (torch.tensor([2, 3]), 0.0), (None, 0.5), (torch.tensor([2, 3]), 0.5)):
+        sampler: Any = module.Sampler.__new__(module.Sampler)
+        states = sampler.sampling_states = module.SamplingStates.__new__(module.SamplingStates)
+        sampler.use_fp64_gumbel, states.min_p = False, mock.Mock(np=np.array([0.0, min_p]))
+        states.temperature = states.seeds = mock.Mock()
+        assert ignore_truncation(mock.Mock(sampler=sampler)) == ""
+        logits, rows = torch.arange(10.0).reshape(2, 5), np.array([0, 1])
+        with mock.patch("vllm.v1.worker.gpu.sample.states.apply_min_p", leave_highest):
+            states.apply_min_p(logits, None, rows)
         with mock.patch.object(module, "gumbel_sample", side_effect=lambda truncated, *_, **__: truncated) as draw:
-            _, reported = sampler._sample_random(logits, None, None, None, top_k, None, False)
+            _, reported = sampler._sample_random(logits, None, rows, None, top_k, None, False)
         found.append([draw.call_args.args[0].isfinite().sum(1).tolist(), reported.tolist()])
     return found
 
@@ -279,9 +284,21 @@ def test_samples_depend_on_the_seed_alone_and_carry_the_models_log_probabilities
             assert len(tokens) == 6 or not completion.truncated
             greedy = Sampling(6, temperature=1.0, top_k=1)
             sampling = {**TRUNCATED, "greedy": greedy}.get(name, Sampling(6, temperature=0.7))
-            expected = plain_logprobs(model, prompt + tokens, sampling.temperature)[len(prompt) - 1 :]
+            penalty = sampling.repetition_penalty
+            of_each = plain_distributions(model, prompt + tokens, sampling.temperature, penalty)[len(prompt) - 1 :]
+            expected = of_each[range(len(tokens)), tokens].tolist()
             assert completion.logprobs == pytest.approx(expected, abs=1e-5 if name in TRUNCATED else 1e-4)
-            assert all(can_be_drawn(model, prompt + tokens, sampling)[len(prompt) - 1 :])
+            for token, distribution in zip(tokens, of_each.tolist(), strict=True):
+                assert token in can_be_drawn(distribution, sampling)
+
+
+def test_a_text_to_stop_at_ends_a_completion_with_its_last_token(drawn: Drawn) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(drawn.folder)
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS for _ in range(6)]
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    assert drawn.values["stopped"] == cut(drawn.values["first"], STOP, prompts, decode) != drawn.values["first"]
 
 
 def test_conversations_sampled_together_have_the_tokens_of_each_alone_and_keep_what_was_computed(drawn: Drawn) -> None:
@@ -306,14 +323,14 @@ def test_conversations_sampled_together_have_the_tokens_of_each_alone_and_keep_w
 
 def test_vllms_second_model_runner_draws_from_truncated_logits_and_reports_the_whole_ones(drawn: Drawn) -> None:
     whole = [[0.0, 1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0, 9.0]]
-    assert drawn.values["second runner"] == [[[5, 5], whole], [[2, 3], whole]]
+    assert drawn.values["second runner"] == [[drawn_from, whole] for drawn_from in ([5, 5], [2, 3], [5, 1], [2, 1])]
 
 
 def test_truncated_sampling_is_refused_with_a_sampler_that_is_not_known(drawn: Drawn) -> None:
     whole, truncated = drawn.values["refusal"]
     assert whole == ""
-    assert "rollout.top_p=0.9 and rollout.top_k=0: with them this vLLM cannot give" in truncated
-    assert "its sampler is builtins.int, which is not known here; set top_p to 1 and top_k to 0" in truncated
+    assert "rollout.top_p=0.9, rollout.top_k=0 and rollout.min_p=0: with them this vLLM cannot give" in truncated
+    assert "its sampler is builtins.int, which is not known here; set top_p to 1, top_k and min_p to 0" in truncated
 
 
 def test_the_memory_of_the_kv_cache_is_lent_whenever_the_engine_rests(drawn: Drawn) -> None:

@@ -260,7 +260,7 @@ def test_a_server_that_cannot_see_the_trainers_memory_is_refused(tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize("keys", [{"top_p": 0.9}, {"top_k": 5}])
+@pytest.mark.parametrize("keys", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 def test_a_server_whose_log_probabilities_are_not_those_that_training_compares_is_refused(
     tmp_path: Path, keys: dict[str, Any]
 ) -> None:

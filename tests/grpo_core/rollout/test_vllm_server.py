@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from grpo_core.rollout.types import Request, Sampling
 from tests.conftest import config_values, make_model, make_run
-from tests.grpo_core.rollout.vllm_engine import PACKED, hold, start
+from tests.grpo_core.rollout.sampling import sampled
+from tests.grpo_core.rollout.vllm_engine import PACKED, can_be_drawn, cut, hold, plain_distributions, start
 from tests.grpo_core.training.killing import in_child, train
 from tests.serving import free_ports, policy_server
 
@@ -24,7 +28,7 @@ def test_a_server_samples_from_the_trainers_policy_after_every_update(tmp_path: 
     model = make_model(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
     (port,) = free_ports(1)
     values = config_values(model, tmp_path, engine="vllm-server", max_steps=3, vllm_server_timeout=600.0)
-    values["rollout"] |= {"temperature": 0.8, "top_p": 0.9, "top_k": 500}
+    values["rollout"] |= {"temperature": 0.8, "top_p": 0.9, "top_k": 500, "min_p": 0.002}
     values["rewards"] = [{"function": "tests.grpo_core.training.test_loop:parity"}]
     values["rollout"]["vllm_server_base_urls"] = [f"http://127.0.0.1:{port}"]
     run = make_run(tmp_path / "run", values)
@@ -64,6 +68,36 @@ def test_conversations_over_a_server_have_the_tokens_of_each_alone_and_keep_what
 
     with policy_server(run / "config.toml", port, tmp_path / "server.log"):
         assert in_child(converse) == 0, (tmp_path / "server.log").read_text()
+
+
+@pytest.mark.e2e
+def test_a_server_penalises_repetitions_and_stops_at_texts_as_the_other_engines_do(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", initializer_range=0.2, max_position_embeddings=512)
+    (port,) = free_ports(1)
+    values = config_values(model, tmp_path, engine="vllm-server", vllm_server_timeout=600.0)
+    values["rollout"]["vllm_server_base_urls"] = [f"http://127.0.0.1:{port}"]
+    run = make_run(tmp_path / "run", values)
+    free = Sampling(8, temperature=0.9, top_k=9, top_p=0.9, min_p=0.05, repetition_penalty=1.6)
+
+    def sample() -> None:
+        engine, model, tokenizer = start(run)
+        requests = [Request(tokenizer(prompt)["input_ids"], 8, seed) for seed, prompt in ((5, "1+1="), (500, "12+3"))]
+        prompts = [request.prompt_ids for request in requests for _ in range(8)]
+        drawn = sampled(engine.generate(requests, free))
+        for prompt, completion in zip(prompts, drawn, strict=True):
+            found = plain_distributions(model, prompt + completion.ids, 0.9, 1.6)[len(prompt) - 1 :]
+            expected = found[range(len(completion.ids)), completion.ids].tolist()
+            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+            assert all(
+                token in can_be_drawn(of, free) for token, of in zip(completion.ids, found.tolist(), strict=True)
+            )
+        stopped = sampled(engine.generate(requests, replace(free, stop=("3", "12"))))
+        engine.close()
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        assert stopped == cut(drawn, ("3", "12"), prompts, decode) != drawn
+
+    with policy_server(run / "config.toml", port, tmp_path / "server.log"):
+        assert in_child(sample) == 0, (tmp_path / "server.log").read_text()
 
 
 def _cached_tokens(url: str) -> float:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from grpo_core.environments.conversation import Sampled, Turn
 from grpo_core.rollout.conversations import play
-from grpo_core.rollout.types import Request, Sampling
+from grpo_core.rollout.types import Completion, Request, Sampling
 
 # A size at which vLLM packs its linear layers, so that the packed copy of a tied head goes stale on a reload.
 PACKED = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
@@ -58,17 +60,46 @@ def sequences() -> list[list[int]]:
     return [longest, longest[:150], longest[40:57], longest[7:9], longest[:1]]
 
 
-def plain_logprobs(model: Any, ids: list[int], temperature: float = 1.0) -> list[float]:
+def plain_logprobs(model: Any, ids: list[int], temperature: float = 1.0, penalty: float = 1.0) -> list[float]:
     """Log-probability of each token but the first, from one forward pass without anything around it."""
-    return plain_distributions(model, ids, temperature)[range(len(ids) - 1), ids[1:]].tolist()
+    return plain_distributions(model, ids, temperature, penalty)[range(len(ids) - 1), ids[1:]].tolist()
 
 
-def plain_distributions(model: Any, ids: list[int], temperature: float) -> Any:
-    """Log-probabilities of what comes after each token but the last. (T - 1, V)"""
+def plain_distributions(model: Any, ids: list[int], temperature: float, penalty: float = 1.0) -> Any:
+    """Log-probabilities of what comes after each token but the last, with a repetition penalty on those up to it.
+    (T - 1, V)"""
     import torch
 
     with torch.no_grad():
-        return (model(torch.tensor([ids])).logits[0, :-1] / temperature).log_softmax(-1)
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+    for place in range(len(logits)):
+        for token in {*ids[: place + 1]}:
+            logits[place, token] *= 1 / penalty if logits[place, token] > 0 else penalty
+    return (logits / temperature).log_softmax(-1)
+
+
+def can_be_drawn(logprobs: list[float], sampling: Sampling) -> set[int]:
+    """The tokens that min-p, then top-k, then top-p leave of a distribution."""
+    likely = [i for i, each in enumerate(logprobs) if math.exp(each - max(logprobs)) >= sampling.min_p]
+    ordered = sorted(likely, key=lambda i: -logprobs[i])[: sampling.top_k or None]
+    p = [math.exp(logprobs[i]) for i in ordered]
+    needed = next(n for n in range(1, len(p) + 1) if n == len(p) or sum(p[:n]) >= sampling.top_p * sum(p))
+    return {*ordered[:needed]}
+
+
+def cut(completions: list[Completion], texts: Sequence[str], prompts: list[list[int]], decode: Any) -> list[Completion]:
+    """Each completion up to the token that completes one of these texts, as `Sampling.stop` ends it."""
+    found = []
+    for completion, prompt in zip(completions, prompts, strict=True):
+        whole = range(1, len(completion.ids) + 1)
+        written = {n: decode(prompt + completion.ids[:n]).removeprefix(decode(prompt)) for n in whole}
+        end = next((n for n in whole if any(text in written[n] for text in texts)), None)
+        found.append(
+            completion
+            if end is None
+            else replace(completion, ids=completion.ids[:end], logprobs=completion.logprobs[:end], truncated=False)
+        )
+    return found
 
 
 def start(run: Path) -> tuple[Any, Any, Any]:

@@ -12,6 +12,7 @@ import pytest
 from grpo_core.config.environment import EnvironmentConfig
 from tasks.data.contract import check
 from tasks.data.lengths import sample_lengths
+from tasks.data.repeats import NONE
 from tests.grpo_core.environments.scripted import TEMPLATE
 from tests.grpo_core.environments.templates import CHATML, make_tokenizer
 
@@ -42,7 +43,7 @@ def _check(
     frames = {"train": pl.DataFrame(train), "eval": pl.DataFrame(evaluated or [{**train[0], "seed": -1}])}
     options = {name: {"tools": [TOOL]} for name in environment.factories or [""]}
     rooms = dict.fromkeys(frames, room)
-    shape, found = check(frames, [], TOKENIZER, rooms, [], "prompt", environment, options)
+    shape, found = check(frames, [], TOKENIZER, rooms, [], {}, environment, options, NONE)
     return shape, [row for row in found.select("dataset", "row", "check").rows() if row[0] == "train"]
 
 
@@ -74,7 +75,7 @@ def test_rows_that_no_conversation_can_begin_with_are_named() -> None:
     rows = [{"prompt": [USER], "environment": name, "seed": seed} for seed, name in enumerate(("maze", "go", None))]
     assert _check([{"prompt": "2*3?"}])[0] == [
         f"the prompts of {name} are text; tools and environments need messages, such as "
-        '[{"role": "user", "content": …}]'
+        '[{"role": "user", "content": …}]: data.system_prompt = "" makes messages of text'
         for name in ("train", "eval")
     ]
     assert _check(_numbered([[USER]]), TWO)[0][0] == (
@@ -120,6 +121,6 @@ def test_lengths_are_those_of_each_row_s_own_tools_and_variables() -> None:
     frame, room = pl.DataFrame(data), sorted(plain)[30]
     assert sample_lengths(frame, TOKENIZER, options).to_list() == plain
     frames = {"train": frame, "eval": frame.head(1)}
-    _, found = check(frames, [], TOKENIZER, dict.fromkeys(frames, room), [], "prompt", environment, options)
+    _, found = check(frames, [], TOKENIZER, dict.fromkeys(frames, room), [], {}, environment, options, NONE)
     long = found.filter(check="long_prompt", dataset="train")["row"].to_list()
     assert sorted(long) == [row for row, length in enumerate(plain) if length > room] != []

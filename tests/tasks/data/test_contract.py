@@ -196,7 +196,7 @@ def test_a_template_that_fails_on_what_a_prompt_says_names_the_prompt(tmp_path: 
 
 def test_every_rule_has_a_fault_above() -> None:
     faults = {rule for *_, rule in (*TEXT_FAULTS, *CHAT_FAULTS)}
-    assert faults == set(RULES) == set(DataChecks.model_fields)
+    assert faults | {"own_schema"} == set(RULES) == set(DataChecks.model_fields)  # that one: test_own_schema.py
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_every_rule_has_a_fault_above() -> None:
         (lambda f: f.update(eval=f["eval"].drop("prompt")), "eval has no column 'prompt'; its columns are answer"),
         (
             lambda f: f.update(train=f["train"].rename({"prompt": "question"}).select("answer", "question")),
-            "train has no column 'prompt'; its columns are answer, question: set data.prompt_column = 'question'",
+            "train has no column 'prompt'; its columns are answer, question: set data.columns.prompt = \"question\"",
         ),
         (lambda f: f.update(eval=f["eval"].head(0)), "eval has no rows"),
         (lambda f: f.update(train=f["train"].with_columns(prompt=pl.lit(5))), "column 'prompt': its type is Int32"),
@@ -291,15 +291,16 @@ def test_prompts_are_read_from_the_column_that_is_named(model_folder: Path, tmp_
     frames = {name: frame.rename({"prompt": "problem"}) for name, frame in frames.items()}
     values = _config(model_folder, tmp_path, frames).model_dump(mode="json")
     values["evaluation"]["sets"] = [{"name": "hard", "data": str(tmp_path / "hard.parquet")}]
-    values["data"]["prompt_column"] = "problem"
+    values["data"]["columns"] = {"prompt": "problem"}
     screened = screen(parse_config(values))
     assert not screened.refused
     for name, frame in screened.kept.items():
         assert frame["prompt"].to_list() == frames[name.removeprefix("eval-")]["problem"].to_list()
-    values["data"]["prompt_column"] = "problm"
-    assert [sentence.partition(": ")[2] for sentence in screen(parse_config(values)).shape] == 3 * [
-        "set data.prompt_column = 'problem'"
-    ]
+    values["data"]["columns"] = {"prompt": "problm"}
+    problems = screen(parse_config(values)).shape
+    assert problems[0].startswith("train has no column 'problm' (for data.columns.prompt = 'problm'); its columns are ")
+    assert all(problem.endswith(': set data.columns.prompt = "problem"') for problem in problems)
+    assert len(problems) == 3
 
 
 def test_a_row_s_schema_that_only_a_completion_would_tell_of_is_refused(model_folder: Path, tmp_path: Path) -> None:

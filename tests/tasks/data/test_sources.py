@@ -20,15 +20,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_core.config.files import parse_config
+from grpo_core.config.inputs import DataConfig
 from tasks.data.sources import (
     SourceError,
     count_prompts,
     list_pass_rates,
     load_source,
+    load_sources,
     needs_loading,
     without_unstorable,
 )
 from tasks.data.text_sources import BLOCK
+from tests.conftest import config_values
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "007+1=", "answer": "NA"}]
 
@@ -256,14 +260,6 @@ def test_a_line_longer_than_a_block_is_read(tmp_path: Path) -> None:
     assert load_source("data.train", str(tmp_path / "a.jsonl"), "train").height == 2
 
 
-def test_the_column_of_prompts_may_have_any_name(tmp_path: Path) -> None:
-    source = ("data.train", str(tmp_path / "a.parquet"), "train")
-    pl.DataFrame({"question": ["1+1="], "prompt": ["an old one"], "answer": ["2"]}).write_parquet(source[1])
-    expected = {"prompt": ["1+1="], "question": ["1+1="], "answer": ["2"]}
-    assert load_source(*source, "question").to_dict(as_series=False) == expected
-    assert load_source(*source, "problem").columns == ["question", "answer"]
-
-
 @pytest.mark.parametrize("name", ["a[1].jsonl", "a*.jsonl", "a[1].csv", "a*.parquet"])
 def test_a_name_is_that_of_one_file(tmp_path: Path, name: str) -> None:
     frame = pl.DataFrame(ROWS)
@@ -284,7 +280,26 @@ def test_encoded_columns_are_read_and_those_that_nothing_can_hold_are_left_out(t
 
 
 def test_pass_rates_are_a_column_that_may_be_absent(tmp_path: Path) -> None:
-    source = ("data.train", str(tmp_path / "train.parquet"), "train")
+    path = tmp_path / "train.parquet"
+    config = DataConfig(train=str(path), eval="")
     for column, expected in (({"pass_rate": [0.25, None]}, [0.25]), ({"pass_rate": [[1], [2]]}, []), ({}, [])):
-        pl.DataFrame({"prompt": ["1", "2"], **column}).write_parquet(source[1])
-        assert list_pass_rates(*source) == expected
+        pl.DataFrame({"prompt": ["1", "2"], **column}).write_parquet(path)
+        assert list_pass_rates(config) == expected
+    pl.DataFrame({"prompt": ["1", "2"], "solved": [0.5, 1.0]}).write_parquet(path)
+    assert list_pass_rates(DataConfig(train=str(path), eval="", columns={"pass_rate": "solved"})) == [0.5, 1.0]
+
+
+def test_a_revision_reaches_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each source is asked for at its own: those of `[data]` at one, an evaluation set at its own."""
+    asked: list[tuple[str, str, str | None]] = []
+
+    def load_dataset(name: str, split: str, revision: str | None) -> datasets.Dataset:
+        asked.append((name, split, revision))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    values = config_values(tmp_path, tmp_path)
+    values["data"] = {"train": "owner/sums", "eval": "owner/held", "revision": "v2"}
+    values["evaluation"] = {"sets": [{"name": "hard", "data": "owner/hard", "revision": "abc"}]}
+    load_sources(parse_config(values))
+    assert asked == [("owner/sums", "train", "v2"), ("owner/held", "test", "v2"), ("owner/hard", "test", "abc")]

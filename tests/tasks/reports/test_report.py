@@ -168,6 +168,7 @@ def test_the_page_says_that_a_training_sampled_less_far_ahead_and_why(bare: Reco
     assert "less far ahead" not in Page(_html(bare)).text
 
 
+@pytest.mark.slow
 def test_prompts_that_changed_are_counted_and_shown(full_page: Page) -> None:
     text = full_page.text
     before, after = outcomes_of(0, 0.4), outcomes_of(2, 0.9)

@@ -1,0 +1,87 @@
+"""`grpo data check`: data alone, held against the contract. `grpo data schema`: that contract, as a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.terminal import refusals, refuse, say
+from grpo_core.config.files import load_config
+from grpo_core.errors import ConfigError
+from grpo_core.system.libraries import quiet_libraries
+
+app = typer.Typer(no_args_is_help=True, help="What a run's data must be, and whether they are.")
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key")]
+
+
+@app.command("check")
+def check_data(
+    file: Annotated[Path, typer.Argument(help="run configuration (TOML), whose data are checked; or a data file")],
+    schema: Annotated[
+        Path | None, typer.Option(help="contract (YAML), as `grpo data schema` writes it, to check a data file against")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Check data against the contract, and run nothing.
+
+    Exit status 2: they break it.
+    """
+    quiet_libraries()
+    with refusals(str(file)):
+        if file.suffix == ".toml":
+            if schema:
+                raise ConfigError("--schema is for a data file; a configuration names one in data.schema")
+            _check_run(file, overrides)
+        elif schema is None:
+            raise ConfigError(
+                "a data file is checked against a contract: give it by --schema, or a run configuration (.toml)"
+            )
+        else:
+            _check_file(file, schema)
+
+
+@app.command("schema")
+def write_schema(
+    config: Annotated[Path, typer.Argument(help="run configuration (TOML)")], overrides: Overrides = None
+) -> None:
+    """Write the data contract of a run as YAML: columns, types and rules, as the data sets must have them."""
+    quiet_libraries()
+    with refusals(str(config)):
+        run = load_config(config, overrides)
+        from grpo_core.rewards.contract import resolve
+        from tasks.data.contract_file import contract_as_yaml
+
+        typer.echo(contract_as_yaml(run.data, [resolve(reward) for reward in run.rewards]), nl=False)
+
+
+def _check_run(file: Path, overrides: list[str] | None) -> None:
+    run = load_config(file, overrides)
+    from tasks.data.places import check_places
+    from tasks.validate import refusal, screen
+
+    check_places(run)
+    screened = screen(run)
+    if screened.refused:
+        refuse(refusal(screened))
+    for found in screened.report["findings"]:
+        done = {"warn": "kept", "drop": "left out"}[found["severity"]]
+        say(f"{found['dataset']}: {found['rows']:,} rows break {found['check']} ({found['rule']}); they are {done}")
+    for name, count in screened.report["num_prompts"].items():
+        say(f"{name}: {count:,} of {screened.report['rows_read'][name]:,} rows keep the contract")
+
+
+def _check_file(file: Path, contract: Path) -> None:
+    from tasks.data.own_schema import hold_against, read_schema
+    from tasks.data.sources import load_source
+
+    schema = read_schema(contract)
+    frame = load_source("FILE", str(file), "train")
+    problems, findings = hold_against({file.name: frame}, schema)
+    lines = [f"row {row}, column {column!r}: {value}" for _, row, column, _, value in findings.head(10).rows()]
+    if broken := findings["row"].n_unique():
+        lines.append(f"{broken:,} of {frame.height:,} rows break {contract}")
+    if problems or lines:
+        refuse("\n".join([*problems, *lines]))
+    say(f"{frame.height:,} rows keep {contract}")

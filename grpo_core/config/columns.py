@@ -1,0 +1,37 @@
+"""How a column of the data is made: taken from the data set, written by a template, or given by a function per row."""
+
+from __future__ import annotations
+
+import re
+from string import Formatter
+
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def is_function(how: str) -> bool:
+    """Whether this is a `module:function`."""
+    return FUNCTION.fullmatch(how) is not None
+
+
+def is_template(how: str) -> bool:
+    return "{" in how or "}" in how
+
+
+def template_parts(template: str) -> list[tuple[str, str]]:
+    """(text, the column after it) of each part of a template; the last column may be "". Raises ValueError, which says
+    what is wrong with the template."""
+    parts = []
+    for text, column, form, conversion in Formatter().parse(template):
+        if column is not None and (not column or form or conversion):
+            raise ValueError("a template names columns in braces, as in 'Question: {question}'; a brace is written {{")
+        parts.append((text, column or ""))
+    return parts
+
+
+def columns_read(how: str) -> list[str]:
+    """The columns of the data set that this reads; a function reads any."""
+    if is_function(how):
+        return []
+    if not is_template(how):
+        return [how]
+    return [column for _, column in template_parts(how) if column]

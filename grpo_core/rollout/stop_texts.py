@@ -1,0 +1,51 @@
+"""Ends completions at texts as vLLM does: a completion ends with the token that completes one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+
+from grpo_core.rollout.types import Request
+
+RESET = "Invalid prefix encountered"  # tokenizers' error where bytes make no characters; vLLM begins a new stream too
+
+
+class StopTexts:
+    """The ends of the texts of completions that are being sampled, and the texts that end them."""
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str]):
+        self.tokenizer, self.texts = tokenizer.backend_tokenizer, texts
+        self.kept = max(map(len, texts)) - 1  # characters that a text may begin in
+        self.streams: dict[tuple[int, int], DecodeStream] = {}
+        self.ends: dict[tuple[int, int], str] = {}
+
+    def begin(self, requests: dict[int, Request]) -> None:
+        for number, request in requests.items():
+            for i in range(request.num_completions):
+                # After the prompt, whose last bytes may be one character together with the first of the completion.
+                self.streams[number, i] = DecodeStream(ids=request.prompt_ids, skip_special_tokens=True)
+                self.ends[number, i] = ""
+
+    def completed(self, places: Tensor, tokens: Tensor, going: Tensor) -> Tensor:
+        """Which completions these tokens end with a text. `places`: (B, 2) request and completion; of rows that are not
+        `going`, tokens are not read. (B,), (B,) bool → (B,) bool"""
+        found = [False] * len(going)
+        for row in going.nonzero().flatten().tolist():
+            number, i = places[row].tolist()
+            written = self.ends[number, i] + self._next((number, i), int(tokens[row]))
+            found[row] = any(text in written for text in self.texts)
+            self.ends[number, i] = written[max(len(written) - self.kept, 0) :]
+        return torch.tensor(found, device=going.device)
+
+    def _next(self, place: tuple[int, int], token: int) -> str:
+        try:
+            return self.streams[place].step(self.tokenizer, token) or ""
+        except Exception as error:  # its only class of errors
+            if not str(error).startswith(RESET):
+                raise
+            self.streams[place] = DecodeStream(skip_special_tokens=True)
+            return self.streams[place].step(self.tokenizer, token) or ""

@@ -1,0 +1,103 @@
+"""The columns that a run needs, made from those that a data set has: `[data.columns]` and `data.system_prompt`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+
+from grpo_core.config.columns import columns_read, is_function, is_template, template_parts
+from grpo_core.config.inputs import DataConfig
+from grpo_core.data import own_code
+
+SLICE = 10_000  # rows that are Python objects at once
+SEPARATOR = "\n"  # between the texts of a list, in a template
+
+
+class ColumnError(ValueError):
+    """A column that cannot be made; the message says which, and of which row."""
+
+
+def with_columns(frame: pl.DataFrame, config: DataConfig) -> pl.DataFrame:
+    """The rows with the columns that the configuration makes; all others stay. A column of whose parts the data set
+    lacks one is left out. Raises ColumnError if a column cannot be made, ConfigError if a function is missing."""
+    made = {
+        column: _made(frame, column, how)
+        for column, how in config.columns.items()
+        if all(part in frame.columns for part in columns_read(how))
+    }
+    frame = frame.drop([column for column in config.columns if column not in made], strict=False).with_columns(**made)
+    if config.system_prompt is not None and "prompt" in frame.columns:
+        frame = frame.with_columns(prompt=_after_system_prompt(frame.schema["prompt"], config.system_prompt))
+    return frame
+
+
+def _made(frame: pl.DataFrame, column: str, how: str) -> pl.Expr | pl.Series:
+    if is_function(how):
+        return _called(frame, f"data.columns.{column}", how)
+    if not is_template(how):
+        return pl.col(how)
+    parts = []
+    for text, part in template_parts(how):
+        parts += [pl.lit(text)] if text else []
+        parts += [_as_text(part, frame.schema[part], f"data.columns.{column} = {how!r}")] if part else []
+    return pl.concat_str(parts)  # null where a part is null
+
+
+def _as_text(column: str, kind: pl.DataType, what: str) -> pl.Expr:
+    if kind == pl.List(pl.String):
+        return pl.col(column).list.join(SEPARATOR)
+    if kind.is_nested() or kind == pl.Object:
+        raise ColumnError(
+            f"{what}: the column {column!r} holds {kind}; a template takes text, numbers and lists of text: write a "
+            "function, module:function"
+        )
+    return pl.col(column).cast(pl.String)
+
+
+def _called(frame: pl.DataFrame, key: str, name: str) -> pl.Series:
+    """What a function gives for each row."""
+    function, parts = own_code.find(key, name), []
+    for start in range(0, frame.height, SLICE):
+        values = []
+        for row, given in enumerate(frame.slice(start, SLICE).iter_rows(named=True), start):
+            try:
+                values.append(function(given))
+            except (Exception, SystemExit) as error:  # a user's code, which may do anything
+                raise ColumnError(f"{key} = {name!r} fails at row {row}: {type(error).__name__}: {error}") from error
+        try:
+            parts.append(pa.table({key: pa.array(values)}))  # polars would drop fields that only later rows have
+        except (pa.ArrowException, OverflowError) as error:
+            rows = f"rows {start} to {start + len(values) - 1}"
+            raise ColumnError(f"{key} = {name!r} gives what no column holds, in {rows}: {error}") from error
+    if not parts:
+        return pl.Series(dtype=pl.String)
+    try:
+        return pl.DataFrame(pl.from_arrow(pa.concat_tables(parts, promote_options="permissive"))).to_series()
+    except pa.ArrowException as error:
+        raise ColumnError(f"{key} = {name!r} gives values of several kinds: {error}") from error
+
+
+def _after_system_prompt(kind: pl.DataType, text: str) -> pl.Expr:
+    """The prompts, each after this system message if it has none. Prompts of no known kind stay as they are."""
+    prompt = pl.col("prompt")
+    if kind == pl.String:
+        system = [_message("system", pl.lit(text))] if text else []
+        messages = pl.concat_list([*system, _message("user", prompt)])
+        return pl.when(prompt.is_not_null()).then(messages)
+    fields: Mapping[str, Any] = dict(kind.inner) if _is_messages(kind) else {}  # type: ignore[attr-defined]
+    if not text or not {"role", "content"} <= fields.keys():
+        return prompt
+    system_message = pl.lit(pl.Series([[{"role": "system", "content": text}]], dtype=kind))
+    first = prompt.list.first().struct.field("role")
+    return pl.when(first != "system").then(pl.concat_list(system_message, prompt)).otherwise(prompt)
+
+
+def _message(role: str, content: pl.Expr) -> pl.Expr:
+    return pl.struct(role=pl.lit(role), content=content)
+
+
+def _is_messages(kind: pl.DataType) -> bool:
+    return isinstance(kind, pl.List) and isinstance(kind.inner, pl.Struct)

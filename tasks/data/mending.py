@@ -1,0 +1,77 @@
+"""What to set in `[data.columns]` where a data set's columns are not those that a run needs."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import polars as pl
+
+from grpo_core.config.columns import columns_read
+from tasks.data.repeats import is_conversation
+
+# What published data sets call the columns that a run needs, the usual name first.
+USUAL = {
+    "prompt": ("question", "problem", "instruction", "messages", "query", "input", "text", "task"),
+    "answer": ("solution", "final_answer", "ground_truth", "target", "expected", "label", "gold", "output", "response"),
+    "reference": ("summary", "completion", "highlights", "target", "response", "output"),
+    "tests": ("test_list", "test", "test_cases", "unit_tests", "assertions"),
+}
+
+
+def missing_column(
+    column: str, reading: str, frame: pl.DataFrame, columns: Mapping[str, str], read: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Part of a sentence: that there is no such column (`reading`: what reads it), and the key that would give it."""
+    kinds = read.get(column, {}).values()
+    others = [name for name in frame.columns if name not in read and name != "prompt"]
+    if column == "prompt":
+        able = [name for name in others if frame.schema[name] == pl.String or is_conversation(frame, name)]
+    else:
+        able = [name for name in others if all(accepts(kind, frame.schema[name]) for kind in kinds)]
+    wanted = [part for part in columns_read(columns.get(column, column)) if part not in frame.columns] or [column]
+    likely = _likely(column, wanted[0], able)
+    key = f"data.columns.{column}"
+    hint = f"set {key} = {json.dumps(likely, ensure_ascii=False)}" if likely else f"{key} says what it is made of"
+    made = f" (for {key} = {columns[column]!r})" if column in columns else ""
+    return f"has no column {wanted[0]!r}{made}{reading}; its columns are {', '.join(frame.columns)}: {hint}"
+
+
+def wrong_type(column: str, kind: Any, frame: pl.DataFrame, columns: Mapping[str, str]) -> str:
+    """End of a sentence: the key that would write the column as text, if that is what is wanted; else nothing."""
+    found = frame.schema[column]
+    able = not found.is_nested() or found == pl.List(pl.String)
+    if column in columns or not able or found == pl.Null or not accepts(kind, pl.String()):
+        return ""
+    template = json.dumps(f"{{{column}}}", ensure_ascii=False)
+    return f": data.columns.{column} = {template} writes it as text"
+
+
+def _likely(column: str, wanted: str, able: list[str]) -> str | None:
+    """The column that seems to be it: of a like name, of a usual one, the only one that could be, or the
+    first that could be the prompt."""
+    like = difflib.get_close_matches(wanted, able, n=1)
+    usual = [name for name in USUAL.get(column, ()) if name in able]
+    only = able if column == "prompt" or len(able) == 1 else []
+    return next(iter([*like, *usual, *only]), None)
+
+
+def accepts(kind: Any, found: pl.DataType) -> bool:
+    """Whether values of an Arrow type are what a parameter annotated with `kind` takes."""
+    if found == pl.Null:
+        return False
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return any(accepts(option, found) for option in typing.get_args(kind) if option is not type(None))
+    known = {
+        str: found == pl.String,
+        bool: found == pl.Boolean,
+        int: found.is_integer(),
+        float: found.is_numeric(),
+        list: isinstance(found, (pl.List, pl.Array)),
+        dict: isinstance(found, pl.Struct),
+    }
+    return known.get(typing.get_origin(kind) or kind, True)

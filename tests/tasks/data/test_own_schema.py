@@ -1,0 +1,244 @@
+"""Rules of your own, beside the ones that always hold; the contract as a file; data checked alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import tomli_w
+from typer.testing import CliRunner
+
+from flows.cli.main import app
+from grpo_core.config.files import parse_config
+from grpo_core.errors import ConfigError
+from tasks.data.own_schema import hold_against, load_schema
+from tasks.stages.lineage import lineage_keys
+from tasks.validate import screen
+from tests.conftest import config_values
+
+MODULE = """
+import pandera.polars as pa
+import polars as pl
+
+
+class Graded(pa.DataFrameModel):
+    question: str = pa.Field(str_length={"min_value": 4})
+    level: int = pa.Field(ge=1, le=5, nullable=True)
+
+    @pa.check("question")
+    def asks(cls, data):
+        return data.lazyframe.select(pl.col(data.key).str.ends_with("="))
+
+
+class Pair:
+    pass
+
+
+def graded(completions, answer: list[str], points: list[float], note: list[str | None]):
+    return [0.0 for _ in completions]
+"""
+
+
+@pytest.fixture
+def values(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A configuration of data with columns of their own, and the module of its schema beside it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_rules", raising=False)
+    (tmp_path / "own_rules.py").write_text(MODULE)
+    for name, first, last in (("train", 10, 20), ("eval", 30, 35)):
+        rows = [{"question": f"{n}+1=", "answer": str(n + 1), "level": n % 5 + 1} for n in range(first, last)]
+        _write(tmp_path / f"{name}.jsonl", rows)
+    values = config_values(model_folder, tmp_path)
+    values["data"] = {
+        "train": str(tmp_path / "train.jsonl"),
+        "eval": str(tmp_path / "eval.jsonl"),
+        "columns": {"prompt": "question"},
+        "schema": "own_rules:Graded",
+    }
+    return values
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _read(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("level", 9, "9 breaks less_than_or_equal_to(5)"),
+        ("question", "3=", "3= breaks str_length(4, None)"),
+        ("question", "1234", "1234 breaks asks"),
+    ],
+)
+def test_a_row_that_breaks_a_rule_of_ones_own_is_refused_dropped_or_kept(
+    values: dict[str, Any], column: str, value: Any, said: str
+) -> None:
+    rows = _read(values["data"]["train"])
+    rows[3][column] = value
+    _write(Path(values["data"]["train"]), rows)
+    for severity, refused, kept in (("error", True, 9), ("drop", False, 9), ("warn", False, 10)):
+        values["data"]["checks"] = {"own_schema": severity}
+        screened = screen(parse_config(values))
+        assert screened.findings.rows() == [("train", 3, column, "own_schema", said)]
+        assert (screened.refused, screened.kept["train"].height) == (refused, kept)
+
+
+def test_a_dropped_row_is_no_earlier_occurrence_of_another(values: dict[str, Any]) -> None:
+    rows = _read(values["data"]["train"])
+    _write(Path(values["data"]["train"]), [rows[0] | {"level": 9}, *rows])
+    values["data"]["checks"] = {"own_schema": "drop"}
+    assert screen(parse_config(values)).findings["check"].to_list() == ["own_schema"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda row: row.pop("level"),
+            "train breaks Graded: it has no column 'level'; its columns are question, answer",
+        ),
+        (lambda row: row.update(level="x"), "train breaks Graded: column 'level' is of type String, not Int64"),
+    ],
+)
+def test_columns_that_the_schema_refuses_are_named(values: dict[str, Any], change: Any, said: str) -> None:
+    rows = _read(values["data"]["train"])
+    for row in rows:
+        change(row)
+    _write(Path(values["data"]["train"]), rows)
+    assert said in screen(parse_config(values)).shape
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("own_rules:Pair", "data.schema = 'own_rules:Pair' is no pandera.polars.DataFrameModel"),
+        ("own_rules:Grade", "own_rules.py does not define 'Grade'"),
+        ("Graded", "data.schema: 'Graded' is not of the form module:Model"),
+    ],
+)
+def test_what_is_no_model_is_refused(values: dict[str, Any], name: str, said: str) -> None:
+    values["data"]["schema"] = name
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        screen(parse_config(values))
+
+
+def test_lineage_follows_the_schema_and_its_source(values: dict[str, Any], tmp_path: Path) -> None:
+    def key() -> str:
+        return lineage_keys(parse_config(values))["validate"]
+
+    keys = [key()]
+    (tmp_path / "own_rules.py").write_text(MODULE.replace("le=5", "le=6"))
+    keys.append(key())
+    del values["data"]["schema"]
+    keys.append(key())
+    assert len({*keys}) == 3
+
+
+def _grpo(*arguments: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["data", *map(str, arguments)])
+    return done.exit_code, done.output
+
+
+@pytest.fixture
+def config(values: dict[str, Any], tmp_path: Path) -> Path:
+    (tmp_path / "mine.toml").write_text(tomli_w.dumps(values))
+    return tmp_path / "mine.toml"
+
+
+def test_a_runs_data_are_checked_alone(config: Path, tmp_path: Path) -> None:
+    assert _grpo("check", config) == (
+        0,
+        "train: 10 of 10 rows keep the contract\neval: 5 of 5 rows keep the contract\n",
+    )
+    status, said = _grpo("check", config, "--set", "data.columns={}")
+    assert status == 2 and "train has no column 'prompt'; its columns are question, answer, level: set " in said
+    rows = _read(str(tmp_path / "train.jsonl"))
+    _write(tmp_path / "train.jsonl", [*rows, rows[0], rows[1] | {"level": 0}])
+    status, said = _grpo("check", config)
+    assert status == 2 and "train row 11, level: '0 breaks greater_than_or_equal_to(1)' breaks own_schema" in said
+    status, said = _grpo("check", config, "--set", "data.checks.own_schema=drop")
+    assert status == 0 and "train: 1 rows break own_schema (keeps the rules of data.schema); they are left out" in said
+    assert "train: 11 of 12 rows keep the contract" in said
+    assert not (tmp_path / "storage").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"question": ""}, "str_length(4, None)"),
+        ({"question": None}, "not_nullable"),
+        ({"answer": " "}, "str_contains"),
+        ({"answer": None}, "not_nullable"),
+        ({"level": 9}, "less_than_or_equal_to(5)"),
+        ({"points": None}, "not_nullable"),
+        ({"note": None}, ""),
+    ],
+    ids=str,
+)
+def test_the_written_contract_refuses_what_the_run_would(
+    values: dict[str, Any], tmp_path: Path, change: dict[str, Any], rule: str
+) -> None:
+    """Read from its file alone: without configuration, model and module."""
+    values["rewards"] = [{"function": "own_rules:graded"}]
+    (tmp_path / "mine.toml").write_text(tomli_w.dumps(values))
+    status, written = _grpo("schema", tmp_path / "mine.toml")
+    assert status == 0 and "# own_rules:Graded also checks asks" in written
+    contract, data = tmp_path / "contract.yaml", tmp_path / "more.jsonl"
+    contract.write_text(written)
+    rows = [
+        {"question": f"{n}+1=", "answer": str(n + 1), "level": 1, "points": 0.5, "note": "n"} for n in range(40, 50)
+    ]
+    _write(data, rows)
+    assert _grpo("check", data, "--schema", contract) == (0, f"10 rows keep {contract}\n")
+    _write(data, [*rows[:4], rows[4] | change, *rows[5:]])
+    status, said = _grpo("check", data, "--schema", contract)
+    (name,) = change
+    assert status == (2 if rule else 0)
+    assert not rule or (f"row 4, column {name!r}: " in said and rule in said), said
+    values["data"]["train"] = str(data)
+    _write(tmp_path / "eval.jsonl", [row | {"question": f"9{row['question']}"} for row in rows])
+    assert screen(parse_config(values)).refused == bool(rule)
+
+
+def test_the_contract_says_what_a_function_and_a_template_read(values: dict[str, Any], tmp_path: Path) -> None:
+    del values["data"]["schema"]
+    values["data"]["columns"] = {"prompt": "Level {level}: {question}", "answer": "own_rules:graded"}
+    (tmp_path / "mine.toml").write_text(tomli_w.dumps(values))
+    status, written = _grpo("schema", tmp_path / "mine.toml")
+    assert status == 0 and "# answer is made by own_rules:graded, which reads what it needs" in written
+    assert "  level:\n" in written and "  question:\n" in written and "  answer:\n" not in written
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train.jsonl"], "a data file is checked against a contract: give it by --schema"),
+        (["mine.toml", "--schema", "mine.toml"], "--schema is for a data file"),
+        (["train.jsonl", "--schema", "mine.toml"], "no schema as `grpo data schema` writes it"),
+        (["train.jsonl", "--schema", "gone.yaml"], "gone.yaml: cannot be read"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(
+    config: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(config.parent)
+    status, output = _grpo("check", *arguments)
+    assert status == 2 and said in output
+
+
+def test_all_broken_rules_of_all_data_sets_are_found(values: dict[str, Any]) -> None:
+    frame = pl.DataFrame({"question": ["12345", "1+1="], "level": [0, 1]})
+    problems, findings = hold_against({"train": frame, "eval": frame}, load_schema(values["data"]["schema"]))
+    assert problems == []
+    assert sorted(findings.select("dataset", "row", "column").rows()) == [
+        (name, 0, column) for name in ("eval", "train") for column in ("level", "question")
+    ]
