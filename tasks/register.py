@@ -10,6 +10,7 @@ from typing import Any
 
 import polars as pl
 from mlflow import MlflowClient
+from mlflow.entities import Metric
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
@@ -23,6 +24,7 @@ from tasks.registry.champion import RECORD, RECORDED
 from tasks.registry.model_version import Example, log_version
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape
+from tasks.reports.cost import Cost, cost_of
 from tasks.reports.record import SAMPLES
 from tasks.reports.report import PAGE, headline
 from tasks.stages.lineage import lineage_keys
@@ -33,6 +35,7 @@ from tasks.stages.table import EVALUATE, PLAN, REGISTER, TRAIN
 from tasks.tracking.evaluated import log_checkpoints, log_figures, send_evaluated
 from tasks.tracking.live import CURVES
 from tasks.tracking.runs import (
+    HARDWARE,
     LINEAGE,
     answering,
     commit_text,
@@ -77,7 +80,13 @@ def _work(context: Context) -> dict[str, Any]:
     if (curves := training / CURVES).exists():
         client.log_artifact(run_id, str(curves), "training")
     client.log_artifacts(run_id, str(EVALUATE.path(run)), "evaluation")
-    tags = {**_tags(config, run, report), **commit, RECORD: keep_record(client, run_id, run, keys[REGISTER.name])}
+    cost = {name.replace("/", "."): figures.number(it) for name, it in _cost(config, run, tracked).metrics.items()}
+    tags = {
+        **_tags(config, run, report),
+        **cost,
+        **commit,
+        RECORD: keep_record(client, run_id, run, keys[REGISTER.name]),
+    }
     scratch = context.partial.with_name("model.partial")
     description = f"{verdict}\n\n{origin(config.name, commit, dataset_digests(run))}"
     number, model_id = log_version(run_id, training, scratch, name, _example(config, run), tags, description)
@@ -115,9 +124,19 @@ def _log_evaluation(
     digests = dataset_digests(context.run)
     data = {name: (file, digests[file]) for name, file in config.evaluation_files.items()}
     rows = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
-    updates, now = TRAIN.read_receipt(context.run)["counted"]["updates"], round(1000 * time.time())
+    result = TRAIN.read_receipt(context.run)
+    chosen = result["best_step"] if config.train.load_best_model_at_end else None
+    updates = chosen or result["counted"]["updates"]
     log_checkpoints(client, tracked["experiment_id"], tracked["run_id"], rows, data[HELD_OUT])
-    log_figures(client, tracked["run_id"], model_id, report, data, updates, now)
+    log_figures(client, tracked["run_id"], model_id, report, data, updates)
+    metrics, now = _cost(config, context.run, tracked).metrics, round(1000 * time.time())
+    of_model = [Metric(name, value, now, updates, model_id) for name, value in metrics.items()]
+    client.log_batch(tracked["run_id"], of_model)
+
+
+def _cost(config: RunConfig, run: Path, tracked: Mapping[str, Any]) -> Cost:
+    evaluation = EVALUATE.read_receipt(run).get("seconds", 0.0)
+    return cost_of(config, tracked.get(HARDWARE, ""), TRAIN.read_receipt(run), evaluation)
 
 
 def _trace_evaluation(
@@ -132,11 +151,13 @@ def _trace_evaluation(
     except Exception as error:  # a version is worth more than its traces
         get_run_logger().warning("MLflow does not take the evaluation as traces: %s", first_cause(error))
         return ""
-    model = f"{experiment_address(tracked)}/models/{model_id}/traces"
-    return (
-        f"Of the traced prompts, it answers {counts['worse']} worse than the base, {counts['better']} better, "
-        f"{counts['same']} the same: [the traces]({model}), with the tags `vs_base` and `vs_champion`."
+    traces = f"{experiment_address(tracked)}/models/{model_id}/traces?workflowType=machine_learning"
+    found = "; ".join(
+        f"than the {other} {of_one['worse']:,} worse and {of_one['better']:,} better"
+        for other, of_one in counts.items()
     )
+    tags = " and ".join(f"`vs_{other}`" for other in counts)
+    return f"Of the held-out prompts, it answers {found}: [read them]({traces}), filtered by {tags}."
 
 
 def describe(report: dict[str, Any], metric: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -16,6 +17,7 @@ from mlflow.entities import LoggedModelOutput
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, infer_signature
 from mlflow.utils.file_utils import local_file_uri_to_path
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from packaging.version import Version
 
 from tasks.stages.files import remove
@@ -65,6 +67,8 @@ def log_version(
     tags = {key: str(value) for key, value in tags.items()}
     source = f"models:/{model.model_id}"
     made = client.create_model_version(name, source, run_id, tags, description=description, model_id=model.model_id)
+    linked = {MLFLOW_MODEL_VERSIONS: json.dumps([{"name": name, "version": str(made.version)}])}
+    client.set_logged_model_tags(model.model_id, linked)  # else its page says that it is not registered
     return str(made.version), model.model_id
 
 

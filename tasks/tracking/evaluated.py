@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import outcomes
 from tasks.rendering import figures
+from tasks.tracking.sending import METRICS_PER_REQUEST
 from tasks.tracking.traces import Told, answered, send
 
 STANDINGS = ("worse", "better", "same", "not scored")  # in the order in which prompts are chosen
@@ -30,41 +32,36 @@ def log_figures(
     report: Mapping[str, Any],
     data: Mapping[str, tuple[str, str]],
     step: int,
-    now: int,
 ) -> None:
-    """Log the trained policy's figures to its logged model, with their intervals and its gain over each other policy.
+    """Log eval/SET/POLICY/METRIC, with the interval of what policies are compared by, and
+    eval/SET/difference/POLICY/METRIC/… for the trained policy minus each other.
 
-    Names are `accuracy`, `accuracy_low`, `accuracy_gain_over_base`, …; those of sets other than the held-out prompts
-    have the set in front. data: name and hash of the prompts of each set. now: in ms since 1970.
+    Those of the trained policy are of its logged model too, with the data set. data: name and hash of the prompts of
+    each set; step: the updates that made the policy.
     """
-    metrics = []
+    metrics, now = [], round(1000 * time.time())
+
+    def metric(name: str, value: float, of_model: bool, dataset: tuple[str, str]) -> Metric:
+        key = name.replace("@", "_at_")  # MLflow allows no @ in a name
+        if not of_model:
+            return Metric(key, value, now, step)
+        return Metric(key, value, now, step, model_id, *dataset, run_id)
+
     for name, found in report["sets"].items():
-        dataset, digest = data[name]
-        front = "" if name == HELD_OUT else f"{name}/"
-        values: dict[str, float] = {}
-        for metric, it in found["policies"]["trained"].items():
-            values |= {metric: it["mean"]}
-            if metric in DECIDING:
-                values |= {f"{metric}_low": it["low"], f"{metric}_high": it["high"]}
+        for policy, of_policy in found["policies"].items():
+            values = {key: it["mean"] for key, it in of_policy.items()}
+            for key in DECIDING if policy == "trained" else ():
+                values |= {f"{key}/{bound}": of_policy[key][bound] for bound in ("low", "high")}
+            prefix, own = f"eval/{name}/{policy}", policy == "trained"
+            metrics += [metric(f"{prefix}/{key}", value, own, data[name]) for key, value in values.items()]
         for other, differences in found["differences"].items():
-            for metric in DECIDING:
-                gain, it = f"{metric}_gain_over_{other}", differences[metric]
-                values |= {gain: it["mean"], f"{gain}_low": it["low"], f"{gain}_high": it["high"]}
-        metrics += [
-            Metric(
-                (front + key).replace("@", "_at_"),  # MLflow allows no @ in a name
-                value,
-                now,
-                step,
-                model_id=model_id,
-                dataset_name=dataset,
-                dataset_digest=digest,
-                run_id=run_id,
-            )
-            for key, value in values.items()
-            if math.isfinite(value)
-        ]
-    client.log_batch(run_id, metrics)
+            for key, it in differences.items():
+                prefix = f"eval/{name}/difference/{other}/{key}"
+                parts = ("mean", "low", "high", "p_value")
+                metrics += [metric(f"{prefix}/{part}", it[part], True, data[name]) for part in parts]
+    finite = [it for it in metrics if math.isfinite(it.value)]
+    for first in range(0, len(finite), METRICS_PER_REQUEST):
+        client.log_batch(run_id, finite[first : first + METRICS_PER_REQUEST])
 
 
 def log_checkpoints(
@@ -87,10 +84,11 @@ def log_checkpoints(
         if not held_out or name in there:
             continue
         model = client.create_logged_model(experiment_id, name, run_id, tags={"weights": NOT_KEPT, "step": str(step)})
-        time = round(1000 * row["timestamp"])
+        milliseconds = round(1000 * row["timestamp"])
         dataset, digest = data
         metrics = [
-            Metric(key, value, time, step, model.model_id, dataset, digest, run_id) for key, value in held_out.items()
+            Metric(key, value, milliseconds, step, model.model_id, dataset, digest, run_id)
+            for key, value in held_out.items()
         ]
         client.finalize_logged_model(model.model_id, "READY")
         client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=step)])
@@ -104,26 +102,28 @@ def send_evaluated(
     tracked: Mapping[str, Any],
     model_id: str,
     version: str,
-) -> dict[str, int]:
+) -> dict[str, dict[str, int]]:
     """Send the trained policy's answers as traces of its logged model, up to registry.evaluation_traces of each set;
-    returns how many of them are worse, better, … than the base model's, by STANDINGS.
+    returns, for each other policy, how many of all held-out prompts it answers worse, better, … by STANDINGS.
 
     Tags `vs_base` and `vs_champion` say how the policy does on the prompt, by the metric that decides.
     """
-    samples, time = pl.read_parquet(samples_file), samples_file.stat().st_mtime_ns // 1_000_000
-    counts = dict.fromkeys(STANDINGS, 0)
-    told = []
+    samples, evaluated = pl.read_parquet(samples_file), samples_file.stat().st_mtime_ns // 1_000_000
+    told, counts = [], dict[str, dict[str, int]]()
     for name in report["sets"]:
         of_set = samples.filter(pl.col("set") == name)
         rows = of_set.filter(pl.col("sample") == 0).sort("row").to_dicts()
         standings = standings_of(of_set, name, report, config)
+        if name == HELD_OUT:
+            counts = {other: {kind: found.count(kind) for kind in STANDINGS} for other, found in standings.items()}
         worst = sorted(
             range(len(rows)), key=lambda place: (min(STANDINGS.index(it[place]) for it in standings.values()), place)
         )
         for place in worst[: config.registry.evaluation_traces]:
             against = {f"vs_{other}": found[place] for other, found in standings.items()}
-            counts[against["vs_base"]] += 1
-            told.append(_answer(rows[place], name, report, config, tracked["run_id"], model_id, version, against, time))
+            told.append(
+                _answer(rows[place], name, report, config, tracked["run_id"], model_id, version, against, evaluated)
+            )
     send(told, tracked["experiment_id"])
     return counts
 
@@ -177,7 +177,7 @@ def _answer(
             "kind": "evaluation",
             "run": config.name,
             "set": name,
-            "prompt": row["row"],
+            "row": row["row"],
             "version": version,
             **against,
             **({"champion": champion} if champion else {}),
