@@ -12,7 +12,6 @@ from typing import Any
 
 import mlflow
 import polars as pl
-from mlflow.entities import Metric
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.schemas.objects import State
@@ -43,7 +42,6 @@ from tasks.tracking.runs import (
 )
 
 SAMPLES_SHOWN = 20
-METRICS_PER_REQUEST = 1000  # MLflow's maximum
 
 
 @task(name="evaluate")
@@ -70,7 +68,6 @@ def _work(context: Context) -> dict[str, Any]:
     if champion is not None and CHAMPION in report["policies"]:
         report["champion"] = identity(champion)
     run_id = training_run_id(TRAIN.path(context.run))
-    _log_metrics(client, run_id, report)
     metric = as_text.metric_of(config, report)
     create_markdown_artifact(
         key="evaluation", markdown=_markdown(report, metric), description=escape("; ".join(verdicts(report, metric)))
@@ -113,24 +110,6 @@ def _run(
                 raise
             restarts, patience = restarts + 1, RETURN_SECONDS
             log.warning("restart %d of %d (train.max_restarts): %s", restarts, most, error)
-
-
-def _log_metrics(client: mlflow.MlflowClient, run_id: str, report: Mapping[str, Any]) -> None:
-    """Log eval/SET/POLICY/METRIC, and eval/SET/difference/POLICY/METRIC/… for the trained policy minus each other."""
-    values: dict[str, float] = {}
-    for name, figures in report["sets"].items():
-        for policy, metrics in figures["policies"].items():
-            values |= {f"eval/{name}/{policy}/{metric}": found["mean"] for metric, found in metrics.items()}
-        for policy, metrics in figures["differences"].items():
-            for metric, found in metrics.items():
-                prefix = f"eval/{name}/difference/{policy}/{metric}"
-                values |= {f"{prefix}/{part}": found[part] for part in ("mean", "low", "high", "p_value")}
-    now = int(time.time() * 1000)
-    metrics = [  # MLflow allows no @ in a name
-        Metric(key.replace("@", "_at_"), value, now, 0) for key, value in values.items() if value == value
-    ]
-    for start in range(0, len(metrics), METRICS_PER_REQUEST):
-        client.log_batch(run_id, metrics[start : start + METRICS_PER_REQUEST])
 
 
 def _side_by_side(samples: pl.DataFrame, policies: list[str]) -> pl.DataFrame:

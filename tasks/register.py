@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 from mlflow import MlflowClient
+from mlflow.entities import Metric
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
@@ -21,25 +24,32 @@ from tasks.registry.champion import RECORD, RECORDED
 from tasks.registry.model_version import Example, log_version
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape
+from tasks.reports.cost import Cost, cost_of
+from tasks.reports.record import SAMPLES
 from tasks.reports.report import PAGE, headline
 from tasks.stages.lineage import lineage_keys
-from tasks.stages.mlflow_address import tracking_uri
+from tasks.stages.mlflow_address import first_cause, tracking_uri
 from tasks.stages.parts import key_of
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import EVALUATE, PLAN, REGISTER, TRAIN
+from tasks.tracking.evaluated import log_checkpoints, log_figures, send_evaluated
 from tasks.tracking.live import CURVES
 from tasks.tracking.runs import (
+    HARDWARE,
     LINEAGE,
     answering,
     commit_text,
     connect,
     dataset_digests,
+    experiment_address,
     lineage_text,
     read_tracking_run,
+    run_address,
     run_page,
     trained_on_commit,
 )
 from tasks.tracking.sending import send_rest
+from tasks.tracking.traces import send_rest_of_rollouts
 
 PLAN_TAGS = ("num_prompts", "max_steps", "completions")
 CHARTS = "^(reward$|rewards/|eval_|entropy$|kl$|completions/mean_length$)"  # the charts to look at first
@@ -60,19 +70,29 @@ def _work(context: Context) -> dict[str, Any]:
     name = config.registry.model_name or config.name
     report, keys = EVALUATE.read_receipt(run), lineage_keys(config)
     send_rest(client, run_id, training, log)
+    send_rest_of_rollouts(tracked, training, config, log)
     metric = figures.metric_of(config, report)
     verdict, commit = describe(report, metric), trained_on_commit(client, run_id)
-    client.set_tag(run_id, LINEAGE, lineage_text(config))  # evaluation may have been edited since the training
+    client.log_text(run_id, lineage_text(config), LINEAGE)  # evaluation may have been edited since the training
     client.set_tag(run_id, MLFLOW_RUN_NOTE, _note(run, verdict))
     for path in (run / "config.toml", PLAN.path(run), training / "result.json", training / "metrics.jsonl"):
         client.log_artifact(run_id, str(path))
     if (curves := training / CURVES).exists():
         client.log_artifact(run_id, str(curves), "training")
     client.log_artifacts(run_id, str(EVALUATE.path(run)), "evaluation")
-    tags = {**_tags(config, run, report), **commit, RECORD: keep_record(client, run_id, run, keys[REGISTER.name])}
+    cost = {name.replace("/", "."): figures.number(it) for name, it in _cost(config, run, tracked).metrics.items()}
+    tags = {
+        **_tags(config, run, report),
+        **cost,
+        **commit,
+        RECORD: keep_record(client, run_id, run, keys[REGISTER.name]),
+    }
     scratch = context.partial.with_name("model.partial")
     description = f"{verdict}\n\n{origin(config.name, commit, dataset_digests(run))}"
-    number = log_version(run_id, training, scratch, name, _example(config, run), tags, description)
+    number, model_id = log_version(run_id, training, scratch, name, _example(config, run), tags, description)
+    _log_evaluation(client, context, tracked, report, model_id)
+    if traced := _trace_evaluation(context, tracked, report, model_id, number):
+        client.update_model_version(name, number, f"{description}\n\n{traced}")
     client.set_registered_model_alias(name, config.registry.alias, number)
     client.set_terminated(run_id)
     log.info("registered %s version %s, alias %s", name, number, config.registry.alias)
@@ -95,6 +115,51 @@ def _work(context: Context) -> dict[str, Any]:
     }
 
 
+def _log_evaluation(
+    client: MlflowClient, context: Context, tracked: Mapping[str, Any], report: Mapping[str, Any], model_id: str
+) -> None:
+    """Log the evaluation's figures to the version's logged model, and those of the updates that were evaluated while
+    the training ran to logged models of their own."""
+    training, config = TRAIN.path(context.run), context.config
+    digests = dataset_digests(context.run)
+    data = {name: (file, digests[file]) for name, file in config.evaluation_files.items()}
+    rows = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
+    result = TRAIN.read_receipt(context.run)
+    chosen = result["best_step"] if config.train.load_best_model_at_end else None
+    updates = chosen or result["counted"]["updates"]
+    log_checkpoints(client, tracked["experiment_id"], tracked["run_id"], rows, data[HELD_OUT])
+    log_figures(client, tracked["run_id"], model_id, report, data, updates)
+    metrics, now = _cost(config, context.run, tracked).metrics, round(1000 * time.time())
+    of_model = [Metric(name, value, now, updates, model_id) for name, value in metrics.items()]
+    client.log_batch(tracked["run_id"], of_model)
+
+
+def _cost(config: RunConfig, run: Path, tracked: Mapping[str, Any]) -> Cost:
+    evaluation = EVALUATE.read_receipt(run).get("seconds", 0.0)
+    return cost_of(config, tracked.get(HARDWARE, ""), TRAIN.read_receipt(run), evaluation)
+
+
+def _trace_evaluation(
+    context: Context, tracked: Mapping[str, Any], report: Mapping[str, Any], model_id: str, number: str
+) -> str:
+    """Send answers of the evaluation as traces of the version's logged model; Markdown with the links to them."""
+    if not context.config.registry.evaluation_traces:
+        return ""
+    samples = EVALUATE.path(context.run) / SAMPLES
+    try:
+        counts = send_evaluated(samples, report, context.config, tracked, model_id, number)
+    except Exception as error:  # a version is worth more than its traces
+        get_run_logger().warning("MLflow does not take the evaluation as traces: %s", first_cause(error))
+        return ""
+    traces = f"{experiment_address(tracked)}/models/{model_id}/traces?workflowType=machine_learning"
+    found = "; ".join(
+        f"than the {other} {of_one['worse']:,} worse and {of_one['better']:,} better"
+        for other, of_one in counts.items()
+    )
+    tags = " and ".join(f"`vs_{other}`" for other in counts)
+    return f"Of the held-out prompts, it answers {found}: [read them]({traces}), filtered by {tags}."
+
+
 def describe(report: dict[str, Any], metric: str) -> str:
     """The result of an evaluation as Markdown: a sentence, its figures below."""
     verdict = headline(report, metric)
@@ -111,8 +176,9 @@ def origin(run: str, commit: Mapping[str, str], data: Mapping[str, str]) -> str:
 def _note(run: Path, verdict: str) -> str:
     """Description of the training's MLflow run, as Markdown."""
     report = EVALUATE.path(run) / PAGE
+    page = f"{run_address(TRAIN.path(run), f'artifacts/{report.parent.name}/{PAGE}')}"
     return (
-        f"{verdict}\n\nOn one page: {report.parent.name}/{PAGE} under Artifacts (`{report}`). Charts to begin with: "
+        f"{verdict}\n\nOn one page: [{PAGE}]({page}) under Artifacts (`{report}`). Charts to begin with: "
         f"Model metrics, search `{CHARTS}`."
     )
 

@@ -29,6 +29,7 @@ from tasks.stages.table import PLAN, TRAIN
 from tasks.tracking.live import OUTPUT, Live, Output, show_curves
 from tasks.tracking.runs import open_tracking_run
 from tasks.tracking.sending import sending
+from tasks.tracking.traces import tracing
 
 
 @task(name="train")
@@ -46,6 +47,7 @@ def _work(context: Context) -> dict[str, Any]:
             gpus(context.config, launched=True),
             servers(context, log) as addresses,
             sending(folder, tracked, log),
+            tracing(folder, tracked, context.config, log),
             _shown(folder, plan) as on_line,
         ):
             run_training(context, on_line, addresses, log)

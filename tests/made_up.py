@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 
 from grpo_core.config.files import dump_config, parse_config
+from grpo_core.data.recording import write_batch
 from grpo_core.evaluation.comparison import compare_policies
 from grpo_core.evaluation.outcomes import deciding_metric
 from grpo_core.planning.plan import make_plan, plan_inputs
@@ -184,3 +186,32 @@ def made_up_run(
     (folder / "training" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     samples.write_parquet(folder / "evaluation" / "samples.parquet")
     return folder
+
+
+def sampled(step: int, row: int, rewards: Mapping[str, float | None], **columns: Any) -> dict[str, Any]:
+    """A row of completions/; `columns` are laid over it."""
+    ids = columns.get("completion_ids", [1, 2, 3])
+    return {
+        "step": step,
+        "prompt": f"{row}+1=",
+        "completion": f"{row + 1}",
+        "advantage": 0.0,
+        "prompt_tokens": 3,
+        "completion_tokens": len(ids),
+        "truncated": False,
+        "row": row,
+        "prompt_ids": [4, 5, 6],
+        "completion_ids": ids,
+        "sampling_logprobs": [-0.5] * len(ids),
+        **{f"rewards/{name}": value for name, value in rewards.items()},
+        **columns,
+    }
+
+
+def write_sampled(training: Path, batches: Sequence[Sequence[Mapping[str, Any]]], num_generations: int) -> None:
+    """completions/ in a training's folder, from the rows of its generation batches."""
+    (training / "completions").mkdir(parents=True, exist_ok=True)
+    for number, rows in enumerate(batches):
+        table = pa.Table.from_pylist([dict(row) for row in rows])
+        path = training / "completions" / f"rollout-{number:06d}.parquet"
+        write_batch(table, {"num_generations": num_generations}, path)

@@ -80,6 +80,12 @@ class RegistryConfig(Section):
     """Registered model that gets a new version, without / and : in its name; default: the run's name."""
     alias: str = Field("candidate", pattern=r"^[\w-]+$", max_length=255)
     """Alias of the new version: letters, digits, _ and -. Only a promotion sets `champion`."""
+    traces_per_batch: int = Field(4, ge=0, le=1024)
+    """Completions per generation batch that MLflow gets as traces, among them the worst and the best of the worst and
+    of the best group; 0 sends none."""
+    evaluation_traces: int = Field(100, ge=0, le=100_000)
+    """Evaluated prompts per set that MLflow gets as traces, linked to the model version: those that it answers worse
+    than the base or the champion first, then those that it answers better. 0 sends none."""
 
     @field_validator("model_name")
     @classmethod

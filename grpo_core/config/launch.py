@@ -85,3 +85,5 @@ class LaunchConfig(Section):
     """vllm-server: machines for the servers that a training starts, reached by `ssh`. The first
     rollout.vllm_num_servers of them that answer get one each; those beyond are spare. A server takes
     GPUs that nothing else of ours uses there. Default: this machine."""
+    gpu_hour_price: float | None = Field(None, ge=0)
+    """Price of one GPU for an hour, in any currency: reports, comparisons and MLflow then say what a run has cost."""

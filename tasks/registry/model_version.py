@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -16,6 +17,7 @@ from mlflow.entities import LoggedModelOutput
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, infer_signature
 from mlflow.utils.file_utils import local_file_uri_to_path
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from packaging.version import Version
 
 from tasks.stages.files import remove
@@ -34,8 +36,9 @@ class Example:
 
 def log_version(
     run_id: str, training: Path, scratch: Path, name: str, example: Example, tags: Mapping[str, Any], description: str
-) -> str:
-    """Make a version of registered model `name` from training/model, its adapter beside it; returns its number.
+) -> tuple[str, str]:
+    """Make a version of registered model `name` from training/model, its adapter beside it; returns its number, and the
+    id of the logged model that it is.
 
     If the artifact store is a folder of this file system, the weights there are hard links to the training's, and
     read-only: one file under two names. `scratch`: a folder that does not exist yet, beside the training's.
@@ -64,7 +67,9 @@ def log_version(
     tags = {key: str(value) for key, value in tags.items()}
     source = f"models:/{model.model_id}"
     made = client.create_model_version(name, source, run_id, tags, description=description, model_id=model.model_id)
-    return str(made.version)
+    linked = {MLFLOW_MODEL_VERSIONS: json.dumps([{"name": name, "version": str(made.version)}])}
+    client.set_logged_model_tags(model.model_id, linked)  # else its page says that it is not registered
+    return str(made.version), model.model_id
 
 
 def _write(training: Path, folder: Path, card: Model, example: Example) -> None:

@@ -31,8 +31,9 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """`legend`: label → colour, of all charts. `samples`: by evaluation set. `trajectories`: samples by title, and
-    `folded`: long texts, both opened by a click.
+    """`legend`: label → colour, of all charts. `samples`: by evaluation set. `rollouts`: samples one below the other,
+    whose tokens a reader colours by one of `colours` (name → meaning), at first by `colour`. `trajectories`: samples by
+    title, and `folded`: long texts, both opened by a click.
 
     Empty parts are left out of the page, and so is a section without any.
     """
@@ -44,12 +45,15 @@ class Section:
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
     samples: Mapping[str, Any] = field(default_factory=dict)
+    colours: Mapping[str, str] = field(default_factory=dict)
+    colour: str = ""
+    rollouts: Sequence[Any] = ()
     trajectories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     folded: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        shown = (self.charts, self.tables, self.notes, self.samples, self.trajectories, self.folded)
+        shown = (self.charts, self.tables, self.notes, self.samples, self.rollouts, self.trajectories, self.folded)
         return not (self.text or any(shown))
 
 

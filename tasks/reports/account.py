@@ -15,6 +15,7 @@ from grpo_core.planning.plan import Plan
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import ORANGE, Row, series
 from tasks.rendering.page import Cell, Chart, Section, Table
+from tasks.reports.cost import cost_of
 from tasks.reports.record import Record
 from tasks.stages.lineage import DIGITS
 from tasks.stages.table import EVALUATE, STAGES, TRAIN
@@ -203,11 +204,12 @@ def time_spent(record: Record, seconds: float) -> Section:
         axes.set(ylabel="seconds")
 
     tokens = record.metrics[-1]["num_tokens"] / in_updates
+    cost = cost_of(record.config, record.hardware, record.result, seconds)
     return Section(
         "Where the time went",
         f"{figures.duration(total)} in all; {tokens:,.0f} tokens per second while training, prompts and completions.",
         charts=[Chart("Seconds per update", drawing.svg(draw))],
-        tables=[Table(["stage", "time", "share"], table)],
+        tables=[Table(["stage", "time", "share"], table), Table(["", "cost"], [*map(list, cost.rows())])],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import polars as pl
@@ -12,9 +12,9 @@ from grpo_core.data.chat import turns
 from grpo_core.environments.calls import ERROR
 from tasks.rendering import figures
 from tasks.rendering.page import Section
+from tasks.rendering.visible import shortened, visible
 from tasks.reports.record import Record
 
-LONGEST_TEXT = 3000  # characters of a prompt, a completion or a turn
 TURNS = {  # colours of a conversation's turns
     "what the policy said: these tokens are trained": "var(--blue)",
     "what tools and environment said: not trained": "var(--grey)",
@@ -25,7 +25,7 @@ TURNS = {  # colours of a conversation's turns
 def in_training(record: Record) -> Section:
     """Conversations that were trained on. Empty without tools and environment."""
     best_and_worst = {
-        f"update {row['step']}: {which} advantage": [_trained_on(row)]
+        f"update {row['step']}: {which} advantage": [trained_on(row)]
         for batch in record.batches
         if "conversation" in batch.columns
         for which, row in _ends(batch).items()
@@ -40,37 +40,45 @@ def _ends(batch: pl.DataFrame) -> dict[str, dict[str, Any]]:
     return {"highest": ordered.row(0, named=True), "lowest": ordered.row(-1, named=True)} if ordered.height else {}
 
 
-def _trained_on(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of completions/, as `_sample` gives one of an evaluation."""
-    trained, tokens = sum(row["trained_tokens"]), len(row["trained_tokens"])
+def trained_on(row: Mapping[str, Any], name: str = "in training", pieces: Sequence[Any] = ()) -> dict[str, Any]:
+    """A row of completions/, as `_sample` of the report gives one of an evaluation. `pieces`: its tokens, coloured."""
+    masks = row.get("trained_tokens")
+    advantage = f"advantage {figures.number(row['advantage'])}"
     return {
-        "row": None,
+        "row": row.get("row"),
         "prompt": messages(row["prompt"]),
-        "opening": shortened(row["opening"] or ""),
+        "opening": shortened(row.get("opening") or ""),
         "answer": None,
         "category": None,
         "policies": [
             {
-                "name": "in training",
-                "completion": "",
-                "mark": f"advantage {figures.number(row['advantage'])}",
+                "name": name,
+                "completion": shortened(row["completion"]),
+                "mark": f"reward {figures.number(row['reward'])}, {advantage}" if "reward" in row else advantage,
                 "tone": "",
                 "of_all": "",
-                "tokens": f"{trained} trained of {tokens}",
+                "tokens": f"{sum(masks)} trained of {len(masks)}" if masks else row["completion_tokens"],
                 "truncated": row["truncated"],
-                "conversation": conversation({f"trained/{name}": value for name, value in row.items()}, "trained"),
+                "rewards": rewards_line(row) if masks is None else "",
+                "pieces": pieces,
+                "conversation": conversation({f"trained/{name}": value for name, value in row.items()}, "trained")
+                if masks
+                else None,
             }
         ],
     }
 
 
+def rewards_line(row: Mapping[str, Any], prefix: str = "rewards/") -> str:
+    """What each reward gave, before its weight: `numeric_match 1.000, length –`."""
+    given = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
+    return ", ".join(
+        f"{visible(name)} {figures.NONE if value is None else figures.number(value)}" for name, value in given.items()
+    )
+
+
 def conversation(sample: Mapping[str, Any], policy: str) -> dict[str, Any]:
     """A policy's conversation in a row of samples.parquet: its turns and what they are, its rewards and its failure."""
-    rewards = {
-        name.removeprefix(f"{policy}/rewards/"): figures.NONE if value is None else figures.number(value)
-        for name, value in sample.items()
-        if name.startswith(f"{policy}/rewards/")
-    }
     return {
         "turns": [_turn(message) for message in json.loads(sample[f"{policy}/conversation"])],
         "counts": ", ".join(
@@ -82,7 +90,7 @@ def conversation(sample: Mapping[str, Any], policy: str) -> dict[str, Any]:
             ]
             if count
         ),
-        "rewards": ", ".join(f"{name} {value}" for name, value in rewards.items()),
+        "rewards": rewards_line(sample, f"{policy}/rewards/"),
         "failure": shortened(sample[f"{policy}/environment_failure"]),
     }
 
@@ -91,7 +99,7 @@ def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
     """What was said; `kind`: policy, environment, or failed for an answer that says what was wrong with a call."""
     content, is_policy = message["content"], message["role"] == "assistant"
     return {
-        "who": "" if is_policy else message.get("name", message["role"]),
+        "who": "" if is_policy else visible(message.get("name", message["role"])),
         "kind": "policy" if is_policy else "failed" if content.startswith(ERROR) else "environment",
         "text": shortened(content),
         "calls": [shortened(_call(call["function"])) for call in message.get("tool_calls", ())],
@@ -106,9 +114,3 @@ def _call(function: Mapping[str, Any]) -> str:
 def messages(prompt: Any) -> list[tuple[str, str]]:
     """(role, text) of each message; a plain prompt is one message without a role."""
     return [(role, shortened(text)) for role, text in turns(prompt)]
-
-
-def shortened(text: str) -> str:
-    """The text as the page has it: its beginning."""
-    left_out = len(text) - LONGEST_TEXT
-    return text if left_out <= 0 else f"{text[:LONGEST_TEXT]} … {left_out:,} more characters"

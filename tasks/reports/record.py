@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ class NotEvaluatedError(GrpoError):
 class Record:
     """`data`, `plan`, `result`, `evaluation`: the receipts of validate, plan, train and evaluate. `seconds`: of each
     stage that has been done. `metrics`: one row per update. `findings`: of the health policy. `batches`: completions of
-    the first and of the last generation batch, if they are there. `samples`: those of the evaluation."""
+    the first and of the last generation batch, if they are there. `samples`: those of the evaluation. `hardware`: where
+    it was trained, "" if unknown."""
 
     config: RunConfig
     data: dict[str, Any]
@@ -43,6 +44,7 @@ class Record:
     findings: list[dict[str, Any]]
     batches: list[pl.DataFrame]
     samples: pl.DataFrame
+    hardware: str = ""
 
     @property
     def metric(self) -> str:
@@ -97,6 +99,7 @@ def read_record(
         findings=_lines(training / "health.jsonl"),
         batches=[pl.read_parquet(path) for path in dict.fromkeys([*recorded[:1], *recorded[-1:]])],
         samples=pl.read_parquet(evaluation / SAMPLES),
+        hardware=_json(training / "mlflow.json").get("hardware", ""),
     )
 
 
@@ -136,7 +139,8 @@ def _download(reference: str, run_id: str, record: str | None) -> Record:
         if record:
             own = mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=record, dst_path=folder)
             shutil.copytree(own, folder, dirs_exist_ok=True)
-        return read_record(Path(folder), training=Path(folder))
+        hardware = mlflow.MlflowClient().get_run(run_id).data.tags.get("hardware", "")
+        return replace(read_record(Path(folder), training=Path(folder)), hardware=hardware)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from grpo_core.evaluation.statistics import POWER
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import BLUE, GREY, ORANGE
 from tasks.rendering.page import Chart, Section, Table, Tile, Verdict, render
+from tasks.rendering.visible import shortened
 from tasks.reports import account
-from tasks.reports.conversations import TURNS, conversation, in_training, messages, shortened
+from tasks.reports.conversations import TURNS, conversation, in_training, messages
 from tasks.reports.record import Record, read_record
 from tasks.stages.files import write_text
 
@@ -271,6 +272,8 @@ def _sample(record: Record, of_prompt: pl.DataFrame) -> dict[str, Any]:
                 "of_all": _of_all(record, of_prompt, policy) if of_prompt.height > 1 else "",
                 "tokens": first[f"{policy}/completion_tokens"],
                 "truncated": first[f"{policy}/truncated"],
+                "rewards": "",
+                "pieces": (),
                 "conversation": conversation(first, policy) if f"{policy}/conversation" in first else None,
             }
         )

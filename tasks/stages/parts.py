@@ -18,6 +18,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
 from grpo_core.fingerprint import DIVISION, content_hash, determining, environment_parts, reward_parts
 
+WATCHING = ("registry.traces_per_batch",)  # keys of which no version follows
 Named = dict[str, Any]  # what outputs depend on, by the name that a person knows it by
 
 
@@ -118,7 +119,8 @@ class Parts:
     def registration(self) -> Named:
         # A version is judged by the rules recorded with it.
         rules = self.config.promotion.model_dump(mode="json", exclude={"automatic"})
-        return self.section("registry") | {"name": self.config.name} | flatten({"promotion": rules})
+        names = {key: value for key, value in self.section("registry").items() if key not in WATCHING}
+        return names | {"name": self.config.name} | flatten({"promotion": rules})
 
     @cached_property
     def _determining(self) -> dict[str, Any]:

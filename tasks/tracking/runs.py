@@ -8,14 +8,13 @@ import logging
 import os
 import statistics
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import mlflow
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
+from mlflow.entities import Dataset, DatasetInput, InputTag, Param
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import (
     MLFLOW_DATASET_CONTEXT,
@@ -40,7 +39,7 @@ from tasks.stages.mlflow_address import TrackingError, describe, tracking_uri
 from tasks.stages.run_directory import kept_rewards, storage_root
 from tasks.stages.table import PLAN, VALIDATE
 
-RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start_time (ms) of its MLflow run
+RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start_time (ms), hardware of its MLflow run
 PARAMS_PER_REQUEST = 100  # MLflow's maximum
 REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # seconds; times
 EARLIER_RUNS = 5
@@ -50,7 +49,9 @@ FOREIGN_TABLES = [
     ("data", "chat_template_kwargs"),
     ("data", "columns"),
 ]
-HARDWARE, LINEAGE = "hardware", "lineage"  # tags of a run
+HARDWARE = "hardware"  # tag of a run
+LINEAGE = "lineage.txt"  # among its artifacts
+TRAINING_VIEW = {"mlflow.experimentKind": "custom_model_development"}  # MLflow opens the experiment at its runs
 SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the environment of what it starts
 
 # They log every attempt to reach a server that is down, a new database and a missing GPU: nothing to act on.
@@ -120,15 +121,16 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
     client = connect()
     experiment = client.get_experiment_by_name(config.registry.experiment)
     if experiment is None:
-        experiment_id = client.create_experiment(config.registry.experiment, _artifact_location())
+        experiment_id = client.create_experiment(config.registry.experiment, _artifact_location(), TRAINING_VIEW)
     else:
         experiment_id = experiment.experiment_id
+        for tag in TRAINING_VIEW.keys() - experiment.tags.keys():
+            client.set_experiment_tag(experiment_id, tag, TRAINING_VIEW[tag])
     tags = {
         MLFLOW_RUN_NOTE: f"Not evaluated yet. Training of `{config.model.name_or_path}` in `{run}`.",
         MLFLOW_SOURCE_NAME: "grpo-flows",
         MLFLOW_SOURCE_TYPE: "LOCAL",
-        HARDWARE: name_hardware(find_gpu()),
-        LINEAGE: lineage_text(config),
+        HARDWARE: (hardware := name_hardware(find_gpu())),
         **_code_version(),
     }
     with suppress(KeyError, OSError):  # a user without a name, as in some containers
@@ -140,18 +142,17 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
         with suppress(MlflowException):
             client.set_terminated(info.run_id, "FAILED")
         raise
-    return {"run_id": info.run_id, "experiment_id": experiment_id, "start_time": info.start_time}
+    return {"run_id": info.run_id, "experiment_id": experiment_id, "start_time": info.start_time, HARDWARE: hardware}
 
 
 def _describe(client: mlflow.MlflowClient, run_id: str, config: RunConfig, run: Path) -> None:
     """Log what is known before a training: parameters, plan, data, the source of its own rewards."""
-    params = [Param(key, value) for key, value in parameters(config).items()]
+    plan = {f"plan.{name}": str(value) for name, value in PLAN.read_receipt(run)["plan"].items()}
+    params = [Param(key, value) for key, value in (parameters(config) | plan).items()]
     for first in range(0, len(params), PARAMS_PER_REQUEST):
         client.log_batch(run_id, params=params[first : first + PARAMS_PER_REQUEST])
-    now = int(time.time() * 1000)
-    plan = PLAN.read_receipt(run)["plan"]
-    client.log_batch(run_id, [Metric(f"plan/{name}", value, now, 0) for name, value in plan.items()])
     client.log_inputs(run_id, _dataset_inputs(config, run))
+    client.log_text(run_id, lineage_text(config), LINEAGE)
     for file in VALIDATE.path(run).iterdir():
         if file.suffix != ".parquet":  # the report, its picture, the findings
             client.log_artifact(run_id, str(file), "dataset")
@@ -174,8 +175,8 @@ def parameters(config: RunConfig) -> dict[str, str]:
 
 
 def lineage_text(config: RunConfig) -> str:
-    """All lineage keys, shortened, in one line: `validate=26dc974260cd plan=…`."""
-    return " ".join(f"{stage}={key[:DIGITS]}" for stage, key in lineage_keys(config).items())
+    """The lineage keys of all stages, one per line: `validate 26dc974260cd…`."""
+    return "".join(f"{stage} {key}\n" for stage, key in lineage_keys(config).items())
 
 
 def dataset_digests(run: Path) -> dict[str, str]:
@@ -190,7 +191,8 @@ def _dataset_inputs(config: RunConfig, run: Path) -> list[DatasetInput]:
         "train": (data.train, data.train_split, data.revision),
         "eval": (data.eval, data.eval_split, data.revision),
     }
-    origins |= {each.name: (each.data, each.split, each.revision) for each in config.evaluation.sets}
+    files = config.evaluation_files
+    origins |= {files[each.name]: (each.data, each.split, each.revision) for each in config.evaluation.sets}
     inputs = []
     for name, digest in dataset_digests(run).items():
         source, split, revision = origins[name]
@@ -301,12 +303,18 @@ def training_run_id(training: Path) -> str:
     return read_tracking_run(training)["run_id"]
 
 
-def run_address(training: Path) -> str:
-    """Address of a training's run in a browser; if MLflow is a SQLite file, it works while `grpo up` serves it."""
+def run_address(training: Path, tab: str = "") -> str:
+    """Address of a training's run in a browser, or of one of its tabs."""
     known = read_tracking_run(training)
-    root = tracking_uri().rstrip("/") if _is_served() else os.environ.get(SERVED_AT, "http://127.0.0.1:5000")
+    below = f"/{tab}" if tab else ""
     # By default MLflow opens a page for LLM applications, which has no link to the models.
-    return f"{root}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}?workflowType=machine_learning"
+    return f"{experiment_address(known)}/runs/{known['run_id']}{below}?workflowType=machine_learning"
+
+
+def experiment_address(tracked: Mapping[str, Any]) -> str:
+    """Address of a run's experiment in a browser; if MLflow is a SQLite file, it works while `grpo up` serves it."""
+    root = tracking_uri().rstrip("/") if _is_served() else os.environ.get(SERVED_AT, "http://127.0.0.1:5000")
+    return f"{root}/#/experiments/{tracked['experiment_id']}"
 
 
 def run_page(training: Path) -> str:

@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 
 from grpo_core.config.files import parse_config
 from grpo_core.evaluation.statistics import Difference, Estimate
-from tasks.evaluate import _log_metrics, _markdown, _run, _shown
+from tasks.evaluate import _markdown, _run, _shown
 from tasks.processes.launch import RETURN_SECONDS
 from tasks.processes.run import ProcessError
 from tasks.processes.watchdog import HangError
@@ -124,18 +124,6 @@ def _report(names: list[str], categories: list[str] = ()) -> dict[str, Any]:
     figures["differences"]["base"]["reward"] = difference(0.002, 3.25)
     of_category = {category: {**figures, "num_prompts": 7} for category in categories}
     return {"sets": {name: {**figures, "categories": of_category} for name in names}}
-
-
-@pytest.mark.slow
-def test_every_figure_is_a_metric_of_the_run_however_many_there_are(client: mlflow.MlflowClient) -> None:
-    run = client.create_run(client.create_experiment("evaluations")).info.run_id
-    _log_metrics(client, run, _report([f"set-{number}" for number in range(30)]))
-    logged = client.get_run(run).data.metrics
-    assert len(logged) == 30 * (3 + 4 + 3 + 2 * 4 * 4), "all but the KL that is not a number"
-    assert logged["eval/set-7/trained/accuracy"] == 0.75
-    assert logged["eval/set-7/champion/kl"] == 0.25
-    assert logged["eval/set-7/trained/pass_at_4"] == 0.75
-    assert logged["eval/set-7/difference/champion/accuracy/low"] == 0.125
 
 
 def test_people_are_told_figures_and_verdict_in_one_table_a_set() -> None:

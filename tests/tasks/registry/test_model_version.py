@@ -65,7 +65,7 @@ def version(run: Path, answer: str) -> Iterator[Any]:
     client.log_param(run_id, "train.max_steps", 4)
     tags = {"run": "small", "plan.max_steps": 4}
     example = Example(PROMPT, answer)
-    number = log_version(run_id, run / "training", run / "model.partial", "sums", example, tags, "Better.")
+    number, _ = log_version(run_id, run / "training", run / "model.partial", "sums", example, tags, "Better.")
     yield client.get_model_version("sums", number)
     mlflow.set_tracking_uri(None)
 

@@ -1,0 +1,152 @@
+"""`grpo rollouts`: what a training has sampled, to be read in the terminal or as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from flows.cli.terminal import refuse, say
+from grpo_core.errors import GrpoError
+from grpo_core.system.libraries import quiet_libraries
+from tasks.stages.files import write_text
+from tasks.stages.run_directory import find_run
+
+if TYPE_CHECKING:
+    from tasks.rendering import page
+    from tasks.reports.rollouts import Rollouts
+    from tasks.reports.tokens import Piece
+
+IN_TERMINAL, IN_PAGE = 5, 50  # rollouts, unless --limit says it
+TURN_STYLES = {"policy": "blue", "environment": "dim", "failed": "yellow"}
+SHADES = {"advantage": (34, 128, 95), "negative": (196, 106, 18), "surprise": (47, 100, 171), "age": (138, 79, 163)}
+
+
+def rollouts(
+    run: Annotated[str, typer.Argument(help="name of a run; its training may still be under way")],
+    order: Annotated[str, typer.Option(help="worst, best, longest or step (in their order)")] = "",
+    reward: Annotated[
+        str | None, typer.Option(help="order by this reward, and not by the weighted sum", show_default=False)
+    ] = None,
+    step: Annotated[
+        str | None, typer.Option(help="only those sampled for this update, or these: 40-60", show_default=False)
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(help="only those with this text in prompt or completion", show_default=False)
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="follow one prompt over the training: its row, or text that it contains", show_default=False),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help=f"most to show; default: {IN_TERMINAL}, in a page {IN_PAGE}")
+    ] = None,
+    colour: Annotated[
+        str | None, typer.Option(help="colour tokens by advantage, surprise or age", show_default=False)
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="write them as a page to this file", show_default=False)] = None,
+) -> None:
+    """Read what a training has sampled: the worst rollouts first, or those asked for.
+
+    Exit status 2: no such run, or nothing in it fits.
+    """
+    from tasks.reports.rollouts import ORDERS, choose_rollouts, reason_not_coloured, rollouts_page
+
+    chosen = next((known for known in ORDERS if known == (order or ("step" if prompt else "worst"))), None)
+    if chosen is None:
+        refuse(f"--order {order}: give one of {', '.join(ORDERS)}")
+    if colour and (reason := reason_not_coloured(colour)):
+        refuse(reason)
+    most = limit or (IN_PAGE if html else IN_TERMINAL)
+    found = choose_rollouts(find_run(run), chosen, most, reward, step, text, prompt)
+    if colour and colour not in found.colours:
+        refuse(f"--colour {colour}: this run does not record it; recorded are {', '.join(found.colours)}")
+    if not html:
+        _print(found, colour or "", _tokenizer(found) if colour else None)
+        return
+    tokenizer, note = None, ""
+    try:
+        tokenizer = _tokenizer(found)
+    except GrpoError as error:
+        if colour:
+            raise
+        note = f"Tokens are not shown one by one: {error}"
+    write_text(html, rollouts_page(found, tokenizer, colour or "", note))
+    say(f"{len(found.rows):,} rollouts: {html}")
+
+
+def _tokenizer(found: Rollouts) -> Any:
+    from tasks.data.lengths import load_tokenizer_and_context
+
+    quiet_libraries()
+    return load_tokenizer_and_context(found.config.model)[0]
+
+
+def _print(found: Rollouts, colour: str, tokenizer: Any) -> None:
+    from tasks.reports.conversations import trained_on
+    from tasks.reports.rollouts import by_step, describe, pieces_of
+
+    console = Console()
+    if found.prompt is not None:
+        console.print(_table(by_step(found)))
+    pieces = pieces_of(found, tokenizer) if colour else [None for _ in found.rows]
+    for row, of_row in zip(found.rows, pieces, strict=True):
+        console.print(Text(f"\n{describe(row)}", style="bold"))
+        _print_sample(console, trained_on(row), of_row, colour)
+    console.print(Text(f"\n{found.summary}", style="dim"))
+    if colour:
+        console.print(Text(f"Colour: {found.colours[colour]}.", style="dim"))
+
+
+def _print_sample(console: Console, sample: Mapping[str, Any], pieces: Sequence[Piece] | None, colour: str) -> None:
+    """A rollout as the page has it: prompt, then completion or turns."""
+    [policy] = sample["policies"]
+    for role, text in [*sample["prompt"], *([("reset", sample["opening"])] if sample["opening"] else [])]:
+        console.print(_indented(Text(f"{role}: {text}" if role else text, style="dim")))
+    if pieces is not None:
+        console.print(_indented(_coloured(pieces, colour)))
+    elif policy["conversation"] is None:
+        console.print(_indented(Text(policy["completion"])))
+    else:
+        for turn in policy["conversation"]["turns"]:
+            said = [turn["text"], *(f"→ {call}" for call in turn["calls"])]
+            head = f"{turn['who']}: " if turn["who"] else ""
+            console.print(_indented(Text(head + "\n".join(filter(None, said)), style=TURN_STYLES[turn["kind"]])))
+        if failure := policy["conversation"]["failure"]:
+            console.print(_indented(Text(f"The environment failed: {failure}", style="red")))
+    given = policy["rewards"] or policy["conversation"]["rewards"]
+    console.print(_indented(Text(given, style="dim")))
+
+
+def _coloured(pieces: Sequence[Piece], colour: str) -> Text:
+    from tasks.reports.tokens import LEVELS
+
+    text = Text()
+    for piece in pieces:
+        level = piece.levels.get(colour, 0)
+        red, green, blue = SHADES["negative" if level < 0 else colour]
+        style = Style(color="white", bgcolor=f"rgb({red},{green},{blue})") if 2 * abs(level) > LEVELS else None
+        if level and style is None:
+            style = Style(color=f"rgb({red},{green},{blue})", underline=True)
+        text.append(piece.text, style or ("dim" if not piece.levels else ""))
+    return text
+
+
+def _indented(text: Text) -> Padding:
+    return Padding(text, (0, 0, 0, 2), expand=False)
+
+
+def _table(it: page.Table) -> Table:
+    table = Table()
+    for name in it.head:
+        table.add_column(name, justify="right")
+    for row in it.rows:
+        table.add_row(*map(str, row))
+    return table

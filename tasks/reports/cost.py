@@ -1,0 +1,56 @@
+"""What a run has cost: GPU hours, tokens, and money if the configuration has a price."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_core.config.run import RunConfig
+from tasks.rendering import figures
+
+NO_GPU = "CPU"  # what the name of hardware without a GPU begins with
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`gpu_hours`: GPUs held by training and evaluation times the hours of these stages; None without a GPU, or if the
+    hardware is not known. `at_least`: the training was interrupted, and of earlier attempts only the updates count.
+    `tokens`: completion tokens that the training sampled. `price`: of a GPU hour, None if the configuration has none.
+    """
+
+    gpu_hours: float | None
+    at_least: bool
+    tokens: int
+    price: float | None
+
+    @property
+    def money(self) -> float | None:
+        return None if self.gpu_hours is None or self.price is None else self.gpu_hours * self.price
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """As metrics of MLflow."""
+        known = {"cost/gpu_hours": self.gpu_hours, "cost/money": self.money, "cost/sampled_tokens": float(self.tokens)}
+        return {name: value for name, value in known.items() if value is not None}
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """(what, figure) as people read them."""
+        front = "at least " if self.at_least else ""
+        yield "completion tokens sampled", f"{self.tokens:,}"
+        yield "GPU hours", figures.NONE if self.gpu_hours is None else f"{front}{figures.number(self.gpu_hours)}"
+        if self.money is not None:
+            yield f"cost at {self.price:g} per GPU hour", f"{front}{self.money:,.2f}"
+
+
+def cost_of(config: RunConfig, hardware: str, result: Mapping[str, Any], evaluation_seconds: float) -> Cost:
+    """The cost of a run. hardware: where it trained, "" if unknown; result: the receipt of train."""
+    train, servers = config.train, config.rollout.server_gpus
+    interrupted = bool(result["resumed_at_step"])
+    training_seconds = max(result.get("seconds", 0.0), result["train_seconds"])
+    evaluating = (train.num_processes if train.sharding != "none" else 1) + servers
+    seconds = training_seconds * (train.num_processes + servers) + evaluation_seconds * evaluating
+    has_gpu = bool(hardware) and not hardware.startswith(NO_GPU)
+    return Cost(
+        seconds / 3600 if has_gpu else None, interrupted, result["sampled_tokens"], config.launch.gpu_hour_price
+    )

@@ -1,0 +1,248 @@
+"""Rollouts of a training to read: which ones, what each is shown with, and all of them as one page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import polars as pl
+
+from grpo_core.config.run import RunConfig
+from tasks.data.completions import (
+    PLACE,
+    NoRolloutsError,
+    prompts_of,
+    read_figures,
+    read_rows,
+    recorded_batches,
+    with_text,
+)
+from tasks.rendering import drawing, figures
+from tasks.rendering.drawing import BLUE, GREY, ORANGE
+from tasks.rendering.page import Chart, Section, Table, render
+from tasks.rendering.visible import shortened
+from tasks.reports.conversations import TURNS, trained_on
+from tasks.reports.tokens import COLOURED_BY, NOT_RECORDED, Piece, coloured_pieces
+from tasks.stages.run_directory import read_config
+from tasks.stages.table import TRAIN
+
+Order = Literal["worst", "best", "longest", "step"]
+ORDERS: tuple[Order, ...] = get_args(Order)
+STEPS = re.compile(r"(\d+)(?:-(\d+))?")
+PROMPTS_SHOWN = 5
+NOTHING_ON = f"Of tokens, {' and '.join(NOT_RECORDED)} are not recorded."
+LONGEST_PROMPT = 80  # characters, where prompts are listed
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The chosen rollouts of a run. `figures`: of all that fit; `rows`: the first of them, whole; `recorded`: how many
+    the training has sampled so far. `prompt`: the row of train.parquet that they are all about, or None."""
+
+    config: RunConfig
+    order: Order
+    figures: pl.DataFrame
+    rows: list[dict[str, Any]]
+    recorded: int
+    prompt: int | None = None
+
+    @property
+    def colours(self) -> dict[str, str]:
+        """What their tokens can be coloured by, and what it means."""
+        has_ages = any(row.get("ages") for row in self.rows)
+        return {name: meaning for name, meaning in COLOURED_BY.items() if name != "age" or has_ages}
+
+    @property
+    def summary(self) -> str:
+        kinds = {"worst": "worst first", "best": "best first", "longest": "longest first", "step": "in their order"}
+        fit = self.figures.height
+        those = f"{fit:,}" if fit == self.recorded else f"{fit:,} that fit (of {self.recorded:,})"
+        return f"{len(self.rows):,} of {those} rollouts, {kinds[self.order]}."
+
+
+def choose_rollouts(
+    run: Path,
+    order: Order = "worst",
+    limit: int = 5,
+    reward: str | None = None,
+    steps: str | None = None,
+    text: str | None = None,
+    prompt: str | None = None,
+) -> Rollouts:
+    """Rollouts of a run's training, which may still be under way.
+
+    order: worst and best by reward; of equal ones, by advantage, then the newer one. reward: the name of the reward
+    that is meant, instead of the weighted sum. steps: `N` or `N-M`, the updates that they were sampled for. text: what
+    prompt or completion has to contain. prompt: the row of a prompt in train.parquet, or text that only this prompt
+    contains.
+
+    Raises NoRolloutsError if there are none, and for a reward, steps or a prompt that there are not.
+    """
+    config = read_config(run)
+    names = [it.name for it in config.rewards]
+    if reward is not None and reward not in names:
+        raise NoRolloutsError(f"run {run.name!r} has no reward {reward!r}; its rewards: {', '.join(names)}")
+    training = TRAIN.path(run) if TRAIN.path(run).is_dir() else TRAIN.partial(run)
+    files = recorded_batches(training)
+    if not files:
+        raise NoRolloutsError(
+            f"run {run.name!r} has sampled nothing yet ({training / 'completions'} is empty); "
+            f"`grpo status {run.name}` says what it has done"
+        )
+    found = read_figures(files, config.rewards)
+    recorded, last = found.height, max(found["step"].to_list(), default=0)
+    row = None if prompt is None else _find_prompt(prompt, files)
+    if row is not None:
+        found = found.filter(row=row)
+    if steps is not None:
+        found = found.filter(pl.col("step").is_between(*_read_steps(steps)))
+    if text:
+        found = with_text(files, found, text)
+    if found.is_empty():
+        raise NoRolloutsError(f"none of the {recorded:,} rollouts, of updates 1 to {last}, fits; ask for less")
+    found = _sorted(found, order, f"rewards/{reward}" if reward else "reward")
+    return Rollouts(config, order, found, read_rows(files, found.head(limit)), recorded, row)
+
+
+def _sorted(found: pl.DataFrame, order: Order, by: str) -> pl.DataFrame:
+    value, advantage = pl.col(by).cast(pl.Float64).fill_nan(None), pl.col("advantage").fill_nan(None)
+    newest = [pl.col("step"), *map(pl.col, PLACE)]
+    if order == "step":
+        return found.sort(newest)
+    if order == "longest":
+        return found.sort(pl.col("completion_tokens"), *newest, descending=[True, True, True, False])
+    best = order == "best"
+    return found.sort(value, advantage, *newest, descending=[best, best, True, True, False], nulls_last=True)
+
+
+def _read_steps(steps: str) -> tuple[int, int]:
+    match = STEPS.fullmatch(steps.strip())
+    if not match or int(match[2] or match[1]) < int(match[1]):
+        raise NoRolloutsError(f"--step {steps}: give an update such as 40, or a first and a last one such as 40-60")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _find_prompt(prompt: str, files: Sequence[Path]) -> int:
+    """The row of a prompt that was sampled, by its number or by text that no other contains."""
+    there = prompts_of(files)
+    if prompt.isdecimal() and int(prompt) in there:
+        return int(prompt)
+    exact = [row for row, text in there.items() if text.strip() == prompt.strip()]
+    found = exact or [row for row, text in there.items() if prompt.lower() in text.lower()]
+    if len(found) == 1:
+        return found[0]
+    shown = ", ".join(f"{row} ({shortened(there[row], LONGEST_PROMPT)!r})" for row in sorted(found)[:PROMPTS_SHOWN])
+    raise NoRolloutsError(
+        f"--prompt {shortened(prompt, LONGEST_PROMPT)!r}: "
+        + (
+            f"{len(found):,} prompts contain it; name one by its row: {shown}"
+            if found
+            else f"none of the {len(there):,} prompts sampled so far has this row or contains this text"
+        )
+    )
+
+
+def by_step(rollouts: Rollouts) -> Table:
+    """How the followed prompt did, update by update: completions, mean and best reward, length."""
+    per_step = (
+        rollouts.figures.group_by("step")
+        .agg(
+            pl.len().alias("count"),
+            pl.col("reward").fill_nan(None).mean().alias("mean"),
+            pl.col("reward").fill_nan(None).max().alias("best"),
+            pl.col("completion_tokens").mean().alias("length"),
+            pl.col("truncated").mean().alias("cut"),
+        )
+        .sort("step")
+    )
+    rows = [
+        [
+            f"{it['step']}",
+            f"{it['count']}",
+            _number(it["mean"]),
+            _number(it["best"]),
+            figures.number(it["length"]),
+            figures.percent(it["cut"]),
+        ]
+        for it in per_step.iter_rows(named=True)
+    ]
+    return Table(["update", "completions", "mean reward", "best", "tokens, mean", "cut off"], rows)
+
+
+def _number(value: float | None) -> str:
+    return figures.NONE if value is None else figures.number(value)
+
+
+def reason_not_coloured(kind: str) -> str:
+    """Why tokens cannot be coloured by `kind`; "" if they can."""
+    if kind in COLOURED_BY:
+        return ""
+    why = f": {NOT_RECORDED[kind]}" if kind in NOT_RECORDED else ""
+    return f"--colour {kind}: a run does not record it{why}; recorded are {', '.join(COLOURED_BY)}"
+
+
+def pieces_of(rollouts: Rollouts, tokenizer: Any) -> list[list[Piece]]:
+    """The tokens of each of the rollouts, coloured; the strongest shade is for the largest of these rollouts."""
+    advantages = [abs(row["advantage"]) for row in rollouts.rows if row["advantage"] == row["advantage"]]
+    ages = [max(row["ages"]) for row in rollouts.rows if row.get("ages")]
+    strongest = {"advantage": max(advantages, default=0.0), "age": float(max(ages, default=0))}
+    return [coloured_pieces(row, tokenizer, strongest) for row in rollouts.rows]
+
+
+def rollouts_page(rollouts: Rollouts, tokenizer: Any = None, colour: str = "", note: str = "") -> str:
+    """The rollouts as a self-contained HTML page. tokenizer: what decodes their tokens; None shows no tokens. colour:
+    what they are coloured by at first. note: why there are no tokens."""
+    config = rollouts.config
+    pieces = pieces_of(rollouts, tokenizer) if tokenizer is not None else [[] for _ in rollouts.rows]
+    samples = [
+        trained_on(row, f"update {row['step']}", of_row) for row, of_row in zip(rollouts.rows, pieces, strict=True)
+    ]
+    title = "Rollouts" if rollouts.prompt is None else f"Prompt {rollouts.prompt} over the training"
+    sections = [
+        *([_followed(rollouts)] if rollouts.prompt is not None else []),
+        Section(
+            title if rollouts.prompt is None else "Its rollouts",
+            f"{rollouts.summary} {note or NOTHING_ON}",
+            legend=TURNS if config.environment.is_used else {},
+            colours=rollouts.colours if tokenizer is not None else {},
+            colour=colour,
+            rollouts=samples,
+        ),
+    ]
+    made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
+    subtitle = f"{config.model.name_or_path} · {made}"
+    return render(f"{config.name} · {title[0].lower()}{title[1:]}", subtitle, [], sections)
+
+
+def _followed(rollouts: Rollouts) -> Section:
+    table = by_step(rollouts)
+    steps = rollouts.figures.group_by("step").agg(
+        pl.col("reward").fill_nan(None).mean().alias("mean"),
+        pl.col("reward").fill_nan(None).max().alias("best"),
+        pl.col("reward").fill_nan(None).min().alias("worst"),
+    )
+    lines: dict[str, Any] = {
+        name: [
+            (step, value) for step, value in steps.sort("step").select("step", name).iter_rows() if value is not None
+        ]
+        for name in ("mean", "best", "worst")
+    }
+    charts = []
+    if lines["mean"]:
+        picture = drawing.svg(lambda axes: drawing.plot(axes, lines, [BLUE, GREY, ORANGE], smooth=False))
+        charts = [Chart("Reward", picture, "of its completions, at each update that sampled it")]
+    sampled = f"Sampled for {len(table.rows):,} updates, {rollouts.figures.height:,} completions."
+    return Section(f"Prompt {rollouts.prompt} over the training", sampled, charts=charts, tables=[table])
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """One line on a rollout: update, prompt, reward, advantage, length."""
+    cut = ", cut off" if row["truncated"] else ""
+    return (
+        f"update {row['step']} · prompt {row['row']} · reward {figures.number(row['reward'])} · "
+        f"advantage {figures.number(row['advantage'])} · {row['completion_tokens']:,} tokens{cut}"
+    )

@@ -1,0 +1,88 @@
+"""Tokens as pieces of text, each with the figures that it is coloured by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.rendering.visible import visible
+
+LEVELS = 8  # shades of a colour
+SURPRISING = 5.0  # nats: a token of this -log p has the strongest shade
+MOST_TOKENS = 3000  # of a completion; of a longer one the first two thirds and the last third
+LONGEST_CHARACTER = 8  # tokens whose bytes may be one character
+COLOURED_BY = {  # what the records hold of tokens
+    "advantage": "advantage of the completion",
+    "surprise": "surprise: −log p when it was sampled, in nats",
+    "age": "how often the engine has got new weights since it was sampled",
+}
+NOT_RECORDED = {
+    "ratio": "the trainer's log-probabilities are not recorded, only those of the engine that sampled",
+    "entropy": "only the log-probability of the sampled token is recorded, not those of all others",
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token, or several whose bytes make one character. `levels`: from 0 to LEVELS by what colours it, negative for a
+    negative advantage; empty for tokens of the environment, which are not trained. `title`: the figures as text."""
+
+    text: str
+    levels: Mapping[str, int]
+    title: str = ""
+
+
+def coloured_pieces(row: Mapping[str, Any], tokenizer: Any, strongest: Mapping[str, float]) -> list[Piece]:
+    """The tokens of a row of completions/. `strongest`: the size of advantage and age that gets the strongest shade."""
+    ids = row["completion_ids"]
+    masks = row.get("trained_tokens") or [1] * len(ids)
+    if len(ids) <= MOST_TOKENS:
+        return [*_coloured(row, masks, tokenizer, strongest, 0, len(ids))]
+    tail = MOST_TOKENS // 3
+    beginning = _coloured(row, masks, tokenizer, strongest, 0, MOST_TOKENS - tail)
+    end = _coloured(row, masks, tokenizer, strongest, len(ids) - tail, len(ids))
+    return [*beginning, Piece(f" … {len(ids) - MOST_TOKENS:,} more tokens … ", {}), *end]
+
+
+def _coloured(
+    row: Mapping[str, Any], masks: Sequence[int], tokenizer: Any, strongest: Mapping[str, float], start: int, stop: int
+) -> Iterator[Piece]:
+    """The tokens from `start` to `stop`."""
+    limits = {"surprise": SURPRISING, **strongest}
+    for text, first, last in _decoded(row["completion_ids"][start:stop], tokenizer):
+        places = slice(start + first, start + last)
+        if not masks[start + first]:
+            yield Piece(visible(text), {})
+            continue
+        surprise = -sum(row["sampling_logprobs"][places])
+        figures, title = {"advantage": row["advantage"], "surprise": surprise}, f"p = {math.exp(-surprise):.3g}"
+        if row.get("ages"):
+            figures["age"] = float(max(row["ages"][places]))
+            title += f", age {figures['age']:.0f}"
+        yield Piece(visible(text), {name: _level(it, limits.get(name, 0.0)) for name, it in figures.items()}, title)
+
+
+def _level(value: float, strongest: float) -> int:
+    if not strongest or not math.isfinite(value):
+        return 0
+    size = min(LEVELS, math.ceil(LEVELS * abs(value) / strongest))
+    return size if value > 0 else -size
+
+
+def _decoded(ids: Sequence[int], tokenizer: Any) -> Iterator[tuple[str, int, int]]:
+    """Text of each token with the places of its first and of the one after its last: tokens that are no whole
+    character by themselves stay together."""
+
+    def decode(some: Sequence[int]) -> str:
+        return tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    first, before = 0, list[int]()  # some tokenizers drop the space of a text's first token
+    for end in range(1, len(ids) + 1):
+        piece = [*ids[first:end]]
+        text = decode([*before, *piece]).removeprefix(decode(before))
+        if text.endswith("\ufffd") and end - first < LONGEST_CHARACTER and end < len(ids):
+            continue
+        yield text, first, end
+        first, before = end, piece

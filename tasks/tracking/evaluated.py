@@ -1,0 +1,195 @@
+"""What an evaluation found, on a logged model in MLflow: its figures by data set, and its answers as traces."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModelOutput, Metric
+
+from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.metrics import DECIDING
+from grpo_core.config.run import RunConfig
+from grpo_core.evaluation.outcomes import outcomes
+from tasks.rendering import figures
+from tasks.tracking.sending import METRICS_PER_REQUEST
+from tasks.tracking.traces import Told, answered, send
+
+STANDINGS = ("worse", "better", "same", "not scored")  # in the order in which prompts are chosen
+NOT_KEPT = "not kept; the figures of the policy at this update"
+
+
+def log_figures(
+    client: MlflowClient,
+    run_id: str,
+    model_id: str,
+    report: Mapping[str, Any],
+    data: Mapping[str, tuple[str, str]],
+    step: int,
+) -> None:
+    """Log eval/SET/POLICY/METRIC, with the interval of what policies are compared by, and
+    eval/SET/difference/POLICY/METRIC/… for the trained policy minus each other.
+
+    Those of the trained policy are of its logged model too, with the data set. data: name and hash of the prompts of
+    each set; step: the updates that made the policy.
+    """
+    metrics, now = [], round(1000 * time.time())
+
+    def metric(name: str, value: float, of_model: bool, dataset: tuple[str, str]) -> Metric:
+        key = name.replace("@", "_at_")  # MLflow allows no @ in a name
+        if not of_model:
+            return Metric(key, value, now, step)
+        return Metric(key, value, now, step, model_id, *dataset, run_id)
+
+    for name, found in report["sets"].items():
+        for policy, of_policy in found["policies"].items():
+            values = {key: it["mean"] for key, it in of_policy.items()}
+            for key in DECIDING if policy == "trained" else ():
+                values |= {f"{key}/{bound}": of_policy[key][bound] for bound in ("low", "high")}
+            prefix, own = f"eval/{name}/{policy}", policy == "trained"
+            metrics += [metric(f"{prefix}/{key}", value, own, data[name]) for key, value in values.items()]
+        for other, differences in found["differences"].items():
+            for key, it in differences.items():
+                prefix = f"eval/{name}/difference/{other}/{key}"
+                parts = ("mean", "low", "high", "p_value")
+                metrics += [metric(f"{prefix}/{part}", it[part], True, data[name]) for part in parts]
+    finite = [it for it in metrics if math.isfinite(it.value)]
+    for first in range(0, len(finite), METRICS_PER_REQUEST):
+        client.log_batch(run_id, finite[first : first + METRICS_PER_REQUEST])
+
+
+def log_checkpoints(
+    client: MlflowClient,
+    experiment_id: str,
+    run_id: str,
+    rows: Sequence[Mapping[str, float]],
+    data: tuple[str, str],
+) -> None:
+    """Make a logged model of each update after which the training evaluated its policy, with these figures. One that is
+    there already is left as it is. rows: of metrics.jsonl; data: name and hash of the held-out prompts."""
+    there = {
+        model.name
+        for model in client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'", max_results=1000)
+        if model.metrics
+    }
+    for row in rows:
+        held_out = {name: value for name, value in row.items() if name.startswith("eval_")}
+        step, name = int(row["step"]), f"checkpoint-{int(row['step']):06d}"
+        if not held_out or name in there:
+            continue
+        model = client.create_logged_model(experiment_id, name, run_id, tags={"weights": NOT_KEPT, "step": str(step)})
+        milliseconds = round(1000 * row["timestamp"])
+        dataset, digest = data
+        metrics = [
+            Metric(key, value, milliseconds, step, model.model_id, dataset, digest, run_id)
+            for key, value in held_out.items()
+        ]
+        client.finalize_logged_model(model.model_id, "READY")
+        client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=step)])
+        client.log_batch(run_id, metrics)
+
+
+def send_evaluated(
+    samples_file: Path,
+    report: Mapping[str, Any],
+    config: RunConfig,
+    tracked: Mapping[str, Any],
+    model_id: str,
+    version: str,
+) -> dict[str, dict[str, int]]:
+    """Send the trained policy's answers as traces of its logged model, up to registry.evaluation_traces of each set;
+    returns, for each other policy, how many of all held-out prompts it answers worse, better, … by STANDINGS.
+
+    Tags `vs_base` and `vs_champion` say how the policy does on the prompt, by the metric that decides.
+    """
+    samples, evaluated = pl.read_parquet(samples_file), samples_file.stat().st_mtime_ns // 1_000_000
+    told, counts = [], dict[str, dict[str, int]]()
+    for name in report["sets"]:
+        of_set = samples.filter(pl.col("set") == name)
+        rows = of_set.filter(pl.col("sample") == 0).sort("row").to_dicts()
+        standings = standings_of(of_set, name, report, config)
+        if name == HELD_OUT:
+            counts = {other: {kind: found.count(kind) for kind in STANDINGS} for other, found in standings.items()}
+        worst = sorted(
+            range(len(rows)), key=lambda place: (min(STANDINGS.index(it[place]) for it in standings.values()), place)
+        )
+        for place in worst[: config.registry.evaluation_traces]:
+            against = {f"vs_{other}": found[place] for other, found in standings.items()}
+            told.append(
+                _answer(rows[place], name, report, config, tracked["run_id"], model_id, version, against, evaluated)
+            )
+    send(told, tracked["experiment_id"])
+    return counts
+
+
+def standings_of(of_set: pl.DataFrame, name: str, report: Mapping[str, Any], config: RunConfig) -> dict[str, list[str]]:
+    """How the trained policy does on each row of a set, in their order, against each other policy: one of STANDINGS."""
+    metric = figures.metric_of(config, report)
+    values = {
+        policy: outcomes(of_set, name, policy, metric, config.rewards, report["accuracy_reward"])
+        for policy in report["policies"]
+    }
+    return {
+        other: [_standing(mine, theirs) for mine, theirs in zip(values["trained"], values[other], strict=True)]
+        for other in report["policies"]
+        if other != "trained"
+    }
+
+
+def _standing(mine: float, theirs: float) -> str:
+    if math.isnan(mine) or math.isnan(theirs):
+        return "not scored"
+    return "same" if mine == theirs else "better" if mine > theirs else "worse"
+
+
+def _answer(
+    row: Mapping[str, Any],
+    name: str,
+    report: Mapping[str, Any],
+    config: RunConfig,
+    run_id: str,
+    model_id: str,
+    version: str,
+    against: Mapping[str, str],
+    time: int,
+) -> Told:
+    said = {
+        policy: _messages(row.get(f"{policy}/conversation"), row[f"{policy}/completion"])
+        for policy in report["policies"]
+    }
+    champion = (report.get("champion") or {}).get("version")
+    return Told(
+        name=f"{name}, prompt {row['row']}",
+        identity=[run_id, model_id, name, row["row"], row["trained/completion"], row.get("trained/conversation")],
+        prompt=row["prompt"],
+        messages=said["trained"],
+        others={policy: messages for policy, messages in said.items() if policy != "trained"},
+        expected=row.get("answer"),
+        tokens=(None, row["trained/completion_tokens"]),
+        rewards={it.name: row[f"trained/rewards/{it.name}"] for it in config.rewards},
+        tags={
+            "kind": "evaluation",
+            "run": config.name,
+            "set": name,
+            "row": row["row"],
+            "version": version,
+            **against,
+            **({"champion": champion} if champion else {}),
+            **({"category": row["category"]} if row.get("category") is not None else {}),
+            "tokens": row["trained/completion_tokens"],
+            "truncated": str(row["trained/truncated"]).lower(),
+        },
+        time=time,
+        run_id=run_id,
+        model_id=model_id,
+    )
+
+
+def _messages(conversation: str | None, completion: str) -> list[dict[str, Any]]:
+    return json.loads(conversation) if conversation else [answered(completion)]

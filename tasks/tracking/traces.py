@@ -1,0 +1,335 @@
+"""Completions as MLflow traces: what was asked, said and given for it, with tags to filter by.
+
+A trace's id follows from its run and its content, so sending it again changes nothing. No trainer is involved: rollouts
+are read from completions/, evaluated samples from samples.parquet.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from mlflow.entities import (
+    Assessment,
+    AssessmentSource,
+    Expectation,
+    Feedback,
+    Span,
+    SpanType,
+    TraceInfo,
+    TraceLocation,
+    TraceState,
+)
+from mlflow.tracing.client import TracingClient
+from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey, TraceTagKey
+
+from grpo_core.config.run import RunConfig
+from grpo_core.data.chat import turns
+from tasks.data.completions import read_figures, read_rows, recorded_batches
+from tasks.rendering.visible import shortened
+from tasks.stages.files import write_text
+from tasks.stages.mlflow_address import first_cause
+from tasks.tracking.runs import connect
+from tasks.tracking.sending import CANCELLED_SECONDS, LAST_SECONDS
+
+TRACED_FILE = "mlflow_traced"  # in a training's folder: when the newest generation batch that MLflow took was written
+LONGEST_TEXT = 50_000  # characters of a message
+LONGEST_PREVIEW = 1000  # characters of prompt and completion in the table of traces
+LONGEST_TAG = 250
+TRACES_PER_REQUEST = 25
+SECONDS_BETWEEN_BATCHES = 2.0
+SHARE = 0.01  # of the time of a training that the thread may work
+MOST_AT_END = 500  # generation batches that register sends; of more, every second or third …
+
+
+@dataclass(frozen=True)
+class Told:
+    """One completion to be traced. `identity`: what tells it from all others; `messages`: the turns after the prompt;
+    `tokens`: of prompt (None: not recorded) and completion; `time`: in ms since 1970; `run_id`, `model_id`: of MLflow,
+    "" for none; `others`: what other policies answered; `expected`: the right answer, if the data has it."""
+
+    name: str
+    identity: Sequence[Any]
+    prompt: Any
+    messages: Sequence[Mapping[str, Any]]
+    tokens: tuple[int | None, int]
+    rewards: Mapping[str, float | None]
+    tags: Mapping[str, Any]
+    time: int
+    run_id: str
+    model_id: str = ""
+    others: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    expected: str | None = None
+
+
+@contextmanager
+def tracing(folder: Path, tracked: Mapping[str, Any], config: RunConfig, log: Any) -> Iterator[None]:
+    """While the body runs, send MLflow rollouts of each generation batch in `folder`, from a thread that takes SHARE of
+    the time; then the remaining ones, for a limited time. What is left then the next attempt sends, or register."""
+    if not config.registry.traces_per_batch:
+        yield
+        return
+    ended, given_up = threading.Event(), threading.Event()
+    arguments = (folder, tracked, config, log, ended, given_up)
+    thread = threading.Thread(target=_follow, args=arguments, name="MLflow traces", daemon=True)
+    thread.start()
+    seconds = CANCELLED_SECONDS
+    try:
+        yield
+        seconds = LAST_SECONDS
+    finally:
+        ended.set()
+        thread.join(seconds)
+        given_up.set()
+
+
+def _follow(
+    folder: Path,
+    tracked: Mapping[str, Any],
+    config: RunConfig,
+    log: Any,
+    ended: threading.Event,
+    given_up: threading.Event,
+) -> None:
+    pause = SECONDS_BETWEEN_BATCHES
+    while not given_up.is_set():
+        ended.wait(pause)
+        is_last = ended.is_set()
+        start = time.monotonic()
+        try:
+            waiting = _unsent(folder)
+            for written, file in waiting if is_last else waiting[:1]:
+                if not given_up.is_set():
+                    _send_batch(file, written, folder, tracked, config)
+        except Exception as error:  # traces must neither end a training nor keep its figures from MLflow
+            log.warning("MLflow does not take rollouts as traces now; register sends them: %s", first_cause(error))
+            return
+        if is_last:
+            return
+        pause = max(SECONDS_BETWEEN_BATCHES, (time.monotonic() - start) / SHARE)
+
+
+def send_rest_of_rollouts(tracked: Mapping[str, Any], folder: Path, config: RunConfig, log: Any) -> None:
+    """Send rollouts of the generation batches that MLflow has not taken: of many, of MOST_AT_END evenly. That it does
+    not take them is a warning."""
+    waiting = _unsent(folder) if config.registry.traces_per_batch else []
+    if not waiting:
+        return
+    some = waiting[:: -(-len(waiting) // MOST_AT_END)]
+    log.info("MLflow has no rollouts of %d generation batches: sending those of %d", len(waiting), len(some))
+    try:
+        for written, file in some:
+            _send_batch(file, written, folder, tracked, config)
+        write_text(folder / TRACED_FILE, str(waiting[-1][0]))
+    except Exception as error:  # a model version is worth more than its traces
+        log.warning("MLflow does not take rollouts as traces: %s", first_cause(error))
+
+
+def _send_batch(file: Path, written: int, folder: Path, tracked: Mapping[str, Any], config: RunConfig) -> None:
+    """Send rollouts of a generation batch: of the update it was sampled for last, if it was sampled again."""
+    figures = read_figures([file], config.rewards)
+    newest = figures.filter(pl.col("step") == pl.col("step").max())
+    chosen = newest[choose(newest["reward"].to_list(), newest["group"].to_list(), config.registry.traces_per_batch)]
+    rows, milliseconds = read_rows([file], chosen), written // 1_000_000
+    told = [_rollout(row, config, tracked["run_id"], file.stem, milliseconds) for row in rows]
+    send(told, tracked["experiment_id"])
+    write_text(folder / TRACED_FILE, str(written))
+
+
+def _unsent(folder: Path) -> list[tuple[int, Path]]:
+    """(time when it was written, in ns; file) of each generation batch that MLflow has not taken, the oldest first. One
+    that is sampled again is written again."""
+    try:
+        newest = int((folder / TRACED_FILE).read_text())
+    except (FileNotFoundError, ValueError):  # empty after a power loss: MLflow keeps one of two equal traces
+        newest = 0
+    found = [(file.stat().st_mtime_ns, file) for file in recorded_batches(folder)]
+    return sorted((written, file) for written, file in found if written > newest)
+
+
+def choose(rewards: Sequence[float], groups: Sequence[int], count: int) -> list[int]:
+    """Places of `count` completions of a generation batch, from the reward and the group of each: the worst and the
+    best of the group with the lowest mean reward, those of the group with the highest, the worst of other groups evenly
+    over their order, then others. NaN, which nothing scored, counts as the lowest."""
+    values = np.nan_to_num(np.array(rewards, dtype=float), nan=-np.inf)
+    members: dict[int, list[int]] = {}
+    for place in np.argsort(values, kind="stable"):
+        members.setdefault(groups[place], []).append(int(place))
+    ranked = sorted(members, key=lambda group: (np.mean(values[members[group]]), group))
+    ends, between = [*dict.fromkeys([ranked[0], ranked[-1]])], ranked[1:-1]
+    step = max(1, len(between) // max(1, count - 2 * len(ends)))
+    order = [
+        *(place for group in ends for place in (members[group][0], members[group][-1])),
+        *(members[group][0] for group in between[step // 2 :: step]),
+        *range(len(groups)),
+    ]
+    return [*dict.fromkeys(order)][:count]
+
+
+def _rollout(row: Mapping[str, Any], config: RunConfig, run_id: str, batch: str, time: int) -> Told:
+    said = json.loads(row["conversation"]) if row.get("conversation") else [answered(row["completion"])]
+    return Told(
+        name=f"rollout, update {row['step']}",
+        identity=[run_id, batch, row["step"], row["place"], row["completion"], row.get("conversation")],
+        prompt=row["prompt"],
+        messages=said,
+        tokens=(row["prompt_tokens"], row["completion_tokens"]),
+        rewards={it.name: row[f"rewards/{it.name}"] for it in config.rewards},
+        tags={
+            "kind": "rollout",
+            "run": config.name,
+            "step": row["step"],
+            "weights": f"after update {row['step'] - 1}" + _age(row),
+            "batch": batch.removeprefix("rollout-").lstrip("0") or "0",
+            "group": row["group"],
+            "row": row["row"],
+            "reward": _figure(row["reward"]),
+            "advantage": _figure(row["advantage"]),
+            "tokens": row["completion_tokens"],
+            "truncated": str(row["truncated"]).lower(),
+            **({"turns": row["turns"]} if "turns" in row else {}),
+        },
+        time=time,
+        run_id=run_id,
+    )
+
+
+def _age(row: Mapping[str, Any]) -> str:
+    """The end of what a rollout's weights are called, if it was sampled ahead."""
+    oldest = max(row.get("ages") or [0])
+    return f", its oldest token {oldest} earlier" if oldest else ""
+
+
+def answered(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def _figure(value: float) -> str:
+    return "none" if math.isnan(value) else f"{value:.4g}"
+
+
+def send(told: Sequence[Told], experiment_id: str) -> None:
+    """Send these as traces. Errors of the client are raised; then some may have been sent."""
+    client = TracingClient(connect().tracking_uri)
+    for first in range(0, len(told), TRACES_PER_REQUEST):
+        some = told[first : first + TRACES_PER_REQUEST]
+        for it in some:
+            client.start_trace(_info(it, experiment_id))
+        client.log_spans(experiment_id, [span for it in some for span in _spans(it)])
+
+
+def _trace_number(it: Told) -> bytes:
+    return hashlib.blake2b(json.dumps(it.identity, default=str).encode(), digest_size=16).digest()
+
+
+def trace_id(it: Told) -> str:
+    return f"tr-{_trace_number(it).hex()}"
+
+
+def _info(it: Told, experiment_id: str) -> TraceInfo:
+    prompt, completion = it.tokens
+    usage = {"output_tokens": completion, "total_tokens": completion + (prompt or 0)}
+    usage |= {} if prompt is None else {"input_tokens": prompt}
+    metadata = {
+        TraceMetadataKey.SOURCE_RUN: it.run_id,
+        TraceMetadataKey.MODEL_ID: it.model_id,
+        TraceMetadataKey.TOKEN_USAGE: json.dumps(usage),
+    }
+    asked = "\n".join(text for _, text in turns(it.prompt))
+    return TraceInfo(
+        trace_id=trace_id(it),
+        trace_location=TraceLocation.from_experiment_id(experiment_id),
+        request_time=it.time,
+        state=TraceState.OK,
+        request_preview=shortened(asked, LONGEST_PREVIEW),
+        response_preview=shortened(turns(it.messages)[-1][1] if it.messages else "", LONGEST_PREVIEW),
+        trace_metadata={name: value for name, value in metadata.items() if value},
+        tags={TraceTagKey.TRACE_NAME: it.name, **{name: str(value)[:LONGEST_TAG] for name, value in it.tags.items()}},
+        assessments=[*_assessments(it)],
+    )
+
+
+def _assessments(it: Told) -> Iterator[Assessment]:
+    """One per reward, named after it; a reward that did not apply says so. And the right answer, if it is known."""
+    for name, value in it.rewards.items():
+        found = Feedback(
+            name=name,
+            value=None if value is None else float(value),
+            error="the reward gave None" if value is None else None,
+            source=AssessmentSource("CODE", f"rewards/{name}"),
+            trace_id=trace_id(it),
+            create_time_ms=it.time,
+            last_update_time_ms=it.time,
+        )
+        yield _identified(it, found)
+    if it.expected is not None:
+        source = AssessmentSource("CODE", "data")
+        answer = Expectation("answer", _text(it.expected), source, trace_id(it))
+        answer.create_time_ms = answer.last_update_time_ms = it.time
+        yield _identified(it, answer)
+
+
+def _identified(it: Told, assessment: Assessment) -> Assessment:
+    """The assessment with an id of its own, by which MLflow knows it when it is sent again."""
+    name = f"{type(assessment).__name__} {assessment.name}"
+    digest = hashlib.blake2b(_trace_number(it) + name.encode(), digest_size=16).hexdigest()
+    assessment.assessment_id = f"a-{digest}"
+    return assessment
+
+
+def _spans(it: Told) -> Iterator[Span]:
+    """The whole as a span; below it each turn of a conversation, and what others answered. None has a duration."""
+    asked = [{"role": role or "user", "content": _text(text)} for role, text in turns(it.prompt)]
+    said = [{"role": role, "content": _text(text)} for role, text in turns(it.messages)]
+    yield _span(it, 0, it.name, SpanType.CHAT_MODEL, {"messages": asked}, {"messages": said})
+    below: list[tuple[str, str, Any]] = []
+    if len(said) > 1:
+        for message, whole in zip(said, it.messages, strict=True):
+            is_policy = message["role"] == "assistant"
+            name = "policy" if is_policy else str(whole.get("name", message["role"]))
+            below.append((name, SpanType.LLM if is_policy else SpanType.TOOL, message["content"]))
+    for other, messages in it.others.items():
+        answer = [{"role": role, "content": _text(text)} for role, text in turns(messages)]
+        below.append((f"the {other} answered", SpanType.CHAT_MODEL, {"messages": answer}))
+    for number, (name, kind, outputs) in enumerate(below, 1):
+        yield _span(it, number, name, kind, None, outputs)
+
+
+def _text(text: str) -> str:
+    return shortened(text, LONGEST_TEXT)
+
+
+def _span(it: Told, number: int, name: str, kind: str, inputs: Any, outputs: Any) -> Span:
+    """Span `number` of the trace; 0 is the one above all others."""
+
+    def identity(which: int) -> str:
+        return base64.b64encode(
+            hashlib.blake2b(_trace_number(it) + bytes([1]) + str(which).encode(), digest_size=8).digest()
+        ).decode()
+
+    values = {SpanAttributeKey.REQUEST_ID: trace_id(it), SpanAttributeKey.SPAN_TYPE: kind}
+    values |= {SpanAttributeKey.OUTPUTS: outputs} | ({SpanAttributeKey.INPUTS: inputs} if inputs is not None else {})
+    start = it.time * 1_000_000 + number  # in their order
+    return Span.from_dict(
+        {
+            "trace_id": base64.b64encode(_trace_number(it)).decode(),
+            "span_id": identity(number),
+            "parent_span_id": identity(0) if number else None,
+            "name": shortened(name, LONGEST_TAG),
+            "start_time_unix_nano": start,
+            "end_time_unix_nano": start,
+            "status": {"code": "STATUS_CODE_OK", "message": ""},
+            "attributes": {key: json.dumps(value, ensure_ascii=False) for key, value in values.items()},
+        }
+    )

@@ -1,0 +1,251 @@
+"""Rollouts are chosen as asked, and what they contain is shown as text, in the terminal and on the page."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from flows.cli.main import app
+from grpo_core.config.files import dump_config, parse_config
+from tasks.data.completions import NoRolloutsError
+from tasks.rendering.visible import UNSHOWN, shortened, visible
+from tasks.reports.rollouts import choose_rollouts, rollouts_page
+from tests.made_up import sampled, values_of, write_sampled
+from tests.pages import Page
+from tests.tasks.rendering.test_markdown import HOSTILE
+
+G = 4
+REWARDS = [{"function": "numeric_match"}, {"function": "length", "weight": 0.5, "args": {"target": 3}}]
+EVIL = [
+    *HOSTILE,
+    "[red]rich[/red] [link=http://evil.example]markup[/link] [/]",
+    "\x1b[2J\x1b]0;title\x07 \x1b]8;;http://evil.example\x1b\\click\x1b]8;;\x1b\\ \x9b31m \x00 \x08\x08 \r over \x7f",
+    "\u202egnp.exe\u202c \u2066isolated\u2069 \u200fmark\u061c \u2028 \ufeff",
+    "</pre></div></details><script>alert(1)</script>{{ 7 * 7 }}{% raw %}",
+    "x" * 2_000_000 + "the end",
+]
+
+
+def _write_run(folder: Path, batches: list[list[dict[str, Any]]], training: str = "training") -> Path:
+    folder.mkdir(parents=True)
+    values = {**values_of(folder.name), "rewards": REWARDS}
+    (folder / "config.toml").write_text(dump_config(parse_config(values)))
+    write_sampled(folder / training, batches, G)
+    return folder
+
+
+def _drawn_batches() -> list[list[dict[str, Any]]]:
+    """Six batches of four prompts, of which some come back; each reward may have left a completion unscored."""
+    draw = random.Random(0)
+    batches = []
+    for step in range(1, 7):
+        rows = []
+        for row in draw.sample(range(9), 4):
+            for member in range(G):
+                first, second = (draw.choice([None, 0.0, 1.0]), draw.choice([None, -0.25, 0.75]))
+                said = {"completion": draw.choice(["Seven", "eight", "sevenTEEN"]) + f" {member}"}
+                ids = list(range(draw.randrange(1, 6)))
+                advantage = {"advantage": draw.choice([-1.0, 0.5, math.nan]), "truncated": draw.random() < 0.3}
+                rows.append(
+                    sampled(step, row, {"numeric_match": first, "length": second}, completion_ids=ids)
+                    | said
+                    | advantage
+                )
+        batches.append(rows)
+    return batches
+
+
+BATCHES = _drawn_batches()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _write_run(tmp_path_factory.mktemp("storage") / "runs" / "drawn", BATCHES)
+
+
+def _plain(order: str, reward: str | None, steps: tuple[int, int], text: str, row: int | None) -> list[dict[str, Any]]:
+    """What `choose_rollouts` should find, in its order, by a sort of Python's."""
+
+    def value(it: dict[str, Any]) -> float | None:
+        parts = {name: it[f"rewards/{name}"] for name in ("numeric_match", "length")}
+        if reward:
+            return parts[reward]
+        weighted = [
+            weight * parts[name]
+            for name, weight in (("numeric_match", 1.0), ("length", 0.5))
+            if parts[name] is not None
+        ]
+        return sum(weighted) if weighted else None
+
+    def last_if_none(number: float | None, sign: int) -> tuple[bool, float]:
+        missing = number is None or math.isnan(number)
+        return missing, 0.0 if missing else sign * number
+
+    found = [(batch, place, it) for batch, rows in enumerate(BATCHES) for place, it in enumerate(rows)]
+    found = [
+        (batch, place, it)
+        for batch, place, it in found
+        if steps[0] <= it["step"] <= steps[1]
+        and (row is None or it["row"] == row)
+        and (text.lower() in it["prompt"].lower() or text.lower() in it["completion"].lower())
+    ]
+    keys = {
+        "worst": lambda b, p, it: (last_if_none(value(it), 1), last_if_none(it["advantage"], 1), -b, p),
+        "best": lambda b, p, it: (last_if_none(value(it), -1), last_if_none(it["advantage"], -1), -b, p),
+        "longest": lambda b, p, it: (-it["completion_tokens"], -b, p),
+        "step": lambda b, p, it: (b, p),
+    }
+    return [it for *_, it in sorted(found, key=lambda entry: keys[order](*entry))]
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(
+    order=st.sampled_from(["worst", "best", "longest", "step"]),
+    reward=st.sampled_from([None, "numeric_match", "length"]),
+    steps=st.sampled_from([None, "2", "2-4"]),
+    text=st.sampled_from(["", "seven", "EEN", "3+1="]),
+    row=st.sampled_from([None, 0, 3]),
+    limit=st.sampled_from([1, 7, 1000]),
+)
+def test_the_rollouts_are_those_of_a_plain_sort(
+    run: Path, order: Any, reward: str | None, steps: str | None, text: str, row: int | None, limit: int
+) -> None:
+    between = {None: (1, 6), "2": (2, 2), "2-4": (2, 4)}[steps]
+    expected = _plain(order, reward, between, text, row)
+    if not expected:
+        with pytest.raises(NoRolloutsError, match="none of the 96 rollouts, of updates 1 to 6, fits"):
+            choose_rollouts(run, order, limit, reward, steps, text, None if row is None else str(row))
+        return
+    found = choose_rollouts(run, order, limit, reward, steps, text, None if row is None else str(row))
+    assert found.figures.height == len(expected)
+    shown = [{name: it[name] for name in expected[0]} for it in found.rows]
+    assert repr(shown) == repr(expected[:limit])  # NaN differs from itself
+
+
+def test_one_prompt_is_followed_by_its_row_or_by_its_text(run: Path) -> None:
+    by_row, by_text = (choose_rollouts(run, "step", 1000, prompt=it) for it in ("3", "3+1="))
+    assert by_row.rows == by_text.rows or repr(by_row.rows) == repr(by_text.rows)
+    page = Page(rollouts_page(by_row))
+    steps = sorted({it["step"] for it in by_row.rows})
+    assert f"Sampled for {len(steps)} updates, {len(by_row.rows)} completions" in page.text
+    with pytest.raises(NoRolloutsError, match=r"9 prompts contain it; name one by its row: 0 \('0\+1='\)"):
+        choose_rollouts(run, prompt="+1=")
+    with pytest.raises(NoRolloutsError, match=r"none of the 9 prompts"):
+        choose_rollouts(run, prompt="what else")
+
+
+def _invoke(storage: Path, *arguments: str) -> Result:
+    environment = {"GRPO_STORAGE": str(storage), "COLUMNS": "100"}
+    return CliRunner().invoke(app, ["rollouts", *arguments], env=environment)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--colour", "ratio"], "does not record it: the trainer's log-probabilities are not recorded"),
+        (["--colour", "entropy"], "only the log-probability of the sampled token is recorded"),
+        (["--colour", "age"], "this run does not record it; recorded are advantage, surprise"),
+        (["--order", "nicest"], "give one of worst, best, longest, step"),
+        (["--reward", "charm"], "its rewards: numeric_match, length"),
+        (["--step", "7-3"], "give an update such as 40, or a first and a last one such as 40-60"),
+    ],
+)
+def test_what_a_run_does_not_have_is_refused_with_what_it_has(run: Path, arguments: list[str], reason: str) -> None:
+    done = _invoke(run.parents[1], "drawn", *arguments)
+    assert done.exit_code == 2
+    assert reason in done.stderr
+
+
+def test_a_training_under_way_is_read_and_one_that_sampled_nothing_is_named(tmp_path: Path) -> None:
+    _write_run(tmp_path / "runs" / "going", BATCHES[:1], "training.partial")
+    _write_run(tmp_path / "runs" / "begun", [])
+    assert "rollouts, worst first" in _invoke(tmp_path, "going").output
+    begun = _invoke(tmp_path, "begun")
+    assert (begun.exit_code, "has sampled nothing yet" in begun.stderr) == (2, True)
+    file = tmp_path / "runs" / "going" / "training.partial" / "completions" / "rollout-000000.parquet"
+    file.write_bytes(b"PAR1")
+    damaged = _invoke(tmp_path, "going")
+    assert (damaged.exit_code, f"{file.name} cannot be read" in damaged.stderr) == (2, True)
+
+
+def _hostile_run(folder: Path, text: str) -> Path:
+    """The text in a prompt, in a message, in a completion and in each place of a conversation."""
+    given = {"numeric_match": 0.0, "length": None}
+    plain = [sampled(1, row, given, prompt=text + str(row), completion=text) for row in range(2) for _ in range(G)]
+    return _write_run(folder, [plain])
+
+
+@pytest.mark.parametrize("text", EVIL, ids=range(len(EVIL)))
+def test_hostile_text_is_only_text_in_terminal_and_page(text: str, tmp_path: Path) -> None:
+    _hostile_run(tmp_path / "runs" / "evil", text)
+    printed = _invoke(tmp_path, "evil", "--limit", "2")
+    assert printed.exit_code == 0, printed.output
+    assert not UNSHOWN.search(printed.output)
+    assert "".join(shortened(text).split()) in "".join(printed.output.split())
+    assert len(printed.output) < 30_000
+    html = rollouts_page(choose_rollouts(tmp_path / "runs" / "evil"))
+    page = Page(html)
+    text_only = {
+        "span",
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "main",
+        "header",
+        "section",
+        "h1",
+        "h2",
+        "div",
+        "p",
+        "pre",
+    }
+    assert {tag for tag, _ in page.tags} <= text_only
+    assert not page.references
+    assert not UNSHOWN.search(page.text)
+    assert page.text.count(shortened(text)) == 10 if len(text) < 100 else len(html) < 100_000
+
+
+@pytest.mark.slow
+def test_hostile_turns_of_a_conversation_are_only_text(tmp_path: Path) -> None:
+    for number, text in enumerate(EVIL[:-1]):
+        call = {"type": "function", "function": {"name": text, "arguments": {text: text}}}
+        said = [
+            {"role": "assistant", "content": text, "tool_calls": [call]},
+            {"role": "tool", "name": text, "content": text},
+            {"role": "assistant", "content": text},
+        ]
+        told = {"opening": text, "conversation": json.dumps(said), "turns": 2, "tool_calls": 1, "failed_tool_calls": 0}
+        told |= {"environment_failure": text, "trained_tokens": [1, 0, 1]}
+        prompt = [{"role": "user", "content": text}]
+        given = {"numeric_match": 0.0, "length": None}
+        rows = [sampled(1, 0, given, prompt=prompt, completion=text, **told) for _ in range(G)]
+        folder = _write_run(tmp_path / "runs" / f"evil-{number}", [rows])
+        printed = _invoke(tmp_path, folder.name)
+        assert printed.exit_code == 0, printed.output
+        page = Page(rollouts_page(choose_rollouts(folder)))
+        assert not {tag for tag, _ in page.tags} & {"script", "img", "a", "link"}
+        for shown in (printed.output, page.text):
+            assert not UNSHOWN.search(shown)
+            assert "".join(visible(text).split()) in "".join(shown.split())
+
+
+def test_a_long_text_keeps_its_end_where_the_answer_stands() -> None:
+    text = "begin" + "x" * 10_000 + "answer 7"
+    short = shortened(text, 300)
+    assert short.startswith("begin") and short.endswith("answer 7")
+    left_out = int(re.findall(r"([\d,]+) more characters", short)[0].replace(",", ""))
+    assert len(text) - left_out == 300
+    assert shortened("x" * 300, 300) == "x" * 300

@@ -1,0 +1,251 @@
+"""Rollouts are traces in MLflow: the telling ones of each batch, with all that was recorded of them, each once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlflow.entities import Trace
+from mlflow.tracing.client import TracingClient
+
+from grpo_core.config.files import parse_config
+from grpo_core.config.run import RunConfig
+from tasks.rendering.visible import UNSHOWN, shortened
+from tasks.tracking import traces as module
+from tasks.tracking.traces import LONGEST_PREVIEW, LONGEST_TEXT, choose, send_rest_of_rollouts, tracing
+from tests.made_up import sampled, values_of, write_sampled
+from tests.tasks.reports.test_rollouts import EVIL
+
+G = 2
+LOG = logging.getLogger("traces")
+
+
+def _config(count: int = 4) -> RunConfig:
+    return parse_config(values_of("traced", registry={"traces_per_batch": count}))
+
+
+def _batch(step: int, **columns: Any) -> list[dict[str, Any]]:
+    """Four groups of two: the first all wrong, the last all right."""
+    right = [0.0, 0.0, 1.0, 0.0, None, 1.0, 1.0, 1.0]
+    return [
+        sampled(step, row, {"numeric_match": right[2 * row + k]}, advantage=row - 1.5, **columns)
+        | {"completion": f"{step} {row} {k}"}
+        for row in range(4)
+        for k in range(G)
+    ]
+
+
+def _traces(tracked: dict[str, Any], filter: str = "") -> list[Trace]:
+    found = mlflow.search_traces(
+        locations=[tracked["experiment_id"]],
+        run_id=tracked["run_id"],
+        filter_string=filter or None,
+        max_results=1000,
+        return_type="list",
+    )
+    return sorted(found, key=lambda trace: trace.info.trace_id)
+
+
+def _content(found: list[Trace]) -> list[Any]:
+    """All of the traces, except where MLflow keeps them."""
+    return [
+        (
+            it.info.trace_id,
+            it.info.request_time,
+            {name: value for name, value in it.info.tags.items() if name != "mlflow.artifactLocation"},
+            it.info.trace_metadata,
+            it.info.request_preview,
+            it.info.response_preview,
+            [(a.assessment_id, a.name, a.value, a.create_time_ms) for a in it.info.assessments],
+            [span.to_dict() for span in it.data.spans],
+        )
+        for it in found
+    ]
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.5, 1.0, math.nan]), min_size=2, max_size=24).filter(lambda it: len(it) % 2 == 0),
+    st.integers(1, 30),
+)
+def test_the_worst_and_the_best_group_are_always_among_the_chosen(rewards: list[float], count: int) -> None:
+    groups = [place // 2 for place in range(len(rewards))]
+    chosen = choose(rewards, groups, count)
+    assert len(chosen) == len({*chosen}) == min(count, len(rewards))
+    values = [-math.inf if math.isnan(value) else value for value in rewards]
+    means = [(values[2 * group] + values[2 * group + 1]) / 2 for group in range(len(rewards) // 2)]
+    assert means[groups[chosen[0]]] == min(means)
+    assert values[chosen[0]] == min(values[2 * groups[chosen[0]] : 2 * groups[chosen[0]] + 2])
+    if count >= 4 and len(rewards) >= 4:
+        assert means[groups[chosen[2]]] == max(means)
+        assert values[chosen[3]] == max(values[2 * groups[chosen[2]] : 2 * groups[chosen[2]] + 2])
+        assert len({groups[place] for place in chosen[:4]}) == 2
+
+
+@pytest.mark.slow
+def test_a_trace_has_what_was_asked_said_and_given_and_is_found_by_its_tags(
+    mlflow_client: Any, tracked: dict[str, Any], tmp_path: Path
+) -> None:
+    write_sampled(tmp_path, [_batch(1), _batch(2, ages=[0, 2, 1])], G)
+    send_rest_of_rollouts(tracked, tmp_path, _config(), LOG)
+    assert len(_traces(tracked)) == 8
+    [found] = _traces(tracked, "tags.step = '2' AND tags.row = '3' AND tags.group = '3'")[:1]
+    tags = {name: value for name, value in found.info.tags.items() if not name.startswith("mlflow.")}
+    assert tags == {
+        "kind": "rollout",
+        "run": "traced",
+        "step": "2",
+        "weights": "after update 1, its oldest token 2 earlier",
+        "batch": "1",
+        "group": "3",
+        "row": "3",
+        "reward": "1",
+        "advantage": "1.5",
+        "tokens": "3",
+        "truncated": "false",
+    }
+    [root] = found.data.spans
+    assert root.inputs == {"messages": [{"role": "user", "content": "3+1="}]}
+    assert root.outputs["messages"][0]["content"].startswith("2 3 ")
+    assert [(it.name, it.value) for it in found.info.assessments] == [("numeric_match", 1.0)]
+    assert json.loads(found.info.trace_metadata["mlflow.trace.tokenUsage"]) == {
+        "input_tokens": 3,
+        "output_tokens": 3,
+        "total_tokens": 6,
+    }
+    assert {it.info.tags["row"] for it in _traces(tracked)} == {"0", "3"}, "the worst and the best group"
+    assert len(_traces(tracked, "feedback.numeric_match = '1.0'")) == 4
+
+
+@pytest.mark.slow
+def test_turns_of_a_conversation_are_spans_and_a_reward_that_gave_none_says_so(
+    mlflow_client: Any, tracked: dict[str, Any], tmp_path: Path
+) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    said = [
+        {"role": "assistant", "content": "I add.", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    told = {"conversation": json.dumps(said), "opening": "", "turns": 2}
+    write_sampled(tmp_path, [[sampled(1, 0, {"numeric_match": None}, **told) for _ in range(G)]], G)
+    send_rest_of_rollouts(tracked, tmp_path, _config(1), LOG)
+    [found] = _traces(tracked)
+    assert [(span.name, span.span_type) for span in found.data.spans] == [
+        ("rollout, update 1", "CHAT_MODEL"),
+        ("policy", "LLM"),
+        ("add", "TOOL"),
+        ("policy", "LLM"),
+    ]
+    assert [span.parent_id for span in found.data.spans] == [None, *[found.data.spans[0].span_id] * 3]
+    assert found.info.response_preview == "two"
+    [given_none] = found.info.assessments
+    assert (given_none.value, given_none.error.error_message) == (None, "the reward gave None")
+
+
+class _Killed(Exception):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writes", [0, 1, 4, 5, 7, 9])
+def test_a_sender_killed_after_any_write_doubles_and_loses_nothing(
+    mlflow_client: Any, tracked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    """`writes`: that are done before the process dies: four traces and their spans per batch, each way one write."""
+    write_sampled(tmp_path, [_batch(1), _batch(2)], G)
+    for number, file in enumerate(sorted((tmp_path / "completions").iterdir())):
+        os.utime(file, (1000 + number, 1000 + number))
+    done = 0
+
+    def dying(write: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal done
+            if done == writes:
+                raise _Killed
+            done += 1
+            return write(*arguments, **keywords)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("start_trace", "log_spans"):
+            patch.setattr(TracingClient, name, dying(getattr(TracingClient, name)))
+        send_rest_of_rollouts(tracked, tmp_path, _config(), LOG)
+    assert done == writes
+    send_rest_of_rollouts(tracked, tmp_path, _config(), LOG)
+    once = _content(_traces(tracked))
+    assert len(once) == 8
+    assert all(len(spans) == 1 and len(assessments) == 1 for *_, assessments, spans in once)
+    (tmp_path / module.TRACED_FILE).write_text("")  # as a machine that dies may leave it
+    send_rest_of_rollouts(tracked, tmp_path, _config(), LOG)
+    assert _content(_traces(tracked)) == once
+
+
+@pytest.mark.slow
+def test_traces_are_sent_while_a_training_runs_and_of_a_batch_sampled_again_the_newer_rows(
+    mlflow_client: Any, tracked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_BATCHES", 0.01)
+    monkeypatch.setattr(module, "SHARE", 1.0)
+    monkeypatch.setattr(module, "LAST_SECONDS", 120.0)
+    with tracing(tmp_path, tracked, _config(), LOG):
+        write_sampled(tmp_path, [_batch(1)], G)
+        deadline = time.monotonic() + 120
+        while not (tmp_path / module.TRACED_FILE).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        write_sampled(tmp_path, [[*_batch(1), *_batch(3)]], G)
+    steps = [trace.info.tags["step"] for trace in _traces(tracked)]
+    assert sorted(steps) == ["1"] * 4 + ["3"] * 4
+
+
+def test_no_failure_of_traces_ends_a_training_and_zero_sends_none(
+    tracked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_sampled(tmp_path, [_batch(1)], G)
+    monkeypatch.setattr(module, "send", lambda *_: pytest.fail("asked for none"))
+    with tracing(tmp_path, tracked, _config(0), LOG):
+        pass
+    send_rest_of_rollouts(tracked, tmp_path, _config(0), LOG)
+
+    def refuse(*_: object) -> None:
+        raise OSError(111, "Connection refused")
+
+    monkeypatch.setattr(module, "send", refuse)
+    with tracing(tmp_path, tracked, _config(), LOG):
+        pass
+    send_rest_of_rollouts(tracked, tmp_path, _config(), LOG)
+    assert [it.getMessage() for it in caplog.records if it.levelno >= logging.WARNING] == [
+        "MLflow does not take rollouts as traces now; register sends them: Connection refused",
+        "MLflow does not take rollouts as traces: Connection refused",
+    ]
+    assert not (tmp_path / module.TRACED_FILE).exists()
+
+
+@pytest.mark.slow
+def test_hostile_texts_are_kept_as_text_of_a_limited_length(
+    mlflow_client: Any, tracked: dict[str, Any], tmp_path: Path
+) -> None:
+    batches = [
+        [sampled(1, row, {"numeric_match": 0.0}, prompt=text, completion=text) for _ in range(G)]
+        for row, text in enumerate(EVIL)
+    ]
+    write_sampled(tmp_path, batches, G)
+    send_rest_of_rollouts(tracked, tmp_path, _config(1), LOG)
+    found = {trace.info.tags["row"]: trace for trace in _traces(tracked)}
+    for row, text in enumerate(EVIL):
+        trace = found[str(row)]
+        [span] = trace.data.spans
+        assert span.outputs == {"messages": [{"role": "assistant", "content": shortened(text, LONGEST_TEXT)}]}
+        assert not UNSHOWN.search(span.outputs["messages"][0]["content"])
+        assert trace.info.response_preview == shortened(text, LONGEST_PREVIEW)
