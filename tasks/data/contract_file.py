@@ -33,7 +33,7 @@ def contract_as_yaml(data: DataConfig, rewards: list[Reward]) -> str:
         own = load_schema(data.schema)
         for name, column in own.columns.items():
             columns[name] = _both(columns[name], column) if name in columns else column
-        checks = [check for column in own.columns.values() for check in column.checks if not _is_written(check)]
+        checks = [check for column in own.columns.values() for check in column.checks or [] if not _is_written(check)]
         said += [f"{data.schema} also checks {check.name}" for check in [*checks, *own.checks]]
     said.append("grpo data check FILE --schema THIS_FILE holds a file against this")
     with warnings.catch_warnings():
@@ -65,7 +65,7 @@ def _both(ours: pa.Column, own: pa.Column) -> pa.Column:
     """A column that keeps the rules of both."""
     return pa.Column(
         own.dtype.type if own.dtype else ours.dtype and ours.dtype.type,
-        [*ours.checks, *own.checks],
+        [*(ours.checks or []), *(own.checks or [])],
         nullable=ours.nullable and own.nullable,
         description=own.description or ours.description,
     )
