@@ -52,7 +52,7 @@ def ask(outcome: Outcome) -> Approval:
 
 
 def _question(outcome: Outcome) -> str:
-    heads = ["", "prompt", "was", "is"]
+    heads = ["change", "prompt", "was", "is"]
     rows = [[figures.number(it.gain), it.prompt, it.rival, it.candidate] for it in outcome.changes]
     asked = f"Make {outcome.model} version {outcome.version} the champion?"
     shown = ["The samples that changed most, the worst first:", table([heads, *rows])] if rows else []

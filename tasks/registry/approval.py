@@ -25,11 +25,9 @@ class Approval(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    approved: bool
-    by: str = Field(min_length=1, max_length=100)
-    """Name of the person, as they give it: it is kept, not verified."""
-    words: str = Field("", max_length=1000)
-    """Their reason."""
+    approved: bool = Field(title="Make it the champion")
+    by: str = Field(min_length=1, max_length=100, title="Your name", description="Kept, not verified.")
+    words: str = Field("", max_length=1000, title="Your reason")
 
 
 @dataclass(frozen=True)
