@@ -1,5 +1,5 @@
-"""What a base of 4 bits changes: a LoRA trained over it on the quickstart's sums, before and after it is merged into the
-base as it was."""
+"""What a base of 4 bits changes: a LoRA trained over it on the quickstart's sums, before and after it is merged into
+the base as it was."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def main() -> None:
 
 
 def measure(folder: Path, sums: Path, updates: int) -> dict[str, tuple[float, float]]:
-    """Of each policy the share of held-out sums that it answers rightly, and how far its log-probabilities of the greedy
-    answers of its 4-bit twin are from the twin's own, in the mean."""
+    """Share of the held-out sums that each policy answers rightly, and the mean distance between its log-probabilities
+    and those of its 4-bit twin, on the twin's greedy answers."""
     import pyarrow.parquet as pq
 
     from grpo_core.config.files import dump_config, parse_config

@@ -58,7 +58,8 @@ class ModelConfig(Section):
     load_in_4bit: bool = False
     """Hold the frozen base in 4 bits (QLoRA, arXiv:2305.14314): nf4 with double quantisation, by bitsandbytes. What
     samples and trains is the adapter over these weights; the model that is saved is the adapter merged into the base as
-    it was, never into 4 bits."""
+    it was, never into 4 bits. Saves memory with the transformers engine and with servers: vLLM in the training process
+    shares its base with the training only if that is not in 4 bits."""
 
     @model_validator(mode="after")
     def _adapter_keys_need_an_adapter(self) -> ModelConfig:

@@ -27,10 +27,10 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
 
     Sampling and training take turns: of gradients and what a pass needs on one side and the KV cache on the other, only
     the larger counts; a sharded base that an adapter is merged into comes after both. vLLM in the training process
-    takes its share of the GPU for weights, workspace and cache; it keeps the weights, which in full fine-tuning are
-    also the ones that the training computes with, and lends the rest to the training. Memory of separate vLLM servers
-    is not included. `host_memory_gib`, if the optimizer is offloaded: what its moments take of the memory of one
-    machine.
+    takes its share of the GPU for weights, workspace and cache; it keeps the weights, which are also the ones that the
+    training computes with (under an adapter, the base's), and lends the rest to the training. Memory of separate vLLM
+    servers is not included. `host_memory_gib`, if the optimizer is offloaded: what its moments take of the memory of
+    one machine.
     """
     weights, prompt, engine = shape.parameters, lengths.longest, config.rollout.engine_on(has_gpu=True)
     lora, sharded = config.model.use_peft, config.train.sharding != "none"
@@ -73,14 +73,16 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     head_gradient = FLOAT * shape.vocabulary * shape.hidden * trains_head(shape, config)
     kept, recomputed = activations(config, shape, tokens)
     each = FLOAT * trained / (1 if lora else sharing)  # a float32 number per trained parameter; adapters stay whole
-    shared = engine == "vllm" and not lora and not sharded and config.rollout.vllm_tensor_parallel_size == 1
+    shared = engine == "vllm" and not sharded and config.rollout.vllm_tensor_parallel_size == 1
+    if lora:  # then the frozen base is
+        shared = shared and alone and not config.model.load_in_4bit
     held = {
         # With bf16, a LoRA base has no float32 weights on the GPU.
-        "weights": (each + base / sharing * (not half)) * (half or not shared),
+        "weights": each * (lora or half or not shared) + base / sharing * (not half and not shared),
         "optimizer": moments(config, shape, gpu) * (not offloaded),
         "reference": _reference(config, shape) / sharing,
         # What is gathered layer by layer needs no copy.
-        "bf16_copy": (base / sharing + HALF * trained * (lora or not sharded)) * (half and not shared),
+        "bf16_copy": (base / sharing * (not shared) + HALF * trained * (lora or not (sharded or shared))) * half,
         "engine_weights": engine_weights,
     }
     passes: dict[str, float] = {"activations": kept + recomputed, "logits": logits + head_gradient}

@@ -205,4 +205,5 @@ def _assumed(
         f"{peak / 1e12:.0f} TFLOP/s of one {gpu.name} per process, completions of full length ({longest} tokens), "
         f"without start, evaluations{', environments' if config.environment.is_used else ''} and checkpoints"
         + ("; communication may come on top" if plan.num_processes > 1 else "")
+        + ("; without what a base of 4 bits takes" if config.model.load_in_4bit else "")
     )

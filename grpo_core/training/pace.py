@@ -88,7 +88,9 @@ def measure(request: PaceRequest, started: float) -> Pace:
             f"no earlier run is known; measured on this {where}{threads}, with {what}: "
             f"{request.completions} completions sampled in {found.sample:.2g} s, "
             f"{request.train['per_device_train_batch_size']} trained on in {found.train:.2g} s, completions {lengths} "
-            f"({tokens:.0f} tokens)" + ("; sampling by transformers, in place of vLLM" if device.type == "cuda" else "")
+            f"({tokens:.0f} tokens)"
+            + ("; sampling by transformers, in place of vLLM" if device.type == "cuda" else "")
+            + ("; without what a base of 4 bits takes" if keys.load_in_4bit else "")
         ),
     )
 

@@ -14,7 +14,7 @@ import itertools
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class VLLMEngine:
                 _name_shared_memory()
         quantised = adapted and is_quantised(model)
         threads = torch.get_num_threads()
-        with nullcontext() if adapted and not quantised else unpacked_linear_layers():
+        with unpacked_linear_layers():
             self.llm: Any = LLM(
                 model=str(model_path),
                 revision=config.model.revision,
@@ -106,15 +106,20 @@ class VLLMEngine:
         self.copies: Copies | None = None  # how weights get there; None: vLLM's own loader has to bring them
         self.copied_from: list[int] = []
         self.shares_with: nn.Module | None = None  # its weights are the engine's own
-        if not isinstance(model, PeftModel) and not is_sharded(model):
+        self.shares_base = False  # under an adapter
+        if quantised:  # what samples is what trains, not the base as it was
+            self._reload(iter(base_weights(model).items()))
+        elif adapted and not is_sharded(model):
+            copies = self._find_copies(base_weights(model))
+            frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+            self.shares_base = copies is not None and are_done(copies) and share(copies, frozen)
+        elif not isinstance(model, PeftModel) and not is_sharded(model):
             weights = model.state_dict()
             copies = self._find_copies(weights)
             if copies is not None and are_done(copies):
                 self.copies, self.copied_from = copies, _places(weights)
-                if share(copies, model):
+                if share(copies, model.parameters()):
                     self.shares_with, self.copied_from = model, _places(model.state_dict())
-        if quantised:  # what samples is what trains, not the base as it was
-            self._reload(iter(base_weights(model).items()))
         self.adapted = adapted
         self.adapter: Any = None  # the LoRARequest in force
         self.adapter_ids = itertools.count(1)

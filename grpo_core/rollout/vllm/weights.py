@@ -6,7 +6,7 @@ piece of the engine's memory, the parameter moves there for good and nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,12 +115,12 @@ def are_done(copies: Copies) -> bool:
 
 
 @torch.no_grad()
-def share(copies: Copies, model: nn.Module) -> bool:
-    """Move the model's parameters to where the copies bring them; whether that was possible, for all or none.
+def share(copies: Copies, owned: Iterable[nn.Parameter]) -> bool:
+    """Move parameters of the trainer's to where the copies bring them; whether that was possible, for all or none.
 
     From then on the engine has each change as it is made. It must have the same weights already (`are_done`).
     """
-    parameters = {parameter.data_ptr(): parameter for parameter in model.parameters()}
+    parameters = {parameter.data_ptr(): parameter for parameter in owned}
     places = {source.data_ptr(): (source, target) for target, source in zip(*copies, strict=True)}
     if parameters.keys() != places.keys() or len(places) != len(copies[0]):
         return False

@@ -149,7 +149,10 @@ def test_vllm_takes_its_share_of_the_gpu_and_lends_all_but_its_weights_to_the_tr
         assert training["parts_gib"]["gradients"] == pytest.approx(4 * weight)
         assert training["peak_memory_gib"] == pytest.approx((own + width) * weight + working)
     lora = found(ten, mixed_precision="bf16", use_peft=True)
-    assert lora["parts_gib"]["bf16_copy"] > 2 * weight  # the base a second time, beside vLLM's own
+    assert lora["parts_gib"]["bf16_copy"] < 0.2 * weight  # of the adapter alone: the base is vLLM's own
+    for keys in ({"load_in_4bit": True}, {"lora_modules_to_save": ["lm_head"]}):
+        apart = found(ten, mixed_precision="bf16", use_peft=True, **keys)["parts_gib"]
+        assert apart["bf16_copy"] > (0.5 if "load_in_4bit" in keys else 2) * weight
     assert lora["parts_gib"]["engine_weights"] == pytest.approx(2 * weight)
     two = found(ten, mixed_precision="bf16", num_processes=2, vllm_tensor_parallel_size=2)["parts_gib"]
     assert two["engine_weights"] == pytest.approx(weight)  # half of them, which the trainer cannot compute with

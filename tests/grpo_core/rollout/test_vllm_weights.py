@@ -105,7 +105,12 @@ def adapt(run: Path) -> list[dict[str, Any]]:
 
     engine, model, _ = start(run)
     requests, sampling = long_requests()[:4], Sampling(9, temperature=0.7)
-    steps = []
+    steps: list[dict[str, Any]] = []
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+
+    def shares() -> bool:
+        (places,) = engine.llm.apply_model(lambda it: {each.untyped_storage().data_ptr() for each in it.parameters()})
+        return all(parameter.untyped_storage().data_ptr() in places for parameter in frozen)
 
     def step(name: str) -> None:
         samples = sampled(engine.generate(requests, sampling))
@@ -121,6 +126,7 @@ def adapt(run: Path) -> list[dict[str, Any]]:
                     for prompt, sample in zip(prompts, samples, strict=True)
                 ],
                 "loaded": len(engine.llm.llm_engine.list_loras()),
+                "shares the base": shares(),
             }
         )
 
@@ -152,6 +158,7 @@ def test_the_engine_follows_an_adapter_over_a_base_that_stays(tmp_path: Path, in
     names = ["base", "fresh adapter", "changed 0", "synced 0", "changed 1", "synced 1", "changed 2", "synced 2"]
     assert [step["name"] for step in steps] == names
     assert [step["loaded"] for step in steps] == [0] + [1] * 7
+    assert {step["shares the base"] for step in steps} == {not in_4bit}
 
     def distance(step: dict[str, Any], other: dict[str, Any], what: str, whose: str) -> float:
         rows = zip(step[what], other[whose + what], strict=True)
