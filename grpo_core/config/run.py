@@ -191,11 +191,6 @@ class RunConfig(Section):
                 f"rollout.stop={self.rollout.stop} with an environment or tools: a turn ends where the chat template "
                 "ends it; remove it"
             )
-        if self.rollout.max_staleness:
-            raise ValueError(
-                f"rollout.max_staleness={self.rollout.max_staleness} with an environment or tools: later turns cannot "
-                "be sampled ahead; set it to 0"
-            )
         if self.rollout.in_evaluation.engine in ("auto", "vllm") and self.rollout.vllm_tensor_parallel_size > 1:
             raise ValueError(
                 f"rollout.vllm_tensor_parallel_size={self.rollout.vllm_tensor_parallel_size} with an environment or "

@@ -35,11 +35,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A turn of the policy: its tokens (the end token included), and whether the limit of tokens cut it off."""
+    """A turn of the policy: its tokens (the end token included), and whether the limit of tokens cut it off.
+    `versions`: of the weights that sampled each token, if the engine says so."""
 
     ids: list[int]
     logprobs: list[float]
     truncated: bool
+    versions: Sequence[int] = ()
 
 
 @dataclass
@@ -68,6 +70,10 @@ class Conversation:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # 0 for tokens of the environment
     mask: list[int] = field(default_factory=list)  # 1: sampled by the policy
+    versions: list[int] = field(
+        default_factory=list
+    )  # of the weights, those of the environment's as of the turn before
+    ages: list[int] | None = None  # how often the engine has got other weights since; None: not since any of them
     truncated: bool = False  # cut off by the limit of tokens
     said: Said = field(default_factory=Said)
 
@@ -98,7 +104,7 @@ def converse(row: Mapping[str, Any], seed: int, max_tokens: int, environments: E
             return talk
         while True:
             sampled: Sampled = yield Turn(talk.prompt_ids + talk.ids, left - len(talk.ids), said.turns)
-            _add(talk, sampled.ids, sampled.logprobs)
+            _add(talk, sampled.ids, sampled.logprobs, sampled.versions)
             talk.truncated = sampled.truncated
             said.turns += 1
             text, calls = turns.read(sampled.ids, tools)
@@ -116,13 +122,16 @@ def converse(row: Mapping[str, Any], seed: int, max_tokens: int, environments: E
                 talk.truncated = True
                 break
             said.messages += answers
-            _add(talk, ids, None)
+            _add(talk, ids, None, talk.versions[-1:] * len(ids))
             if said.seconds >= limits.conversation_timeout:
                 break
         if has_reward:
             said.reward = yield from _ask(talk, environments, REWARD_REQUEST)
     except CallError as error:
         said.failure = str(error)
+    except GeneratorExit:  # it is given up
+        environments.free([talk.environment])
+        raise
     return talk
 
 
@@ -144,11 +153,12 @@ def _begin(talk: Conversation, prompt: Any, shown: str | None, tools: Mapping[st
     return len(talk.prompt_ids) - before
 
 
-def _add(talk: Conversation, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+def _add(talk: Conversation, ids: Sequence[int], logprobs: Sequence[float] | None, versions: Sequence[int]) -> None:
     """Tokens of the policy, or, without log-probabilities, of the environment."""
     talk.ids += ids
     talk.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
     talk.mask += [int(logprobs is not None)] * len(ids)
+    talk.versions += versions
     talk.said.tokens += len(ids)
     if logprobs is None:
         talk.said.environment_tokens += len(ids)
@@ -173,18 +183,20 @@ def _answer(
             said.lost_calls[name] += 1
             if environments.own:
                 raise CallError(f"tool {name}: {error}", is_lost=True) from error
+            environments.free([talk.environment])
             talk.environment = environments.take()  # tools alone keep nothing from call to call
     return {"role": "tool", "name": name or "unknown", "content": content}
 
 
 def _ask(talk: Conversation, environments: Environments, request: Mapping[str, Any]) -> Generator[Question, Any, Any]:
     """The environment's answer. Raises CallError."""
-    limits, said, start = environments.config, talk.said, time.monotonic()
+    limits, said, environment = environments.config, talk.said, talk.environment
+    start = time.monotonic() - environment.paused
     seconds = min(limits.tool_timeout, max(limits.conversation_timeout - said.seconds, 0.0))
     try:
-        answer = yield Question(talk.environment, request, seconds)
+        answer = yield Question(environment, request, seconds)
     finally:
-        said.seconds += time.monotonic() - start
+        said.seconds += time.monotonic() - environment.paused - start
     if "raised" in answer:
         kind, text = answer["raised"]
         raise CallError(f"{kind}: {text}", is_lost=request["do"] != "call")

@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,7 @@ class Environment:
     received: bytearray = field(default_factory=bytearray)
     is_asked: bool = False
     requests: int = 0  # so far: the number of the last one
+    paused: float = 0.0  # seconds so far in which no answer was looked for
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> None:
         """Start a request; `answer` gives what comes of it."""
@@ -55,6 +56,11 @@ class Environment:
         with suppress(OSError):  # it has ended, or reads nothing: the answer will say so
             self.socket.settimeout(seconds)
             send(self.socket, pickle.dumps({**request, "number": self.requests}))
+
+    def pause(self, seconds: float) -> None:
+        """No answer was looked for in so many seconds: they do not count as time that the request took."""
+        self.deadline += seconds
+        self.paused += seconds
 
     def rest(self) -> None:
         """The conversation is over: what tools have kept for it is given up. There is no answer."""
@@ -131,7 +137,7 @@ class Environments:
     def __init__(self, config: EnvironmentConfig):
         self.config = config
         self.idle: list[Environment] = []
-        self.taken: list[Environment] = []
+        self.taken: dict[int, Environment] = {}  # by id()
         now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(most, OPEN_FILES)), most))
         self._start()
@@ -186,11 +192,11 @@ class Environments:
         return name in self.own and self.own[name]["has_reward"]
 
     def take(self) -> Environment:
-        """An environment's process that is free, or a new one; `all_are_free` gives it back."""
+        """An environment's process that is free, or a new one; `free` gives it back."""
         while self.idle:
             environment = self.idle.pop()
             if environment.is_running:
-                self.taken.append(environment)
+                self.taken[id(environment)] = environment
                 return environment
         if (new := self._new()) is None:
             print(
@@ -202,7 +208,7 @@ class Environments:
             new = self._new()
         if new is None:
             raise EnvironmentsError("environment: no process could be started for another; the output says why")
-        self.taken.append(new)
+        self.taken[id(new)] = new
         return new
 
     def _new(self) -> Environment | None:
@@ -214,15 +220,21 @@ class Environments:
             return None
         return Environment(connection, json.loads(hello)["pid"]) if hello else None
 
-    def all_are_free(self) -> None:
-        """All conversations are over. One whose question is still under way, since sampling was given up, is ended."""
-        for environment in self.taken:
+    def free(self, environments: Iterable[Environment]) -> None:
+        """Their conversations are over. One whose question is still under way, since sampling was given up, is
+        ended."""
+        for environment in environments:
+            if self.taken.pop(id(environment), None) is None:
+                continue
             if environment.is_asked:
                 environment.kill()
             elif environment.is_running:
                 environment.rest()
-        self.idle += self.taken
-        self.taken = []
+            self.idle.append(environment)
+
+    def all_are_free(self) -> None:
+        """All conversations are over."""
+        self.free([*self.taken.values()])
 
     def _connect(self) -> socket.socket:
         try:

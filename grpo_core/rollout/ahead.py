@@ -11,25 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from grpo_core.data.order import derive_seed, rollout_prompts
 from grpo_core.data.prompts import Prompts
 from grpo_core.distributed import share_of
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.sampling_ahead import batches_ahead
-from grpo_core.rollout.types import Lookahead, Request, Sampling, Stream
+from grpo_core.rollout.types import Lookahead, Request, Sampling
 
 Group = tuple[int, int]  # the generation batch whose turn its prompt was, and the dataset row
 
 
 @dataclass(frozen=True)
 class Taking:
-    """An engine's `take`, as the `generate` of another."""
+    """`take`, as the `generate` of an engine; with tools or an environment, of conversations."""
 
     engine: Lookahead
     count: int
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Any:
         return self.engine.take(requests, sampling, self.count)
 
 
@@ -59,5 +60,6 @@ def _of_batches(share: range, batches: int) -> slice:
 def requests_of(window: Sequence[Group], prompts: Prompts, plan: Plan, seed: int, attempt: int) -> list[Request]:
     """The groups as requests, whose seeds do not depend on when they are taken."""
     return [
-        Request(prompts.ids[row], plan.num_generations, derive_seed(seed, turn, attempt, row)) for turn, row in window
+        Request(prompts.ids[row], plan.num_generations, derive_seed(seed, turn, attempt, row), row=row)
+        for turn, row in window
     ]

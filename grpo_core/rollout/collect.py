@@ -22,7 +22,8 @@ from grpo_core.data.chat import decode_completions, text_of
 from grpo_core.data.order import derive_seed, fresh_prompts, rollout_prompts
 from grpo_core.data.prompts import Prompts
 from grpo_core.distributed import gathered, processes_per_machine, share
-from grpo_core.environments.conversation import Conversation, Said, conversation_metrics
+from grpo_core.environments.conversation import Said, conversation_metrics
+from grpo_core.environments.processes import Environment
 from grpo_core.environments.setting import Setting
 from grpo_core.errors import NotFiniteError, RewardError
 from grpo_core.model.sequences import pad
@@ -31,7 +32,7 @@ from grpo_core.rewards.composition import counted
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.scoring import Batch, score_arriving
 from grpo_core.rollout.ahead import Group, Taking, requests_of, windows
-from grpo_core.rollout.conversations import play
+from grpo_core.rollout.answers import Answer, completions_of, conversations_of
 from grpo_core.rollout.process_work import TOKENS, work_metrics
 from grpo_core.rollout.requests import training_sampling
 from grpo_core.rollout.types import Completion, Engine, GenerationBatch, Lookahead, Request, Sampler, Sampling
@@ -62,14 +63,16 @@ def collect(
     engine: Engine,
     attempt: int = 0,
     setting: Setting | None = None,
-    begun: Sequence[Group] | None = None,
+    lookahead: Lookahead | None = None,
+    begun: Sequence[Group] = (),
     max_staleness: int = 0,
     again: Sequence[Group] = (),
 ) -> tuple[GenerationBatch, list[Sample], list[Group]]:
     """Generation batch `index`, its samples in the same order, and the groups that are begun and not in it.
 
     Every process samples and scores its share, and all get the whole. Another `attempt` draws other samples of the same
-    prompts. `begun`: the groups that the call before has left; None if nothing is sampled ahead. `max_staleness`: how
+    prompts. `lookahead`, `begun`: what samples ahead, and the groups that the call before has left; None if nothing is
+    sampled ahead. `max_staleness`: how
     many hand-overs of weights after its begin a group that begins now may be taken. `again`: the groups to sample if
     they are not those whose turn it is, since the batch had these before a roll-back.
     """
@@ -84,12 +87,12 @@ def collect(
         requests, own = _requests(groups, prompts, g, config.seed, attempt, mine)
         return scored(engine, requests, own, lambda place: groups[(mine.start + place) // g], setting)
 
-    def take(window: Sequence[Group], count: int) -> list[Sample]:
+    def take(lookahead: Lookahead, window: Sequence[Group], count: int) -> list[Sample]:
         """G scored completions of `count` of this process's begun groups, and of those of the others."""
-        assert isinstance(engine, Lookahead)
         requests = requests_of(window, prompts, plan, config.seed, attempt)
-        engine.begin(requests, sampling, max_staleness)
-        return scored(Taking(engine, count), requests, [row for _, row in window], lambda place: window[place // g])
+        lookahead.begin(requests, sampling, max_staleness)
+        rows, taking = [row for _, row in window], Taking(lookahead, count)
+        return scored(taking, requests, rows, lambda place: window[place // g], setting)
 
     def scored(
         sampler: Sampler,
@@ -112,12 +115,12 @@ def collect(
         return drawn
 
     scheduled, left = rollout_prompts(plan, config.seed, index), list[Group]()
-    if begun is None:
+    if lookahead is None:
         samples = draw(again or [(index, row) for row in scheduled])
     else:
         process = PartialState()
         all_begun = windows(begun, plan, config.seed, index, max_staleness, process.num_processes)
-        samples = take(all_begun[process.process_index], len(share(plan.prompts_per_generation)))
+        samples = take(lookahead, all_begun[process.process_index], len(share(plan.prompts_per_generation)))
         taken = {(sample.turn, sample.row) for sample in samples}
         left = [group for window in all_begun for group in window if group not in taken]
     advantages = _advantages(samples, config, plan)
@@ -207,17 +210,6 @@ def _advantages(samples: Sequence[Sample], config: RunConfig, plan: Plan) -> Adv
     )
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """A completion that is not scored yet; `place`: among those of all requests."""
-
-    place: int
-    row: int
-    prompt_ids: list[int]
-    completion: Completion
-    conversation: Conversation | None = None
-
-
 def sample_and_score(
     engine: Sampler,
     requests: Sequence[Request],
@@ -234,83 +226,41 @@ def sample_and_score(
     completion is a conversation; one whose environment fails gets None from every reward.
     """
     start, ended = time.perf_counter(), 0.0
-    failed: list[_Answer] = []
+    failed, held = list[Answer](), list[Environment]()
 
-    def sampled() -> Generator[list[_Answer], None, None]:
+    def sampled() -> Generator[list[Answer], None, None]:
         nonlocal ended
         answers = (
-            _alone(engine, requests, rows, sampling)
+            completions_of(engine, requests, rows, sampling)
             if setting is None
-            else _conversations(engine, requests, rows, sampling, prompts, setting)
+            else conversations_of(engine, requests, rows, sampling, prompts, setting)
         )
         for found in answers:
-            failed.extend(answer for answer in found if _has_failed(answer))
-            yield [answer for answer in found if not _has_failed(answer)]
+            held.extend(answer.conversation.environment for answer in found if answer.conversation)
+            failed.extend(answer for answer in found if answer.has_failed)
+            yield [answer for answer in found if not answer.has_failed]
         ended = time.perf_counter()
 
-    def batch_of(answers: list[_Answer]) -> Batch:
+    def batch_of(answers: list[Answer]) -> Batch:
         data, ids = [prompts.rows[answer.row] for answer in answers], [answer.completion.ids for answer in answers]
         if setting is None:
             asked = [answer.prompt_ids for answer in answers]
             return Batch(data, decode_completions(data, asked, ids, tokenizer, sampling.stop), ids)
-        held = [answer.conversation for answer in answers if answer.conversation]
-        return Batch(data, [each.said.messages for each in held], ids, [setting.seen(each) for each in held])
+        talks = [answer.conversation for answer in answers if answer.conversation]
+        return Batch(data, [each.said.messages for each in talks], ids, [setting.seen(each) for each in talks])
 
     try:
         answers, batch, columns = score_arriving(rewards, sampled(), batch_of)
     finally:
         if setting is not None:
-            setting.environments.all_are_free()
+            setting.environments.free(held)
     scored = zip(answers, batch.completions, zip(*columns, strict=True), strict=False)
     samples = {answer.place: _sample(answer, text_of(written), list(values)) for answer, written, values in scored}
     samples |= {answer.place: _sample(answer, "", [math.nan] * len(rewards)) for answer in failed}
     return [samples[place] for place in sorted(samples)], ended - start
 
 
-def _alone(
-    engine: Sampler, requests: Sequence[Request], rows: Sequence[int], sampling: Sampling
-) -> Generator[list[_Answer], None, None]:
-    """Completions of one turn."""
-    first = [0, *itertools.accumulate(request.num_completions for request in requests)]
-    for finished in engine.generate(requests, sampling):
-        yield [
-            _Answer(first[number] + member, rows[number], requests[number].prompt_ids, completion)
-            for number, completions in finished
-            for member, completion in enumerate(completions)
-        ]
-
-
-def _conversations(
-    engine: Sampler,
-    requests: Sequence[Request],
-    rows: Sequence[int],
-    sampling: Sampling,
-    prompts: Prompts,
-    setting: Setting,
-) -> Generator[list[_Answer], None, None]:
-    """Conversations with tools or environments, each member of a request's group in one of its own."""
-    asked = [row for row, request in zip(rows, requests, strict=True) for _ in range(request.num_completions)]
-    seeds = [request.seed + i for request in requests for i in range(request.num_completions)]
-    plays = [setting.converse(prompts.rows[row], row, sampling.max_tokens) for row in asked]
-    for ended in play(engine, plays, seeds, sampling):
-        yield [
-            _Answer(place, asked[place], talk.prompt_ids or prompts.ids[asked[place]], _completion(talk), talk)
-            for place, talk in ended
-        ]
-
-
-def _completion(talk: Conversation) -> Completion:
-    """The conversation's tokens. One that has none, since its environment failed, gets a token that is not trained."""
-    if not talk.ids:
-        return Completion([0], [0.0], truncated=False, mask=[0])
-    return Completion(talk.ids, talk.logprobs, talk.truncated, talk.mask)
-
-
-def _has_failed(answer: _Answer) -> bool:
-    return answer.conversation is not None and bool(answer.conversation.said.failure)
-
-
-def _sample(answer: _Answer, text: str, rewards: list[float]) -> Sample:
+def _sample(answer: Answer, text: str, rewards: list[float]) -> Sample:
     said = answer.conversation.said if answer.conversation else None
     return Sample(answer.row, answer.prompt_ids, answer.completion, text, rewards, said, answer.place)
 
@@ -373,7 +323,12 @@ def _reward_metrics(rewards: Sequence[RewardConfig], given: np.ndarray) -> dict[
 
 def _age_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """How often the engine has got other weights since it sampled: mean over the tokens, and of the oldest."""
-    ages = [age for completion in completions for age in completion.ages or []]
+    ages = [
+        age
+        for completion in completions
+        for age, sampled in zip(completion.ages or [], completion.mask or itertools.repeat(1), strict=False)
+        if sampled
+    ]
     return (
         {"sampling/staleness/mean": sum(ages) / len(ages), "sampling/staleness/max": float(max(ages))} if ages else {}
     )

@@ -14,16 +14,17 @@ SETTLE_SECONDS = 0.02  # in which other answers may come, so that sampling does 
 LONGEST_PAUSE = 1.0
 
 Ended = list[tuple[int, Conversation]]  # by its place among the conversations
+Playing = Generator[Ended, Sequence[tuple[Play, int]] | None, None]  # more conversations are sent with their seeds
 
 
-def play(
-    engine: Sampler, plays: Sequence[Play], seeds: Sequence[int], sampling: Sampling
-) -> Generator[Ended, None, None]:
-    """Play all conversations to their ends. Gives, after each step of the engine, those that have ended.
+def play(engine: Sampler, plays: Sequence[Play], seeds: Sequence[int], sampling: Sampling) -> Playing:
+    """Play all conversations to their ends. Gives, after each step of the engine, those that have ended. More may be
+    sent into it, which are numbered on; it ends when all have ended and none is sent.
 
     A conversation's first turn is drawn with its seed, as a single completion is, and turn n with
     derive_seed(seed, n): what it says does not depend on what is sampled beside it.
     """
+    plays, seeds = [*plays], [*seeds]
     asked: dict[int, Question] = {}  # conversations that wait for their environment
     ready: dict[int, Turn] = {}  # those whose next turn can be sampled
     ended: Ended = []
@@ -45,8 +46,15 @@ def play(
         for which in range(len(plays)):
             go_on(which)
         while asked or ready or stream.sampled or ended:
-            yield ended
+            before = time.monotonic()
+            more = (yield ended) or ()
+            for question in asked.values():
+                question.environment.pause(time.monotonic() - before)
             ended = []
+            for which, (each, seed) in enumerate(more, len(plays)):
+                plays.append(each)
+                seeds.append(seed)
+                go_on(which)
             if asked and not stream.sampled:
                 wait_for_any(
                     [each.environment for each in asked.values()],
@@ -61,7 +69,10 @@ def play(
                 new = [(which, _request(turn, seeds[which])) for which, turn in ready.items()]
                 ready.clear()
                 for which, completion in stream.step(new):
-                    go_on(which, Sampled(completion.ids, completion.logprobs, completion.truncated))
+                    go_on(
+                        which,
+                        Sampled(completion.ids, completion.logprobs, completion.truncated, completion.versions or ()),
+                    )
     finally:
         stream.close()
         for each in plays:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -34,13 +34,15 @@ class Sampling:
 class Request:
     """`num_completions` of one prompt; completion i is drawn with `seed + i`, whatever else is in the batch.
     `max_tokens`: fewer than the sampling allows; None: as many. `conversation`: the same number for all turns of a
-    conversation, which an engine with several caches samples where the earlier turns are cached."""
+    conversation, which an engine with several caches samples where the earlier turns are cached. `row`: of the
+    dataset, where conversations are sampled about it."""
 
     prompt_ids: list[int]
     num_completions: int
     seed: int
     max_tokens: int | None = None
     conversation: int | None = None
+    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Completion:
     over the whole vocabulary, whatever top-k, top-p and min-p have left out. `mask`: of a conversation, 1 per token
     that the policy sampled and 0 per token of the environment, whose log-probability is given as 0; None: the policy
     sampled all of them. `ages`: how often the engine has got other weights since it sampled the token; None: not since
-    any of them.
+    any of them. `versions`: the weights that sampled the token, counted by hand-overs; None: the engine does not say.
     """
 
     ids: list[int]
@@ -59,10 +61,16 @@ class Completion:
     truncated: bool
     mask: list[int] | None = None
     ages: list[int] | None = None
+    versions: list[int] | None = None
 
     @property
     def sampled_tokens(self) -> int:
         return len(self.ids) if self.mask is None else sum(self.mask)
+
+
+def aged(completion: Completion, version: int) -> Completion:
+    """The same with ages instead of versions; `version`: of the engine's weights."""
+    return replace(completion, ages=[version - then for then in completion.versions or ()], versions=None)
 
 
 Finished = tuple[int, list[Completion]]  # a request, by its place among the requests, and all of its completions
@@ -98,19 +106,34 @@ class Engine(Sampler, Protocol):
 
 @runtime_checkable
 class Lookahead(Protocol):
-    """An engine that samples while the training trains, and goes on with other weights when they come."""
+    """An engine, or conversations with one, that sample while the training trains, and go on with other weights when
+    they come."""
 
     def begin(self, requests: Sequence[Request], sampling: Sampling, max_staleness: int) -> None:
         """Start those that are not begun; each is to be taken at most `max_staleness` hand-overs of weights later."""
         ...
 
-    def take(self, requests: Sequence[Request], sampling: Sampling, count: int) -> Stream:
-        """The completions of `count` of these requests, all of them begun: those that have to be taken now, and of the
-        others those that finish first, which are older ones where several have. What is left is sampled on."""
+    def take(
+        self, requests: Sequence[Request], sampling: Sampling, count: int
+    ) -> Generator[list[tuple[int, list[Any]]], None, None]:
+        """The completions, or conversations, of `count` of these requests, all of them begun: those that have to be
+        taken now, and of the others those that finish first, which are older ones where several have. What is left is
+        sampled on."""
         ...
 
     def drop_begun(self) -> None:
         """Cancel everything that was begun and not yet asked for."""
+        ...
+
+
+class AheadSampler(Protocol):
+    """An engine that gives the turns of conversations that are sampled ahead. `version`: of its weights, counted by
+    hand-overs."""
+
+    version: int
+
+    def generate_ahead(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
+        """As `generate`, behind what the training waits for, with the versions of the weights."""
         ...
 
 

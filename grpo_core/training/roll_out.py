@@ -43,10 +43,10 @@ def _sample(
     """Generation batch `index`, by the policy as it stands."""
     s, drift = session, sync_weights(session, state)
     is_new = index == state.rollouts  # else it is sampled again after a roll-back
-    begun = state.begun if s.lookahead is not None and is_new else None
+    lookahead = s.lookahead if is_new else None
     again = state.taken if s.lookahead is not None and not is_new else []
     arguments = index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, engine, state.roll_backs, s.setting
-    batch, samples, left = collect(*arguments, begun, state.max_staleness, again)
+    batch, samples, left = collect(*arguments, lookahead, state.begun, state.max_staleness, again)
     metrics = {**batch.metrics, "sampling/sync_drift": drift}
     if s.lookahead is not None:
         metrics["sampling/max_staleness"] = float(state.max_staleness)

@@ -33,6 +33,7 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.adapter import check_adapter
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.contract import Reward, resolve
+from grpo_core.rollout.conversations_ahead import ConversationsAhead
 from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.rollout.waiting import longest_wait, phase_limits
@@ -62,7 +63,7 @@ class Session:
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]  # by the number of updates done
     engine: Engine | None  # None: the training is on a recording
-    lookahead: Lookahead | None  # the engine, if it samples ahead of the training
+    lookahead: Lookahead | None  # what samples ahead of the training: the engine, or conversations with it
     memory: OutOfMemoryRetry
     probe: Probe | None  # with an engine
     start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
@@ -173,7 +174,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         optimizer=optimizer,
         learning_rate=_learning_rate(optimizer, config.train, plan),
         engine=engine,
-        lookahead=engine if config.rollout.max_staleness and isinstance(engine, Lookahead) else None,
+        lookahead=_lookahead(engine, config, setting, prompts),
         memory=OutOfMemoryRetry(plan.per_device_train_batch_size * longest, policy),
         probe=_probe(engine, config, prompts, max(lengths)) if engine is not None else None,
         start=start,
@@ -183,6 +184,12 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
 def _probe(engine: Engine, config: RunConfig, prompts: Prompts, longest: int) -> Probe:
     contexts, continuations = from_main(probe_batch(engine, prompts.ids, longest - 1))
     return Probe(contexts, continuations, config.train.mixed_precision, config.rollout.max_sync_drift)
+
+
+def _lookahead(engine: Any, config: RunConfig, setting: Setting | None, prompts: Prompts) -> Lookahead | None:
+    if not config.rollout.max_staleness or engine is None:
+        return None
+    return engine if setting is None else ConversationsAhead(engine, setting, prompts)
 
 
 def _load_model(config: RunConfig, accelerator: Accelerator, *, frozen: bool, in_bf16: bool) -> Any:

@@ -31,7 +31,7 @@ from grpo_core.model.loading import as_saved, base_weights, plain_weights
 from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.sampling_ahead import choose_groups
 from grpo_core.rollout.requests import training_sampling
-from grpo_core.rollout.types import Completion, Request, Sampling, Stream
+from grpo_core.rollout.types import Completion, Request, Sampling, Stream, aged
 from grpo_core.rollout.vllm.adapter import ADAPTER, adapter_of
 from grpo_core.rollout.vllm.client import NO_WEIGHTS, OVER_4BIT, OVER_BASE, Server, ServerError, Weights, versions
 from grpo_core.rollout.vllm.logprobs import LOGPROBS_MODE
@@ -46,7 +46,6 @@ FOLLOW_SECONDS = 2.0  # in which a server's new address is noticed
 NOT_A_NUMBER = -9999.0  # vLLM's answers have it for a log-probability of NaN or -inf
 
 Result = TypeVar("Result")
-Answer = list[tuple[Completion, list[int]]]  # the versions of the weights that sampled each token
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class _Begun:
     """A request that is sampled; `due`: the version of the weights at which it is taken at the latest."""
 
     due: int
-    answer: Future[Answer]
+    answer: Future[list[Completion]]
 
 
 class VLLMServerEngine:
@@ -188,16 +187,22 @@ class VLLMServerEngine:
         self.begun.clear()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
-        numbers: dict[Future[Answer], int] = {}  # of the requests that are not finished
+        return self._stream(requests, sampling, ahead=False)
+
+    def generate_ahead(self, requests: Sequence[Request], sampling: Sampling) -> Stream:
+        return self._stream(requests, sampling, ahead=True)
+
+    def _stream(self, requests: Sequence[Request], sampling: Sampling, *, ahead: bool) -> Stream:
+        numbers: dict[Future[list[Completion]], int] = {}  # of the requests that are not finished
         count, more = 0, requests
         try:
             while numbers or more:
                 for number, request in enumerate(more, count):
-                    numbers[self._submit(request, sampling, self.urgent)] = number
+                    numbers[self._submit(request, sampling, {} if ahead else self.urgent)] = number
                 count += len(more)
                 finished, _ = wait(numbers, TURN_SECONDS, FIRST_COMPLETED)
-                given = [(numbers.pop(future), [each for each, _ in future.result()]) for future in finished]
-                more = (yield given) or ()
+                given = [(numbers.pop(future), future.result()) for future in finished]
+                more = (yield given if ahead else [(number, [*map(_plain, found)]) for number, found in given]) or ()
         finally:
             for future in numbers:
                 future.cancel()  # which closes the connection, and that ends the request
@@ -223,21 +228,25 @@ class VLLMServerEngine:
             keeper.cancel()
         self.loop.call_soon_threadsafe(self.router.stop)
 
-    def _aged(self, answer: Answer) -> list[Completion]:
-        return [replace(each, ages=[self.version - version for version in versions]) for each, versions in answer]
+    def _aged(self, found: list[Completion]) -> list[Completion]:
+        return [aged(each, self.version) for each in found]
 
-    def _submit(self, request: Request, sampling: Sampling, options: Mapping[str, Any]) -> Future[Answer]:
+    def _submit(self, request: Request, sampling: Sampling, options: Mapping[str, Any]) -> Future[list[Completion]]:
         parameters = [_parameters(request, sampling, number) for number in range(request.num_completions)]
         bodies = [self._body(request.prompt_ids, each, options) for each in parameters]
         return self._start(self._complete(bodies, self.version, request.conversation))
 
-    async def _complete(self, bodies: Sequence[Mapping[str, Any]], oldest: int, conversation: int | None) -> Answer:
+    async def _complete(
+        self, bodies: Sequence[Mapping[str, Any]], oldest: int, conversation: int | None
+    ) -> list[Completion]:
         """One request per completion: each takes a server's room just as long as it is sampled."""
         answers = await asyncio.gather(*(self.router.complete(body, oldest, conversation) for body in bodies))
         return [
-            (
-                Completion(choice["token_ids"], choice["logprobs"], truncated=choice["finish_reason"] == "length"),
-                versions(choice, self.token),
+            Completion(
+                choice["token_ids"],
+                choice["logprobs"],
+                truncated=choice["finish_reason"] == "length",
+                versions=versions(choice, self.token),
             )
             for (choice,) in answers
         ]
@@ -255,6 +264,10 @@ class VLLMServerEngine:
             return future.result()
         finally:
             future.cancel()  # for when the wait was interrupted
+
+
+def _plain(completion: Completion) -> Completion:
+    return replace(completion, versions=None)
 
 
 async def _follow(servers: Sequence[Server]) -> None:

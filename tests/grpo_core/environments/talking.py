@@ -100,7 +100,7 @@ def share_environments(monkeypatch: pytest.MonkeyPatch, environments: Environmen
 
     def setting(config: RunConfig, tokenizer: Any) -> Setting | None:
         own = copy.copy(environments)
-        own.idle, own.taken = [], []
+        own.idle, own.taken = [], {}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("grpo_core.environments.setting.Environments", lambda config: own)
             return make_setting(config, tokenizer)

@@ -267,6 +267,25 @@ def test_what_the_training_waits_for_goes_before_what_waits_to_be_sampled_ahead(
         assert sorted(order[5:]) == [4, 4, 5, 5]
 
 
+def test_turns_that_are_sampled_ahead_tell_their_weights_and_are_not_urgent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        pretended(4) as servers,
+        connected(tmp_path, monkeypatch, servers, model(), max_staleness=2) as engine,
+    ):
+        [server] = servers
+        asked = list[Any]()
+        complete = server.complete
+        monkeypatch.setattr(server, "complete", lambda body: asked.append(body.get("priority", 0)) or complete(body))
+        engine.sync_weights(model(2.0))
+        ahead = [each for step in engine.generate_ahead(requests(1), SAMPLING) for _, each in step]
+        urgent = [each for step in engine.generate(requests(1), SAMPLING) for _, each in step]
+        assert ahead[0][0].versions == [2] * SAMPLING.max_tokens
+        assert urgent[0][0].versions is None
+        assert asked == [0, -1]
+
+
 def test_what_a_dead_server_was_asked_keeps_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended(1, 1) as servers, connected(tmp_path, monkeypatch, servers, model()) as engine:
         for server in servers:

@@ -328,13 +328,13 @@ def test_replacements_end_at_their_bound(values: dict[str, Any], tmp_path: Path)
 def test_processes_share_groups_out_whatever_their_number_and_ask_for_nothing_twice_or_in_vain(
     processes: int, g: int, groups: int
 ) -> None:
-    rows, prompts = [(0, row) for row in range(groups)], Prompts([{}] * groups, [[row] for row in range(groups)])
+    turns, prompts = [(0, row) for row in range(groups)], Prompts([{}] * groups, [[row] for row in range(groups)])
 
     def drawn(processes: int) -> list[tuple[list[int], int]]:
         found = []
         for place in range(processes):
             mine = share_of(groups * g, place, processes)
-            requests, request_rows = _requests(rows, prompts, g, 0, 0, mine)
+            requests, request_rows = _requests(turns, prompts, g, 0, 0, mine)
             assert all(request.num_completions > 0 for request in requests)
             assert request_rows == [request.prompt_ids[0] for request in requests]
             found += [(r.prompt_ids, r.seed + i) for r in requests for i in range(r.num_completions)]

@@ -1,0 +1,83 @@
+"""What an engine, or conversations with it, answer to requests, before it is scored."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+
+from grpo_core.data.prompts import Prompts
+from grpo_core.environments.conversation import Conversation
+from grpo_core.environments.setting import Setting
+from grpo_core.rollout.ahead import Taking
+from grpo_core.rollout.conversations import play
+from grpo_core.rollout.types import Completion, Request, Sampler, Sampling
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion that is not scored yet; `place`: among those of all requests."""
+
+    place: int
+    row: int
+    prompt_ids: list[int]
+    completion: Completion
+    conversation: Conversation | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is a conversation whose environment could not go on."""
+        return self.conversation is not None and bool(self.conversation.said.failure)
+
+
+Answers = Generator[list[Answer], None, None]
+
+
+def completions_of(engine: Sampler, requests: Sequence[Request], rows: Sequence[int], sampling: Sampling) -> Answers:
+    """Completions of one turn."""
+    first = _places(requests)
+    for finished in engine.generate(requests, sampling):
+        yield [
+            Answer(first[number] + member, rows[number], requests[number].prompt_ids, completion)
+            for number, completions in finished
+            for member, completion in enumerate(completions)
+        ]
+
+
+def conversations_of(
+    engine: Sampler,
+    requests: Sequence[Request],
+    rows: Sequence[int],
+    sampling: Sampling,
+    prompts: Prompts,
+    setting: Setting,
+) -> Answers:
+    """Conversations with tools or environments, each member of a request's group in one of its own."""
+    asked = [row for row, request in zip(rows, requests, strict=True) for _ in range(request.num_completions)]
+    if isinstance(engine, Taking):
+        first = _places(requests)
+        ended: Iterable[list[tuple[int, Conversation]]] = (
+            [(first[number] + member, talk) for number, talks in found for member, talk in enumerate(talks)]
+            for found in engine.generate(requests, sampling)
+        )
+    else:
+        seeds = [request.seed + i for request in requests for i in range(request.num_completions)]
+        plays = [setting.converse(prompts.rows[row], row, sampling.max_tokens) for row in asked]
+        ended = play(engine, plays, seeds, sampling)
+    for talks in ended:
+        yield [
+            Answer(place, asked[place], talk.prompt_ids or prompts.ids[asked[place]], _completion(talk), talk)
+            for place, talk in talks
+        ]
+
+
+def _places(requests: Sequence[Request]) -> list[int]:
+    """The place of each request's first completion among those of all."""
+    return [0, *itertools.accumulate(request.num_completions for request in requests)]
+
+
+def _completion(talk: Conversation) -> Completion:
+    """The conversation's tokens. One that has none, since its environment failed, gets a token that is not trained."""
+    if not talk.ids:
+        return Completion([0], [0.0], truncated=False, mask=[0], ages=None if talk.ages is None else [0])
+    return Completion(talk.ids, talk.logprobs, talk.truncated, talk.mask, talk.ages)
