@@ -248,7 +248,7 @@ CHAT = [
         ),
         (
             TLDR,
-            {"columns": {"reference": "completion"}, "answer_column": "reference"},
+            {"columns": {"reference": "completion", "answer": "completion"}},
             "rouge",
             TLDR[0]["prompt"],
             ("reference", " 0 toys"),
