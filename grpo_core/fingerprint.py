@@ -73,7 +73,6 @@ def determining(config: RunConfig) -> dict[str, Any]:
         "launch": True,
         "rewards": {"__all__": {"timeout", "range", "isolated", "memory_gib"}},
         "rollout": {"recording", "max_sync_drift", "gpu_memory_utilization", "cpu_kv_cache_gib", *SERVERS},
-        "data": {"answer_column"},
         "environment": {"tool_timeout", "conversation_timeout", "memory_gib"} if config.environment.is_used else True,
         "train": {
             "save_steps",

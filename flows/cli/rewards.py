@@ -112,6 +112,12 @@ def read_row(config: RunConfig, rewards: Sequence[Reward], row: int) -> dict[str
     frame = load_training_prompts(config.data)
     if row >= frame.height:
         raise ConfigError(f"--row {row}: data.train has {frame.height:,} rows, counted from 0")
+    if "prompt" not in frame.columns:
+        from tasks.data.contract import needed_columns
+        from tasks.data.mending import missing_column
+
+        said = missing_column("prompt", "", frame, config.data.columns, needed_columns([*rewards]))
+        raise ConfigError(f"data.train {said}")
     for reward in rewards:
         if missing := sorted(reward.columns.keys() - set(frame.columns)):
             raise ConfigError(

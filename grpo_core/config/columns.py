@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from string import Formatter
 
+ANSWER = "answer"  # the column of right answers, if there is one
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 

@@ -122,12 +122,11 @@ class DataConfig(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     """Columns that the run needs, by what they are made of: a column of the data (`prompt = "question"`), a template
     (`prompt = "Question: {question}"`), or `module:function`, which is given each row as a dictionary. In `train`,
-    `eval` and `evaluation.sets` alike. Default: the columns are called as the run needs them."""
+    `eval` and `evaluation.sets` alike. Default: the columns are called as the run needs them: `prompt`, those that the
+    rewards read, and `answer`, the right answer if there is one, on which the rewards are tried before training."""
     system_prompt: str | None = None
     """System message before each prompt that has none; a prompt that is text becomes the user's message after it.
     Empty: no system message, but text becomes a message all the same. Default: prompts stay as they are."""
-    answer_column: str = "answer"
-    """Column with the right answer, if there is one: before training, the rewards are tried on it."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template, such as `{ enable_thinking = false }`; the same in training and
     evaluation."""

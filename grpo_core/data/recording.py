@@ -38,6 +38,7 @@ def facts(config: RunConfig, plan: Plan, tokenizer: Any) -> dict[str, Any]:
         "generation_batch_size": plan.generation_batch_size,
         "max_completion_length": config.rollout.max_completion_length,
         "temperature": config.rollout.temperature,
+        "repetition_penalty": config.rollout.repetition_penalty,
         "vocabulary": vocabulary(tokenizer),
     }
 
@@ -100,6 +101,7 @@ def _check_file(file: Path, config: RunConfig, plan: Plan) -> None:
         "rollout.num_generations": (plan.num_generations, known["num_generations"]),
         "completions per generation batch": (plan.generation_batch_size, known["generation_batch_size"]),
         "rollout.temperature": (config.rollout.temperature, known["temperature"]),
+        "rollout.repetition_penalty": (config.rollout.repetition_penalty, known["repetition_penalty"]),
     }
     for name, (here, there) in asked.items():
         if here != there:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from grpo_core.config.columns import ANSWER
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import plain
 from grpo_core.rewards.contract import Reward
@@ -46,7 +47,7 @@ def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConf
     """The columns of samples.parquet that are the same for all policies: one entry a sample of a prompt."""
     n = config.evaluation.num_samples
     columns: dict[str, list[Any]] = {"prompt": [plain(row["prompt"]) for row in rows]}
-    for column, source in (("answer", config.data.answer_column), ("category", config.evaluation.category_column)):
+    for column, source in ((ANSWER, ANSWER), ("category", config.evaluation.category_column)):
         if source in rows[0]:
             columns[column] = [None if row[source] is None else str(row[source]) for row in rows]
     if config.environment.factories:  # which begins by the whole row: the same prompt may be another task

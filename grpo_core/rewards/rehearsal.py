@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from grpo_core.config.columns import ANSWER
 from grpo_core.config.files import load_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
@@ -82,9 +83,9 @@ def rehearse(
     its environment; a reward that reads these judges acts, of which there are none here, and no answer. Raises
     RewardError that names all rewards that fail.
     """
-    answered = [row for row in rows if isinstance(row.get(config.data.answer_column), (str, int, float))]
+    answered = [row for row in rows if isinstance(row.get(ANSWER), (str, int, float))]
     groups = {
-        "right": [(row, str(row[config.data.answer_column])) for row in answered],
+        "right": [(row, str(row[ANSWER])) for row in answered],
         "empty": [(row, "") for row in rows],
         "garbage": [(row, GARBAGE) for row in rows],
     }
@@ -138,7 +139,7 @@ def rehearse(
     if answered and not errors and not acting and all(given["right"] is None for given in rewards.values()):
         errors += [
             f"no reward applies to the right answer of any of the first {len(rows)} rows, so nothing could be learnt "
-            f"from them: {config.data.answer_column} has to hold what the rewards take as an answer",
+            f"from them: the column {ANSWER!r} (data.columns.{ANSWER}) has to hold what the rewards take as an answer",
             *warnings,
         ]
     if errors:

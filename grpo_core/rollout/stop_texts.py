@@ -18,6 +18,11 @@ class StopTexts:
     """The ends of the texts of completions that are being sampled, and the texts that end them."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]):
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"rollout.stop={[*texts]} needs a tokenizer with a tokenizer.json, and {tokenizer.name_or_path!r} has "
+                "none; remove it, or set rollout.engine to 'vllm'"
+            )
         self.tokenizer, self.texts = tokenizer.backend_tokenizer, texts
         self.kept = max(map(len, texts)) - 1  # characters that a text may begin in
         self.streams: dict[tuple[int, int], DecodeStream] = {}

@@ -76,6 +76,7 @@ def check(
     begins by the whole row: where there is one, rows are compared, not prompts alone.
     """
     shape = [problem for name, frame in frames.items() for problem in _shape(name, frame, rewards, columns)]
+    shape += _unmade(frames, columns, rewards)
     shape = shape or [
         *_unlike(frames, tokenizer),
         *(problem for name, frame in frames.items() for problem in _unusable(name, frame, rewards)),
@@ -169,6 +170,15 @@ def _shape(name: str, frame: pl.DataFrame, rewards: list[Reward], columns: Mappi
                     f"{name}, column {column!r}: its type is {_type_name(frame.schema[column])}; the reward {reader} "
                     f"takes {getattr(kind, '__name__', kind)}{mending.wrong_type(column, kind, frame, columns)}"
                 )
+
+
+def _unmade(frames: Mapping[str, pl.DataFrame], columns: Mapping[str, str], rewards: list[Reward]) -> Iterator[str]:
+    """Problems: columns that no data set has the parts of. Those that each of them needs: see `_shape`."""
+    needed = {"prompt", *needed_columns(rewards)}
+    for column in columns:
+        if column not in needed and not any(column in frame.columns for frame in frames.values()):
+            said = mending.missing_column(column, "", frames["train"], columns, {})
+            yield f"no data set has the parts of data.columns.{column}: train {said}"
 
 
 def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]:

@@ -64,10 +64,6 @@ class Parts:
         return flatten({"environment": limits}) if self.config.environment.is_used else {}
 
     @cached_property
-    def answers(self) -> Named:
-        return {"data.answer_column": self.config.data.answer_column}
-
-    @cached_property
     def evaluated_length(self) -> Named:
         return {"evaluation.max_completion_length": self.config.evaluation_length}
 
@@ -113,7 +109,7 @@ class Parts:
         keys = {
             key: value for key, value in self.section("evaluation").items() if not key.startswith("evaluation.sets.")
         }
-        return keys | self.evaluation_sets | self.answers
+        return keys | self.evaluation_sets
 
     @cached_property
     def registration(self) -> Named:

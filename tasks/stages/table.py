@@ -102,12 +102,7 @@ VALIDATE = Stage(
     output="dataset",
     receipt="report.json",
     depends_on=lambda parts: (
-        parts.prompts
-        | parts.reward_limits
-        | parts.environment_limits
-        | parts.answers
-        | parts.evaluated_length
-        | parts.evaluation_sets
+        parts.prompts | parts.reward_limits | parts.environment_limits | parts.evaluated_length | parts.evaluation_sets
     ),
     key_figure=_prompts_kept,
     content=_prompt_hashes,

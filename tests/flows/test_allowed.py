@@ -205,7 +205,9 @@ def test_only_a_preset_says_where_the_environment_and_weights_are_sent(changes: 
 
 
 @pytest.mark.usefixtures("folder")
-def test_columns_are_made_by_functions_of_listed_modules_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_and_schemas_are_of_listed_modules_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"data\.schema = 'os:environ': a deployment's parameters may name"):
+        resolve_allowed("team", {"data": {"schema": "os:environ"}})
     changes = {"data": {"columns": {"prompt": "os:getenv", "answer": "Answer: {answer}"}}}
     with pytest.raises(ConfigError, match=r"data\.columns\.prompt = 'os:getenv': a deployment's parameters may name"):
         resolve_allowed("team", changes)
@@ -217,7 +219,7 @@ def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
     """Those of rewards and environments are dealt with above. Of the others, paths and hub names are read as data."""
     read = {"model.name_or_path", "model.adapter", "data.train", "data.eval", "evaluation.sets.data"}
     read |= {"rollout.recording"}
-    names = {"model.revision", "data.train_split", "data.eval_split", "evaluation.sets.split", "data.answer_column"}
+    names = {"model.revision", "data.train_split", "data.eval_split", "evaluation.sets.split"}
     names |= {"name", "evaluation.accuracy_reward", "evaluation.sets.name", "evaluation.category_column"}
     names |= {"data.revision", "evaluation.sets.revision", "data.system_prompt", "data.chat_template_kwargs"}
     names |= {"rollout.stop"}
@@ -226,7 +228,7 @@ def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
     names |= {"model.lora_modules_to_save"}
     refused = {".".join(address) for address in allowed.ADDRESSES}
     refused |= {f"environment.{key}" for key in ("environment_factory", "environment_args", "tools")}
-    refused |= {"data.columns"}
+    refused |= {"data.columns", "data.schema"}
     free_text = {
         key
         for key, _, accepts, _ in describe_keys()

@@ -93,6 +93,12 @@ def test_a_conversation_is_answered_by_a_message(config: Path, tmp_path: Path) -
         (["--set", "rewards.0.args={}"], 2, "reward 'form' wants ['pattern']: neither in its args nor a column"),
         (["--set", "rewards.0.function=format_regx"], 2, "no built-in reward is called 'format_regx'"),
         (["--set", "data.train=none.parquet"], 2, "no such file"),
+        (
+            ["--set", "data.columns.prompt=promt"],
+            2,
+            "data.train has no column 'promt' (for data.columns.prompt = 'promt'); its columns are answer: "
+            "data.columns.prompt says what it is made of",
+        ),
         (["--set", "rewards.1.gate=shape"], 2, "rewards.1.gate='shape' is not among the rewards"),
         (["--set", "rewards.0.args={pattern='('}"], 1, "reward 'form' raised error"),
     ],

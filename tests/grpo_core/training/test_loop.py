@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,6 +21,7 @@ from grpo_core.errors import RewardError, TrainingError
 from grpo_core.planning.plan import load_plan
 from grpo_core.training.loop import train
 from tests.conftest import make_run, with_keys
+from tests.grpo_core.rollout.vllm_engine import plain_logprobs
 from tests.grpo_core.training.several import in_processes
 from tests.grpo_core.training.training import are_close, metrics_of, trained_run, weights_of
 from tests.serving import free_ports
@@ -64,6 +66,39 @@ def test_the_engines_log_probabilities_are_the_trainers(
 ) -> None:
     for step in metrics_of(trained_run(tmp_path / "run", values, **keys)):
         assert step["sampling/sampling_logp_difference/max"] <= 1e-4
+
+
+@pytest.mark.slow
+def test_a_penalised_sample_is_weighted_by_the_ratio_of_the_two_policies(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    """On-policy too, where the weights are 1 without a penalty."""
+    run = trained_run(tmp_path / "run", values, repetition_penalty=1.3)
+    for step in metrics_of(run):
+        low, high = (step[f"sampling/importance_sampling_ratio/{which}"] for which in ("min", "max"))
+        assert low < 0.9 < 1.1 < high
+    model = AutoModelForCausalLM.from_pretrained(values["model"]["name_or_path"]).eval()
+    for row in pl.read_parquet(run / "training" / "completions" / "rollout-000000.parquet").to_dicts():
+        ids = row["prompt_ids"] + row["completion_ids"]
+        expected = plain_logprobs(model, ids, penalty=1.3)[len(row["prompt_ids"]) - 1 :]
+        assert row["sampling_logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_text_to_stop_at_is_trained_and_not_shown_to_rewards(values: dict[str, Any], tmp_path: Path) -> None:
+    run = trained_run(tmp_path / "run", values, stop=["7", "12"], min_p=0.01)
+    tokenizer = AutoTokenizer.from_pretrained(values["model"]["name_or_path"])
+    rows = pl.concat(map(pl.read_parquet, (run / "training" / "completions").iterdir())).to_dicts()
+    stopped = 0
+    for row in rows:
+        whole = tokenizer.decode(row["completion_ids"], skip_special_tokens=True)
+        ending = next((text for text in ("7", "12") if whole.endswith(text)), "")
+        assert row["completion"] == whole.removesuffix(ending)
+        assert not {"7", "12"} & {row["completion"][at : at + n] for at in range(6) for n in (1, 2)}
+        assert row["truncated"] == (not ending and row["completion_ids"][-1] != tokenizer.eos_token_id)
+        assert len(row["sampling_logprobs"]) == len(row["completion_ids"])
+        stopped += bool(ending)
+    assert 0 < stopped < len(rows)
 
 
 @pytest.mark.slow

@@ -201,6 +201,7 @@ def _another_tokenizer(run: Path, values: dict[str, Any]) -> None:
         ({"num_generations": 8}, None, "rollout.num_generations is 4 in the recording, and 8 here"),
         ({"gradient_accumulation_steps": 1}, None, "per generation batch is 16 in the recording, and 8 here"),
         ({"temperature": 0.5}, None, "rollout.temperature is 1 in the recording, and 0.5 here"),
+        ({"repetition_penalty": 1.2}, None, "rollout.repetition_penalty is 1 in the recording, and 1.2 here"),
         ({"max_completion_length": 5}, None, "of up to 6 tokens; rollout.max_completion_length=5 has to be at least"),
         ({"max_steps": 3}, None, "has 2 generation batches, and the plan takes 3: set train.max_steps to 2 or less"),
         ({"max_steps": 5, "num_iterations": 2}, None, "the plan takes 3: set train.max_steps to 4 or less"),

@@ -248,7 +248,7 @@ CHAT = [
         ),
         (
             TLDR,
-            {"columns": {"reference": "completion"}, "answer_column": "reference"},
+            {"columns": {"reference": "completion", "answer": "completion"}},
             "rouge",
             TLDR[0]["prompt"],
             ("reference", " 0 toys"),
@@ -314,6 +314,19 @@ def test_a_refusal_names_the_key_that_mends_it(
     assert not screen(_config(tmp_path, words_model, rows, data, reward)).shape
 
 
+def test_a_column_that_no_reward_reads_is_refused_only_if_no_data_set_has_its_parts(
+    tmp_path: Path, words_model: Path
+) -> None:
+    rows = [{"prompt": f"{n}+1=", "topic": "sums"} for n in range(12)]
+    for how in ("topic", "{topic}!"):
+        data = {"columns": {"category": how}}
+        assert not screen(_config(tmp_path, words_model, [*rows[:8], *({"prompt": "x"}, {"prompt": "y"})], data)).shape
+    assert screen(_config(tmp_path, words_model, rows, {"columns": {"category": "topics"}})).shape == [
+        "no data set has the parts of data.columns.category: train has no column 'topics' (for data.columns.category = "
+        "'topics'); its columns are prompt, topic: set data.columns.category = \"topic\""
+    ]
+
+
 def test_a_source_whose_column_cannot_be_made_is_named(tmp_path: Path, words_model: Path, module: Path) -> None:
     rows = [{"n": n} for n in range(9)]
     config = _config(tmp_path, words_model, rows, {"columns": {"prompt": "own_columns:broken"}}, "length")
@@ -331,7 +344,9 @@ def words_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _config(folder: Path, model: Path, rows: list[dict[str, Any]], data: dict[str, Any], reward: str) -> RunConfig:
+def _config(
+    folder: Path, model: Path, rows: list[dict[str, Any]], data: dict[str, Any], reward: str = "length"
+) -> RunConfig:
     """Trains on the first rows and evaluates on the last."""
     for name, part in (("train", rows[:8]), ("eval", rows[8:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))

@@ -35,6 +35,8 @@ def _stale(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     ("section", "key", "value", "first"),
     [
         ("data", "eval_split", "validation", "validate"),
+        ("data", "columns", {"answer": "solution"}, "validate"),
+        ("data", "system_prompt", "Be brief.", "validate"),
         ("train", "max_steps", 9, "plan"),
         ("rollout", "temperature", 0.7, "plan"),
         ("model", "lora_r", 8, "plan"),
