@@ -44,6 +44,7 @@ from tasks.tracking.runs import (
     experiment_address,
     lineage_text,
     read_tracking_run,
+    results_address,
     run_address,
     run_page,
     trained_on_commit,
@@ -152,12 +153,12 @@ def _trace_evaluation(
         get_run_logger().warning("MLflow does not take the evaluation as traces: %s", first_cause(error))
         return ""
     traces = f"{experiment_address(tracked)}/models/{model_id}/traces?workflowType=machine_learning"
-    found = "; ".join(
-        f"than the {other} {of_one['worse']:,} worse and {of_one['better']:,} better"
+    found = " and ".join(
+        f"{of_one['worse']:,} worse and {of_one['better']:,} better than the {other}"
         for other, of_one in counts.items()
     )
     tags = " and ".join(f"`vs_{other}`" for other in counts)
-    return f"Of the held-out prompts, it answers {found}: [read them]({traces}), filtered by {tags}."
+    return f"It answers {found} of the held-out prompts: [read them]({traces}), filtered by the tags {tags}."
 
 
 def describe(report: dict[str, Any], metric: str) -> str:
@@ -178,8 +179,9 @@ def _note(run: Path, verdict: str) -> str:
     report = EVALUATE.path(run) / PAGE
     page = f"{run_address(TRAIN.path(run), f'artifacts/{report.parent.name}/{PAGE}')}"
     return (
-        f"{verdict}\n\nOn one page: [{PAGE}]({page}) under Artifacts (`{report}`). Charts to begin with: "
-        f"Model metrics, search `{CHARTS}`."
+        f"{verdict}\n\nOn one page: [{PAGE}]({page}) under Artifacts (`{report}`). [All runs with their results]"
+        f"({results_address(read_tracking_run(TRAIN.path(run)))}). Charts to begin with: Model metrics, search "
+        f"`{CHARTS}`."
     )
 
 

@@ -153,7 +153,9 @@ def test_an_experiment_opens_as_model_training_unless_somebody_chose_otherwise(r
             client.create_experiment(name, tags={"mlflow.experimentKind": kind} if kind else {})
         (run / name).mkdir()
         open_tracking_run(_config(run, registry={"experiment": name}), run, run / name)
-        kinds[name] = client.get_experiment_by_name(name).tags["mlflow.experimentKind"]
+        tags = client.get_experiment_by_name(name).tags
+        kinds[name] = tags["mlflow.experimentKind"]
+        assert json.loads(tags["mlflow.sharedViewState.grpo-results"])["name"] == "Results"
     assert kinds == {
         "new": "custom_model_development",
         "old": "custom_model_development",
