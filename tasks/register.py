@@ -51,6 +51,7 @@ from tasks.tracking.runs import (
 )
 from tasks.tracking.sending import send_rest
 from tasks.tracking.traces import send_rest_of_rollouts
+from tasks.tracking.view import RESULT
 
 PLAN_TAGS = ("num_prompts", "max_steps", "completions")
 CHARTS = "^(reward$|rewards/|eval_|entropy$|kl$|completions/mean_length$)"  # the charts to look at first
@@ -76,6 +77,7 @@ def _work(context: Context) -> dict[str, Any]:
     verdict, commit = describe(report, metric), trained_on_commit(client, run_id)
     client.log_text(run_id, lineage_text(config), LINEAGE)  # evaluation may have been edited since the training
     client.set_tag(run_id, MLFLOW_RUN_NOTE, _note(run, verdict))
+    client.set_tag(run_id, RESULT, result_line(report, metric))
     for path in (run / "config.toml", PLAN.path(run), training / "result.json", training / "metrics.jsonl"):
         client.log_artifact(run_id, str(path))
     if (curves := training / CURVES).exists():
@@ -165,6 +167,17 @@ def describe(report: dict[str, Any], metric: str) -> str:
     """The result of an evaluation as Markdown: a sentence, its figures below."""
     verdict = headline(report, metric)
     return f"**{verdict.headline}.**\n\n{verdict.sentence}".strip()
+
+
+def result_line(report: Mapping[str, Any], metric: str) -> str:
+    """The trained policy's figure on the held-out prompts and its gain over the base, with their intervals: `accuracy
+    79.6% [75.8, 82.9], +36.0 points [30.6, 41.2]`."""
+    found = report["sets"][HELD_OUT]
+    own, gain = found["policies"]["trained"][metric], found["differences"]["base"][metric]
+    return (
+        f"{metric} {figures.amount(metric, own['mean'])} {figures.interval(metric, own)}, "
+        f"{figures.gain(metric, gain)} {figures.interval(metric, gain)}"
+    )
 
 
 def origin(run: str, commit: Mapping[str, str], data: Mapping[str, str]) -> str:

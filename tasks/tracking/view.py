@@ -15,13 +15,18 @@ from grpo_core.config.evaluation import HELD_OUT
 VIEW = "grpo-results"
 KIND = "mlflow.experimentKind"
 MODEL_TRAINING = "custom_model_development"
-_TRAINED, _GAIN = f"eval/{HELD_OUT}/trained", f"eval/{HELD_OUT}/difference/base/accuracy"
-METRICS = (
-    *(f"{_TRAINED}/accuracy", f"{_TRAINED}/accuracy/low", f"{_TRAINED}/accuracy/high"),
-    *(f"{_GAIN}/mean", f"{_GAIN}/low", f"{_GAIN}/high", f"{_TRAINED}/reward"),
-    *("cost/gpu_hours", "cost/money", "cost/sampled_tokens"),
-)
-COLUMNS = [*(f"metrics.`{name}`" for name in METRICS), "tags.`hardware`", "attributes.`Models`"]
+RESULT = "result"  # tag of a run: its figure with the interval, and the gain, as text
+COLUMNS = {  # and their widths in pixels
+    f"tags.`{RESULT}`": 400,
+    "metrics.`reward`": 80,
+    "metrics.`cost/gpu_hours`": 120,
+    "metrics.`cost/money`": 100,
+    "metrics.`cost/sampled_tokens`": 160,
+    f"metrics.`eval/{HELD_OUT}/trained/accuracy`": 210,
+    f"metrics.`eval/{HELD_OUT}/trained/reward`": 210,
+    "tags.`hardware`": 160,
+    "attributes.`Models`": 160,
+}
 
 
 def experiment_tags() -> dict[str, str]:
@@ -33,9 +38,9 @@ def experiment_tags() -> dict[str, str]:
         "lifecycleFilter": "Active",
         "modelVersionFilter": "All Runs",
         "datasetsFilter": [],
-        "selectedColumns": COLUMNS,
-        "columnOrder": COLUMNS,
-        "columnWidths": dict.fromkeys(COLUMNS[: len(METRICS)], 250),
+        "selectedColumns": [*COLUMNS],
+        "columnOrder": [*COLUMNS],
+        "columnWidths": COLUMNS,
         "runsHiddenMode": "FIRST_10_RUNS",
         "hideEmptyCharts": True,
     }
