@@ -310,7 +310,8 @@ def _spans(it: Told) -> Iterator[Span]:
 
 
 def _text(text: str) -> str:
-    return shortened(text, LONGEST_TEXT)
+    """The text for a page that renders it as Markdown, and would load a picture from wherever it says."""
+    return shortened(text, LONGEST_TEXT).replace("![", "!\\[")
 
 
 def _span(it: Told, number: int, name: str, kind: str, inputs: Any, outputs: Any) -> Span:

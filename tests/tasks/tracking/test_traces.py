@@ -24,6 +24,7 @@ from tasks.rendering.visible import UNSHOWN, shortened
 from tasks.tracking import traces as module
 from tasks.tracking.traces import LONGEST_PREVIEW, LONGEST_TEXT, choose, send_rest_of_rollouts, tracing
 from tests.made_up import sampled, values_of, write_sampled
+from tests.tasks.rendering.test_markdown import render
 from tests.tasks.reports.test_rollouts import EVIL
 
 G = 2
@@ -247,6 +248,8 @@ def test_hostile_texts_are_kept_as_text_of_a_limited_length(
     for row, text in enumerate(EVIL):
         trace = found[str(row)]
         [span] = trace.data.spans
-        assert span.outputs == {"messages": [{"role": "assistant", "content": shortened(text, LONGEST_TEXT)}]}
+        [message] = span.outputs["messages"]
+        assert message["content"].replace("!\\[", "![") == shortened(text, LONGEST_TEXT)
+        assert "img" not in render(message["content"].replace("<", ""))[0], "MLflow renders Markdown, without its tags"
         assert not UNSHOWN.search(span.outputs["messages"][0]["content"])
         assert trace.info.response_preview == shortened(text, LONGEST_PREVIEW)
