@@ -214,4 +214,5 @@ def write_sampled(training: Path, batches: Sequence[Sequence[Mapping[str, Any]]]
     for number, rows in enumerate(batches):
         table = pa.Table.from_pylist([dict(row) for row in rows])
         path = training / "completions" / f"rollout-{number:06d}.parquet"
-        write_batch(table, {"num_generations": num_generations}, path)
+        write_batch(table, {"num_generations": num_generations}, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").rename(path)

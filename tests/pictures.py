@@ -22,8 +22,9 @@ from tasks.registry.gate import Contestant, decide
 from tasks.rendering import drawing
 from tasks.reports.record import read_record
 from tasks.reports.report import report_page
+from tasks.reports.rollouts import choose_rollouts, rollouts_page
 from tasks.tracking.live import live_table
-from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
+from tests.made_up import made_up_run, metrics_of, outcomes_of, sampled, samples_of, values_of, write_sampled
 
 RECORDED = Path(__file__).parents[1] / "docs" / "images" / "words.json"
 VERDICT = "verdict of the report"  # in RECORDED, as it is pictured
@@ -47,7 +48,11 @@ def words_of_pictures(folder: Path) -> dict[str, str]:
     made_by = origin("quickstart", {}, {"train": "1", "eval": "2"})
     fields = [*_fields(pipeline.parameters.properties)]
     wrong = next(place for place, field in enumerate(fields) if field.startswith("learning_rate "))
+    write_sampled(folder / "training", [[sampled(1, 0, {"numeric_match": 1.0})]], 1)
+    tokenizer = mock.Mock(decode=lambda ids, **_: "")
+    rollouts = rollouts_page(choose_rollouts(folder), tokenizer)
     texts = {
+        "rollouts": re.sub("<[^>]*>", " ", rollouts[rollouts.index("<form") : rollouts.index("</form>")]),
         "report": html.unescape(re.sub("<[^>]*>", " ", page[page.index("</header>") : page.index("<table")])),
         "live": " ".join(live_table(metrics, plan)[0]),
         "curves": _drawn(metrics),

@@ -34,7 +34,7 @@ def contract_as_yaml(data: DataConfig, rewards: list[Reward]) -> str:
         for name, column in own.columns.items():
             columns[name] = _both(columns[name], column) if name in columns else column
         checks = [check for column in own.columns.values() for check in column.checks or [] if not _is_written(check)]
-        said += [f"{data.schema} also checks {check.name}" for check in [*checks, *own.checks]]
+        said += [f"{data.schema} also checks {check.name}" for check in [*checks, *(own.checks or [])]]
     said.append("grpo data check FILE --schema THIS_FILE holds a file against this")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of what is not written

@@ -38,6 +38,7 @@ from tasks.stages.lineage import DIGITS, lineage_keys
 from tasks.stages.mlflow_address import TrackingError, describe, tracking_uri
 from tasks.stages.run_directory import kept_rewards, storage_root
 from tasks.stages.table import PLAN, VALIDATE
+from tasks.tracking.view import VIEW, experiment_tags
 
 RUN_FILE = "mlflow.json"  # in a training's folder: run_id, experiment_id, start_time (ms), hardware of its MLflow run
 PARAMS_PER_REQUEST = 100  # MLflow's maximum
@@ -51,7 +52,6 @@ FOREIGN_TABLES = [
 ]
 HARDWARE = "hardware"  # tag of a run
 LINEAGE = "lineage.txt"  # among its artifacts
-TRAINING_VIEW = {"mlflow.experimentKind": "custom_model_development"}  # MLflow opens the experiment at its runs
 SERVED_AT = "GRPO_MLFLOW_URL"  # where `grpo up` serves the SQLite file, in the environment of what it starts
 
 # They log every attempt to reach a server that is down, a new database and a missing GPU: nothing to act on.
@@ -121,11 +121,12 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
     client = connect()
     experiment = client.get_experiment_by_name(config.registry.experiment)
     if experiment is None:
-        experiment_id = client.create_experiment(config.registry.experiment, _artifact_location(), TRAINING_VIEW)
+        experiment_id = client.create_experiment(config.registry.experiment, _artifact_location(), experiment_tags())
     else:
         experiment_id = experiment.experiment_id
-        for tag in TRAINING_VIEW.keys() - experiment.tags.keys():
-            client.set_experiment_tag(experiment_id, tag, TRAINING_VIEW[tag])
+        for tag, value in experiment_tags().items():
+            if tag not in experiment.tags:
+                client.set_experiment_tag(experiment_id, tag, value)
     tags = {
         MLFLOW_RUN_NOTE: f"Not evaluated yet. Training of `{config.model.name_or_path}` in `{run}`.",
         MLFLOW_SOURCE_NAME: "grpo-flows",
@@ -309,6 +310,11 @@ def run_address(training: Path, tab: str = "") -> str:
     below = f"/{tab}" if tab else ""
     # By default MLflow opens a page for LLM applications, which has no link to the models.
     return f"{experiment_address(known)}/runs/{known['run_id']}{below}?workflowType=machine_learning"
+
+
+def results_address(tracked: Mapping[str, Any]) -> str:
+    """Address of the table of all runs of the experiment, with the columns of `view.py`."""
+    return f"{experiment_address(tracked)}/runs?workflowType=machine_learning&viewStateShareKey={VIEW}"
 
 
 def experiment_address(tracked: Mapping[str, Any]) -> str:

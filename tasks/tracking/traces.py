@@ -49,6 +49,7 @@ LONGEST_PREVIEW = 1000  # characters of prompt and completion in the table of tr
 LONGEST_TAG = 250
 TRACES_PER_REQUEST = 25
 SECONDS_BETWEEN_BATCHES = 2.0
+SECONDS_AFTER_FAILURE = 60.0
 SHARE = 0.01  # of the time of a training that the thread may work
 MOST_AT_END = 500  # generation batches that register sends; of more, every second or third …
 
@@ -102,22 +103,22 @@ def _follow(
     ended: threading.Event,
     given_up: threading.Event,
 ) -> None:
-    pause = SECONDS_BETWEEN_BATCHES
+    pause, answers = SECONDS_BETWEEN_BATCHES, True
     while not given_up.is_set():
         ended.wait(pause)
-        is_last = ended.is_set()
-        start = time.monotonic()
+        is_last, start = ended.is_set(), time.monotonic()
         try:
             waiting = _unsent(folder)
             for written, file in waiting if is_last else waiting[:1]:
                 if not given_up.is_set():
                     _send_batch(file, written, folder, tracked, config)
+            answers, pause = True, max(SECONDS_BETWEEN_BATCHES, (time.monotonic() - start) / SHARE)
         except Exception as error:  # traces must neither end a training nor keep its figures from MLflow
-            log.warning("MLflow does not take rollouts as traces now; register sends them: %s", first_cause(error))
-            return
+            if answers:
+                log.warning("MLflow does not take rollouts as traces, which is tried again: %s", first_cause(error))
+            answers, pause = False, SECONDS_AFTER_FAILURE
         if is_last:
             return
-        pause = max(SECONDS_BETWEEN_BATCHES, (time.monotonic() - start) / SHARE)
 
 
 def send_rest_of_rollouts(tracked: Mapping[str, Any], folder: Path, config: RunConfig, log: Any) -> None:
@@ -161,12 +162,14 @@ def _unsent(folder: Path) -> list[tuple[int, Path]]:
 def choose(rewards: Sequence[float], groups: Sequence[int], count: int) -> list[int]:
     """Places of `count` completions of a generation batch, from the reward and the group of each: the worst and the
     best of the group with the lowest mean reward, those of the group with the highest, the worst of other groups evenly
-    over their order, then others. NaN, which nothing scored, counts as the lowest."""
+    over their order, then others. A completion that nothing scored, NaN, counts as the worst of its group, and not in
+    the group's mean."""
     values = np.nan_to_num(np.array(rewards, dtype=float), nan=-np.inf)
     members: dict[int, list[int]] = {}
     for place in np.argsort(values, kind="stable"):
         members.setdefault(groups[place], []).append(int(place))
-    ranked = sorted(members, key=lambda group: (np.mean(values[members[group]]), group))
+    scored = {group: [values[it] for it in of_group if values[it] > -np.inf] for group, of_group in members.items()}
+    ranked = sorted(members, key=lambda group: (np.mean(scored[group] or -np.inf), group))
     ends, between = [*dict.fromkeys([ranked[0], ranked[-1]])], ranked[1:-1]
     step = max(1, len(between) // max(1, count - 2 * len(ends)))
     order = [
@@ -307,7 +310,8 @@ def _spans(it: Told) -> Iterator[Span]:
 
 
 def _text(text: str) -> str:
-    return shortened(text, LONGEST_TEXT)
+    """The text for a page that renders it as Markdown, and would load a picture from wherever it says."""
+    return shortened(text, LONGEST_TEXT).replace("![", "!\\[")
 
 
 def _span(it: Told, number: int, name: str, kind: str, inputs: Any, outputs: Any) -> Span:

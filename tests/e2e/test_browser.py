@@ -262,6 +262,25 @@ def test_the_report_is_as_wide_as_the_screen_and_a_phone(served: Served, page: P
     page.set_viewport_size(TALL)
 
 
+def test_the_page_of_rollouts_colours_tokens_and_fits_the_screen_and_a_phone(
+    served: Served, page: Page, picture: Picture, tmp_path: Path
+) -> None:
+    file = tmp_path / "rollouts.html"
+    environment = {**os.environ, "GRPO_STORAGE": str(served.storage)}
+    command = ["grpo", "rollouts", "quickstart", "--limit", "20", "--html", str(file)]
+    subprocess.run(command, check=True, env=environment)
+    page.goto(file.as_uri())
+    token = page.locator(".tokens i[class*=surprise]").first
+    plain = token.evaluate("token => getComputedStyle(token).backgroundColor")
+    page.get_by_label("surprise").check()
+    assert token.evaluate("token => getComputedStyle(token).backgroundColor") != plain
+    assert page.evaluate("document.documentElement.scrollWidth") <= SHOWN["width"]
+    picture("rollouts")
+    page.set_viewport_size(PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    page.set_viewport_size(TALL)
+
+
 def test_a_stage_is_run_again_and_the_version_promoted(served: Served, page: Page, picture: Picture) -> None:
     open_form(page, served, "evaluate", "run")
     fill(page, {"run": "quickstart"})

@@ -142,9 +142,10 @@ def test_mlflow_has_the_configuration_the_plan_live_metrics_and_the_evaluation(f
     steps = [json.loads(line) for line in (finished / "training" / "metrics.jsonl").read_text().splitlines()]
     assert run.info.status == "FINISHED"
     assert run.data.params["train.learning_rate"] == str(load_config(CONFIG).train.learning_rate)
-    assert run.data.metrics["plan/max_steps"] == 4
+    assert run.data.params["plan.max_steps"] == "4"
     assert run.data.metrics["eval/held-out/trained/accuracy"] == _accuracy(report)["mean"]
-    assert [part.partition("=")[0] for part in run.data.tags["lineage"].split()] == STAGES
+    lineage = Path(connect().download_artifacts(run.info.run_id, "lineage.txt")).read_text()
+    assert [line.split()[0] for line in lineage.splitlines()] == STAGES
     assert "right on 32 held-out prompts" in run.data.tags["mlflow.note.content"]
     assert str(finished / "evaluation" / "report.html") in run.data.tags["mlflow.note.content"]
     history = connect().get_metric_history(run.info.run_id, "reward")

@@ -275,3 +275,9 @@ def test_whatever_can_be_called_is_a_reward_with_a_source(
     before = lineage_keys(parse_config(values))
     module.write_text(body.format(factor=-2))
     assert lineage_keys(parse_config(values))["train"] != before["train"]
+
+
+def test_what_is_only_watched_or_priced_makes_no_version_stale(values: dict[str, Any]) -> None:
+    assert _stale(values, {**values, "registry": {"traces_per_batch": 0}}) == []
+    assert _stale(values, {**values, "launch": {"gpu_hour_price": 2.5}}) == []
+    assert _stale(values, {**values, "registry": {"evaluation_traces": 7}}) == ["register"]

@@ -24,6 +24,7 @@ from tasks.rendering.visible import UNSHOWN, shortened
 from tasks.tracking import traces as module
 from tasks.tracking.traces import LONGEST_PREVIEW, LONGEST_TEXT, choose, send_rest_of_rollouts, tracing
 from tests.made_up import sampled, values_of, write_sampled
+from tests.tasks.rendering.test_markdown import render
 from tests.tasks.reports.test_rollouts import EVIL
 
 G = 2
@@ -82,7 +83,8 @@ def test_the_worst_and_the_best_group_are_always_among_the_chosen(rewards: list[
     chosen = choose(rewards, groups, count)
     assert len(chosen) == len({*chosen}) == min(count, len(rewards))
     values = [-math.inf if math.isnan(value) else value for value in rewards]
-    means = [(values[2 * group] + values[2 * group + 1]) / 2 for group in range(len(rewards) // 2)]
+    scored = [[it for it in values[2 * group : 2 * group + 2] if it > -math.inf] for group in range(len(rewards) // 2)]
+    means = [sum(of_group) / len(of_group) if of_group else -math.inf for of_group in scored]
     assert means[groups[chosen[0]]] == min(means)
     assert values[chosen[0]] == min(values[2 * groups[chosen[0]] : 2 * groups[chosen[0]] + 2])
     if count >= 4 and len(rewards) >= 4:
@@ -226,7 +228,7 @@ def test_no_failure_of_traces_ends_a_training_and_zero_sends_none(
         pass
     send_rest_of_rollouts(tracked, tmp_path, _config(), LOG)
     assert [it.getMessage() for it in caplog.records if it.levelno >= logging.WARNING] == [
-        "MLflow does not take rollouts as traces now; register sends them: Connection refused",
+        "MLflow does not take rollouts as traces, which is tried again: Connection refused",
         "MLflow does not take rollouts as traces: Connection refused",
     ]
     assert not (tmp_path / module.TRACED_FILE).exists()
@@ -246,6 +248,8 @@ def test_hostile_texts_are_kept_as_text_of_a_limited_length(
     for row, text in enumerate(EVIL):
         trace = found[str(row)]
         [span] = trace.data.spans
-        assert span.outputs == {"messages": [{"role": "assistant", "content": shortened(text, LONGEST_TEXT)}]}
+        [message] = span.outputs["messages"]
+        assert message["content"].replace("!\\[", "![") == shortened(text, LONGEST_TEXT)
+        assert "img" not in render(message["content"].replace("<", ""))[0], "MLflow renders Markdown, without its tags"
         assert not UNSHOWN.search(span.outputs["messages"][0]["content"])
         assert trace.info.response_preview == shortened(text, LONGEST_PREVIEW)

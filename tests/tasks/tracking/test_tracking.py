@@ -101,7 +101,7 @@ def test_a_training_is_tracked_with_the_source_of_its_own_rewards(run: Path) -> 
 def test_what_mlflow_refuses_is_not_called_a_server_that_does_not_answer_and_leaves_no_run_running(run: Path) -> None:
     (run / "plan.json").write_text(json.dumps({"plan": {"steps%": 4}}))
     config = _config(run, registry={"experiment": "refused"})
-    with pytest.raises(TrackingError, match=r"refuses what it is asked: .*plan/steps%"):
+    with pytest.raises(TrackingError, match=r"refuses what it is asked: .*plan\.steps%"):
         open_tracking_run(config, run, run / "training")
     client = connect()
     [made] = client.search_runs([client.get_experiment_by_name("refused").experiment_id])
@@ -125,11 +125,43 @@ def test_a_run_in_mlflow_says_who_trained_with_which_code_on_what(run: Path) -> 
     assert tags["mlflow.user"] == getpass.getuser()
     assert "Not evaluated yet" in tags["mlflow.note.content"]
     assert str(run) in tags["mlflow.note.content"]
-    assert not [name for name in tags if name.startswith("lineage.")]
-    assert f"train={lineage_keys(config)['train'][:12]}" in tags["lineage"]
+    assert not [name for name in tags if name.startswith("lineage")], "hashes are no tags"
+    lineage = Path(connect().download_artifacts(begun.info.run_id, "lineage.txt")).read_text()
+    assert f"train {lineage_keys(config)['train']}\n" in lineage
+    assert begun.data.params["plan.max_steps"] == "4"
+    assert not begun.data.metrics, "constants of the plan are no charts"
     [train] = [given.dataset for given in begun.inputs.dataset_inputs if given.dataset.name == "train"]
     assert len(train.digest) == 12
     assert run_address(run / "training").endswith("?workflowType=machine_learning")
+
+
+def test_further_evaluation_sets_are_among_the_runs_data(run: Path) -> None:
+    write_sums(run / "dataset" / "eval-hard.parquet", 30, 35)
+    report = {"num_prompts": {"train": 10, "eval-hard": 5}}
+    (run / "dataset" / "report.json").write_text(json.dumps(report))
+    evaluation = {"sets": [{"name": "hard", "data": "somewhere/hard", "split": "validation"}]}
+    config = _config(run, evaluation=evaluation, registry={"experiment": "sets"})
+    begun = connect().get_run(open_tracking_run(config, run, run / "training")["run_id"])
+    found = {it.dataset.name: it.dataset for it in begun.inputs.dataset_inputs}
+    assert json.loads(found["eval-hard"].source) == {"path": "somewhere/hard", "split": "validation"}
+
+
+def test_an_experiment_opens_as_model_training_unless_somebody_chose_otherwise(run: Path) -> None:
+    client = connect()
+    kinds = {}
+    for name, kind in {"new": None, "old": "", "chosen": "genai_development"}.items():
+        if kind is not None:
+            client.create_experiment(name, tags={"mlflow.experimentKind": kind} if kind else {})
+        (run / name).mkdir()
+        open_tracking_run(_config(run, registry={"experiment": name}), run, run / name)
+        tags = client.get_experiment_by_name(name).tags
+        kinds[name] = tags["mlflow.experimentKind"]
+        assert json.loads(tags["mlflow.sharedViewState.grpo-results"])["name"] == "Results"
+    assert kinds == {
+        "new": "custom_model_development",
+        "old": "custom_model_development",
+        "chosen": "genai_development",
+    }
 
 
 @pytest.mark.slow
