@@ -65,7 +65,6 @@ ui: setup ## Prefect and MLflow on 127.0.0.1, over the same data
 fast: setup $(PEER) ## the tests that take a moment each, for the edit loop
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow and not e2e'
 
-# Beside each other: mypy takes one of two cores for a minute.
 test: setup ## everything that CI checks
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going check tests
 
@@ -103,7 +102,7 @@ formatted:
 	$(BIN)/ruff format --check .
 
 types:
-	$(BIN)/mypy
+	$(BIN)/pyrefly check --summary=none
 
 layers:
 	$(BIN)/lint-imports --no-logo

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from itertools import groupby
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
-from prefect import Flow, flow, get_run_logger
+from prefect import flow, get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas import FlowRun
 from prefect.deployments import run_deployment
@@ -21,7 +22,8 @@ from flows.parameters.allowed import resolve_allowed
 from flows.parameters.early import refuse_early
 from flows.parameters.form import Changes, Preset, read_name, resolve
 from grpo_core.config.run import RunConfig
-from tasks.promotion import promote
+from tasks.promotion import ask, promote
+from tasks.registry.approval import WAITING
 from tasks.registry.champion import is_decided
 from tasks.stages.attempts import keep_retry
 from tasks.stages.condition import conditions
@@ -78,7 +80,7 @@ def pipeline(preset: Preset = "quickstart", changes: Changes = {}) -> Path:  # n
     return _run_stages(config)
 
 
-def pipeline_of(config: RunConfig) -> Flow[..., Path]:
+def pipeline_of(config: RunConfig) -> Callable[..., Path]:
     """The pipeline of a configuration that the caller has parsed and `refuse_early` has passed. Preset and changes, the
     parameters, are only recorded."""
 
@@ -116,7 +118,13 @@ def _promote(config: RunConfig, run: Path) -> None:
     if is_decided(model, version):
         get_run_logger().info("promote: already decided for %s version %s, skipped", model, version)
         return
-    promote(model, version, force=False, changes={})
+    outcome = promote(model, version, force=False, changes={}).result()
+    if outcome.decision == WAITING and deployment.id:
+        promote(model, version, force=False, changes={}, approval=ask(outcome))
+    elif outcome.decision == WAITING:
+        get_run_logger().warning(
+            "`grpo promote %s --approve NAME`, or --reject NAME, answers for version %s", model, version
+        )
 
 
 def _hand_over(stage: Stage, run: Path, config: RunConfig, gpu_deployment: str) -> None:

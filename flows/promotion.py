@@ -7,10 +7,12 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
+from prefect.runtime import deployment
 from pydantic import WithJsonSchema
 
 from flows.parameters.form import form_schema
 from tasks import promotion
+from tasks.registry.approval import WAITING, Approval
 from tasks.registry.champion import CANDIDATE, Outcome
 from tasks.stages.attempts import keep_retry
 from tasks.stages.endings import plain
@@ -21,8 +23,9 @@ Changes = Annotated[dict[str, Any], WithJsonSchema(form_schema("promotion"))]
 PROMOTE = """
 Make a version of a registered model the champion, if it is better than the present one and breaks no guard.
 
-Run → Custom run, `model`: its name in MLflow. The run ends as Promoted, Refused, Forced or Unchanged; its message, \
-the artifact `promotion` and the version's tags in MLflow say why. The rules are those of the configuration that the \
+Run → Custom run, `model`: its name in MLflow. The run ends as Promoted, Refused, Rejected, Forced or Unchanged; \
+its message, the artifact `promotion` and the version's tags in MLflow say why. If the rules ask for approval, the run \
+is suspended first: Resume shows the verdict and asks for it. The rules are those of the configuration that the \
 version was trained with; `changes` replaces some of them.
 """
 ROLLBACK = """
@@ -39,7 +42,13 @@ Run → Custom run, `model`: its name in MLflow.
     on_crashed=[keep_retry],
 )
 @plain
-def promote(model: str, version: str = CANDIDATE, force: bool = False, changes: Changes = {}) -> State[Outcome]:  # noqa: B006 (read only)
+def promote(
+    model: str,
+    version: str = CANDIDATE,
+    force: bool = False,
+    changes: Changes = {},  # noqa: B006 (read only)
+    approval: Approval | None = None,
+) -> State[Outcome]:
     """Promote a version if it passes the gate.
 
     Args:
@@ -47,8 +56,12 @@ def promote(model: str, version: str = CANDIDATE, force: bool = False, changes: 
         version: Number of the version, or an alias of it.
         force: Promote it whatever the gate decides. The version's tags keep the gate's decision.
         changes: Rules that differ from those recorded with the version.
+        approval: A person's answer, if the version's rules ask for one. Without it, this run waits for it.
     """
-    return promotion.answer(promotion.promote(model, version, force, changes).result())
+    outcome = promotion.promote(model, version, force, changes, approval).result()
+    if outcome.decision == WAITING and deployment.id:
+        outcome = promotion.promote(model, outcome.version, force, changes, promotion.ask(outcome)).result()
+    return promotion.answer(outcome)
 
 
 @flow(

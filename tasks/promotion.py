@@ -8,29 +8,55 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.events import emit_event
+from prefect.flow_runs import suspend_flow_run
+from prefect.input import RunInput
 from prefect.states import Completed
 
 from tasks.registry import champion
+from tasks.registry.approval import WAITING, Approval
 from tasks.registry.champion import Outcome
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape, table
 from tasks.tracking.runs import answering
 
 PROMOTED = "grpo.promoted"
+ASKED = "grpo.waiting-for-approval"
 ROLLED_BACK = "grpo.rolled-back"
 
 
 @task(name="promote")
-def promote(model: str, version: str, force: bool, changes: dict[str, Any]) -> State[Outcome]:
+def promote(
+    model: str, version: str, force: bool, changes: dict[str, Any], approval: Approval | None = None
+) -> State[Outcome]:
     with answering():
-        outcome = champion.promote(model, version, force, changes)
+        outcome = champion.promote(model, version, force, changes, approval)
     get_run_logger().info("%s version %s: %s: %s", model, outcome.version, outcome.decision, outcome.reason)
     headline = f"{model} version {outcome.version}: {outcome.decision}"
     create_markdown_artifact(key="promotion", markdown=_markdown(headline, outcome), description=escape(headline))
     if outcome.decision in ("promoted", "forced"):
         text = f"{model} version {outcome.version} is champion ({outcome.decision}): {outcome.reason}"
         _announce(PROMOTED, model, outcome.version, text)
+    if outcome.decision == WAITING:
+        _announce(
+            ASKED, model, outcome.version, f"{model} version {outcome.version} waits for approval: {outcome.reason}"
+        )
     return answer(outcome)
+
+
+def ask(outcome: Outcome) -> Approval:
+    """A person's answer: this flow run is suspended until it is resumed in Prefect with their answer, and begins again
+    then. Call this from the flow that is to be suspended, of a deployment."""
+    form = RunInput.subclass_from_base_model_type(Approval).with_initial_data(description=_question(outcome))
+    answered = suspend_flow_run(wait_for_input=form, timeout=None, key=f"approve-{outcome.model}-{outcome.version}")
+    return Approval(**answered.model_dump())
+
+
+def _question(outcome: Outcome) -> str:
+    heads = ["change", "prompt", "was", "is"]
+    rows = [[figures.number(it.gain), it.prompt, it.rival, it.candidate] for it in outcome.changes]
+    asked = f"Make {outcome.model} version {outcome.version} the champion?"
+    shown = ["The samples that changed most, the worst first:", table([heads, *rows])] if rows else []
+    return "\n\n".join([_markdown(asked, outcome), *shown]) + "\n"
 
 
 @task(name="rollback")

@@ -2,4 +2,4 @@
 
 from beartype import BeartypeConf, beartype
 
-check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))  # a whole number is a float, as to mypy
+check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))  # a whole number is a float, as to the type checker

@@ -71,6 +71,7 @@ def fixed_samples(outcomes: Mapping[str, list[float | None]]) -> pl.DataFrame:
     for policy, right in outcomes.items():
         figures[f"{policy}/rewards/numeric_match"] = right
         figures[f"{policy}/rewards/length"] = [0.0] * count
+        figures[f"{policy}/completion"] = [f"{policy} says {row}" for row in range(count)]
         figures[f"{policy}/completion_tokens"] = [20] * count
         figures[f"{policy}/truncated"] = [False] * count
         if policy != "base":

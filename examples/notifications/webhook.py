@@ -1,5 +1,5 @@
-"""`python examples/notifications/webhook.py URL`: runs of the pipeline that fail, promotions and rollbacks are
-POSTed to URL by Prefect.
+"""`python examples/notifications/webhook.py URL`: runs of the pipeline that fail, promotions, rollbacks and
+versions that wait for approval are POSTed to URL by Prefect.
 
 Makes, or makes again, what can be edited in Prefect's UI: the block that holds the URL, and two automations.
 `{"text": …}` is what chat services take.
@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 from contextlib import suppress
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
+from uuid import UUID
 
 from prefect.automations import Automation
 from prefect.blocks.webhook import Webhook
@@ -18,7 +19,7 @@ from prefect.events.actions import CallWebhook
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 
-AT_ONCE = {"posture": Posture.Reactive, "threshold": 1, "within": timedelta(0)}
+AT_ONCE: dict[str, Any] = {"posture": Posture.Reactive, "threshold": 1, "within": timedelta(0)}
 BLOCK = "grpo-notifications"
 FAILED = """\
 {"text": "{{ flow.name }}: run {{ flow_run.name }} is {{ flow_run.state.name }}. {{ flow_run|ui_url }}"}"""
@@ -27,16 +28,16 @@ PROMOTED = """{"text": {{ event.payload.text | tojson }}}"""
 
 def notify(url: str) -> None:
     """Have failed and crashed runs of the pipeline, promotions and rollbacks POSTed to `url`."""
-    block = Webhook(method="POST", url=url).save(BLOCK, overwrite=True)
+    block = cast(UUID, Webhook(method="POST", url=url).save(BLOCK, overwrite=True))
     failed = EventTrigger(
         expect={"prefect.flow-run.Failed", "prefect.flow-run.Crashed"},
         match_related={"prefect.resource.role": "flow", "prefect.resource.name": "pipeline"},
         **AT_ONCE,
     )
-    promoted = EventTrigger(expect={"grpo.promoted", "grpo.rolled-back"}, **AT_ONCE)
+    promoted = EventTrigger(expect={"grpo.promoted", "grpo.rolled-back", "grpo.waiting-for-approval"}, **AT_ONCE)
     for name, what, trigger, message in [
         ("grpo-run-failed", "failed or crashed run of the pipeline", failed, FAILED),
-        ("grpo-promoted", "promotion and rollback of a registered model", promoted, PROMOTED),
+        ("grpo-promoted", "promotion, question for approval and rollback of a registered model", promoted, PROMOTED),
     ]:
         with suppress(ObjectNotFound, ValueError):  # none yet
             cast(Automation, Automation.read(name=name)).delete()  # a coroutine only where an event loop runs

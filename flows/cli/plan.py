@@ -188,7 +188,7 @@ def _own_plan(
             forecasts["time"]["error"] += f"; --history looks for one in MLflow{elsewhere}"
     else:
         forecasts = _useful(pass_rates, figures.num_generations)
-    answer = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
+    answer: dict[str, Any] = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
     answer["notes"] += config.with_precision(capability(hardware)).gpu_notes if hardware else []
     return answer
 

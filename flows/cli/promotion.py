@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from pydantic import ValidationError
 
 from flows.cli.terminal import refusals, refuse, say
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import use_running_server
 from grpo_core.config.evaluation import RegistryConfig
 from grpo_core.config.files import read_overrides
+from grpo_core.errors import GrpoError
 from tasks.stages.run_directory import run_folder
 from tasks.stages.table import REGISTER
+
+if TYPE_CHECKING:
+    from tasks.registry.approval import Approval
 
 RegisteredModel = Annotated[str, typer.Argument(help="name of a registered model, or of a run that registered one")]
 
@@ -28,17 +33,28 @@ def promote(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a rule, such as promotion.confidence=0.9")
     ] = None,
+    approve: Annotated[
+        str | None, typer.Option(metavar="NAME", help="yes, says this person (promotion.approval)")
+    ] = None,
+    reject: Annotated[str | None, typer.Option(metavar="NAME", help="no, says this person")] = None,
+    words: Annotated[str, typer.Option(help="their reason, kept in the version's tags")] = "",
 ) -> None:
-    """Make a version the champion if it is better than the present one. Exit status 1: refused, 2: cannot be tried."""
+    """Make a version the champion if it is better than the present one.
+
+    Exit status 1: refused, rejected or waiting for approval, 2: cannot be tried.
+    """
+    if approve is not None and reject is not None:
+        refuse("--approve and --reject: give one of them")
     configure()
     model, registered = _find_model(model)
     version = version or registered or RegistryConfig().alias
     from tasks.registry import champion
+    from tasks.registry.approval import REJECTED, WAITING
     from tasks.tracking.runs import answering
 
     champion.check(model, version)  # before Prefect is imported, which takes seconds
     with refusals(model):
-        changes = read_overrides(overrides)
+        changes, approval = read_overrides(overrides), _answer(approve, reject, words)
         if use_running_server():
             from prefect import tags
 
@@ -46,12 +62,14 @@ def promote(
 
             with tags(TAG):
                 # Prefect answers with the result of the state that the flow returns.
-                outcome = cast(champion.Outcome, promotion.promote(model, version, force, changes))
+                outcome = cast(champion.Outcome, promotion.promote(model, version, force, changes, approval))
         else:
             with answering():
-                outcome = champion.promote(model, version, force, changes)
+                outcome = champion.promote(model, version, force, changes, approval)
     text = f"{model} version {outcome.version}: {outcome.decision}: {outcome.reason}"
-    if outcome.decision == "refused":
+    if outcome.decision == WAITING:
+        text += f". `grpo promote {model} --version {outcome.version} --approve NAME`, or --reject NAME, answers"
+    if outcome.decision in (WAITING, REJECTED, "refused"):
         refuse(text, exit_status=1)
     say(text)
 
@@ -74,6 +92,20 @@ def rollback(model: RegisteredModel) -> None:
         with answering():
             text = champion.describe_rollback(model, *champion.rollback(model))
     say(text)
+
+
+def _answer(approve: str | None, reject: str | None, words: str) -> Approval | None:
+    from tasks.registry.approval import Approval
+
+    name = reject if approve is None else approve
+    if name is None:
+        if words:
+            raise GrpoError("--words: they go with --approve NAME or --reject NAME")
+        return None
+    try:
+        return Approval(approved=approve is not None, by=name, words=words)
+    except ValidationError as error:
+        raise GrpoError(f"--approve, --reject or --words: {error.errors()[0]['msg']}") from None
 
 
 def _find_model(name: str) -> tuple[str, str | None]:

@@ -88,7 +88,7 @@ def _field(field: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
         return section
     forms = [form for form in field.get("anyOf", [field]) if form.get("type") != "null"]
     form = forms[0]  # of several forms, the first: Prefect would ask which one is meant, even for an empty field
-    rules = {key: value for key, value in form.items() if key not in ("default", "title")}
+    rules: dict[str, Any] = {key: value for key, value in form.items() if key not in ("default", "title")}
     if rules.get("type") == "boolean":  # as a switch, the form would send false for a field that was not touched
         rules = {"enum": [True, False]}
     if "$ref" in form.get("items", {}):

@@ -228,7 +228,7 @@ def top_entropy_mask(entropy: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], 
     if not valid.any():
         return torch.zeros_like(mask)
     # torch.quantile refuses more than 2^24 values; ranks of that many need float64.
-    threshold = np.quantile(entropy[valid].double().cpu().numpy(), 1 - share)
+    threshold = float(np.quantile(entropy[valid].double().cpu().numpy(), 1 - share))
     return (valid & (entropy >= threshold - ENTROPY_ROUNDING)).to(mask.dtype)
 
 

@@ -143,3 +143,7 @@ class PromotionConfig(Section):
     """More bounds that have to hold."""
     automatic: bool = False
     """Try to promote the new version at the end of the pipeline."""
+    approval: bool = False
+    """Ask a person before a version that passes becomes the champion: the flow run is suspended and shows the verdict
+    and the samples that changed most, and goes on with their answer, name and words. Without Prefect's deployments,
+    `grpo promote --approve NAME` answers."""

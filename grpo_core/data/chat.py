@@ -38,7 +38,7 @@ def turns(prompt: Any) -> list[tuple[str, str]]:
 
 def _said(message: Mapping[str, Any]) -> str:
     calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls", [])]
-    return "\n".join(filter(None, [message.get("content"), *calls]))
+    return "\n".join(part for part in (message.get("content"), *calls) if part)
 
 
 def plain(prompt: Any) -> Any:

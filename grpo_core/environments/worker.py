@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from grpo_core.system.descendants import adopt_orphans, kill_descendants
 from grpo_core.system.guard import die_with_parent, guarded
@@ -72,7 +72,7 @@ def main() -> None:
         start(connection, partial(serve, connection, tools, factories, args))
 
 
-def _keep(connection: socket.socket, work: Callable[[], None], memory_gib: float) -> NoReturn:
+def _keep(connection: socket.socket, work: Callable[[], None], memory_gib: float) -> None:
     """Work in a child of this process, which has just been forked; end what that leaves running, and end."""
     try:
         die_with_parent()
@@ -92,7 +92,7 @@ def _keep(connection: socket.socket, work: Callable[[], None], memory_gib: float
         os._exit(0)
 
 
-def _alone(work: Callable[[], None], memory_gib: float) -> NoReturn:
+def _alone(work: Callable[[], None], memory_gib: float) -> None:
     """Work in this process, which has just been forked, and end it."""
     try:
         die_with_parent()

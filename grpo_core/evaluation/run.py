@@ -170,6 +170,6 @@ def _unlike(base: Any, folder: Path, tokenizer: Any) -> str:
     shapes = [{name: weights.shape for name, weights in each.named_parameters()} for each in (base, model)]
     if shapes[0] != shapes[1]:
         return "architecture"
-    own = AutoTokenizer.from_pretrained(folder)
+    own: Any = AutoTokenizer.from_pretrained(folder)
     same = (own.get_vocab(), own.chat_template) == (tokenizer.get_vocab(), tokenizer.chat_template)
     return "" if same else "tokenizer"

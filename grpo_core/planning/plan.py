@@ -189,7 +189,7 @@ def warmup_notes(plan: Plan) -> list[str]:
 def plan_inputs(config: RunConfig, num_prompts: int) -> PlanInputs:
     """The part of a configuration that the plan follows from."""
     known = {field.name for field in dataclasses.fields(PlanInputs)}
-    values = {**config.train.model_dump(), **config.rollout.model_dump(), "num_prompts": num_prompts}
+    values: dict[str, Any] = {**config.train.model_dump(), **config.rollout.model_dump(), "num_prompts": num_prompts}
     return PlanInputs(**{key: value for key, value in values.items() if key in known})
 
 

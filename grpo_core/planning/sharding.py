@@ -66,21 +66,23 @@ def working_set(
         {"gathered": gathered, "activations": kept + recomputed},
     ]
     if not lora:
-        moments += [
-            # The same, while the gradients of the one before are reduced.
-            {
-                "gathered": gathered,
-                "activations": kept + recomputed,
-                "unsharded_gradients": head + w * layer,
-                "reduce_scatter": FLOAT * layer,
-            },
-            # In the embedding; a tied head's gradient is added to its own, out of place.
-            {
-                "gathered": w * outside,
-                "unsharded_gradients": head * (3 if shape.is_tied else 2),
-                "reduce_scatter": FLOAT * layer,
-            },
-            # At the end, when the weights are given back.
-            {"unsharded_gradients": w * outside, "reduce_scatter": FLOAT * outside},
-        ]
+        moments.extend(
+            [
+                # The same, while the gradients of the one before are reduced.
+                {
+                    "gathered": gathered,
+                    "activations": kept + recomputed,
+                    "unsharded_gradients": head + w * layer,
+                    "reduce_scatter": FLOAT * layer,
+                },
+                # In the embedding; a tied head's gradient is added to its own, out of place.
+                {
+                    "gathered": w * outside,
+                    "unsharded_gradients": head * (3 if shape.is_tied else 2),
+                    "reduce_scatter": FLOAT * layer,
+                },
+                # At the end, when the weights are given back.
+                {"unsharded_gradients": w * outside, "reduce_scatter": FLOAT * outside},
+            ]
+        )
     return max(moments, key=lambda parts: sum(parts.values()))

@@ -44,7 +44,7 @@ class MicroBatch:
         """Moved to a device, except the sequences, whose lengths are read on the CPU. Nothing waits for it."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved = zip(tensors, move([*tensors.values()], device), strict=True)
-        return replace(self, **dict(moved))  # type: ignore[arg-type]
+        return replace(self, **dict(moved))
 
 
 def join(batch: GenerationBatch, rows: Sequence[int]) -> Sequences:

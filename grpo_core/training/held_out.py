@@ -61,7 +61,7 @@ def evaluate_policy(session: Session, state: TrainingState) -> dict[str, float]:
 def keep_best(session: Session, state: TrainingState, folder: Path, checkpoints: Checkpoints) -> None:
     """Write the policy under `folder` when this evaluation is the best so far; drop older ones but those that a
     checkpoint names as its best. Called by every process."""
-    if state.best_step != state.updates:
+    if state.best_step is None or state.best_step != state.updates:
         return
     final = _best(folder, state.best_step)
     temporary = final.with_suffix(".tmp")

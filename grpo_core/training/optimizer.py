@@ -69,7 +69,7 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -83,7 +83,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     """torch's AdamW, whose moments rest in the host's memory."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         _step_one_by_one(self, super().step)
 
 
@@ -91,7 +91,7 @@ class OffloadedAdamW8bit(AdamW8bit):
     """AdamW8bit, whose moments rest in the host's memory."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         _step_one_by_one(self, super().step)
 
 

@@ -261,7 +261,7 @@ def _may_be_null(kind: Any) -> bool:
 
 
 def _type_name(kind: pl.DataType) -> str:
-    names = {pl.String: "text", pl.Boolean: "bool", pl.Null: "null only"}
+    names: dict[type[pl.DataType], str] = {pl.String: "text", pl.Boolean: "bool", pl.Null: "null only"}
     return names.get(type(kind), str(kind))
 
 

@@ -12,7 +12,6 @@ from grpo_core.config.inputs import ModelConfig
 from grpo_core.data.chat import NO_OPTIONS, encode_prompts, is_conversation, turns, without_gaps
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.errors import GrpoError
-from grpo_core.model.positions import usable_positions
 from grpo_core.system.processes import importing
 
 Options = Mapping[str, Any]  # what the chat template is given beside the messages: its variables, and the tools
@@ -41,6 +40,8 @@ def load_tokenizer_and_context(config: ModelConfig) -> tuple[Any, int | None]:
     """The tokenizer, and the most tokens that a sequence may have (None: no such limit)."""
     with importing():
         from transformers import AutoConfig, AutoTokenizer, logging  # noqa: F401  (AutoTokenizer: for load_tokenizer)
+
+        from grpo_core.model.positions import usable_positions
 
     logging.set_verbosity_error()  # it warns of each text that is longer than the model's context
     try:

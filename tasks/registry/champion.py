@@ -30,6 +30,7 @@ from mlflow.exceptions import MlflowException
 from grpo_core.config.evaluation import CHAMPION, RegistryConfig
 from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError, GrpoError
+from tasks.registry.approval import WAITING, Approval, Change, decision_of, largest_changes, tags_of
 from tasks.registry.gate import Contestant, Verdict, decide
 from tasks.registry.history import ROLLED_BACK, Entry, bounded, reigns, written
 from tasks.registry.model_lock import model_lock
@@ -55,14 +56,15 @@ class PromotionError(GrpoError):
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of a promotion. `against`: the champion's version, or "base" if there was none. `verdict`: the
-    gate's, None if the version is the champion already."""
+    gate's, None if the version is the champion already. `changes`: what a person is shown whom it waits for."""
 
-    decision: str  # promoted, refused, forced or unchanged
+    decision: str  # promoted, refused, forced, waiting, rejected or unchanged
     model: str
     version: str
     against: str
     reason: str
     verdict: Verdict | None = None
+    changes: tuple[Change, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,20 @@ class _NotComparableError(LookupError):
 
 
 def promote(
-    name: str, version: str = CANDIDATE, force: bool = False, changes: Mapping[str, Any] | None = None
+    name: str,
+    version: str = CANDIDATE,
+    force: bool = False,
+    changes: Mapping[str, Any] | None = None,
+    approval: Approval | None = None,
 ) -> Outcome:
     """Make a version the champion if it passes the gate, or if `force` is set; its tags `promotion.…` record which.
 
     version: its number or an alias. changes: `{"promotion": {…}}`, keys that differ from the configuration recorded
-    with the version. Concurrent promotions of a model take turns, on all machines that share the storage root; each is
-    held against the champion that the previous one left. A promotion that was interrupted by the death of its process
-    is finished. Raises PromotionError for a model or a version that does not exist, or if another machine changed the
-    champion meanwhile; ConfigError for wrong changes.
+    with the version. approval: a person's answer; without one, a version that passes and whose `promotion.approval` is
+    set waits for it: nothing is promoted, and this is called again with the answer. Concurrent promotions of a model
+    take turns, on all machines that share the storage root; each is held against the champion that the previous one
+    left. A promotion that was interrupted by the death of its process is finished. Raises PromotionError for a model or
+    a version that does not exist, or if another machine changed the champion meanwhile; ConfigError for wrong changes.
     """
     client, rules = connect(), _rules(changes or {})
     with model_lock(_model(client, name).name):
@@ -104,17 +111,20 @@ def promote(
         returning = {"base", *(entry["version"] for entry in reigns(history))}
         attempt, attempts = take_number(model.tags.get(ATTEMPTS, ""), champion or "base", comparison, returning)
         try:
-            verdict = _judge(client, candidate, champion, rules, attempt)
+            verdict, shown = _judge(client, candidate, champion, rules, attempt)
         except _NotComparableError as error:
-            verdict = Verdict(False, str(error))
+            verdict, shown = Verdict(False, str(error)), None
         else:
             client.set_registered_model_tag(name, ATTEMPTS, attempts)
-        decision = "promoted" if verdict.accepted else "forced" if force else "refused"
+        decision = decision_of(verdict.accepted, shown is not None, force, approval)
         reason = verdict.reason + _why_no_champion(client, name, history)
-        outcome = Outcome(decision, name, number, champion or "base", reason, verdict)
-        _tag(client, candidate, {DECIDED_AT: None, DECISION: None, **_tags(outcome, rules, attempt)})
-        if decision == "refused":
+        outcome = Outcome(decision, name, number, champion or "base", reason, verdict, shown or ())
+        tags = {**_tags(outcome, rules, attempt), **tags_of(approval)}
+        _tag(client, candidate, {DECIDED_AT: None, DECISION: None, **tags})
+        if decision not in MADE_CHAMPION:
             _tag(client, candidate, {DECISION: decision})
+            if decision == WAITING:
+                return outcome
         else:
             _refuse_another_champion(client, name, champion)
             _tag(client, candidate, {DECISION: decision})
@@ -177,7 +187,7 @@ def present_champion(client: MlflowClient, name: str) -> ModelVersion | None:
     """The version of a registered model that has the alias `champion`; None if there is none. Raises MlflowException if
     the registry does not answer, so that this is not taken for none."""
     model = _if_there(lambda: client.get_registered_model(name))
-    number = model and model.aliases.get(CHAMPION)
+    number = model.aliases.get(CHAMPION) if model else None
     return client.get_model_version(name, number) if number else None
 
 
@@ -303,7 +313,8 @@ def _remember(client: MlflowClient, name: str, version: str | None, how: str, hi
 
 def _judge(
     client: MlflowClient, candidate: ModelVersion, champion: str | None, rules: Mapping[str, Any], attempt: int
-) -> Verdict:
+) -> tuple[Verdict, tuple[Change, ...] | None]:
+    """The gate's verdict, and what a person is shown whose approval the version needs; None if it needs none."""
     recorded = _recorded(client, candidate)
     try:
         config = parse_config(recorded.config)
@@ -312,10 +323,12 @@ def _judge(
     if rules:
         config = parse_config({**recorded.config, "promotion": {**recorded.config.get("promotion", {}), **rules}})
     trained = Contestant(f"version {candidate.version}", recorded.samples, "trained")
+    rival = _rival(client, candidate, recorded, champion)
     try:
-        return decide(config, trained, _rival(client, candidate, recorded, champion), attempt)
+        verdict = decide(config, trained, rival, attempt)
     except ValueError as error:
         raise _NotComparableError(f"{error}; a guard can be on what the evaluation recorded") from None
+    return verdict, largest_changes(config, trained, rival) if config.promotion.approval else None
 
 
 def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, champion: str | None) -> Contestant:

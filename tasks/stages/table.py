@@ -20,7 +20,6 @@ from tasks.stages.files import read_json
 from tasks.stages.parts import Named, Parts, key_of
 
 if TYPE_CHECKING:
-    from prefect import Task
     from prefect.client.schemas.objects import State
 
 Receipt = Mapping[str, Any]
@@ -73,7 +72,7 @@ class Stage:
         """The stage's figures; empty if it has not been done, or if the file is damaged."""
         return read_json(self.receipt_path(run))
 
-    def load_task(self) -> Task[..., State[None]]:
+    def load_task(self) -> Callable[..., State[None]]:
         module, _, function = self.task.partition(":")
         return getattr(importlib.import_module(module), function)
 

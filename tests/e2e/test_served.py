@@ -87,6 +87,7 @@ def test_a_value_out_of_bounds_and_an_unknown_key_are_refused_before_there_is_a_
         assert said in answer.text
 
 
+@pytest.mark.e2e
 def test_the_form_runs_no_code(served: Served, changes: dict[str, Any], tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     rewards = [{"function": "os:system", "args": {"command": f"touch {ran}"}}]
@@ -106,6 +107,7 @@ def test_values_that_do_not_go_together_fail_at_once_by_name(served: Served) -> 
     assert not (served.storage / "runs" / "refused").exists()
 
 
+@pytest.mark.e2e
 def test_a_stage_is_a_deployment_of_its_own_and_closes_what_a_killed_attempt_left_open(served: Served) -> None:
     run = served.wait(served.trigger("plan/local", run="small"))
     assert (run["state_type"], served.tasks(run["id"], 1)) == ("COMPLETED", [("plan", "Skipped")])

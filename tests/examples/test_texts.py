@@ -42,6 +42,7 @@ def test_no_held_out_prompt_is_a_training_prompt_and_the_seed_says_which(make_ro
     assert (train, held) == make_rows(tiny.SEED) != make_rows(tiny.SEED + 1)
 
 
+@pytest.mark.slow
 def test_a_summary_says_what_its_post_says_and_nothing_else_scores_as_high() -> None:
     rng = random.Random(0)
     rows = summaries.make_rows()[0][:500]

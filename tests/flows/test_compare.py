@@ -63,6 +63,7 @@ def _compare(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["compare", *arguments])
 
 
+@pytest.mark.slow
 def test_the_parameters_that_differ_are_exactly_those() -> None:
     assert parameters_that_differ(_records("first", "slower")) == {
         "train.learning_rate": ["1e-06", "2e-06"],
@@ -130,6 +131,7 @@ def test_runs_are_judged_by_what_the_first_is_to_gain_in() -> None:
     assert "reward of the base" in in_reward
 
 
+@pytest.mark.slow
 def test_a_curve_is_drawn_for_what_any_of_the_runs_has() -> None:
     text = Page(comparison_page(_records("first", "slower"))).text
     assert "KL to the reference" in text

@@ -95,6 +95,7 @@ def test_hosts_that_need_no_proxy_already_still_need_none(named: dict[str, str])
     assert urllib.request.proxy_bypass("d.example"), "* means all hosts"
 
 
+@pytest.mark.slow
 def test_a_file_of_the_working_folder_hides_no_module_from_what_a_command_starts(tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit('it was imported')\n")
     code = (

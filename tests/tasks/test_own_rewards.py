@@ -112,6 +112,7 @@ def test_a_module_that_a_reward_imports_in_vain_is_named(tmp_path: Path) -> None
         resolve(config.rewards[0])
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_rewards_and_its_stages_find_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another working folder, where the configuration's own is not searched, as on another machine."""
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))

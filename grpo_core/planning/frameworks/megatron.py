@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from grpo_core.planning.plan import Plan, PlanError, warmup_notes
 from grpo_core.planning.suggestions import SHOWN, Fix
@@ -254,7 +255,8 @@ def _fixes(inputs: MegatronInputs) -> list[Fix]:
         present = getattr(inputs, key)
         nearest = sorted((abs(math.log2(value / present)), value) for value in values if value != present)
         for distance, value in nearest:
-            changed = replace(inputs, **{key: value})
+            changes: dict[str, Any] = {key: value}
+            changed = replace(inputs, **changes)
             if next(_problems(changed), None) is None:
                 ratio = abs(math.log2(changed.generation_batch / wanted))
                 kept = changed.generation_batch == wanted

@@ -83,7 +83,7 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> tuple[An
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RewardError(f"model {model!r} cannot be loaded: {error}") from error
     if found["missing_keys"]:

@@ -24,7 +24,8 @@ def json_schema(completions: Sequence[Any], schema: Sequence[str | None] | Mappi
     schema is not valid.
     """
     one = isinstance(schema, (str, Mapping))
-    validators = {text: _validator(text) for text in ({_as_text(schema)} if one else {*schema} - {None})}
+    schemas = {_as_text(schema)} if one else {given for given in schema if given is not None}
+    validators = {text: _validator(text) for text in schemas}
     return [
         None if given is None else _is_valid(text_of(completion), validators[given])
         for completion, given in zip(completions, [_as_text(schema)] * len(completions) if one else schema, strict=True)

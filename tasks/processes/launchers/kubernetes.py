@@ -80,7 +80,7 @@ def describe(job: dict[str, Any], pods: list[dict[str, Any]], events: list[str])
     ended = {"Succeeded", "Failed"} & set(phases)
     if ended or phases.count("Running") == job["spec"]["completions"]:
         return Job("running", reason)
-    return Job("waiting", "; ".join(filter(None, [reason, *events[-1:]])) or "pods start")
+    return Job("waiting", "; ".join(part for part in [reason, *events[-1:]] if part) or "pods start")
 
 
 def unexplained(job: dict[str, Any], pods: list[dict[str, Any]]) -> str | None:

@@ -138,7 +138,7 @@ def job_name(run: str, unique: str) -> str:
 def _at(template: dict[str, Any], place: tuple[str | int, ...]) -> Any:
     found: Any = template
     for key in place:
-        found = found[key] if isinstance(key, int) else (found or {}).get(key)
+        found = found[key] if isinstance(key, int) else (found or {}).get(key)  # type: ignore[index]
     return found
 
 

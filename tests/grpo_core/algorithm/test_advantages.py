@@ -139,6 +139,7 @@ def matrices(draw: st.DrawFn, g: int = 4, k: int = 2) -> torch.Tensor:
     return torch.tensor([[NAN if value is None else value for value in row] for row in rows], dtype=torch.float64)
 
 
+@pytest.mark.slow
 @given(matrix=matrices(), weights=st.tuples(st.floats(0, 2), st.floats(-2, 2)))
 def test_gdpo_is_the_plain_computation(matrix: torch.Tensor, weights: tuple[float, float]) -> None:
     weight = torch.tensor(weights, dtype=torch.float64)
@@ -173,6 +174,7 @@ def test_weighted_rewards_that_cancel_but_for_rounding_carry_no_signal(scaling: 
     assert result.advantages[4] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["group", "batch", "none"])
 @given(matrix=matrices(k=1))
 def test_rloo_compares_with_the_mean_of_the_others(scaling: Any, matrix: torch.Tensor) -> None:
@@ -181,6 +183,7 @@ def test_rloo_compares_with_the_mean_of_the_others(scaling: Any, matrix: torch.T
     assert advantages.tolist() == pytest.approx(plain, rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(-10, 10), min_size=8, max_size=8))
 def test_rloo_is_the_difference_from_the_mean_stretched_by_g_over_g_minus_1(rewards: list[float]) -> None:
     matrix = torch.tensor(rewards, dtype=torch.float64)[:, None]

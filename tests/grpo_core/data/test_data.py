@@ -64,6 +64,7 @@ def make_sentencepiece() -> Any:
 SENTENCEPIECE = make_sentencepiece()
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.text(min_size=1, max_size=8), st.text(max_size=8), st.booleans())
 def test_prompt_and_completion_are_the_text_that_was_written(prompt: str, completion: str, ends: bool) -> None:

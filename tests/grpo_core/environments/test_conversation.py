@@ -160,6 +160,7 @@ def test_limits_end_a_conversation(counting: Environments) -> None:
     assert answer.truncated and answer.said.turns == 1 and answer.mask.count(0) == 0
 
 
+@pytest.mark.slow
 def test_what_cannot_be_used_is_refused_before_a_conversation() -> None:
     wrong = {
         "no_such_module:Thing": "no_such_module",

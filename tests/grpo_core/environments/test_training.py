@@ -145,6 +145,7 @@ def test_the_trainer_finds_the_log_probabilities_of_what_was_sampled(session: Se
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-5
 
 
+@pytest.mark.slow
 def test_what_the_environment_says_reaches_no_gradient_except_as_context(session: Session) -> None:
     """Whatever stands there as the log-probability of a token that nobody sampled."""
     rollout = rollout_with(session, ADVANTAGES)

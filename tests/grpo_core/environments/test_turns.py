@@ -66,6 +66,7 @@ def test_a_conversation_with_tools_is_the_text_that_the_template_writes(family: 
         assert ids[place : place + len(sampled)] == sampled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_1", "mistral", "gemma3"])
 @given(replies=st.lists(PLAIN, min_size=1, max_size=3))
 def test_a_conversation_with_a_user_is_the_text_that_the_template_writes(family: str, replies: list[str]) -> None:

@@ -37,6 +37,7 @@ def recorded(prompts: list[str], completions: list[str]) -> list[float | None]:
     return [-float(len(completion)) for completion in completions]
 
 
+@pytest.mark.slow
 def test_evaluation_counts_each_held_out_prompt_once_at_its_steps_and_at_the_end(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -122,6 +123,7 @@ def scripted(prompts: list[str], completion_ids: list[list[int]]) -> list[float 
     return [float(sum(ids) % 5) for ids in completion_ids]
 
 
+@pytest.mark.slow
 def test_the_best_evaluated_model_is_handed_on_and_training_stops_when_patience_ends(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -138,6 +140,7 @@ def test_the_best_evaluated_model_is_handed_on_and_training_stops_when_patience_
     check_result(result, run / "training" / "metrics.jsonl", load_plan(run / "plan.json"))
 
 
+@pytest.mark.slow
 def test_without_being_asked_the_last_model_is_handed_on(values: dict[str, Any], tmp_path: Path) -> None:
     SEEN.clear()
     values["rewards"] = [{"function": "tests.grpo_core.evaluation.test_evaluation:scripted"}]
@@ -226,6 +229,7 @@ def test_greedy_answers_are_transformers_own_and_the_key_tells_what_else_they_fo
     assert len(keys) == 3
 
 
+@pytest.mark.slow
 def test_a_champion_that_the_engine_cannot_take_over_is_left_out(
     values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ def test_the_gradient_is_near_that_of_float32_and_is_float32(session: Session) -
     assert 0 < distance(found, plain_gradient(session, batch)) < NEAR
 
 
+@pytest.mark.slow
 def test_what_an_attempt_without_memory_left_behind_does_not_count(session: Session) -> None:
     batch = _batch(session)
     expected = updating_gradient(session, batch)
@@ -110,6 +111,7 @@ def _sequences(draw: st.DrawFn) -> Sequences:
     return Sequences(ids, *(torch.tensor(column) for column in zip(*lengths, strict=True)))
 
 
+@pytest.mark.slow
 @given(_sequences(), st.integers(1, 120), st.booleans())
 def test_packing_has_each_row_once_within_its_bounds(sequences: Sequences, tokens: int, share_prompts: bool) -> None:
     parts = [*pack(sequences, tokens, share_prompts=share_prompts)]

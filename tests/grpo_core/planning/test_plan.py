@@ -108,6 +108,7 @@ SETTINGS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(SETTINGS)
 def test_a_plan_is_refused_just_when_a_rule_is_broken(inputs: PlanInputs) -> None:
     per_micro_step = inputs.per_device_train_batch_size * inputs.num_processes

@@ -62,6 +62,7 @@ def test_every_fix_is_valid_and_says_truly_what_it_changes(inputs: PlanInputs) -
         assert fix.keeps_generation_batch == (mended.prompt_batch == inputs.prompt_batch)
 
 
+@pytest.mark.slow
 @given(refused())
 def test_no_nearer_change_of_one_key_is_missed(inputs: PlanInputs) -> None:
     distances = []

@@ -79,6 +79,7 @@ def test_the_range_of_a_sum_is_that_of_its_terms() -> None:
     assert range_of_sum([right, RewardConfig(function="char_length")]) == (-math.inf, 1.0)
 
 
+@pytest.mark.slow
 @given(compositions())
 def test_each_reward_counts_what_the_steps_say_and_a_row_is_the_weighted_sum(
     drawn: tuple[list[RewardConfig], list[list[float | None]]],

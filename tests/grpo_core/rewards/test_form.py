@@ -75,6 +75,7 @@ def test_char_length_is_the_first_reward_of_trls_documentation() -> None:
     assert char_length(["", "a" * 20, "é" * 25], target=20) == [-20, 0, -5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ARTICLE_1)
 def test_language_tells_languages_apart(code: str) -> None:
     values = language(list(ARTICLE_1.values()), code)

@@ -183,6 +183,7 @@ def test_objects_partials_and_coroutines_give_what_they_give_in_the_training(
     assert (there.accepts, there.columns, there.is_async) == (here.accepts, here.columns, here.is_async)
 
 
+@pytest.mark.slow
 def test_the_types_of_columns_are_known_without_importing_the_function(declared: Callable[..., RewardConfig]) -> None:
     there, here = (resolve(declared("typed", isolated=isolated)) for isolated in (True, False))
     assert there.columns == {"answer": str, "n": int | None, "m": list, "o": Any, "p": Any}

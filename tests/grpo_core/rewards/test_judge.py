@@ -70,6 +70,7 @@ def test_grades_go_from_0_to_1_and_the_same_text_is_asked_for_once(graded: Any) 
         assert (body["model"], body["temperature"], body["max_completion_tokens"]) == ("m", 0, 1024)
 
 
+@pytest.mark.slow
 def test_the_rubric_may_ask_with_the_answer_and_rows_without_one_are_not_scored(graded: Any) -> None:
     def says(question: str, _: int) -> str:
         reply, right = material(question)

@@ -104,6 +104,7 @@ def test_a_reward_that_asks_a_model_is_rehearsed_with_its_whole_timeout(
     assert patient > longest(_config(folder, timeout=1000.0)) + 2 * 900
 
 
+@pytest.mark.slow
 def test_an_isolated_built_in_reward_has_its_rule_about_values_too() -> None:
     for isolated in (False, True):
         reward = resolve(RewardConfig(function="json_schema", isolated=isolated))

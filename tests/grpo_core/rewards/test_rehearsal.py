@@ -57,6 +57,7 @@ def test_a_right_answer_an_empty_and_a_garbage_completion_are_scored(rehearsed: 
     assert (report["rows"], report["zero_or_one"], report["warnings"]) == (8, ["numeric_match"], [])
 
 
+@pytest.mark.slow
 def test_a_judge_whose_silence_would_pay_is_warned_of(rehearsed: Any, tmp_path: Path) -> None:
     with judging(lambda *_: "Score: 5") as server:
         arguments = {"model": "m", "base_url": server.url, "cache": str(tmp_path / "cache")}

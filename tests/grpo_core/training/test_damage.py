@@ -106,6 +106,7 @@ def test_completions_of_updates_that_are_made_again_do_not_stay(values: dict[str
     assert sum(len(pq.read_table(path)) for path in planned) == load_plan(run / "plan.json").completions
 
 
+@pytest.mark.slow
 def test_a_power_cut_finds_the_newest_checkpoint_and_the_result_s_model_on_the_disk(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def _expected(session: Session, batch: MicroBatch) -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "session",
     [
@@ -95,6 +96,7 @@ def test_the_gradient_goes_through_dropout_at_the_values_without_it(session: Ses
     assert metrics == pytest.approx(same, rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("session", [{"mixed_precision": "bf16"}], indirect=True)
 def test_masks_are_drawn_again_in_each_pass_and_follow_from_the_seed(session: Session) -> None:
     batch, found = _batch(session), []

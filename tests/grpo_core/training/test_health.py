@@ -314,6 +314,7 @@ def _completions(run: Path, index: int) -> dict[str, list[Any]]:
     return pq.read_table(run / f"training/completions/rollout-{index:06d}.parquet").to_pydict()
 
 
+@pytest.mark.slow
 def test_a_roll_back_between_the_updates_of_a_generation_batch_samples_it_again_for_those_left(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,6 +138,7 @@ def test_the_state_of_the_optimizer_is_what_its_first_step_would_start_from(
 CONFIG = parse_config(config_values(Path("model"), Path("data")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [1, 2])
 def test_shares_are_moved_as_the_whole_and_their_moments_are_restored_bit_for_bit(tmp_path: Path, copies: int) -> None:
     alone = shared_model()

@@ -98,6 +98,7 @@ def test_sampling_that_takes_too_long_is_extrapolated_at_full_length(
     assert (found, sum(lengths) / len(lengths)) == (seconds, mean)
 
 
+@pytest.mark.slow
 def test_the_process_prints_the_pace_last(
     request_: PaceRequest, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

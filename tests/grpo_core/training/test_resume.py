@@ -131,6 +131,7 @@ def _failing(function: Any, call: int, error: BaseException | type[BaseException
     return failing
 
 
+@pytest.mark.slow
 def test_what_was_stopped_early_and_killed_before_its_result_has_the_metrics_of_its_last_step(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,6 +355,7 @@ def test_a_training_with_vllm_killed_and_resumed_ends_with_the_same_weights(
     assert_same(run, whole)
 
 
+@pytest.mark.slow
 def test_every_weight_and_count_of_a_run_is_in_its_checkpoint(values: dict[str, Any], tmp_path: Path) -> None:
     """The state on disk, read without the project's own code, holds what the last step reported."""
     run = make_run(tmp_path / "run", with_keys(values, max_steps=4, save_steps=3, beta=0.1, num_iterations=2))

@@ -24,6 +24,7 @@ from tests.conftest import config_values, make_run, with_keys
 SECONDS = st.floats(0.1, 1e6)
 
 
+@pytest.mark.slow
 @given(
     st.lists(SECONDS, min_size=1, max_size=4),
     SECONDS,

@@ -108,6 +108,7 @@ def test_rounding_with_the_bases_weights_sets_the_bound_and_another_model_stops_
         assert session_.probe.bound == pytest.approx(3 * off, abs=0.06)
 
 
+@pytest.mark.slow
 def test_how_the_weights_reach_the_engine_is_said_once_and_recorded(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +118,7 @@ def test_how_the_weights_reach_the_engine_is_said_once_and_recorded(
     assert capsys.readouterr().out.count("training: weights reach the engine: copied (drift ") == 1
 
 
+@pytest.mark.slow
 def test_without_a_lost_sync_nothing_stops(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

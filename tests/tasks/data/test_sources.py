@@ -250,6 +250,7 @@ def test_rows_of_text_are_the_same_in_every_file(rows: list[dict[str, str]]) -> 
             assert count_prompts(*source) == len(rows)
 
 
+@pytest.mark.slow
 def test_a_line_longer_than_a_block_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x" * (BLOCK + 1)}) + "\n" + json.dumps({"prompt": "y"}))
     assert load_source("data.train", str(tmp_path / "a.jsonl"), "train").height == 2

@@ -39,6 +39,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bare")
 def test_one_process_is_started_without_a_launcher_with_the_environment_that_it_would_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +172,7 @@ def test_of_several_processes_the_one_that_failed_by_itself_is_named() -> None:
     assert cause({0: (LOST_PEER, 7), 1: (LOST_PEER, 8)}) == (0, LOST_PEER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other", "restartable"),
     [
@@ -200,12 +202,14 @@ def test_a_status_that_only_looks_like_a_signal_is_a_failure_of_its_own() -> Non
     assert not failed.value.restartable
 
 
+@pytest.mark.slow
 def test_machines_that_lost_only_each_other_are_started_again() -> None:
     with pytest.raises(ProcessError) as failed:
         run_together({name: ["-c", f"raise SystemExit({LOST_PEER})"] for name in "ab"}, lambda name, line: None)
     assert failed.value.restartable
 
 
+@pytest.mark.slow
 def test_the_other_machines_are_ended_when_one_is_killed() -> None:
     forever = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('told'))); signal.pause()"
     killed = "import os; os.kill(os.getpid(), 9)"
@@ -347,6 +351,7 @@ def test_a_relay_ends_as_the_other_side_does(code: int) -> None:
     assert relay.returncode == code
 
 
+@pytest.mark.slow
 def test_a_relay_that_is_told_to_stop_closes_the_input_and_waits_for_the_other_side() -> None:
     relay = _relay(None)
     assert relay.stdout is not None
@@ -356,6 +361,7 @@ def test_a_relay_that_is_told_to_stop_closes_the_input_and_waits_for_the_other_s
     assert relay.returncode == 143
 
 
+@pytest.mark.slow
 def test_a_relay_says_that_the_connection_is_lost_and_returns_when_nothing_can_be_left_there() -> None:
     relay = _relay(255)
     assert "the connection is lost; waiting" in relay.communicate()[0]

@@ -144,6 +144,7 @@ def test_time_in_which_the_watcher_was_stopped_too_does_not_count(
         training.turn(CHECK_SECONDS, set())
 
 
+@pytest.mark.slow
 def test_one_sign_of_life_before_the_limit_is_enough(tmp_path: Path) -> None:
     """A judge that retries for hours, a long evaluation, a machine with too much to do: slow, but moving."""
     training = Simulated(tmp_path, 2)

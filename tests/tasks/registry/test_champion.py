@@ -144,6 +144,7 @@ def test_a_version_without_an_evaluation_is_refused_unless_forced(model: str) ->
     assert tags_of(model, "2")["reason"].startswith("version 1 has no config.toml")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_tried_says_what_there_is(model: str) -> None:
     with pytest.raises(PromotionError, match=f"no registered model '{model}s' in MLflow; the nearest there: "):
         connect().create_registered_model(model)
@@ -236,6 +237,7 @@ def test_another_model_that_had_the_name_before_is_not_the_champion(model: str) 
     assert "not evaluated beside the champion version 1" in outcome.reason
 
 
+@pytest.mark.slow
 def test_a_version_is_judged_by_its_own_record_though_its_training_was_registered_again(
     model: str, tmp_path: Path
 ) -> None:

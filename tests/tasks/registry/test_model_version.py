@@ -94,6 +94,7 @@ def test_the_adapter_beside_the_model_is_what_was_merged_into_its_base(
     assert any(not torch.equal(merged[name], base[name]) for name in base)
 
 
+@pytest.mark.slow
 def test_the_weights_are_on_disk_once_and_cannot_be_written_into(version: Any, run: Path) -> None:
     kept = Path(mlflow.artifacts.download_artifacts("models:/sums/1"))
     for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):

@@ -50,6 +50,7 @@ def test_no_two_comparisons_with_a_champion_share_a_number_whatever_was_forgotte
     assert num_kept > 100 and num_forgotten > 100
 
 
+@pytest.mark.slow
 def test_counts_of_champions_that_may_return_outlast_those_of_hundreds_that_do_not() -> None:
     returning = ["base", *map(str, range(1, 71))]
     text = ""

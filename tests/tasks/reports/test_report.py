@@ -150,6 +150,7 @@ def test_the_page_names_code_and_data_and_a_time_only_where_it_was_forecast(bare
     assert "timeofthewholetraining1min12sforecast1min03s0.9×theforecast" in text
 
 
+@pytest.mark.slow
 def test_prompts_that_changed_are_counted_and_shown(full_page: Page) -> None:
     text = full_page.text
     before, after = outcomes_of(0, 0.4), outcomes_of(2, 0.9)

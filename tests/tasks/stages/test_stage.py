@@ -125,6 +125,7 @@ def test_data_that_changed_under_its_name_on_the_hub_is_trained_on_once_it_is_va
     assert outdated(run)["train"] == "validate was made again"
 
 
+@pytest.mark.slow
 def test_an_evaluation_set_that_is_added_changed_or_removed_is_evaluated_on_and_trains_nothing_again(
     run: Path, values: Values, tmp_path: Path
 ) -> None:

@@ -85,7 +85,7 @@ def _new_run() -> dict[str, Any]:
     return {"run_id": info.run_id, "experiment_id": "0", "start_time": info.start_time}
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_server_that_is_killed_and_comes_back_has_every_figure_once(
     database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,6 +170,7 @@ def test_sending_all_again_changes_nothing_and_the_log_says_how_far_it_is(
         (tmp_path / SENT_FILE).write_text("")  # as a machine that dies may leave it
 
 
+@pytest.mark.slow
 def test_a_continued_training_makes_no_database_where_it_is_started(
     database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_training_is_tracked_with_the_source_of_its_own_rewards(run: Path) -> 
     }
 
 
+@pytest.mark.slow
 def test_what_mlflow_refuses_is_not_called_a_server_that_does_not_answer_and_leaves_no_run_running(run: Path) -> None:
     (run / "plan.json").write_text(json.dumps({"plan": {"steps%": 4}}))
     config = _config(run, registry={"experiment": "refused"})

@@ -1,0 +1,85 @@
+"""A person's answer before a version that passes the gate becomes the champion, and the samples that they are shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+from pydantic import BaseModel, ConfigDict, Field
+
+from grpo_core.config.run import RunConfig
+from grpo_core.data.chat import turns
+from grpo_core.evaluation.outcomes import deciding_metric, outcomes
+from tasks.registry.gate import Contestant
+
+WAITING, REJECTED = "waiting", "rejected"
+BY, WORDS = "promotion.by", "promotion.words"
+SHOWN = 3  # prompts that the version lost, and prompts that it won
+LONGEST = 500  # characters of a prompt or completion
+
+
+class Approval(BaseModel):
+    """A person's answer to a version that passes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    approved: bool = Field(title="Make it the champion")
+    by: str = Field(min_length=1, max_length=100, title="Your name", description="Kept, not verified.")
+    words: str = Field("", max_length=1000, title="Your reason")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A prompt on which the candidate's outcome differs from the rival's, with the first completion of each; `gain`:
+    candidate minus rival."""
+
+    prompt: str
+    rival: str
+    candidate: str
+    gain: float
+
+
+def decision_of(accepted: bool, asks: bool, force: bool, approval: Approval | None) -> str:
+    """What becomes of a version: promoted, refused, forced, waiting or rejected. `asks`: whether a person is asked."""
+    if approval and not approval.approved:
+        return REJECTED
+    if not accepted:
+        return "forced" if force else "refused"
+    return WAITING if asks and not force and approval is None else "promoted"
+
+
+def tags_of(approval: Approval | None) -> dict[str, str | None]:
+    """The version's tags; None removes those of an earlier answer."""
+    return {BY: approval.by if approval else None, WORDS: approval.words or None if approval else None}
+
+
+def largest_changes(config: RunConfig, candidate: Contestant, rival: Contestant) -> tuple[Change, ...]:
+    """The prompts of `promotion.set` that the candidate lost most on, then those on which it won most."""
+    of_set = pl.col("set") == config.promotion.set
+    metric = config.promotion.metric or deciding_metric(candidate.samples, config.accuracy_reward)
+
+    def seen(contestant: Contestant) -> tuple[np.ndarray, list[str]]:
+        samples = contestant.samples.filter(of_set)
+        keys = (config.promotion.set, contestant.policy, metric, config.rewards, config.accuracy_reward)
+        first = samples.filter(pl.col("sample") == 0).sort("row")
+        return outcomes(samples, *keys), first[f"{contestant.policy}/completion"].to_list()
+
+    (before, said_before), (after, said_after) = seen(rival), seen(candidate)
+    first = candidate.samples.filter(of_set & (pl.col("sample") == 0)).sort("row")
+    gains = np.nan_to_num(after - before)
+    order = np.argsort(gains, kind="stable")
+    lost, won = order[gains[order] < 0][:SHOWN], order[gains[order] > 0][::-1][:SHOWN]
+    return tuple(
+        Change(_text(first["prompt"][int(row)]), _short(said_before[row]), _short(said_after[row]), float(gains[row]))
+        for row in (*lost, *won)
+    )
+
+
+def _text(prompt: Any) -> str:
+    return _short("\n".join(f"{role}: {text}" if role else text for role, text in turns(prompt)))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … {len(text) - LONGEST:,} more characters"
