@@ -39,8 +39,7 @@ from grpo_core.data.chat import turns
 from tasks.data.completions import read_figures, read_rows, recorded_batches
 from tasks.rendering.visible import shortened
 from tasks.stages.files import write_text
-from tasks.stages.mlflow_address import first_cause
-from tasks.tracking.runs import connect
+from tasks.stages.mlflow_address import first_cause, tracking_uri
 from tasks.tracking.sending import CANCELLED_SECONDS, LAST_SECONDS
 
 TRACED_FILE = "mlflow_traced"  # in a training's folder: when the newest generation batch that MLflow took was written
@@ -114,7 +113,7 @@ def _follow(
                     _send_batch(file, written, folder, tracked, config)
             answers, pause = True, max(SECONDS_BETWEEN_BATCHES, (time.monotonic() - start) / SHARE)
         except Exception as error:  # traces must neither end a training nor keep its figures from MLflow
-            if answers:
+            if answers and not given_up.is_set():
                 log.warning("MLflow does not take rollouts as traces, which is tried again: %s", first_cause(error))
             answers, pause = False, SECONDS_AFTER_FAILURE
         if is_last:
@@ -224,7 +223,7 @@ def _figure(value: float) -> str:
 
 def send(told: Sequence[Told], experiment_id: str) -> None:
     """Send these as traces. Errors of the client are raised; then some may have been sent."""
-    client = TracingClient(connect().tracking_uri)
+    client = TracingClient(tracking_uri())
     for first in range(0, len(told), TRACES_PER_REQUEST):
         some = told[first : first + TRACES_PER_REQUEST]
         for it in some:

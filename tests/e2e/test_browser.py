@@ -267,7 +267,7 @@ def test_the_page_of_rollouts_colours_tokens_and_fits_the_screen_and_a_phone(
 ) -> None:
     file = tmp_path / "rollouts.html"
     environment = {**os.environ, "GRPO_STORAGE": str(served.storage)}
-    command = ["grpo", "rollouts", "quickstart", "--limit", "20", "--html", str(file)]
+    command = [sys.executable, "-m", "flows.cli.main", "rollouts", "quickstart", "--limit", "20", "--html", str(file)]
     subprocess.run(command, check=True, env=environment)
     page.goto(file.as_uri())
     token = page.locator(".tokens i[class*=surprise]").first

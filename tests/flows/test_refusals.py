@@ -34,6 +34,8 @@ DO_NOT = {
     "keys": [],
     "rewards": ["list"],
     "env": ["try", "--help"],
+    "rollouts": ["test"],
+    "data": ["check", "--help"],
 }
 
 

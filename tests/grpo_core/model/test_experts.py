@@ -35,6 +35,7 @@ def _logits(model: Any) -> Tensor:
     return model(input_ids=IDS).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [None, ATTENTION, BOTH], ids=["default", "attention", "experts too"])
 @pytest.mark.parametrize("architecture", ["Qwen3Moe", "Mixtral", "Olmoe"])
 def test_what_engines_get_and_what_is_saved_is_what_peft_merges(

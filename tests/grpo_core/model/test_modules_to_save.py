@@ -69,6 +69,7 @@ def _expected(folder: Path, model: Any, whole: set[str]) -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("tied", "modules", "whole"),
@@ -118,6 +119,7 @@ def test_what_is_trained_saved_and_handed_over_is_the_base_with_products_added_a
     _close(_logits(with_adapter(load_model(folder), again)), _logits(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head_get_the_gradient_of_full_fine_tuning(tmp_path: Path, tied: bool) -> None:
     folder = make_model(tmp_path / "base", tie_word_embeddings=tied)
