@@ -34,7 +34,7 @@ DO_NOT = {
     "keys": [],
     "rewards": ["list"],
     "env": ["try", "--help"],
-    "rollouts": ["test"],
+    "rollouts": ["--help"],
     "data": ["check", "--help"],
 }
 
