@@ -74,10 +74,10 @@ def _check_run(file: Path, overrides: list[str] | None) -> None:
 
 def _check_file(file: Path, contract: Path) -> None:
     from tasks.data.own_schema import hold_against, read_schema
-    from tasks.data.sources import load_source
+    from tasks.data.sources import Source, load_source
 
     schema = read_schema(contract)
-    frame = load_source("FILE", str(file), "train")
+    frame = load_source(Source("FILE", str(file)))
     problems, findings = hold_against({file.name: frame}, schema)
     lines = [f"row {row}, column {column!r}: {value}" for _, row, column, _, value in findings.head(10).rows()]
     if broken := findings["row"].n_unique():

@@ -145,13 +145,12 @@ def _own_plan(
     check_data(config.data)
     environment_sources(config.environment)
     _check_positions(config)
-    training_data = ("data.train", config.data.train, config.data.train_split, config.data.revision)
     num_prompts = given.get("num_prompts")
     if num_prompts is None:
         if file is None:
             raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
         with _sources() as sources:
-            num_prompts = sources.count_prompts(*training_data)
+            num_prompts = sources.count_prompts(sources.training_source(config.data))
             pass_rates = pass_rates or sources.list_pass_rates(config.data)
     inputs = plan_inputs(config, num_prompts)
     figures = make_plan(inputs)

@@ -12,7 +12,7 @@ from grpo_core.environments.registry import sources
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.rewards.contract import check_environments, resolve
 from tasks.data.places import check_places
-from tasks.data.sources import count_prompts, needs_loading
+from tasks.data.sources import count_prompts, needs_loading, training_source
 from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launchers.kubernetes_job import check_template
 from tasks.stages.run_directory import run_folder
@@ -34,8 +34,7 @@ def refuse_early(config: RunConfig) -> None:
     check_environments([resolve(reward) for reward in config.rewards], config.environment.is_used)
     data = config.data
     own_code.sources(data)
-    source = ("data.train", data.train, data.train_split, data.revision)
-    num_prompts = ENOUGH if needs_loading(data.train) else count_prompts(*source)
+    num_prompts = ENOUGH if needs_loading(data.train) else count_prompts(training_source(data))
     plan = make_plan(plan_inputs(config, num_prompts))
     if config.rollout.engine == "recorded":
         check_recording(config, replace(plan, rollouts=1), run_folder(config.name))

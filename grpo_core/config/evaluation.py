@@ -20,6 +20,8 @@ class EvaluationSet(Section):
     """Prompts, in any form that data.train may have, with the columns that the rewards read."""
     split: str = "test"
     """Split to take when `data` is a hub name or a saved DatasetDict."""
+    subset: str | None = None
+    """Subset (configuration) of `data`; only for a hub name."""
     revision: str | None = None
     """Hub revision (branch, tag or commit) of `data`; only for a hub name."""
 

@@ -117,6 +117,8 @@ class DataConfig(Section):
     """Split to take when `train` is a hub name or a saved DatasetDict."""
     eval_split: str = "test"
     """Split to take when `eval` is a hub name or a saved DatasetDict."""
+    subset: str | None = None
+    """Subset (configuration) of `train` and `eval`, such as "main" of openai/gsm8k; only for hub names."""
     revision: str | None = None
     """Hub revision (branch, tag or commit) of `train` and `eval`; only for hub names."""
     columns: dict[str, str] = Field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
@@ -27,58 +28,74 @@ class SourceError(GrpoError):
     """Prompts that cannot be read; the message names the configuration key, the source and its fault."""
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where prompts come from. `key`: of the configuration, whose value `data` is; the others: of a dataset on the hub,
+    the split of a saved DatasetDict too."""
+
+    key: str
+    data: str
+    split: str = "train"
+    subset: str | None = None
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.data!r}"
+
+
 def load_sources(config: RunConfig) -> dict[str, pl.DataFrame]:
     """The rows of each data set (train, eval and those of `evaluation.sets`), with the columns that they have."""
-    return {name: load_source(*source) for name, source in _sources(config).items()}
+    return {name: load_source(source) for name, source in sources_of(config).items()}
 
 
 def with_needed_columns(frames: Mapping[str, pl.DataFrame], config: RunConfig) -> dict[str, pl.DataFrame]:
     """These rows of the sources with the columns that the run needs. Raises SourceError if one cannot be made."""
-    sources = _sources(config)
-    return {name: _with_columns(sources[name][:2], frame, config.data) for name, frame in frames.items()}
+    sources = sources_of(config)
+    return {name: _with_columns(sources[name], frame, config.data) for name, frame in frames.items()}
 
 
-def _sources(config: RunConfig) -> dict[str, tuple[str, str, str, str | None]]:
-    """Key, name, split and revision of each data set's source."""
-    data = config.data
-    return {
-        "train": ("data.train", data.train, data.train_split, data.revision),
-        "eval": ("data.eval", data.eval, data.eval_split, data.revision),
-        **{
-            config.evaluation_files[each.name]: (f"evaluation.sets.{place}.data", each.data, each.split, each.revision)
-            for place, each in enumerate(config.evaluation.sets)
-        },
+def sources_of(config: RunConfig) -> dict[str, Source]:
+    """The source of each data set."""
+    data, files = config.data, config.evaluation_files
+    sets = {
+        files[it.name]: Source(f"evaluation.sets.{place}.data", it.data, it.split, it.subset, it.revision)
+        for place, it in enumerate(config.evaluation.sets)
     }
+    held_out = Source("data.eval", data.eval, data.eval_split, data.subset, data.revision)
+    return {"train": training_source(data), "eval": held_out, **sets}
+
+
+def training_source(data: DataConfig) -> Source:
+    return Source("data.train", data.train, data.train_split, data.subset, data.revision)
 
 
 def load_training_prompts(data: DataConfig) -> pl.DataFrame:
     """The prompts of data.train alone. Raises SourceError, which says what is wrong with them."""
-    source = ("data.train", data.train)
-    return _with_columns(source, load_source(*source, data.train_split, data.revision), data)
+    source = training_source(data)
+    return _with_columns(source, load_source(source), data)
 
 
-def load_source(key: str, source: str, split: str, revision: str | None = None) -> pl.DataFrame:
-    """Read the rows that the configuration key `key` names, with the columns that they have. Raises SourceError, which
-    says what is wrong with them."""
+def load_source(source: Source) -> pl.DataFrame:
+    """Read a source's rows, with the columns that they have. Raises SourceError, which says what is wrong with them."""
     try:
-        return _plain(_open(key, source, split, revision, checked=True).collect())
+        return _plain(_open(source, checked=True).collect())
     except (pl.exceptions.PolarsError, ArithmeticError) as error:
-        raise _unreadable(key, source, error) from error
+        raise _unreadable(source, error) from error
 
 
-def count_prompts(key: str, source: str, split: str, revision: str | None = None) -> int:
+def count_prompts(source: Source) -> int:
     """Number of prompts in a source, without reading them if the format contains it."""
     try:
-        return _open(key, source, split, revision).select(pl.len()).collect().item()
+        return _open(source).select(pl.len()).collect().item()
     except pl.exceptions.PolarsError as error:
-        raise _unreadable(key, source, error) from error
+        raise _unreadable(source, error) from error
 
 
 def list_pass_rates(data: DataConfig) -> list[float]:
     """The column `pass_rate` of data.train: how often the base model is known to solve each prompt. Empty without one,
     and if a function of yours makes it."""
     how = data.columns.get(PASS_RATE, PASS_RATE)
-    frame = _open("data.train", data.train, data.train_split, data.revision)
+    frame = _open(training_source(data))
     kind = frame.collect_schema().get(how)
     if kind is None or not (kind.is_numeric() or kind == pl.String):
         return []
@@ -87,14 +104,14 @@ def list_pass_rates(data: DataConfig) -> list[float]:
 
 def load_head(data: DataConfig, rows: int) -> pl.DataFrame:
     """The first training prompts, if data.train is a file. Raises SourceError if it is none, or cannot be read."""
-    source = data.train
-    if not is_file(Path(source)):
-        raise SourceError(f"data.train = {source!r}: not a file")
+    source = training_source(data)
+    if not is_file(Path(source.data)):
+        raise SourceError(f"{source}: not a file")
     try:
-        head = _open("data.train", source, "").head(rows).collect()
+        head = _open(source).head(rows).collect()
     except pl.exceptions.PolarsError as error:
-        raise _unreadable("data.train", source, error) from error
-    return _with_columns(("data.train", source), head, data)
+        raise _unreadable(source, error) from error
+    return _with_columns(source, head, data)
 
 
 def needs_loading(source: str) -> bool:
@@ -117,16 +134,16 @@ def is_unstorable(kind: object) -> bool:
     return isinstance(kind, (pl.Int128, pl.UInt128, pl.Object))
 
 
-def _with_columns(source: tuple[str, str], frame: pl.DataFrame, data: DataConfig) -> pl.DataFrame:
+def _with_columns(source: Source, frame: pl.DataFrame, data: DataConfig) -> pl.DataFrame:
     try:
         return with_columns(frame, data)
     except ColumnError as error:
-        raise SourceError(f"{source[0]} = {source[1]!r}: {error}") from error
+        raise SourceError(f"{source}: {error}") from error
 
 
-def _open(key: str, source: str, split: str, revision: str | None = None, checked: bool = False) -> pl.LazyFrame:
+def _open(source: Source, checked: bool = False) -> pl.LazyFrame:
     """`checked`: columns of text files with values of several kinds are refused."""
-    path = Path(source)
+    path = Path(source.data)
     if is_file(path):
         kind = _kind(path)
         try:
@@ -135,21 +152,21 @@ def _open(key: str, source: str, split: str, revision: str | None = None, checke
             if kind in TEXT_KINDS:
                 return scan_text(path, kind, checked)
         except (OSError, ValueError) as error:
-            raise _unreadable(key, source, error) from error
-        raise SourceError(f"{key} = {source!r}: a file of no known kind; {FORMS}")
-    if not is_folder(path) and not may_be_on_the_hub(source):
-        raise SourceError(f"{key} = {source!r}: no such file or folder (looked in {Path.cwd()}); {FORMS}")
+            raise _unreadable(source, error) from error
+        raise SourceError(f"{source}: a file of no known kind; {FORMS}")
+    if not is_folder(path) and not may_be_on_the_hub(source.data):
+        raise SourceError(f"{source}: no such file or folder (looked in {Path.cwd()}); {FORMS}")
     import datasets
 
     try:
         if is_folder(path):
-            loaded = datasets.load_from_disk(source)
-            loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            loaded = datasets.load_from_disk(source.data)
+            loaded = loaded[source.split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
-            loaded = datasets.load_dataset(source, split=split, revision=revision)
+            loaded = datasets.load_dataset(source.data, source.subset, split=source.split, revision=source.revision)
         return loaded.to_polars().lazy()
     except Exception as error:
-        raise SourceError(f"{key} = {source!r}, split {split!r}: {error}; {FORMS}") from error
+        raise SourceError(f"{source}, split {source.split!r}: {error}; {FORMS}") from error
 
 
 def _kind(path: Path) -> str:
@@ -166,8 +183,8 @@ def _plain(frame: pl.DataFrame) -> pl.DataFrame:
     return frame.with_columns(casts)
 
 
-def _unreadable(key: str, source: str, error: Exception) -> SourceError:
-    path, said = Path(source), str(error)
+def _unreadable(source: Source, error: Exception) -> SourceError:
+    path, said = Path(source.data), str(error)
     if not isinstance(error, Fault) and is_file(path) and _kind(path) in (".jsonl", ".json"):
         said = find_fault(path, _kind(path)) or said
-    return SourceError(f"{key} = {source!r} cannot be read as {_kind(path)}: {said}")
+    return SourceError(f"{source} cannot be read as {_kind(path)}: {said}")

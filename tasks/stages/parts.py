@@ -70,7 +70,10 @@ class Parts:
     @cached_property
     def evaluation_sets(self) -> Named:
         sets = self.config.evaluation.sets
-        return {f"evaluation.sets {each.name}": [each.split, each.revision, content_hash(each.data)] for each in sets}
+        return {
+            f"evaluation.sets {each.name}": [each.split, each.subset, each.revision, content_hash(each.data)]
+            for each in sets
+        }
 
     @cached_property
     def steps(self) -> Named:

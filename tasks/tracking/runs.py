@@ -32,6 +32,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.fingerprint import content_hash
 from grpo_core.planning.hardware import find_gpu, name_hardware
 from grpo_core.planning.pace import Throughput
+from tasks.data.sources import sources_of
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json, write_text
 from tasks.stages.lineage import DIGITS, lineage_keys
@@ -187,20 +188,15 @@ def dataset_digests(run: Path) -> dict[str, str]:
 
 
 def _dataset_inputs(config: RunConfig, run: Path) -> list[DatasetInput]:
-    data, counted = config.data, VALIDATE.read_receipt(run)["num_prompts"]
-    origins = {
-        "train": (data.train, data.train_split, data.revision),
-        "eval": (data.eval, data.eval_split, data.revision),
-    }
-    files = config.evaluation_files
-    origins |= {files[each.name]: (each.data, each.split, each.revision) for each in config.evaluation.sets}
+    sources, counted = sources_of(config), VALIDATE.read_receipt(run)["num_prompts"]
     inputs = []
     for name, digest in dataset_digests(run).items():
-        source, split, revision = origins[name]
-        if Path(source).exists():
-            origin = ("local", json.dumps({"uri": str(Path(source).resolve())}))
+        source = sources[name]
+        if Path(source.data).exists():
+            origin = ("local", json.dumps({"uri": str(Path(source.data).resolve())}))
         else:
-            origin = ("hugging_face", json.dumps({"path": source, "split": split, "revision": revision}))
+            of_hub = {"path": source.data, "subset": source.subset, "split": source.split, "revision": source.revision}
+            origin = ("hugging_face", json.dumps({key: value for key, value in of_hub.items() if value}))
         context = InputTag(MLFLOW_DATASET_CONTEXT, "training" if name == "train" else "evaluation")
         dataset = Dataset(name, digest, *origin, profile=json.dumps({"num_rows": counted[name]}))
         inputs.append(DatasetInput(dataset, [context]))

@@ -221,7 +221,14 @@ def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
     read |= {"rollout.recording"}
     names = {"model.revision", "data.train_split", "data.eval_split", "evaluation.sets.split"}
     names |= {"name", "evaluation.accuracy_reward", "evaluation.sets.name", "evaluation.category_column"}
-    names |= {"data.revision", "evaluation.sets.revision", "data.system_prompt", "data.chat_template_kwargs"}
+    names |= {
+        "data.subset",
+        "evaluation.sets.subset",
+        "data.revision",
+        "evaluation.sets.revision",
+        "data.system_prompt",
+        "data.chat_template_kwargs",
+    }
     names |= {"rollout.stop"}
     names |= {"registry.experiment", "registry.model_name", "registry.alias", "promotion.set", "promotion.guards.set"}
     names |= {"promotion.guards.metric", "evaluation.answer_pattern", "model.lora_target_modules"}

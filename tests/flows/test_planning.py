@@ -284,7 +284,7 @@ def test_ctrl_c_ends_a_plan_that_waits_after_it_has_read_data(config: Path) -> N
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background ignores it
         "from flows.cli.plan import _sources\n"
         "with _sources() as sources:\n"
-        f"    sources.count_prompts('data.train', {str(config.parent / 'train.parquet')!r}, 'train')\n"
+        f"    sources.count_prompts(sources.Source('data.train', {str(config.parent / 'train.parquet')!r}))\n"
         "for seconds in (0.2, 5):\n"  # again, as a person does: the first is not seen if it comes just before the wait
         "    press = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))\n"
         "    press.daemon = True\n"

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import DataConfig
 from tasks.data.sources import (
+    Source,
     SourceError,
     count_prompts,
     list_pass_rates,
@@ -53,9 +54,9 @@ def _write_hub_folder(path: Path) -> None:
 )
 def test_every_form_of_source_gives_the_same_rows(tmp_path: Path, name: str, write: Callable[[Path], Any]) -> None:
     write(tmp_path / name)
-    source = ("data.train", str(tmp_path / name), "train")
-    assert load_source(*source).to_dicts() == ROWS
-    assert count_prompts(*source) == 2
+    source = Source("data.train", str(tmp_path / name))
+    assert load_source(source).to_dicts() == ROWS
+    assert count_prompts(source) == 2
 
 
 GOOD = b'{"prompt": "1", "answer": "2"}\n'
@@ -114,7 +115,7 @@ def test_an_unreadable_source_is_named_with_its_key_and_the_first_row_at_fault(
     path = tmp_path / name
     path.mkdir() if content is None else path.write_bytes(content)
     with pytest.raises(SourceError) as error:
-        load_source("data.train", str(path), "train")
+        load_source(Source("data.train", str(path)))
     assert message in str(error.value)
     assert str(error.value).startswith(f"data.train = {str(path)!r}")
 
@@ -123,7 +124,7 @@ def test_an_unreadable_source_is_named_with_its_key_and_the_first_row_at_fault(
 def test_brackets_in_texts_are_no_nesting(tmp_path: Path, name: str) -> None:
     rows = [{"prompt": '[{"' * 500, "answer": "\\"}, {"prompt": "[" * 101, "answer": '"' + "{" * 101}]
     (tmp_path / name).write_text(json.dumps(rows) if name == "a.json" else "\n".join(map(json.dumps, rows)))
-    assert load_source("data.train", str(tmp_path / name), "train").to_dicts() == rows
+    assert load_source(Source("data.train", str(tmp_path / name))).to_dicts() == rows
 
 
 def test_a_small_file_that_decompresses_to_a_giant_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +132,9 @@ def test_a_small_file_that_decompresses_to_a_giant_is_refused(tmp_path: Path, mo
     path.write_bytes(gzip.compress(1000 * GOOD))
     monkeypatch.setattr("tasks.data.text_sources.LARGEST", 1000 * len(GOOD) - 1)
     with pytest.raises(SourceError, match="decompressed it has more than 30,999 bytes"):
-        load_source("data.train", str(path), "train")
+        load_source(Source("data.train", str(path)))
     monkeypatch.setattr("tasks.data.text_sources.LARGEST", 1000 * len(GOOD))
-    assert load_source("data.train", str(path), "train").height == 1000
+    assert load_source(Source("data.train", str(path))).height == 1000
 
 
 @pytest.mark.slow
@@ -142,10 +143,10 @@ def test_a_file_that_does_not_fit_into_memory_is_refused_in_a_sentence(tmp_path:
     path.write_bytes(gzip.compress(bytes(2**28), 1))
     program = (
         "import resource, sys\n"
-        "from tasks.data.sources import SourceError, load_source\n"
+        "from tasks.data.sources import Source, SourceError, load_source\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**27,) * 2)\n"
-        "try: load_source('data.train', sys.argv[1], 'train')\n"
+        "try: load_source(Source('data.train', sys.argv[1]))\n"
         "except SourceError as error: print(error)"
     )
     ran = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False)
@@ -156,7 +157,7 @@ def test_a_file_that_does_not_fit_into_memory_is_refused_in_a_sentence(tmp_path:
 def test_a_source_with_a_name_too_long_for_any_file_is_not_there(source: str) -> None:
     assert not needs_loading(source)
     with pytest.raises(SourceError, match="no such file or folder"):
-        load_source("data.train", source, "train")
+        load_source(Source("data.train", source))
 
 
 @pytest.mark.parametrize(
@@ -169,12 +170,12 @@ def test_what_looks_like_a_path_is_not_taken_for_a_dataset_on_the_hub(
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
     with pytest.raises(SourceError, match="no such file or folder"):
-        load_source("data.train", source, "train")
+        load_source(Source("data.train", source))
 
 
 def test_a_name_that_is_no_path_is_looked_for_on_the_hub() -> None:
     with pytest.raises(SourceError, match=r"data\.train = 'owner/v1\.0-data', split 'train': "):
-        load_source("data.train", "owner/v1.0-data", "train")
+        load_source(Source("data.train", "owner/v1.0-data"))
 
 
 def _as_csv(rows: list[dict[str, Any]]) -> str:
@@ -226,9 +227,9 @@ def test_json_and_json_lines_of_the_same_rows_get_the_same_verdict(
         for path in (lines, listed):
             if refused:
                 with pytest.raises(SourceError, match=rf": row {row}\b"):
-                    load_source("data.train", str(path), "train")
+                    load_source(Source("data.train", str(path)))
             else:
-                assert load_source("data.train", str(path), "train")["answer"].to_list() == read
+                assert load_source(Source("data.train", str(path)))["answer"].to_list() == read
 
 
 @pytest.mark.slow
@@ -249,15 +250,15 @@ def test_rows_of_text_are_the_same_in_every_file(rows: list[dict[str, str]]) -> 
     with tempfile.TemporaryDirectory() as folder:
         for name, write in written.items():
             write(Path(folder, name))
-            source = ("data.train", str(Path(folder, name)), "train")
-            assert load_source(*source).to_dicts() == rows
-            assert count_prompts(*source) == len(rows)
+            source = Source("data.train", str(Path(folder, name)))
+            assert load_source(source).to_dicts() == rows
+            assert count_prompts(source) == len(rows)
 
 
 @pytest.mark.slow
 def test_a_line_longer_than_a_block_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x" * (BLOCK + 1)}) + "\n" + json.dumps({"prompt": "y"}))
-    assert load_source("data.train", str(tmp_path / "a.jsonl"), "train").height == 2
+    assert load_source(Source("data.train", str(tmp_path / "a.jsonl"))).height == 2
 
 
 @pytest.mark.parametrize("name", ["a[1].jsonl", "a*.jsonl", "a[1].csv", "a*.parquet"])
@@ -266,17 +267,17 @@ def test_a_name_is_that_of_one_file(tmp_path: Path, name: str) -> None:
     write = {".jsonl": frame.write_ndjson, ".csv": frame.write_csv, ".parquet": frame.write_parquet}[Path(name).suffix]
     for other in (name, f"a1{Path(name).suffix}"):
         write(tmp_path / other)
-    assert load_source("data.train", str(tmp_path / name), "train").height == 2
+    assert load_source(Source("data.train", str(tmp_path / name))).height == 2
 
 
 def test_encoded_columns_are_read_and_those_that_nothing_can_hold_are_left_out(tmp_path: Path) -> None:
     pl.DataFrame(ROWS).with_columns(
         pl.col("answer").cast(pl.Categorical), pair=pl.Series([[1, 2], [3, 4]], dtype=pl.Array(pl.Int64, 2))
     ).write_parquet(tmp_path / "a.parquet")
-    loaded = load_source("data.train", str(tmp_path / "a.parquet"), "train")
+    loaded = load_source(Source("data.train", str(tmp_path / "a.parquet")))
     assert loaded.schema == {"prompt": pl.String, "answer": pl.String, "pair": pl.List(pl.Int64)}
     (tmp_path / "a.jsonl").write_text('{"prompt": "1", "meta": {}}\n{"prompt": "2", "meta": {}}\n')
-    assert without_unstorable(load_source("data.train", str(tmp_path / "a.jsonl"), "train")).columns == ["prompt"]
+    assert without_unstorable(load_source(Source("data.train", str(tmp_path / "a.jsonl")))).columns == ["prompt"]
 
 
 def test_pass_rates_are_a_column_that_may_be_absent(tmp_path: Path) -> None:
@@ -289,17 +290,21 @@ def test_pass_rates_are_a_column_that_may_be_absent(tmp_path: Path) -> None:
     assert list_pass_rates(DataConfig(train=str(path), eval="", columns={"pass_rate": "solved"})) == [0.5, 1.0]
 
 
-def test_a_revision_reaches_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subset_split_and_revision_reach_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each source is asked for at its own: those of `[data]` at one, an evaluation set at its own."""
-    asked: list[tuple[str, str, str | None]] = []
+    asked: list[tuple[str, str | None, str, str | None]] = []
 
-    def load_dataset(name: str, split: str, revision: str | None) -> datasets.Dataset:
-        asked.append((name, split, revision))
+    def load_dataset(path: str, name: str | None, *, split: str, revision: str | None) -> datasets.Dataset:
+        asked.append((path, name, split, revision))
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     values = config_values(tmp_path, tmp_path)
-    values["data"] = {"train": "owner/sums", "eval": "owner/held", "revision": "v2"}
+    values["data"] = {"train": "owner/sums", "eval": "owner/held", "subset": "main", "revision": "v2"}
     values["evaluation"] = {"sets": [{"name": "hard", "data": "owner/hard", "revision": "abc"}]}
     load_sources(parse_config(values))
-    assert asked == [("owner/sums", "train", "v2"), ("owner/held", "test", "v2"), ("owner/hard", "test", "abc")]
+    assert asked == [
+        ("owner/sums", "main", "train", "v2"),
+        ("owner/held", "main", "test", "v2"),
+        ("owner/hard", None, "test", "abc"),
+    ]

@@ -143,7 +143,7 @@ def test_further_evaluation_sets_are_among_the_runs_data(run: Path) -> None:
     config = _config(run, evaluation=evaluation, registry={"experiment": "sets"})
     begun = connect().get_run(open_tracking_run(config, run, run / "training")["run_id"])
     found = {it.dataset.name: it.dataset for it in begun.inputs.dataset_inputs}
-    assert json.loads(found["eval-hard"].source) == {"path": "somewhere/hard", "split": "validation", "revision": None}
+    assert json.loads(found["eval-hard"].source) == {"path": "somewhere/hard", "split": "validation"}
 
 
 def test_an_experiment_opens_as_model_training_unless_somebody_chose_otherwise(run: Path) -> None:
