@@ -159,8 +159,8 @@ def _trace_evaluation(
         f"{of_one['worse']:,} worse and {of_one['better']:,} better than the {other}"
         for other, of_one in counts.items()
     )
-    tags = " and ".join(f"`vs_{other}`" for other in counts)
-    return f"It answers {found} of the held-out prompts: [read them]({traces}), filtered by the tags {tags}."
+    tags = " or ".join(f"`vs_{other}`" for other in counts)
+    return f"Of the held-out prompts, it answers {found}: [read them]({traces}), filtered by the tag {tags}."
 
 
 def describe(report: dict[str, Any], metric: str) -> str:
