@@ -210,8 +210,8 @@ def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pas
     if "num_prompts" not in given and recipe.datasets:
         paths = [name.partition("#")[0] for name in recipe.datasets]
         with _sources() as sources:
-            count = sources.count_prompts
-            rows = [count("dataset", path, recipe.split) if Path(path).exists() else None for path in paths]
+            found = [sources.Source("dataset", path, recipe.split) for path in paths]
+            rows = [sources.count_prompts(it) if Path(it.data).exists() else None for it in found]
     answer = _megatron(recipe, rows, given) if recipe.algorithm == "megatron" else _plain(recipe, rows, given)
     answer["forecasts"] = _useful(pass_rates, answer["num_generations"])
     del answer["evaluations"]
