@@ -69,8 +69,8 @@ def largest_changes(config: RunConfig, candidate: Contestant, rival: Contestant)
     (before, said_before), (after, said_after) = seen(rival), seen(candidate)
     first = candidate.samples.filter(of_set & (pl.col("sample") == 0)).sort("row")
     gains = np.nan_to_num(after - before)
-    order = np.argsort(gains, kind="stable")
-    lost, won = order[gains[order] < 0][:SHOWN], order[gains[order] > 0][::-1][:SHOWN]
+    lost = [row for row in np.argsort(gains, kind="stable") if gains[row] < 0][:SHOWN]
+    won = [row for row in np.argsort(-gains, kind="stable") if gains[row] > 0][:SHOWN]
     return tuple(
         Change(_text(first["prompt"][int(row)]), _short(said_before[row]), _short(said_after[row]), float(gains[row]))
         for row in (*lost, *won)
