@@ -109,7 +109,7 @@ def test_values_that_do_not_go_together_fail_at_once_by_name(served: Served) -> 
 
 @pytest.mark.e2e
 def test_a_stage_is_a_deployment_of_its_own_and_closes_what_a_killed_attempt_left_open(served: Served) -> None:
-    run = served.wait(served.trigger("plan/local", run="small"))
+    run = served.wait(served.trigger("plan/local", run="twice"))  # of the test above
     assert (run["state_type"], served.tasks(run["id"], 1)) == ("COMPLETED", [("plan", "Skipped")])
     [left_open] = served.filter("task_runs", flow_runs={"id": {"any_": [run["id"]]}})
     running = {"state": {"type": "RUNNING"}, "force": True}
