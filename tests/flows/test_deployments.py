@@ -124,7 +124,8 @@ def test_all_is_deployed_to_its_pool_with_the_form_and_the_schedule_off(deployed
             {"run", "force"},
         )
         assert load_flow_from_entrypoint(str(PROJECT / known["entrypoint"])).name == stage
-    for flow, parameters in [("promote", {"model", "version", "force", "changes"}), ("rollback", {"model"})]:
+    promote = {"model", "version", "force", "changes", "approval"}
+    for flow, parameters in [("promote", promote), ("rollback", {"model"})]:
         known = server.get(f"/deployments/name/{flow}/cpu")
         assert set(known["parameter_openapi_schema"]["properties"]) == parameters
     known = server.get("/deployments/name/pipeline/cpu")

@@ -317,11 +317,11 @@ def test_a_batch_takes_groups_as_they_finish_and_waits_for_those_that_are_due(
         engine.version = 5
         engine.begin(requests, sampling, 2)
         for number in (1, 2, 3):
-            answers[number].set_result([(Completion([4], [0.0], truncated=False), [5])])
+            answers[number].set_result([Completion([4], [0.0], truncated=False, versions=[5])])
         batch = engine.take(requests, sampling, 3)
         assert [number for number, _ in next(batch)] == [1, 2]  # the room that is left is for what is due
         assert next(batch) == []
-        answers[0].set_result([(Completion([4, 4], [0.0, 0.0], truncated=False), [3, 5])])
+        answers[0].set_result([Completion([4, 4], [0.0, 0.0], truncated=False, versions=[3, 5])])
         ((number, (completion,)),) = next(batch)
         assert (number, completion.ages) == (0, [2, 0])
         assert not [*batch]
