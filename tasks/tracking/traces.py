@@ -50,7 +50,7 @@ TRACES_PER_REQUEST = 25
 SECONDS_BETWEEN_BATCHES = 2.0
 SECONDS_AFTER_FAILURE = 60.0
 SHARE = 0.01  # of the time of a training that the thread may work
-MOST_AT_END = 500  # generation batches that register sends; of more, every second or third …
+MOST_AT_END = 25  # generation batches that are sent when the training has ended, which waits for it
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _follow(
         is_last, start = ended.is_set(), time.monotonic()
         try:
             waiting = _unsent(folder)
-            for written, file in waiting if is_last else waiting[:1]:
+            for written, file in _spread(waiting) if is_last else waiting[:1]:
                 if not given_up.is_set():
                     _send_batch(file, written, folder, tracked, config)
             answers, pause = True, max(SECONDS_BETWEEN_BATCHES, (time.monotonic() - start) / SHARE)
@@ -121,17 +121,16 @@ def _follow(
 
 
 def send_rest_of_rollouts(tracked: Mapping[str, Any], folder: Path, config: RunConfig, log: Any) -> None:
-    """Send rollouts of the generation batches that MLflow has not taken: of many, of MOST_AT_END evenly. That it does
-    not take them is a warning."""
+    """Send rollouts of the generation batches after the newest that MLflow has taken: of many, of MOST_AT_END. That it
+    does not take them is a warning."""
     waiting = _unsent(folder) if config.registry.traces_per_batch else []
     if not waiting:
         return
-    some = waiting[:: -(-len(waiting) // MOST_AT_END)]
+    some = _spread(waiting)
     log.info("MLflow has no rollouts of %d generation batches: sending those of %d", len(waiting), len(some))
     try:
         for written, file in some:
             _send_batch(file, written, folder, tracked, config)
-        write_text(folder / TRACED_FILE, str(waiting[-1][0]))
     except Exception as error:  # a model version is worth more than its traces
         log.warning("MLflow does not take rollouts as traces: %s", first_cause(error))
 
@@ -145,6 +144,11 @@ def _send_batch(file: Path, written: int, folder: Path, tracked: Mapping[str, An
     told = [_rollout(row, config, tracked["run_id"], file.stem, milliseconds) for row in rows]
     send(told, tracked["experiment_id"])
     write_text(folder / TRACED_FILE, str(written))
+
+
+def _spread(waiting: Sequence[tuple[int, Path]]) -> Sequence[tuple[int, Path]]:
+    """At most MOST_AT_END of these, evenly over them and with the last."""
+    return waiting[:: -max(1, -(-len(waiting) // MOST_AT_END))][::-1]
 
 
 def _unsent(folder: Path) -> list[tuple[int, Path]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -22,7 +23,15 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from tasks.rendering.visible import UNSHOWN, shortened
 from tasks.tracking import traces as module
-from tasks.tracking.traces import LONGEST_PREVIEW, LONGEST_TEXT, choose, send_rest_of_rollouts, tracing
+from tasks.tracking.traces import (
+    LONGEST_PREVIEW,
+    LONGEST_TEXT,
+    MOST_AT_END,
+    _spread,
+    choose,
+    send_rest_of_rollouts,
+    tracing,
+)
 from tests.made_up import sampled, values_of, write_sampled
 from tests.tasks.rendering.test_markdown import render
 from tests.tasks.reports.test_rollouts import EVIL
@@ -253,3 +262,12 @@ def test_hostile_texts_are_kept_as_text_of_a_limited_length(
         assert "img" not in render(message["content"].replace("<", ""))[0], "MLflow renders Markdown, without its tags"
         assert not UNSHOWN.search(span.outputs["messages"][0]["content"])
         assert trace.info.response_preview == shortened(text, LONGEST_PREVIEW)
+
+
+@pytest.mark.parametrize("count", [0, 1, 24, 25, 26, 51, 1000])
+def test_at_the_end_few_batches_are_sent_evenly_and_the_last_is_among_them(count: int) -> None:
+    waiting = [(number, Path(str(number))) for number in range(count)]
+    numbers = [number for number, _ in _spread(waiting)]
+    assert (numbers == waiting and not count) or numbers[-1] == count - 1
+    assert len(numbers) <= MOST_AT_END and (count > MOST_AT_END or len(numbers) == count)
+    assert len({later - earlier for earlier, later in itertools.pairwise(numbers)}) <= 1
