@@ -20,6 +20,10 @@ from grpo_core.planning.plan import Plan
 
 KEY = b"grpo"  # of a file's metadata
 FILE = "rollout-{:06d}.parquet"
+FACTS = {
+    "num_generations", "generation_batch_size", "max_completion_length", "temperature", "repetition_penalty",
+    "vocabulary",
+}  # fmt: skip
 NEEDED = {"step", "row", "prompt", "prompt_ids", "completion_ids", "sampling_logprobs", "truncated", "completion"}
 
 
@@ -94,9 +98,9 @@ def _check_file(file: Path, config: RunConfig, plan: Plan) -> None:
         schema = pq.read_schema(file)
     except (OSError, pa.ArrowInvalid) as error:
         raise ConfigError(f"{file} cannot be read: {error}; record again") from None
-    if not (schema.metadata or {}).get(KEY) or not {*schema.names} >= NEEDED:
+    known = json.loads((schema.metadata or {}).get(KEY, b"{}"))
+    if not (known.keys() >= FACTS and {*schema.names} >= NEEDED):
         raise ConfigError(f"{file} lacks what a training on it needs: an older version has written it; record again")
-    known = json.loads(schema.metadata[KEY])
     asked = {
         "rollout.num_generations": (plan.num_generations, known["num_generations"]),
         "completions per generation batch": (plan.generation_batch_size, known["generation_batch_size"]),

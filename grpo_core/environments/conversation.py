@@ -70,9 +70,7 @@ class Conversation:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # 0 for tokens of the environment
     mask: list[int] = field(default_factory=list)  # 1: sampled by the policy
-    versions: list[int] = field(
-        default_factory=list
-    )  # of the weights, those of the environment's as of the turn before
+    versions: list[int] = field(default_factory=list)  # of the weights; the environment's tokens: of the turn before
     ages: list[int] | None = None  # how often the engine has got other weights since; None: not since any of them
     truncated: bool = False  # cut off by the limit of tokens
     said: Said = field(default_factory=Said)

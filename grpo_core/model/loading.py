@@ -23,11 +23,8 @@ from grpo_core.errors import ConfigError
 from grpo_core.model.four_bit import keep_gradients, nf4, plain
 from grpo_core.model.precision import in_bfloat16
 
-OF_4BIT = (
-    ".weight.absmax",
-    ".weight.quant_",
-    ".weight.nested_",
-)  # in the names of what bitsandbytes saves beside 4-bit weights
+# In the names of what bitsandbytes saves beside 4-bit weights.
+OF_4BIT = (".weight.absmax", ".weight.quant_", ".weight.nested_")
 
 
 def load_model(

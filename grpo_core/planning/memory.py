@@ -46,9 +46,9 @@ def peak_memory(config: RunConfig, plan: Plan, shape: ModelShape, lengths: Promp
     cache: float = in_flight * (prompt + completion) * _kv_bytes(config, shape)
     sampled = f"{in_flight} completions sampled together by {engine}"
     # For a server, the weights that are sent to it: a copy that stays as it is while the policy moves, which shares
-    # have in the host's memory, as an adapter that goes alone. What a base of 4 bits stands for goes to a server that
-    # is started again. The transformers engine samples with the trained
-    # weights, or, of shares, a whole copy.
+    # have in the host's memory, as an adapter that goes alone has. A server that is started again also gets the weights
+    # that a base of 4 bits stands for. The transformers engine samples with the trained weights, or a whole copy of
+    # shares.
     alone = lora and shape.experts.layers == 0 and not config.model.lora_modules_to_save
     engine_weights = {
         "vllm": _vllm_weights(config, shape),
@@ -134,9 +134,8 @@ def activations(config: RunConfig, shape: ModelShape, tokens: int) -> tuple[floa
     # Per token: two norms, each with its input in float32, its result and what the weight makes of it; queries, what
     # attention makes of them, keys and values, these once more for each sequence that attends to them; four of the MLP.
     layer = 2 * (FLOAT + 2 * w) * shape.hidden + w * (2 * shape.attention + 4 * shape.key_value + 4 * shape.widest)
-    whole = (
-        w * shape.hidden * max(shape.attention, shape.widest) * config.model.load_in_4bit
-    )  # one projection at a time
+    # Weights in 4 bits are computed with one projection at a time.
+    whole = w * shape.hidden * max(shape.attention, shape.widest) * config.model.load_in_4bit
     if config.model.lora_dropout:  # each adapter has a copy of its input with holes, and a byte per element that tells
         layer += (w + 1) * adapted_inputs(shape, config)
     if not config.train.gradient_checkpointing:

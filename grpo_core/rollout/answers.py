@@ -26,7 +26,7 @@ class Answer:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is a conversation whose environment could not go on."""
+        """True for a conversation whose environment could not go on."""
         return self.conversation is not None and bool(self.conversation.said.failure)
 
 

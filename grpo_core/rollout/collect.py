@@ -72,9 +72,8 @@ def collect(
 
     Every process samples and scores its share, and all get the whole. Another `attempt` draws other samples of the same
     prompts. `lookahead`, `begun`: what samples ahead, and the groups that the call before has left; None if nothing is
-    sampled ahead. `max_staleness`: how
-    many hand-overs of weights after its begin a group that begins now may be taken. `again`: the groups to sample if
-    they are not those whose turn it is, since the batch had these before a roll-back.
+    sampled ahead. `max_staleness`: how many hand-overs of weights after its begin a group that begins now may be taken.
+    `again`: the groups to sample if they are not those whose turn it is, since the batch had these before a roll-back.
     """
     g = plan.num_generations
     sampling = training_sampling(config.rollout)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.trainer_pt_utils import get_parameter_names
 
 from grpo_core.config.training import TrainConfig
 from grpo_core.distributed import own_share
+from grpo_core.planning.plan import Plan
 
 # In parameter names, as Trainer.get_decay_parameter_names of transformers has them.
-BIASES_AND_NORMS = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+BIAS_OR_NORM = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 BLOCK = 256  # moments that have one scale
 SMALLEST = 4096  # elements of a parameter, or of a process's share of it, whose moments have 8 bits
@@ -25,10 +27,11 @@ TOGETHER = 2**22  # elements whose moments are float32 at the same time, a multi
 def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices, except those that transformers' Trainer takes for biases or norms, such as
     the biases of fused experts and the norms of single heads. Its state is there, as before a first step."""
-    weights = {*get_parameter_names(model, [torch.nn.LayerNorm], BIASES_AND_NORMS)}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = [p for name, p in trained.items() if name in weights and p.ndim >= 2]
-    others = [p for name, p in trained.items() if not (name in weights and p.ndim >= 2)]
+    decayed, others = list[Tensor](), list[Tensor]()
+    for name, parameter in trained.items():
+        is_weight = parameter.ndim >= 2 and not BIAS_OR_NORM.search(name.lower())
+        (decayed if is_weight else others).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = adamw([group for group in groups if group["params"]], config)
     # Its memory, and the gradients', runs out now or never, not after the first rollout: one step at the rate 0, which
@@ -48,6 +51,22 @@ def adamw(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Opti
     if config.optim == "adamw_8bit":
         return (OffloadedAdamW8bit if config.offload == "optimizer" else AdamW8bit)(groups, **settings)
     return (OffloadedAdamW if config.offload == "optimizer" else torch.optim.AdamW)(groups, fused=True, **settings)
+
+
+def learning_rate(config: TrainConfig, plan: Plan, updates: int) -> float:
+    """The learning rate of the update after so many, as transformers' get_scheduler has it. A function of their number
+    alone, so that there is no state to save."""
+    if config.lr_scheduler_type == "constant":
+        return config.learning_rate
+    if updates < plan.warmup_steps:
+        return config.learning_rate * (updates / plan.warmup_steps)
+    after_warmup = max(1, plan.max_steps - plan.warmup_steps)
+    share = {
+        "constant_with_warmup": 1.0,
+        "linear": (plan.max_steps - updates) / after_warmup,
+        "cosine": 0.5 * (1 + math.cos(math.pi * ((updates - plan.warmup_steps) / after_warmup))),
+    }
+    return config.learning_rate * max(0.0, share[config.lr_scheduler_type])
 
 
 class AdamW8bit(torch.optim.Optimizer):

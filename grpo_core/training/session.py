@@ -13,11 +13,9 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import set_seed
 from torch import Tensor
-from transformers import get_scheduler
 
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
-from grpo_core.config.training import TrainConfig
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.distributed import any_process, from_main, start_processes
@@ -39,7 +37,7 @@ from grpo_core.rollout.types import Engine, Lookahead
 from grpo_core.rollout.waiting import longest_wait, phase_limits
 from grpo_core.system.progress import expect
 from grpo_core.training.memory import OutOfMemoryRetry
-from grpo_core.training.optimizer import make_optimizer
+from grpo_core.training.optimizer import learning_rate, make_optimizer
 from grpo_core.training.probe import SHORTEST, Probe, probe_batch
 
 DATA_PARALLEL = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
@@ -172,7 +170,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         policy=policy,
         reference=reference,
         optimizer=optimizer,
-        learning_rate=_learning_rate(optimizer, config.train, plan),
+        learning_rate=partial(learning_rate, config.train, plan),
         engine=engine,
         lookahead=_lookahead(engine, config, setting, prompts),
         memory=OutOfMemoryRetry(plan.per_device_train_batch_size * longest, policy),
@@ -211,9 +209,3 @@ def _reference(config: RunConfig, accelerator: Accelerator, max_length: int) -> 
     bf16, moves = config.train.mixed_precision == "bf16", config.algorithm.sync_ref_model
     model = _load_model(config, accelerator, frozen=True, in_bf16=bf16 and not moves)
     return Policy(model.requires_grad_(False), config.rollout.temperature, max_length=max_length, bf16=bf16 and moves)
-
-
-def _learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, plan: Plan) -> Callable[[int], float]:
-    """transformers' schedule as a function of the number of updates done, so that there is no state to save."""
-    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, plan.warmup_steps, plan.max_steps)
-    return lambda updates: config.learning_rate * scheduler.lr_lambdas[0](updates)

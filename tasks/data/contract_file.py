@@ -1,4 +1,4 @@
-"""A run's data contract as YAML, for those who make its data and have neither its model nor its configuration."""
+"""A run's data contract as YAML, for people who make its data and have neither its model nor its configuration."""
 
 from __future__ import annotations
 

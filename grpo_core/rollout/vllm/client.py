@@ -45,6 +45,11 @@ class Unavailable(RuntimeError):
     """Down, on its way up, or not heard of in time."""
 
 
+LOADED = "default"  # vLLM's name for the weights that a server has loaded by itself
+OVER_BASE = "-over-base"  # ends the names of weights that are an adapter's, over those
+OVER_4BIT = "-over-4bit"  # over the weights that a base of 4 bits stands for
+
+
 @dataclass(frozen=True)
 class Weights:
     """Weights by their number; `snapshot`: the tensors, by the names that vLLM's loader knows; None in the
@@ -58,12 +63,9 @@ class Weights:
     snapshot: Mapping[str, Tensor] | None = None
     adapter: Mapping[str, Any] | None = None
     base: Callable[[], Mapping[str, Tensor]] | None = None
-    over: str = "-over-base"
+    over: str = OVER_BASE
 
 
-LOADED = "default"  # vLLM's name for the weights that a server has loaded by itself
-OVER_BASE = Weights.over  # ends the names of weights that are an adapter's, over those
-OVER_4BIT = "-over-4bit"  # over the weights that a base of 4 bits stands for
 NO_WEIGHTS = Weights(0)  # those of a server between two
 
 

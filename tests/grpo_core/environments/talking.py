@@ -28,6 +28,7 @@ from tests.conftest import with_keys
 from tests.grpo_core.environments.scripted import TEMPLATE
 
 PROMPTS = 13
+COUNTING = "tests.grpo_core.environments.playing:Counting"
 DICE = {"environment_factory": "tests.grpo_core.environments.playing:Dice", "max_turns": 5, "max_tool_calls": 6}
 
 

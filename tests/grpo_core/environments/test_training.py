@@ -14,7 +14,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.config.files import dump_config, parse_config
 from grpo_core.environments.processes import Environments
 from grpo_core.planning.plan import make_plan, plan_inputs
@@ -25,7 +24,7 @@ from grpo_core.training.roll_out import roll_out
 from grpo_core.training.session import Session, load_session
 from tests.conftest import with_keys
 from tests.grpo_core.environments.scripted import Scripted, call, turns
-from tests.grpo_core.environments.talking import make_model, share_environments
+from tests.grpo_core.environments.talking import COUNTING, share_environments
 from tests.grpo_core.model.exactness import (
     START,
     distance,
@@ -37,7 +36,6 @@ from tests.grpo_core.model.exactness import (
     updating_gradient,
 )
 
-COUNTING = "tests.grpo_core.environments.playing:Counting"
 BOUND = 1e-5  # relative: float32's rounding over sequences of hundreds of tokens
 PROMPTS, GROUP = 4, 4
 ADVANTAGES = torch.randn(PROMPTS * GROUP, generator=torch.Generator().manual_seed(0))
@@ -47,18 +45,6 @@ SCRIPTS = [  # by prompt: the members of a group say the same, and are told apar
     [call("later"), call("number"), "longer than the others"],
     [call("fail"), "x"],
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def counting() -> Iterator[Environments]:
-    started = Environments(EnvironmentConfig(environment_factory=COUNTING))
-    yield started
-    started.close()
 
 
 @pytest.fixture

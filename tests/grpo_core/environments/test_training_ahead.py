@@ -6,7 +6,7 @@ import copy
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.config.files import dump_config, parse_config
 from grpo_core.data.order import rollout_prompts
 from grpo_core.environments import conversation, processes
@@ -35,9 +34,8 @@ from grpo_core.training import session as sessions
 from grpo_core.training.health import not_finite
 from tests.conftest import with_keys
 from tests.grpo_core.environments.scripted import Scripted, call, turns
-from tests.grpo_core.environments.talking import make_model, share_environments
+from tests.grpo_core.environments.talking import COUNTING, share_environments
 
-COUNTING = "tests.grpo_core.environments.playing:Counting"
 PROMPTS, GROUP, STALENESS = 12, 2, 4
 ADD = call("add", '{"number": 5}')
 SCRIPTS = [[*[ADD] * (0, 0, 1, 4)[place % 4], f"end {place}"] for place in range(PROMPTS)]
@@ -66,18 +64,6 @@ class Turns:
             more = (yield [(number, [replace(found, versions=[self.version] * len(found.ids))])]) or ()
             waiting += enumerate(more, count)
             count += len(more)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def counting() -> Iterator[Environments]:
-    started = Environments(EnvironmentConfig(environment_factory=COUNTING))
-    yield started
-    started.close()
 
 
 @pytest.mark.slow

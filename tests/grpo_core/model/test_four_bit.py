@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from peft import PeftModel
 
 from grpo_core.config.files import parse_config
@@ -29,10 +30,6 @@ from grpo_core.planning.adapter import check_adapter
 from grpo_core.planning.memory import frozen_bytes
 from grpo_core.planning.shapes import load_shape
 from tests.conftest import config_values, make_model, make_tokenizer
-
-pytest.importorskip("bitsandbytes")
-
-from bitsandbytes.functional import dequantize_4bit
 
 IDS = torch.arange(10)[None].repeat(2, 1)
 SEQUENCES = Sequences(IDS, torch.tensor([4, 4]), torch.tensor([6, 5]), torch.tensor([0, 0]))

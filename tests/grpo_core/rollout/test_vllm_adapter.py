@@ -84,8 +84,6 @@ def test_a_server_follows_an_adapter_over_its_own_base_through_all_that_it_suffe
     tmp_path: Path, transfer: str, in_4bit: bool
 ) -> None:
     """Or over the weights that a base of 4 bits stands for."""
-    if in_4bit:
-        pytest.importorskip("bitsandbytes")
     model = make_model(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
     (port,) = free_ports(1)
     keys = {"use_peft": True, "lora_r": 5, "lora_alpha": 15, "use_rslora": True, "vllm_server_timeout": 600.0}

@@ -146,9 +146,7 @@ def adapt(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("in_4bit", [False, pytest.param(True, marks=pytest.mark.e2e)])
 def test_the_engine_follows_an_adapter_over_a_base_that_stays(tmp_path: Path, in_4bit: bool) -> None:
-    """Of a base of 4 bits, the engine has the weights that its codes stand for."""
-    if in_4bit:
-        pytest.importorskip("bitsandbytes")
+    """The engine has the weights that the codes of a 4-bit base stand for."""
     folder = make_model(
         tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=512, **PACKED
     )

@@ -47,6 +47,15 @@ def _logits(model: Any) -> torch.Tensor:
     return model(input_ids=IDS).logits
 
 
+def _continue_from_the_checkpoint(run: Path) -> None:
+    """A finished training that goes on from its checkpoint of step 2 ends as it did."""
+    whole = shutil.copytree(run, run.parent / "whole")
+    (run / "training" / "result.json").unlink()
+    assert train(run, run / "training")["resumed_at_step"] == 2
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert_same(run, whole)
+
+
 def _model(folder: Path, adapter: Path, **keys: Any) -> ModelConfig:
     return ModelConfig(name_or_path=str(folder), adapter=str(adapter), **KEYS | keys)
 
@@ -130,11 +139,7 @@ def test_embedding_and_head_are_trained_beside_an_adapter_and_continued_bit_for_
     adapted = PeftModel.from_pretrained(load_model(folder), run / "training" / "adapter")
     torch.testing.assert_close(_logits(adapted), _logits(trained), atol=1e-4, rtol=1e-4)
 
-    whole = shutil.copytree(run, tmp_path / "whole")
-    (run / "training" / "result.json").unlink()
-    assert train(run, run / "training")["resumed_at_step"] == 2
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert_same(run, whole)
+    _continue_from_the_checkpoint(run)
 
 
 def test_without_an_adapter_to_start_from_the_reference_is_the_base(model_folder: Path, tmp_path: Path) -> None:
@@ -190,7 +195,6 @@ def test_an_adapter_of_another_kind_is_refused(
 def test_a_training_over_4_bits_samples_what_it_trains_and_is_continued_bit_for_bit(
     tmp_path: Path, precision: str
 ) -> None:
-    pytest.importorskip("bitsandbytes")
     folder = make_model(tmp_path / "model")
     keys = {"load_in_4bit": True, "beta": 0.1, "save_steps": 2, "mixed_precision": precision, **KEYS}
     run = make_run(tmp_path / "run", config_values(folder, tmp_path, **keys))
@@ -204,11 +208,7 @@ def test_a_training_over_4_bits_samples_what_it_trains_and_is_continued_bit_for_
     trained = load_model(run / "training" / "model")
     torch.testing.assert_close(_logits(adapted), _logits(trained), atol=1e-4, rtol=1e-4)
 
-    whole = shutil.copytree(run, tmp_path / "whole")
-    (run / "training" / "result.json").unlink()
-    assert train(run, run / "training")["resumed_at_step"] == 2
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert_same(run, whole)
+    _continue_from_the_checkpoint(run)
 
 
 @pytest.mark.slow
@@ -234,8 +234,4 @@ def test_an_adapter_of_a_mixture_of_experts_is_trained_saved_and_continued_bit_f
     found = _logits(load_model(run / "training" / "model"))
     torch.testing.assert_close(_logits(adapted), found, atol=1e-4, rtol=1e-4)
 
-    whole = shutil.copytree(run, tmp_path / "whole")
-    (run / "training" / "result.json").unlink()
-    assert train(run, run / "training")["resumed_at_step"] == 2
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert_same(run, whole)
+    _continue_from_the_checkpoint(run)

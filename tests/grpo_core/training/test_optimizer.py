@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -14,14 +15,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from transformers import get_scheduler
 
 from grpo_core.config.files import parse_config
+from grpo_core.config.training import TrainConfig
 from grpo_core.distributed import sharing_processes, whole
 from grpo_core.fingerprint import determining
+from grpo_core.planning.plan import Plan
 from grpo_core.training import optimizer as optimizers
 from grpo_core.training.checkpoint import Checkpoints
 from grpo_core.training.loop import train
-from grpo_core.training.optimizer import AdamW8bit, make_optimizer
+from grpo_core.training.optimizer import AdamW8bit, learning_rate, make_optimizer
 from grpo_core.training.state import TrainingState
 from tests.conftest import config_values, with_keys
 from tests.grpo_core.training.several import WORLD, in_two_processes
@@ -201,3 +205,17 @@ def test_a_training_that_was_interrupted_goes_on_bit_for_bit_and_ends_near_that_
 
 def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return float(sum((one[name] - other[name]).square().sum() for name in one) ** 0.5)
+
+
+@pytest.mark.parametrize("kind", get_args(TrainConfig.model_fields["lr_scheduler_type"].annotation))
+@given(warmup=st.integers(0, 12), updates=st.integers(1, 12))
+def test_the_learning_rate_is_that_of_the_schedule_in_transformers(kind: str, warmup: int, updates: int) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    scheduler = get_scheduler(kind, optimizer, warmup, updates)
+    config = TrainConfig.model_construct(lr_scheduler_type=kind, learning_rate=0.3)
+    plan = cast(Plan, SimpleNamespace(warmup_steps=warmup, max_steps=updates))
+    for done in range(updates):
+        (expected,) = scheduler.get_last_lr()
+        assert learning_rate(config, plan, done) == expected
+        optimizer.step()
+        scheduler.step()
