@@ -29,6 +29,14 @@ def test_the_interval_of_a_rate_is_wilson_s(right: int, of: int, low: float, hig
     assert (found.low, found.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 
 
+def test_the_interval_of_each_rate_is_scipy_s() -> None:
+    for of in (1, 2, 9, 40):
+        for right in range(of + 1):
+            exact = stats.binomtest(right, of).proportion_ci(0.9, method="wilson")
+            found = estimate([1.0] * right + [0.0] * (of - right), 0.9, SHARE)
+            assert (found.low, found.high) == (pytest.approx(exact.low), pytest.approx(exact.high))
+
+
 def _pairs(wins: int, losses: int, same: int) -> tuple[list[float], list[float]]:
     """Outcomes before and after; where both are the same, both are right."""
     return [0.0] * wins + [1.0] * (losses + same), [1.0] * wins + [0.0] * losses + [1.0] * same
