@@ -321,6 +321,7 @@ def test_an_impossible_plan_is_refused_with_fixes(storage: Path, inputs: Path) -
     assert not (storage / "runs" / "bad-plan" / "training").exists()
 
 
+@pytest.mark.e2e
 def test_a_reward_that_raises_fails_train_by_name_and_keeps_its_checkpoints(
     storage: Path, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -291,7 +291,7 @@ def test_a_stage_starts_two_servers_samples_ahead_survives_the_death_of_one_and_
 ) -> None:
     (tmp_path / "deadly.py").write_text(DEADLY)
     model = make_model(tmp_path / "model", tie_word_embeddings=True, initializer_range=0.1, **PACKED)
-    values = config_values(model, tmp_path, engine="vllm-server", vllm_num_servers=2, max_staleness=1, max_steps=6)
+    values = config_values(model, tmp_path, engine="vllm-server", vllm_num_servers=2, max_staleness=4, max_steps=6)
     values["rewards"] = [{"function": "deadly:parity"}]
     values["rollout"] |= {"vllm_server_timeout": 600.0}
     run = make_run(tmp_path / "run", values)

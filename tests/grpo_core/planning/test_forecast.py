@@ -48,13 +48,16 @@ def _plan(config: RunConfig, num_prompts: int = 1000) -> Plan:
 @pytest.mark.parametrize(
     ("prompt", "completion", "sizes", "keys"),
     [
-        (50, 100, {}, {}),
-        (100, 8, {"num_hidden_layers": 12}, {}),
-        (10, 100, {"vocab_size": 20_000}, {}),
-        (50, 100, {}, {"mixed_precision": "bf16"}),
-        (100, 8, {"num_hidden_layers": 12}, {"gradient_checkpointing": True}),
+        pytest.param(50, 100, {}, {}, id="ordinary"),
+        pytest.param(100, 8, {"num_hidden_layers": 12}, {}, id="long prompts", marks=pytest.mark.e2e),
+        pytest.param(10, 100, {"vocab_size": 20_000}, {}, id="large vocabulary"),
+        pytest.param(50, 100, {}, {"mixed_precision": "bf16"}, id="bf16"),
+        pytest.param(
+            *(100, 8, {"num_hidden_layers": 12}, {"gradient_checkpointing": True}),
+            id="recomputing",
+            marks=pytest.mark.e2e,
+        ),
     ],
-    ids=["ordinary", "long prompts", "large vocabulary", "bf16", "recomputing"],
 )
 def test_forecast_memory_is_what_torch_counts_at_the_peak(
     prompt: int, completion: int, sizes: dict[str, int], keys: dict[str, Any]

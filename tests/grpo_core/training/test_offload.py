@@ -85,7 +85,10 @@ def _check_rest(gpu: Gpu, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    "keys",
+    [pytest.param(KINDS[kind], id=kind, marks=[pytest.mark.e2e] * ("LoRA" in kind)) for kind in KINDS],
+)
 def test_moments_are_on_the_gpu_one_parameter_at_a_time_and_weights_are_those_without_offload(
     smooth_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:

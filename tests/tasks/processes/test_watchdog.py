@@ -238,13 +238,16 @@ def _given(machines: list[Machine]) -> Iterator[list[Machine]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("ranks", "how", "said"),
     [
-        ("wait", "in sampling at PLACE"),
-        ("stop", r"in sampling at PLACE, and is stopped \(SIGSTOP\)"),
-        ("hold", "in reward 'strict' at PLACE"),
+        pytest.param(ranks, how, said, id=f"{how}-{ranks}", marks=[pytest.mark.e2e] * (ranks != tried))
+        for how, said, tried in [
+            ("wait", "in sampling at PLACE", 1),
+            ("stop", r"in sampling at PLACE, and is stopped \(SIGSTOP\)", 2),
+            ("hold", "in reward 'strict' at PLACE", 1),
+        ]
+        for ranks in (1, 2)
     ],
 )
 def test_what_stands_still_is_named_and_every_process_writes_its_stacks(
