@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
 from contextlib import suppress
@@ -17,6 +18,17 @@ KILL_SECONDS = 10.0  # within which a process dies of SIGKILL, unless it sleeps 
 def adopt_orphans() -> None:
     """Make this process the parent of every descendant whose own parent dies. Not inherited by forked processes."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap_orphans(own: int) -> None:
+    """Wait for each child that has ended, except `own`, for which somebody else waits.
+
+    To be called at each SIGCHLD by what adopts orphans and lives long: every run of the sandbox leaves one, and no
+    process can be started once the machine's process ids, or those of a container, are spent.
+    """
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != own:
+            os.waitpid(ended.si_pid, 0)
 
 
 def kill_descendants() -> list[int]:

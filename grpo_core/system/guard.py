@@ -12,7 +12,7 @@ import subprocess
 import sys
 import typing
 
-from grpo_core.system.descendants import adopt_orphans, kill_descendants
+from grpo_core.system.descendants import adopt_orphans, kill_descendants, reap_orphans
 
 PR_SET_PDEATHSIG = 1
 END_SECONDS = 15.0  # for a process to end: a little longer than the guard tries
@@ -67,6 +67,7 @@ def die_with_parent() -> None:
 def _guard(child: int) -> typing.NoReturn:
     """Wait until the child, the asking process or standard input ends. Then end what the child has left, and end as it
     has ended."""
+    signal.signal(signal.SIGCHLD, lambda *_: reap_orphans(child))
     waiting = select.poll()
     # The asking process may have forked: then standard input stays open after its end.
     for end in (0, os.pidfd_open(os.getppid()), os.pidfd_open(child)):

@@ -29,7 +29,13 @@ from contextlib import suppress
 
 import psutil
 
-from grpo_core.system.descendants import POLL_SECONDS, adopt_orphans, kill_descendants, running_descendants
+from grpo_core.system.descendants import (
+    POLL_SECONDS,
+    adopt_orphans,
+    kill_descendants,
+    reap_orphans,
+    running_descendants,
+)
 from tasks.processes.stacks import write_stacks_when_asked
 
 
@@ -73,6 +79,7 @@ async def supervise(
     for pipe in pipes:
         loop.add_reader(pipe, stop_at_end, pipe)
     child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
+    loop.add_signal_handler(signal.SIGCHLD, reap_orphans, child.pid)
     exited = asyncio.create_task(child.wait())
     stopped = asyncio.create_task(told_to_stop.wait())
     try:

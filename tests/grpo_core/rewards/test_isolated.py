@@ -9,7 +9,8 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,16 @@ def declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., R
 
 def _pids(output: str) -> list[int]:
     return [int(pid) for line in output.splitlines() if line.startswith("pids ") for pid in line.split()[1:]]
+
+
+def _forgotten(pids: Sequence[int]) -> bool:
+    """Whether these have not only ended, but left the table of processes."""
+    deadline = time.monotonic() + 15
+    while left := any(map(psutil.pid_exists, pids)):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return not left
 
 
 def _gone(pids: list[int]) -> bool:
@@ -122,6 +133,14 @@ score([reward], Batch([{"prompt": ""}], ["b"], [[1]]))
         assert _gone(pids)
     finally:
         os.kill(fork, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_processes_that_a_function_leaves_are_forgotten_while_it_lives(declared: Callable[..., RewardConfig]) -> None:
+    reward = resolve(declared("leaves_orphans"))
+    ((*pids,),) = score([reward], BATCH)
+    assert _forgotten([int(pid) for pid in pids])
+    assert len(score([reward], BATCH)[0]) == len(BATCH.completions)
 
 
 @pytest.mark.slow

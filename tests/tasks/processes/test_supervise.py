@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -38,12 +39,15 @@ def _gone(pids: list[int]) -> bool:
 
 
 def _start_tree(
-    patch: str = "", stdin: int | socket.socket = subprocess.PIPE, options: Sequence[str] = (GRACE,)
+    patch: str = "",
+    stdin: int | socket.socket = subprocess.PIPE,
+    options: Sequence[str] = (GRACE,),
+    command: str = TREE,
 ) -> tuple[subprocess.Popen[str], list[int]]:
     """Under `tasks.processes.supervise`, in which `patch` is run first; and the ids of the tree's processes."""
     code = f"from tasks.processes import supervise\n{patch}\nsupervise.main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *options, sys.executable, "-c", TREE],
+        [sys.executable, "-c", code, *options, sys.executable, "-c", command],
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -51,6 +55,33 @@ def _start_tree(
     )
     assert process.stdout is not None
     return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+# Leaves processes whose parents have ended, as each run of the sandbox does; then says their ids.
+ORPHANS = """
+import os, time
+for _ in range(3):
+    if middle := os.fork():
+        os.waitpid(middle, 0)
+        continue
+    if orphan := os.fork():
+        print(orphan, end=" ", flush=True)
+    os._exit(0)
+print(flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_orphans_that_have_ended_are_forgotten_while_the_command_runs() -> None:
+    process, orphans = _start_tree(command=ORPHANS)
+    deadline = time.monotonic() + 15
+    while any(map(psutil.pid_exists, orphans)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = [pid for pid in orphans if psutil.pid_exists(pid)]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    assert len(orphans) == 3 and not left
 
 
 @pytest.mark.slow
