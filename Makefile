@@ -97,6 +97,7 @@ check: setup ## lint, format, types, layers and declared dependencies
 
 lint:
 	$(BIN)/ruff check .
+	! git grep -InE '^(<<<<<<<|>>>>>>>) '  # what a merge has left
 
 formatted:
 	$(BIN)/ruff format --check .
