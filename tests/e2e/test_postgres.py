@@ -29,9 +29,8 @@ import pytest
 from mlflow import MlflowClient, set_tracking_uri
 
 from grpo_core.config.files import load_config
-from tasks.rendering.visible import shortened
 from tasks.stages import table
-from tasks.tracking.traces import send_rest_of_rollouts
+from tasks.tracking.traces import preview, send_rest_of_rollouts
 from tests.conftest import make_model, write_sums
 from tests.e2e.traced import assert_traced, traces_of
 from tests.made_up import sampled, write_sampled
@@ -169,14 +168,15 @@ def test_traces_are_in_the_database_once_and_hostile_texts_too(
     assert [trace.to_dict() for trace in traces_of(tracked)] == once
     info = MlflowClient().create_run(tracked["experiment_id"]).info
     hostile = {"run_id": info.run_id, "experiment_id": tracked["experiment_id"]}
+    texts = [*EVIL, "\x1b" * 900]  # each is written as four characters
     batches = [
         [sampled(1, row, {"numeric_match": 0.0}, prompt=text, completion=text) for _ in range(2)]
-        for row, text in enumerate(EVIL)
+        for row, text in enumerate(texts)
     ]
     write_sampled(tmp_path, batches, 2)
     send_rest_of_rollouts(hostile, tmp_path, config, logging.getLogger())
     found = {trace.info.tags["row"]: trace.info for trace in traces_of(hostile)}
-    assert [found[str(row)].response_preview for row in range(len(EVIL))] == [shortened(it, 1000) for it in EVIL]
+    assert [found[str(row)].response_preview for row in range(len(texts))] == [preview(it) for it in texts]
     set_tracking_uri(None)
 
 
