@@ -47,11 +47,19 @@ def ask(outcome: Outcome) -> Approval:
 
 
 def _question(outcome: Outcome) -> str:
-    heads = ["change", "prompt", "was", "is"]
-    rows = [[figures.number(it.gain), it.prompt, it.rival, it.candidate] for it in outcome.changes]
-    asked = f"Make {outcome.model} version {outcome.version} the champion?"
-    shown = ["The samples that changed most, the worst first:", table([heads, *rows])] if rows else []
-    return "\n\n".join([_markdown(asked, outcome), *shown]) + "\n"
+    """What a person is asked, as Markdown. Prefect's dialog is narrow, and shrinks tables until nothing is seen."""
+    asked = f"# Make {escape(outcome.model)} version {outcome.version} the champion?"
+    guards = outcome.verdict.comparisons[1:] if outcome.verdict else ()
+    held = (f"{it.set} {it.metric} {figures.amount(it.metric, it.candidate)}: {it.rule}" for it in guards)
+    parts = [asked, escape(outcome.reason), *(escape(line) for line in held)]
+    lost = [it for it in outcome.changes if it.gain < 0]
+    won = [it for it in outcome.changes if it.gain > 0]
+    for title, some in (("What it lost most", lost), ("What it won most", won)):
+        parts += [f"## {title}"] if some else []
+        for it in some:
+            parts += [f"**{figures.number(it.gain)}** {escape(it.prompt)}"]
+            parts += [f"**was** {escape(it.rival)}", f"**is** {escape(it.candidate)}"]
+    return "\n\n".join(parts) + "\n"
 
 
 @task(name="rollback")

@@ -78,16 +78,6 @@ class Set:
     def run(self, *command: str) -> None:
         run([sys.executable, *command], PROJECT, self.environment)
 
-    def events(self, *names: str) -> dict[str, dict[str, Any]]:
-        """Resource and payload of each of these events, once Prefect has them all."""
-        deadline, found = time.monotonic() + START_SECONDS, {}
-        while len(found) < len(names) and time.monotonic() < deadline:
-            answer = self.prefect.api.post("/events/filter", json={"filter": {"event": {"name": list(names)}}})
-            listed = answer.raise_for_status().json()["events"]
-            found = {it["event"]: {**it["payload"], "resource": it["resource"]} for it in listed}
-            time.sleep(0.2)
-        return found
-
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Set]:
@@ -153,7 +143,7 @@ def test_a_completed_run_is_announced_with_its_figures_and_its_version_by_mlflow
     report = json.loads((listening.prefect.storage / "runs/announced/evaluation/report.json").read_text())
     metric = report["deciding_metric"]
     own = report["sets"]["held-out"]["policies"]["trained"][metric]
-    events = listening.events("grpo.training.completed", "grpo.run.completed")
+    events = listening.prefect.events("grpo.training.completed", "grpo.run.completed")
     training, ended = (events[f"grpo.{kind}.completed"] for kind in ("training", "run"))
     assert (training["run"], training["updates"], training["planned_updates"]) == ("announced", 2, 2)
     assert ended["metric"] == metric
@@ -180,7 +170,7 @@ def _of_mlflow(servers: Set, last: dict[str, str]) -> list[Call]:
 def test_a_failed_run_and_one_ended_by_ctrl_c_are_announced(listening: Set) -> None:
     listening.run("-c", REFUSED)
     listening.run("-c", INTERRUPTED)
-    events = listening.events("grpo.run.failed", "grpo.run.cancelled")
+    events = listening.prefect.events("grpo.run.failed", "grpo.run.cancelled")
     assert "preset = 'none': neither a preset" in events["grpo.run.failed"]["reason"]
     assert events["grpo.run.cancelled"]["resource"]["prefect.resource.id"] == "grpo.run.ctrl-c"
     assert events["grpo.run.cancelled"]["reason"] == "interrupted; run the same again to go on"
@@ -192,7 +182,7 @@ def test_a_new_champion_is_announced_and_starts_a_deployment(listening: Set) -> 
     listening.run("-c", PROMOTED)
     said = listening.calls["/prefect"].get(timeout=SECONDS).said["text"]
     assert said.startswith('the "sums" version 1 is champion (promoted): accuracy on held-out 100.0% against')
-    event = listening.events("grpo.promoted")["grpo.promoted"]
+    event = listening.prefect.events("grpo.promoted")["grpo.promoted"]
     assert (event["decision"], event["against"], event["value"], event["rival"]) == ("promoted", "base", 1.0, 0.0)
     deadline = time.monotonic() + START_SECONDS
     of_flow = {"flows": {"name": {"any_": [FLOW]}}}
