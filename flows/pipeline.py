@@ -25,6 +25,7 @@ from grpo_core.config.run import RunConfig
 from tasks.promotion import ask, promote
 from tasks.registry.approval import WAITING
 from tasks.registry.champion import is_decided
+from tasks.reports.events import announce_run
 from tasks.stages.attempts import keep_retry
 from tasks.stages.condition import conditions
 from tasks.stages.endings import plain
@@ -55,7 +56,10 @@ OPTIONS: dict[str, Any] = {
     "name": "pipeline",
     "description": DESCRIPTION,
     "validate_parameters": False,  # done by `resolve`, which names the nearest key
-    "on_crashed": [keep_retry],
+    "on_completion": [announce_run],
+    "on_failure": [announce_run],
+    "on_cancellation": [announce_run],
+    "on_crashed": [keep_retry, announce_run],
 }
 
 

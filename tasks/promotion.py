@@ -7,20 +7,20 @@ from typing import Any
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
-from prefect.events import emit_event
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
 from prefect.states import Completed
 
 from tasks.registry import champion
-from tasks.registry.approval import WAITING, Approval
+from tasks.registry.approval import REJECTED, WAITING, Approval
 from tasks.registry.champion import Outcome
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape, table
-from tasks.tracking.runs import answering
+from tasks.reports.events import announce
+from tasks.tracking.runs import answering, version_address
 
-PROMOTED = "grpo.promoted"
-ASKED = "grpo.waiting-for-approval"
+EVENTS = {"promoted": "grpo.promoted", "forced": "grpo.promoted", WAITING: "grpo.waiting-for-approval"}
+EVENTS |= {"refused": "grpo.refused", REJECTED: "grpo.rejected"}  # by what was decided; nothing of "unchanged"
 ROLLED_BACK = "grpo.rolled-back"
 
 
@@ -33,13 +33,8 @@ def promote(
     get_run_logger().info("%s version %s: %s: %s", model, outcome.version, outcome.decision, outcome.reason)
     headline = f"{model} version {outcome.version}: {outcome.decision}"
     create_markdown_artifact(key="promotion", markdown=_markdown(headline, outcome), description=escape(headline))
-    if outcome.decision in ("promoted", "forced"):
-        text = f"{model} version {outcome.version} is champion ({outcome.decision}): {outcome.reason}"
-        _announce(PROMOTED, model, outcome.version, text)
-    if outcome.decision == WAITING:
-        _announce(
-            ASKED, model, outcome.version, f"{model} version {outcome.version} waits for approval: {outcome.reason}"
-        )
+    if event := EVENTS.get(outcome.decision):
+        announce(event, "model", model, _payload(outcome, approval))
     return answer(outcome)
 
 
@@ -52,11 +47,19 @@ def ask(outcome: Outcome) -> Approval:
 
 
 def _question(outcome: Outcome) -> str:
-    heads = ["change", "prompt", "was", "is"]
-    rows = [[figures.number(it.gain), it.prompt, it.rival, it.candidate] for it in outcome.changes]
-    asked = f"Make {outcome.model} version {outcome.version} the champion?"
-    shown = ["The samples that changed most, the worst first:", table([heads, *rows])] if rows else []
-    return "\n\n".join([_markdown(asked, outcome), *shown]) + "\n"
+    """What a person is asked, as Markdown. Prefect's dialog is narrow, and shrinks tables until nothing is seen."""
+    asked = f"# Make {escape(outcome.model)} version {outcome.version} the champion?"
+    guards = outcome.verdict.comparisons[1:] if outcome.verdict else ()
+    held = (f"{it.set} {it.metric} {figures.amount(it.metric, it.candidate)}: {it.rule}" for it in guards)
+    parts = [asked, escape(outcome.reason), *(escape(line) for line in held)]
+    lost = [it for it in outcome.changes if it.gain < 0]
+    won = [it for it in outcome.changes if it.gain > 0]
+    for title, some in (("What it lost most", lost), ("What it won most", won)):
+        parts += [f"## {title}"] if some else []
+        for it in some:
+            parts += [f"**{figures.number(it.gain)}** {escape(it.prompt)}"]
+            parts += [f"**was** {escape(it.rival)}", f"**is** {escape(it.candidate)}"]
+    return "\n\n".join(parts) + "\n"
 
 
 @task(name="rollback")
@@ -65,7 +68,8 @@ def rollback(model: str) -> State[str]:
         left, version = champion.rollback(model)
     text = champion.describe_rollback(model, left, version)
     get_run_logger().info(text)
-    _announce(ROLLED_BACK, model, version, text)
+    payload = {"model": model, "version": version, "left": left, "text": text}
+    announce(ROLLED_BACK, "model", model, {**payload, "version_url": version_address(model, version)})
     return Completed(message=text, data=text)
 
 
@@ -74,10 +78,30 @@ def answer(outcome: Outcome) -> State[Outcome]:
     return Completed(name=outcome.decision.capitalize(), message=outcome.reason, data=outcome)
 
 
-def _announce(event: str, model: str, version: str, text: str) -> None:
-    """Emit an event that automations can listen for."""
-    resource = {"prefect.resource.id": f"grpo.model.{model}", "prefect.resource.name": model}
-    emit_event(event, resource, payload={"model": model, "version": version, "text": text})
+def _payload(outcome: Outcome, approval: Approval | None) -> dict[str, Any]:
+    """The payload of a promotion's event."""
+    model, version = outcome.model, outcome.version
+    said = {
+        WAITING: "waits for approval",
+        "promoted": "is champion (promoted)",
+        "forced": "is champion (forced)",
+    }.get(outcome.decision, f"is {outcome.decision}")
+    payload: dict[str, Any] = {
+        "model": model,
+        "version": version,
+        "decision": outcome.decision,
+        "against": outcome.against,
+        "reason": outcome.reason,
+        "text": f"{model} version {version} {said}: {outcome.reason}",
+        "version_url": version_address(model, version),
+        **({"by": approval.by, "words": approval.words} if approval else {}),
+    }
+    if outcome.verdict and outcome.verdict.comparisons:
+        first = outcome.verdict.comparisons[0]
+        gain = first.difference
+        payload |= {"metric": first.metric, "value": first.candidate, "rival": first.rival, "gain": gain.mean}
+        payload |= {"gain_low": gain.low, "gain_high": gain.high, "p_value": gain.p_value}
+    return payload
 
 
 def _markdown(headline: str, outcome: Outcome) -> str:

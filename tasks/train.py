@@ -21,6 +21,7 @@ from tasks.processes.launch import RETURN_SECONDS, launch
 from tasks.processes.run import ProcessError, TakenError
 from tasks.processes.slots import gpus
 from tasks.processes.vllm_servers import servers
+from tasks.reports.events import announce_training
 from tasks.stages.condition import saved_updates
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json
@@ -34,7 +35,14 @@ from tasks.tracking.traces import tracing
 
 @task(name="train")
 def train(run: Path, config: RunConfig, force: bool = False) -> State[None]:
-    return run_stage(TRAIN, run, config, _work, force)
+    try:
+        state = run_stage(TRAIN, run, config, _work, force)
+    except Exception as error:
+        announce_training(run, config, "failed", str(error))
+        raise
+    if state.name != "Skipped":
+        announce_training(run, config, "completed" if state.is_completed() else "stopped", state.message or "")
+    return state
 
 
 def _work(context: Context) -> dict[str, Any]:

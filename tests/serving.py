@@ -98,6 +98,16 @@ class Served:
             time.sleep(0.2)
         raise TimeoutError(f"flow run {run_id} is {run['state']}\n{self.messages(run_id)}")
 
+    def events(self, *names: str) -> dict[str, dict[str, Any]]:
+        """Payload of each of these events, with its `resource`, as soon as all have arrived."""
+        deadline, found = time.monotonic() + START_SECONDS, dict[str, dict[str, Any]]()
+        while len(found) < len(names) and time.monotonic() < deadline:
+            answer = self.api.post("/events/filter", json={"filter": {"event": {"name": list(names)}}})
+            listed = answer.raise_for_status().json()["events"]
+            found = {it["event"]: {**it["payload"], "resource": it["resource"]} for it in listed}
+            time.sleep(0.2)
+        return found
+
     def tasks(self, run_id: str, count: int) -> list[tuple[str, str]]:
         """(task, state) in the order in which they began, as soon as `count` have ended: the server writes them down
         some time after the flow run's own state."""

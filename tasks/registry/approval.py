@@ -13,6 +13,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
 from grpo_core.evaluation.outcomes import deciding_metric, outcomes
 from tasks.registry.gate import Contestant
+from tasks.rendering.visible import shortened
 
 WAITING, REJECTED = "waiting", "rejected"
 BY, WORDS = "promotion.by", "promotion.words"
@@ -72,14 +73,14 @@ def largest_changes(config: RunConfig, candidate: Contestant, rival: Contestant)
     lost = [row for row in np.argsort(gains, kind="stable") if gains[row] < 0][:SHOWN]
     won = [row for row in np.argsort(-gains, kind="stable") if gains[row] > 0][:SHOWN]
     return tuple(
-        Change(_text(first["prompt"][int(row)]), _short(said_before[row]), _short(said_after[row]), float(gains[row]))
+        Change(_text(first["prompt"][int(row)]), _shown(said_before[row]), _shown(said_after[row]), float(gains[row]))
         for row in (*lost, *won)
     )
 
 
 def _text(prompt: Any) -> str:
-    return _short("\n".join(f"{role}: {text}" if role else text for role, text in turns(prompt)))
+    return _shown("\n".join(f"{role}: {text}" if role else text for role, text in turns(prompt)))
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … {len(text) - LONGEST:,} more characters"
+def _shown(text: str) -> str:
+    return shortened(text, LONGEST)

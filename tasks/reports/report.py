@@ -75,7 +75,7 @@ def report_page(record: Record, seconds: float, keys: Mapping[str, str], mlflow_
 def headline(evaluation: Mapping[str, Any], metric: str) -> Verdict:
     """Whether the trained policy is better than the champion, or where there is none than the base: with its figures,
     on the held-out prompts."""
-    found, rival = evaluation["sets"][HELD_OUT], _rival(evaluation)
+    found, rival = evaluation["sets"][HELD_OUT], rival_of(evaluation)
     gain = found["differences"][rival][metric]
     sentence = figures.verdict(metric, gain, _title(evaluation, rival))
     sentence = f"{sentence[0].upper()}{sentence[1:]}"
@@ -95,7 +95,8 @@ def headline(evaluation: Mapping[str, Any], metric: str) -> Verdict:
     )
 
 
-def _rival(evaluation: Mapping[str, Any]) -> str:
+def rival_of(evaluation: Mapping[str, Any]) -> str:
+    """The policy that the trained one has to beat: the champion, or where there is none the base."""
     return "champion" if evaluation["champion"] else "base"
 
 
@@ -104,7 +105,7 @@ def _title(evaluation: Mapping[str, Any], policy: str) -> str:
 
 
 def _tiles(evaluation: Mapping[str, Any], metric: str) -> list[Tile]:
-    found, rival = evaluation["sets"][HELD_OUT], _rival(evaluation)
+    found, rival = evaluation["sets"][HELD_OUT], rival_of(evaluation)
     estimates = {policy: found["policies"][policy][metric] for policy in evaluation["policies"]}
     gain = found["differences"][rival][metric]
     return [
@@ -140,7 +141,7 @@ def _set_tables(evaluation: Mapping[str, Any], name: str, headlined: str) -> Ite
     found, policies = evaluation["sets"][name], evaluation["policies"]
     rivals = list(found["differences"])
     head = ["", *policies, *(f"trained − {rival}" for rival in rivals)]
-    head += [f"probability better than {_rival(evaluation)}", "gain detectable from"]
+    head += [f"probability better than {rival_of(evaluation)}", "gain detectable from"]
 
     def cells(metric: str, figures_of: Mapping[str, Any], differences: Mapping[str, Any]) -> Iterator[Any]:
         for policy in policies:
@@ -149,7 +150,7 @@ def _set_tables(evaluation: Mapping[str, Any], name: str, headlined: str) -> Ite
         for rival in rivals:
             value = differences[rival].get(metric)
             yield (figures.gain(metric, value), figures.interval(metric, value)) if value else ""
-        against = differences[_rival(evaluation)].get(metric)
+        against = differences[rival_of(evaluation)].get(metric)
         judged = against and evaluated_metric(metric).more_is_better
         yield figures.probability(against["probability_better"]) if judged else ""
         yield figures.detectable(metric, against) if judged else ""

@@ -16,10 +16,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
-from prefect import get_run_logger
-from prefect.context import TagsContext
+from prefect import Flow, get_run_logger
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.context import FlowRunContext, TagsContext
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.runtime import deployment
 from prefect.states import Cancelled
@@ -71,10 +72,23 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
                 raise Abort("the state of this flow run is set already")
             get_run_logger().info("%s", interrupted)
             raise interrupted.signal
-        return cast(R, Cancelled(message=str(interrupted), data=interrupted))
+        cancelled = Cancelled(message=str(interrupted), data=interrupted)
+        context = FlowRunContext.get()
+        if context and context.flow and context.flow_run:
+            _call_hooks(context.flow, context.flow_run, cancelled)
+        return cast(R, cancelled)
 
     told.__signature__ = inspect.signature(work, eval_str=True)  # type: ignore[attr-defined]
     return told
+
+
+def _call_hooks(flow: Flow[..., Any], flow_run: FlowRun, cancelled: State) -> None:
+    """Call the flow's hooks for a cancellation. Prefect does so only for a run that it has cancelled itself."""
+    for hook in flow.on_cancellation_hooks or []:
+        try:
+            hook(flow, flow_run, cancelled)
+        except Exception as error:  # as Prefect has it: the run is cancelled all the same
+            get_run_logger().warning("%s failed: %s", hook, error)
 
 
 def _leave() -> None:

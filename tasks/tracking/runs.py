@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import quote
 
 import mlflow
 from mlflow.entities import Dataset, DatasetInput, InputTag, Param
@@ -314,15 +315,24 @@ def results_address(tracked: Mapping[str, Any]) -> str:
 
 
 def experiment_address(tracked: Mapping[str, Any]) -> str:
-    """Address of a run's experiment in a browser; if MLflow is a SQLite file, it works while `grpo up` serves it."""
-    root = tracking_uri().rstrip("/") if _is_served() else os.environ.get(SERVED_AT, "http://127.0.0.1:5000")
-    return f"{root}/#/experiments/{tracked['experiment_id']}"
+    """Address of a run's experiment in a browser."""
+    return f"{_root()}/#/experiments/{tracked['experiment_id']}"
+
+
+def version_address(name: str, version: str) -> str:
+    """Address of a model version in a browser."""
+    return f"{_root()}/#/models/{quote(name, safe='')}/versions/{version}"
 
 
 def run_page(training: Path) -> str:
     """The address as a Markdown link."""
     address = run_address(training)
     return f"[{address}]({address})" + ("" if _is_served() else " (while `grpo up` runs)")
+
+
+def _root() -> str:
+    """Address of MLflow's pages; if MLflow is a SQLite file, it works while `grpo up` serves it."""
+    return tracking_uri().rstrip("/") if _is_served() else os.environ.get(SERVED_AT, "http://127.0.0.1:5000")
 
 
 def _is_served() -> bool:

@@ -44,7 +44,7 @@ from tasks.tracking.sending import CANCELLED_SECONDS, LAST_SECONDS
 
 TRACED_FILE = "mlflow_traced"  # in a training's folder: when the newest generation batch that MLflow took was written
 LONGEST_TEXT = 50_000  # characters of a message
-LONGEST_PREVIEW = 1000  # characters of prompt and completion in the table of traces
+LONGEST_PREVIEW = 1000  # characters of prompt and completion in the table of traces: PostgreSQL refuses more
 LONGEST_TAG = 250
 TRACES_PER_REQUEST = 25
 SECONDS_BETWEEN_BATCHES = 2.0
@@ -75,8 +75,9 @@ class Told:
 
 @contextmanager
 def tracing(folder: Path, tracked: Mapping[str, Any], config: RunConfig, log: Any) -> Iterator[None]:
-    """While the body runs, send MLflow rollouts of each generation batch in `folder`, from a thread that takes SHARE of
-    the time; then the remaining ones, for a limited time. What is left then the next attempt sends, or register."""
+    """While the body runs, send MLflow rollouts of generation batches in `folder`, from a thread that takes SHARE of
+    the time; then those of at most MOST_AT_END of the batches that are left, for a limited time. If it is too short,
+    the next attempt sends the others, or register."""
     if not config.registry.traces_per_batch:
         yield
         return
@@ -258,12 +259,17 @@ def _info(it: Told, experiment_id: str) -> TraceInfo:
         trace_location=TraceLocation.from_experiment_id(experiment_id),
         request_time=it.time,
         state=TraceState.OK,
-        request_preview=shortened(asked, LONGEST_PREVIEW),
-        response_preview=shortened(turns(it.messages)[-1][1] if it.messages else "", LONGEST_PREVIEW),
+        request_preview=preview(asked),
+        response_preview=preview(turns(it.messages)[-1][1] if it.messages else ""),
         trace_metadata={name: value for name, value in metadata.items() if value},
         tags={TraceTagKey.TRACE_NAME: it.name, **{name: str(value)[:LONGEST_TAG] for name, value in it.tags.items()}},
         assessments=[*_assessments(it)],
     )
+
+
+def preview(text: str) -> str:
+    """The text as `shortened`, no longer than LONGEST_PREVIEW even where that writes more characters."""
+    return shortened(text, LONGEST_PREVIEW - 50)[:LONGEST_PREVIEW]
 
 
 def _assessments(it: Told) -> Iterator[Assessment]:

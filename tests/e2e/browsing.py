@@ -68,11 +68,11 @@ def wait_until(page: Page, state: str) -> None:
     expect(shown).to_have_text(state)
 
 
-def open_afresh(page: Page, run: str) -> None:
+def open_afresh(page: Page, run: str, state: re.Pattern[str] | str = FINAL) -> None:
     """Without what the page has drawn while the run went on: the time line leaves old labels."""
     page.goto("about:blank")
     page.goto(run)
-    page.get_by_text(FINAL).first.wait_for()
+    page.get_by_text(state).first.wait_for()
 
 
 def open_artifact(page: Page, run: str, key: str) -> None:

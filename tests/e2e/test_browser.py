@@ -243,6 +243,8 @@ def test_a_run_cancelled_in_the_browser_goes_on_where_it_was_when_it_is_retried_
     page.locator(".p-modal").get_by_role("button", name="Confirm").click()
     wait_until(page, "Cancelled")
     page.get_by_text(re.compile("told to stop")).first.wait_for()
+    announced = served.events("grpo.run.cancelled", "grpo.training.stopped")
+    assert [payload["run"] for payload in announced.values()] == ["quickstart", "quickstart"]
     page.get_by_role("button", name="Retry", exact=True).click()
     page.locator(".p-modal").get_by_role("button", name="Retry").click()
     page.get_by_text(FINAL).first.wait_for(state="detached")
@@ -262,13 +264,16 @@ def test_the_report_is_as_wide_as_the_screen_and_a_phone(served: Served, page: P
     page.set_viewport_size(TALL)
 
 
+def _grpo(served: Served, *arguments: str) -> None:
+    environment = {**os.environ, "GRPO_STORAGE": str(served.storage)}
+    subprocess.run([sys.executable, "-m", "flows.cli.main", *arguments], check=True, env=environment)
+
+
 def test_the_page_of_rollouts_colours_tokens_and_fits_the_screen_and_a_phone(
     served: Served, page: Page, picture: Picture, tmp_path: Path
 ) -> None:
     file = tmp_path / "rollouts.html"
-    environment = {**os.environ, "GRPO_STORAGE": str(served.storage)}
-    command = [sys.executable, "-m", "flows.cli.main", "rollouts", "quickstart", "--limit", "20", "--html", str(file)]
-    subprocess.run(command, check=True, env=environment)
+    _grpo(served, "rollouts", "quickstart", "--limit", "20", "--html", str(file))
     page.goto(file.as_uri())
     token = page.locator(".tokens i[class*=surprise]").first
     plain = token.evaluate("token => getComputedStyle(token).backgroundColor")
@@ -291,7 +296,16 @@ def test_a_stage_is_run_again_and_the_version_promoted(served: Served, page: Pag
 
     open_form(page, served, "promote", "model")
     fill(page, {"model": "arithmetic"})
+    choose(page, "changes.promotion.approval", "true")
     run = submit_and_open_the_run(page, served)
+    assert served.wait(id_of(run), "PAUSED")["state_name"] == "Suspended"
+    open_afresh(page, run, "Suspended")
+    page.get_by_role("button", name="Resume", exact=True).click()
+    page.get_by_text("Make arithmetic version 1 the champion?").wait_for()
+    picture("approval")
+    field(page, "Make it the champion").get_by_role("switch").click()
+    fill(page, {"Your name": "Ada", "Your reason": "right far more often, and no longer"})
+    page.locator(".p-modal").get_by_role("button", name="Submit").click()
     assert served.wait(id_of(run))["state_name"] == "Promoted"
     open_artifact(page, run, "promotion")
     page.get_by_text("arithmetic version 1: promoted").first.wait_for()
@@ -351,6 +365,16 @@ def test_a_run_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
     picture("mlflow-run")
     page.goto(f"{served.mlflow_url}/#/models/arithmetic/versions/2")
     page.get_by_text("candidate").first.wait_for()
+    page.get_by_role("link", name="read them").click()
+    page.get_by_text("vs_base").first.wait_for()
+    picture("version-traces")
+
+
+def test_two_runs_are_compared_on_a_page(served: Served, page: Page, picture: Picture, tmp_path: Path) -> None:
+    _grpo(served, "compare", "quickstart", "slower", "--html", str(tmp_path / "comparison.html"))
+    page.goto((tmp_path / "comparison.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= SHOWN["width"]
+    picture("comparison")
 
 
 def test_the_schedule_is_switched_on_and_off(served: Served, page: Page) -> None:

@@ -7,6 +7,7 @@ other ports, folders and passwords.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pwd
 import shutil
@@ -25,11 +26,16 @@ import boto3
 import httpx2
 import psycopg2
 import pytest
-from mlflow import set_tracking_uri
+from mlflow import MlflowClient, set_tracking_uri
 
+from grpo_core.config.files import load_config
 from tasks.stages import table
+from tasks.tracking.traces import preview, send_rest_of_rollouts
 from tests.conftest import make_model, write_sums
+from tests.e2e.traced import assert_traced, traces_of
+from tests.made_up import sampled, write_sampled
 from tests.serving import OFFERED, Served, free_ports, prefect_server
+from tests.tasks.reports.test_rollouts import EVIL
 
 pytestmark = pytest.mark.e2e
 
@@ -144,6 +150,34 @@ def test_the_registered_model_is_fetched_through_the_tracking_server(
     subprocess.run([sys.executable, "-c", fetch, str(tmp_path)], env=_environment(servers.worker), check=True)
     [weights] = tmp_path.rglob("model.safetensors")
     assert weights.read_bytes() == (registered / "training" / "model" / "model.safetensors").read_bytes()
+
+
+def test_traces_are_in_the_database_once_and_hostile_texts_too(
+    servers: Servers, registered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sent through the server by the workers' user; PostgreSQL takes no NUL in a text."""
+    for name, value in servers.worker.items():
+        monkeypatch.setenv(name, value)
+    set_tracking_uri(servers.mlflow_url)
+    assert_traced(registered)
+    tracked = json.loads((registered / "training" / "mlflow.json").read_text())
+    once = [trace.to_dict() for trace in traces_of(tracked)]
+    config = load_config(registered / "config.toml")
+    (registered / "training" / "mlflow_traced").unlink()
+    send_rest_of_rollouts(tracked, registered / "training", config, logging.getLogger())
+    assert [trace.to_dict() for trace in traces_of(tracked)] == once
+    info = MlflowClient().create_run(tracked["experiment_id"]).info
+    hostile = {"run_id": info.run_id, "experiment_id": tracked["experiment_id"]}
+    texts = [*EVIL, "\x1b" * 900]  # each is written as four characters
+    batches = [
+        [sampled(1, row, {"numeric_match": 0.0}, prompt=text, completion=text) for _ in range(2)]
+        for row, text in enumerate(texts)
+    ]
+    write_sampled(tmp_path, batches, 2)
+    send_rest_of_rollouts(hostile, tmp_path, config, logging.getLogger())
+    found = {trace.info.tags["row"]: trace.info for trace in traces_of(hostile)}
+    assert [found[str(row)].response_preview for row in range(len(texts))] == [preview(it) for it in texts]
+    set_tracking_uri(None)
 
 
 def test_any_number_of_promotions_and_rollbacks_fits_the_database(

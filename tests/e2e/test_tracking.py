@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 
 from grpo_core.config.files import load_config
 from tests.e2e.holding import FUNCTION, write_inputs
+from tests.e2e.traced import assert_traced
 from tests.serving import RUN_SECONDS, free_ports, kill_group, mlflow_server
 
 pytestmark = pytest.mark.e2e
@@ -112,6 +113,7 @@ def test_a_server_killed_in_mid_training_and_started_again_has_all_of_the_run(
         assert figures == _figures(run)
         assert tracked.info.status == "FINISHED"
         _assert_complete(run, tracked)
+        assert_traced(run)
 
 
 def _assert_complete(run: Path, tracked: Any) -> None:
@@ -165,12 +167,14 @@ def test_figures_of_a_server_that_stays_dead_are_sent_by_register_and_a_rerun_st
         first, figures = _tracked(run)
         assert figures == _figures(run)
         assert first.info.status == "FINISHED"
+        assert_traced(run)
         evaluate_run("dead", force=True)
         register_run("dead")
         again, figures = _tracked(run)
         assert again.info.run_id == first.info.run_id
         assert figures == _figures(run)
         assert json.loads((run / "registration.json").read_text())["version"] == "2"
+        assert_traced(run, versions=2)
 
 
 def test_a_run_without_a_server_is_refused_before_it_trains(inputs: Path, storage: Path, port: int) -> None:

@@ -6,13 +6,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from queue import Queue
-from typing import Any
 
 import httpx2
 import pytest
@@ -37,13 +33,6 @@ for command in json.loads(sys.argv[1]):
     except SystemExit as end:
         if end.code:
             raise
-"""
-
-PROMOTION = """
-from flows.promotion import promote
-from tests.evaluations import fixed_samples, register_version
-register_version('the "sums"', fixed_samples({"base": [0] * 9, "trained": [1] * 9}))
-promote('the "sums"')
 """
 
 # SIGTERM arrives while Prefect's runner is in the middle of a step of its own: when it looks for flow runs to start.
@@ -304,34 +293,3 @@ def test_serving_again_keeps_schedules_and_slots_as_their_user_left_them(server:
     server.api.patch("/v2/concurrency_limits/grpo-training", json={"limit": 4}).raise_for_status()
     assert serve_once() == [(False, "Europe/Berlin"), (True, "UTC")]
     assert server.get("/v2/concurrency_limits/grpo-training")["limit"] == 4
-
-
-@pytest.mark.e2e
-def test_a_failed_run_and_a_promotion_reach_a_webhook(server: Served) -> None:
-    heard: Queue[dict[str, Any]] = Queue()
-
-    class Listener(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            heard.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    listener = HTTPServer(("127.0.0.1", 0), Listener)
-    threading.Thread(target=listener.serve_forever, daemon=True).start()
-    environment = {**server.environment, "PYTHONPATH": str(PROJECT)}
-    try:
-        url = f"http://127.0.0.1:{listener.server_port}"
-        for command in (
-            ["examples/notifications/webhook.py", url],
-            ["-c", "from flows.pipeline import pipeline; pipeline('none', return_state=True)"],
-            ["-c", PROMOTION],
-        ):
-            subprocess.run([sys.executable, *command], cwd=PROJECT, env=environment, check=True, timeout=300)
-        messages = sorted(heard.get(timeout=120)["text"] for _ in range(2))
-    finally:
-        listener.shutdown()
-    assert messages[0].startswith("pipeline: run refused is Failed. http")
-    assert messages[1].startswith('the "sums" version 1 is champion (promoted): accuracy on held-out 100.0% against')

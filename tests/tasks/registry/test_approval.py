@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from typer.testing import CliRunner
 
 from flows.cli.main import app
 from grpo_core.config.files import parse_config
-from tasks.registry.approval import LONGEST, Approval, largest_changes
-from tasks.registry.champion import is_decided, promote, rollback
+from tasks.promotion import _question
+from tasks.registry.approval import LONGEST, Approval, Change, largest_changes
+from tasks.registry.champion import Outcome, is_decided, promote, rollback
 from tasks.registry.gate import Contestant
 from tests.evaluations import fixed_samples, promotion_config, register_version
 from tests.tasks.registry.champions import champion_of, history_of, tags_of
@@ -150,4 +152,18 @@ def test_a_person_sees_what_changed_most_with_what_was_said(seed: int) -> None:
         row = int(it.prompt.removeprefix("user: prompt "))
         assert it.gain == gains[row]
         assert it.candidate.startswith(f"trained {row} 0 x") and it.rival.startswith(f"base {row} 0 x")
-        assert len(it.candidate) < LONGEST + 30 and it.candidate.endswith("more characters")
+        assert len(it.candidate) < LONGEST + 40 and re.search(r" … [\d,]+ more characters … x+$", it.candidate)
+
+
+def test_the_question_is_free_of_tables_which_prefects_dialog_shrinks_to_nothing() -> None:
+    changes = (Change("lost <b>", "right", "wrong\n# head", -1.0), Change("won", "wrong", "right", 1.0))
+    shown = _question(Outcome("waiting", "sums", "4", "3", "better, p = 0.01", None, changes))
+    headings = [line for line in shown.splitlines() if line.startswith("#")]
+    assert headings == ["# Make sums version 4 the champion?", "## What it lost most", "## What it won most"]
+    assert "\n| " not in shown and "<b>" not in shown
+    assert (
+        shown.index("lost \\<b")
+        < shown.index("**is** wrong ⏎")
+        < shown.index("What it won")
+        < shown.index("**is** right")
+    )

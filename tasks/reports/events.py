@@ -1,0 +1,117 @@
+"""Events in Prefect that automations and other systems act on: how runs, trainings and promotions ended.
+
+docs/reference/events.md has them in one table. Payloads are flat and have no NaN: templates of automations name their
+keys, and JSON has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.events import emit_event
+from prefect.utilities.urls import url_for
+
+from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.run import RunConfig
+from tasks.rendering import figures
+from tasks.reports.cost import Cost, cost_of
+from tasks.reports.report import PAGE, headline, rival_of
+from tasks.stages.files import read_json
+from tasks.stages.run_directory import CONFIG, read_config, run_folder
+from tasks.stages.table import EVALUATE, REGISTER, TRAIN
+from tasks.tracking.runs import HARDWARE, RUN_FILE, run_address, version_address
+
+FAILURE = "Flow run encountered an exception: "  # what Prefect puts before the error
+
+
+def announce(event: str, kind: str, name: str, payload: Mapping[str, Any], related: Sequence[Any] = ()) -> None:
+    """Emit an event of the resource grpo.KIND.NAME. A server that does not answer is no error."""
+    resource = {"prefect.resource.id": f"grpo.{kind}.{name}", "prefect.resource.name": name}
+    emit_event(event, resource, related=[*related], payload={key: _plain(value) for key, value in payload.items()})
+
+
+def announce_run(flow: Any, flow_run: FlowRun, state: State) -> None:
+    """Hook of the pipeline: emit grpo.run.completed, failed, cancelled or crashed. A run that is scheduled again after
+    a crash has not ended."""
+    with get_client(sync_client=True) as client:
+        known = client.read_flow_run(flow_run.id)
+    if state.is_crashed() and known.state and known.state.is_scheduled():
+        return
+    ended = "cancelled" if state.is_cancelling() else state.type.value.lower()
+    run, reason = run_folder(known.name), (state.message or "").removeprefix(FAILURE)
+    payload: dict[str, Any] = {"run": run.name, "ended": ended, "reason": reason, "flow_run_url": url_for(known)}
+    payload["text"] = f"run {run.name} {ended}: {reason}"
+    if state.is_completed():
+        payload |= run_figures(run)
+    if (run / CONFIG).exists():
+        payload |= _addresses(run)
+    of_run = {"prefect.resource.id": f"prefect.flow-run.{known.id}", "prefect.resource.role": "flow-run"}
+    announce(f"grpo.run.{ended}", "run", run.name, payload, [{**of_run, "prefect.resource.name": run.name}])
+
+
+def announce_training(run: Path, config: RunConfig, ended: str, reason: str) -> None:
+    """Emit grpo.training.completed, failed or stopped (by a signal)."""
+    payload: dict[str, Any] = {"run": run.name, "ended": ended, "reason": reason}
+    payload["text"] = f"training of {run.name} {ended}: {reason}"
+    payload |= _addresses(run)
+    if ended == "completed":
+        result = TRAIN.read_receipt(run)
+        payload |= {name: result[name] for name in ("stopped_early_at_step", "best_step", "train_seconds")}
+        payload |= {"updates": result["counted"]["updates"], "planned_updates": result["planned"]["updates"]}
+        payload |= _cost(cost_of(config, _hardware(run), result, 0.0))
+    announce(f"grpo.training.{ended}", "run", run.name, payload)
+
+
+def run_figures(run: Path) -> dict[str, Any]:
+    """What came of a run whose stages are all done: verdict, figures on the held-out prompts, cost, model version."""
+    config, report = read_config(run), EVALUATE.read_receipt(run)
+    metric, rival = figures.metric_of(config, report), rival_of(report)
+    found, said = report["sets"][HELD_OUT], headline(report, metric)
+    own, gain = found["policies"]["trained"][metric], found["differences"][rival][metric]
+    cost = cost_of(config, _hardware(run), TRAIN.read_receipt(run), report.get("seconds", 0.0))
+    registered = REGISTER.read_receipt(run)
+    model, version = registered["model_name"], registered["version"]
+    achieved = f"{metric} {figures.amount(metric, own['mean'])} {figures.interval(metric, own)}"
+    spent = ", ".join(f"{what} {figure}" for what, figure in cost.rows())
+    return {
+        "text": f"run {run.name} completed: {said.headline}; {achieved}; {spent}",
+        "verdict": said.headline,
+        "result": said.tone,
+        "metric": metric,
+        "value": own["mean"],
+        "low": own["low"],
+        "high": own["high"],
+        "against": rival,
+        "gain": gain["mean"],
+        "gain_low": gain["low"],
+        "gain_high": gain["high"],
+        "p_value": gain["p_value"],
+        **_cost(cost),
+        "model": model,
+        "version": version,
+        "version_url": version_address(model, version),
+        "report": str(EVALUATE.path(run) / PAGE),
+    }
+
+
+def _cost(cost: Cost) -> dict[str, float]:
+    return {name.removeprefix("cost/"): value for name, value in cost.metrics.items()}
+
+
+def _hardware(run: Path) -> str:
+    return read_json(TRAIN.path(run) / RUN_FILE).get(HARDWARE, "")
+
+
+def _addresses(run: Path) -> dict[str, str]:
+    """The address of the training's run in MLflow, if there is one."""
+    folders = [folder for folder in (TRAIN.partial(run), TRAIN.path(run)) if read_json(folder / RUN_FILE)]
+    return {"mlflow_url": run_address(folders[0])} if folders else {}
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

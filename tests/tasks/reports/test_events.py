@@ -1,0 +1,132 @@
+"""What events say of a run that ended, from made-up runs: Prefect's server is not needed."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prefect.client.schemas.objects import State
+from prefect.states import AwaitingRetry, Cancelled, Cancelling, Completed, Crashed, Failed
+
+from tasks.reports import events
+from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
+
+Emitted = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def emitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Emitted:
+    """(event, payload) of what is emitted; payloads as they arrive."""
+    found: Emitted = []
+
+    def emit(event: str, resource: Any, related: Any, payload: Any) -> None:
+        found.append((event, json.loads(json.dumps(payload, allow_nan=False))))
+
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    monkeypatch.setattr(events, "emit_event", emit)
+    return found
+
+
+def _end(monkeypatch: pytest.MonkeyPatch, state: State, later: State | None = None, name: str = "sums") -> None:
+    """A run of the pipeline ends in a state; `later`: the state that Prefect's server has when it is asked."""
+    known = SimpleNamespace(id=uuid.uuid4(), name=name, state=later or state)
+
+    class Client:
+        def __enter__(self) -> Client:
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            pass
+
+        def read_flow_run(self, run_id: uuid.UUID) -> Any:
+            return known
+
+    monkeypatch.setattr(events, "get_client", lambda sync_client: Client())
+    monkeypatch.setattr(events, "url_for", lambda run: f"http://prefect/{run.name}")
+    events.announce_run(None, known, state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        (Failed(message=f"{events.FAILURE}StageError: no data"), "grpo.run.failed"),
+        (Cancelling(), "grpo.run.cancelled"),
+        (Cancelled(message="train was interrupted"), "grpo.run.cancelled"),
+        (Crashed(message="status -9"), "grpo.run.crashed"),
+    ],
+)
+def test_a_run_without_a_result_says_how_it_ended_and_why(
+    state: State, event: str, emitted: Emitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _end(monkeypatch, state)
+    [(name, payload)] = emitted
+    reason = (state.message or "").removeprefix(events.FAILURE)
+    ended = event.rpartition(".")[2]
+    assert name == event
+    assert payload == {
+        "run": "sums",
+        "ended": ended,
+        "reason": reason,
+        "text": f"run sums {ended}: {reason}",
+        "flow_run_url": "http://prefect/sums",
+    }
+
+
+def test_a_run_that_goes_on_after_a_crash_has_not_ended(emitted: Emitted, monkeypatch: pytest.MonkeyPatch) -> None:
+    _end(monkeypatch, Crashed(), later=AwaitingRetry())
+    assert emitted == []
+
+
+def test_a_completed_run_tells_the_figures_of_its_report(
+    emitted: Emitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = samples_of({"base": outcomes_of(0, 0.4), "trained": outcomes_of(1, 0.9)})
+    values = values_of("sums", launch={"gpu_hour_price": 2.0})
+    run = made_up_run(tmp_path / "runs" / "sums", values, samples, metrics_of())
+    (run / "registration.json").write_text(json.dumps({"model_name": "a b", "version": "4"}))
+    (run / "training" / "mlflow.json").write_text(json.dumps({"run_id": "r", "experiment_id": "7", "hardware": "H100"}))
+    _end(monkeypatch, Completed())
+    [(event, payload)] = emitted
+    report = json.loads((run / "evaluation" / "report.json").read_text())
+    held_out = report["sets"]["held-out"]
+    own, gain = held_out["policies"]["trained"]["accuracy"], held_out["differences"]["base"]["accuracy"]
+    hours = 63 / 3600
+    assert event == "grpo.run.completed"
+    assert payload["text"].startswith("run sums completed: Better than the base by ")
+    assert payload["text"].count(f"accuracy {own['mean']:.1%} [{100 * own['low']:.1f}, {100 * own['high']:.1f}]") == 1
+    figures = ("value", "low", "high", "gain", "gain_low", "gain_high", "p_value")
+    expected = [
+        *(own[key] for key in ("mean", "low", "high")),
+        *(gain[key] for key in ("mean", "low", "high", "p_value")),
+    ]
+    assert [payload[key] for key in figures] == expected
+    assert (payload["result"], payload["metric"], payload["against"]) == ("better", "accuracy", "base")
+    assert payload["gpu_hours"] == pytest.approx(hours) and payload["money"] == pytest.approx(2 * hours)
+    assert payload["sampled_tokens"] == 9000
+    assert (payload["model"], payload["version"]) == ("a b", "4")
+    assert payload["version_url"].endswith("/#/models/a%20b/versions/4")
+    assert "/#/experiments/7/runs/r?" in payload["mlflow_url"]
+    assert payload["report"] == str(run / "evaluation" / "report.html")
+
+
+def test_a_training_tells_its_updates_and_cost_and_a_figure_that_is_not_finite_is_null(
+    emitted: Emitted, tmp_path: Path
+) -> None:
+    samples = samples_of({"base": outcomes_of(0, 0.4), "trained": outcomes_of(1, 0.9)})
+    run = made_up_run(tmp_path / "runs" / "sums", values_of("sums"), samples, metrics_of())
+    config = events.read_config(run)
+    events.announce_training(run, config, "completed", "wrote training")
+    events.announce_training(run, config, "stopped", "train was interrupted, 3 of 50 updates saved")
+    events.announce("grpo.refused", "model", "sums", {"gain": float("nan")})
+    assert [event for event, _ in emitted] == ["grpo.training.completed", "grpo.training.stopped", "grpo.refused"]
+    assert (emitted[0][1]["updates"], emitted[0][1]["planned_updates"], emitted[0][1]["sampled_tokens"]) == (
+        50,
+        50,
+        9000,
+    )
+    assert emitted[1][1]["text"] == "training of sums stopped: train was interrupted, 3 of 50 updates saved"
+    assert emitted[2][1] == {"gain": None}
