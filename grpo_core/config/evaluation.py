@@ -82,6 +82,9 @@ class RegistryConfig(Section):
     """Registered model that gets a new version, without / and : in its name; default: the run's name."""
     alias: str = Field("candidate", pattern=r"^[\w-]+$", max_length=255)
     """Alias of the new version: letters, digits, _ and -. Only a promotion sets `champion`."""
+    sweep: str | None = Field(None, min_length=1, max_length=200)
+    """The sweep that this run is an arm of, as `grpo sweep` sets it: its MLflow run is below the sweep's, it takes over
+    what another arm has made, and no promotion judges it on `held-out`, by which the sweep chooses."""
     traces_per_batch: int = Field(4, ge=0, le=1024)
     """Completions per generation batch that MLflow gets as traces, among them the worst and the best of the worst and
     of the best group; 0 sends none."""

@@ -21,6 +21,7 @@ from prefect.states import Cancelled, Completed
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from grpo_core.system.files import publish
+from tasks.stages.arms import arm_with_output, take_over
 from tasks.stages.condition import MARKER, conditions, identity, refuse_outdated_inputs, saved_progress
 from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.files import read_json, remove, set_aside, write_text
@@ -97,7 +98,12 @@ def _run_stage(
     origin = {"lineage_key": key, "made_from": made_from}
     _prepare(stage, partial, origin)
     start = time.monotonic()
-    receipt = work(Context(config, run, partial))
+    other = None if force else arm_with_output(stage, run, config, origin)
+    if other:
+        log.info("%s: the same as that of %s, taken over", stage.name, other.name)
+        receipt = take_over(stage, other, partial)
+    else:
+        receipt = work(Context(config, run, partial))
     seconds = round(time.monotonic() - start, 3)
     made = stage.content(partial, receipt) if stage.content else uuid.uuid4().hex
     facts = {"made": made, "made_at": time.time(), "seconds": seconds, **receipt}
