@@ -49,10 +49,9 @@ def choose(sweep: str, alias: str) -> State[Path]:
     get_run_logger().info("%s. %s", verdict.headline, verdict.sentence)
     [shown] = section.tables
     rows = [[" ".join(cell) if isinstance(cell, tuple) else cell for cell in row] for row in shown.rows]
-    text = f"{escape(verdict.headline)}. {escape(verdict.sentence)}\n\n{table([shown.head, *rows])}\n\n{escape(section.text)}"
-    create_markdown_artifact(
-        key="sweep", markdown=f"# {escape(sweep)}\n\n{text}\n", description=escape(verdict.headline)
-    )
+    said = escape(f"{verdict.headline}. {verdict.sentence}")
+    page = f"# {escape(sweep)}\n\n{said}\n\n{table([shown.head, *rows])}\n\n{escape(section.text)}\n"
+    create_markdown_artifact(key="sweep", markdown=page, description=escape(verdict.headline))
     gain = asdict(choice.best.gain)
     log_choice(
         sweep,

@@ -263,7 +263,7 @@ def _valid(inputs: PlanInputs, figures: Plan) -> dict[str, Any]:
     return {"valid": True, "rules": inputs.rules, "notes": notes(inputs, figures)}
 
 
-def _useful(pass_rates: list[float], num_generations: int) -> dict[str, Any]:
+def _useful(pass_rates: Sequence[float], num_generations: int) -> dict[str, Any]:
     return {"useful_groups": useful_groups(pass_rates, num_generations)} if pass_rates else {}
 
 

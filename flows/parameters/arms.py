@@ -124,9 +124,7 @@ def _refuse_keys(grid: Grid, base: RunConfig) -> None:
     """Raises ConfigError for keys that a sweep sets itself, and for those that outcomes depend on beside the policy."""
     for key in grid:
         if key.startswith(SET_BY_SWEEP):
-            raise ConfigError(
-                f"--grid {key}: a sweep sets {', '.join(SET_BY_SWEEP)} itself; set it for all arms (--set)"
-            )
+            raise ConfigError(f"--grid {key}: the same for all arms of a sweep; give it by --set, or in the file")
         if key == "rollout.max_completion_length" and base.evaluation.max_completion_length:
             continue
         if key.startswith(EVALUATED_BY):

@@ -335,8 +335,9 @@ def _judge(
 
 def _refuse_chosen_by(sweep: str, set: str, samples: pl.DataFrame) -> None:
     """Raises _NotComparableError if the arm of a sweep would be judged on prompts by which the sweep has chosen it."""
-    judging, choosing = (samples.filter(pl.col("set") == name)["prompt"].unique() for name in (set, HELD_OUT))
-    if shared := int(judging.is_in(choosing.implode()).sum()):
+    unit = "task" if "task" in samples.columns else "prompt"
+    judging, choosing = ({*map(repr, samples.filter(pl.col("set") == name)[unit])} for name in (set, HELD_OUT))
+    if shared := len(judging & choosing):
         raise _NotComparableError(
             f"it is an arm of the sweep {sweep!r}, which chooses on {HELD_OUT!r}, and {shared:,} of {len(judging):,} "
             f"prompts of {set!r} are among those: the best of several looks better there than it is. Judge it on other "

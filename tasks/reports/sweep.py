@@ -1,7 +1,7 @@
 """The arms of a sweep side by side: which is chosen, which others may be the best, and one page with all of that.
 
-The choice is on the held-out prompts. An interval of one arm among several has to hold for whichever arm is looked at:
-intervals are simultaneous (Bonferroni), so that with the stated confidence all of them hold, that of the chosen arm too.
+The choice is on the held-out prompts. An interval of one arm among several has to hold for whichever is looked at: they
+are simultaneous (Bonferroni), so that with the stated confidence all of them hold, that of the chosen arm too.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def read_arms(sweep: str) -> dict[str, Record]:
 def make_choice(arms: Records) -> Choice:
     """The best setting on the held-out prompts, and which others may be the best.
 
-    With several seeds per setting, seeds are the unit: trainings of two settings are paired by seed, and the prompts are
-    taken as given. Otherwise distinct prompts are. A setting may be the best unless another one is better than it at the
-    level (1 − confidence) / (number of settings − 1): the best one is among these with at least `confidence`. Raises
-    NoChoiceError if no arm was evaluated, or if their outcomes cannot be paired.
+    With several seeds per setting, seeds are the unit: trainings of two settings are paired by seed, and the prompts
+    are taken as given. Otherwise distinct prompts are. A setting may be the best unless another one is better than it
+    at the level (1 − confidence) / (number of settings − 1): the best one is among these with at least `confidence`.
+    Raises NoChoiceError if no arm was evaluated, or if their outcomes cannot be paired.
     """
     if not arms:
         raise NoChoiceError("no arm of the sweep has been evaluated: there is nothing to choose from")
@@ -104,11 +104,12 @@ def make_choice(arms: Records) -> Choice:
 
     def difference(before: Mapping[int, np.ndarray], after: Mapping[int, np.ndarray], level: float) -> Any:
         """Between two settings, by seed the outcomes of the arm."""
+        if not by_seeds:
+            (rival,), (policy,) = before.values(), after.values()
+            return paired_difference(rival, policy, 1 - level, bounds)
         common = sorted(before.keys() & after.keys())
-        if by_seeds:
-            means = ([float(np.nanmean(of[seed])) for seed in common] for of in (before, after))
-            return seed_difference(*means, 1 - level)
-        return paired_difference(*(next(iter(of.values())) for of in (before, after)), 1 - level, bounds)
+        rivals, policies = ([float(np.nanmean(of[seed])) for seed in common] for of in (before, after))
+        return seed_difference(rivals, policies, 1 - level)
 
     after = {label: {seed: trained[name] for seed, name in seeds.items()} for label, seeds in of_setting.items()}
     before = {label: {seed: base[name] for seed, name in seeds.items()} for label, seeds in of_setting.items()}
@@ -149,14 +150,14 @@ def describe(choice: Choice) -> Verdict:
     """The choice in a sentence, with the gain over the base model."""
     best, metric = choice.best, choice.metric
     gain = asdict(best.gain)
+    gained = f"{figures.gain(metric, gain)} {figures.interval(metric, gain)}".strip()
     others = [setting.label for setting in choice.settings[1:] if setting.may_be_best]
     tone = "better" if best.gain.low > 0 else "worse" if best.gain.high < 0 else "open"
     also = f" Not shown to be worse: {'; '.join(others)}." if others else " Every other setting is shown to be worse."
     return Verdict(
         tone,
         f"Chosen on {HELD_OUT}: {choice.arm}",
-        f"{best.label}: {metric} {figures.amount(metric, best.value)}, {figures.gain(metric, gain)} "
-        f"{figures.interval(metric, gain)} over the base model."
+        f"{best.label}: {metric} {figures.amount(metric, best.value)}, {gained} over the base model."
         + (also if len(choice.settings) > 1 else "")
         + " What it is worth shows on prompts by which it was not chosen.",
     )

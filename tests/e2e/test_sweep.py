@@ -1,0 +1,113 @@
+"""`grpo sweep` for real: killed and interrupted in its second arm it goes on there; nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import psutil
+import pytest
+import tomli_w
+
+from tests.conftest import config_values, write_sums
+
+pytestmark = pytest.mark.e2e
+
+# The training of the second arm stops for good in the call that STUCK_AT says.
+REWARD = """
+import os, sys, threading
+calls = []
+def patient(completions, completion_ids):
+    calls.append(1)
+    if str(len(calls)) == os.environ.get("STUCK_AT") and "seed-1" in " ".join(sys.argv):
+        print("stuck in the second arm", flush=True)
+        threading.Event().wait()
+    return [-float(len(ids)) for ids in completion_ids]
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    (tmp_path / "patience.py").write_text(REWARD)
+    for name, first, last in (("train", 10, 34), ("eval", 60, 76), ("final", 76, 90)):
+        write_sums(tmp_path / f"{name}.parquet", first, last)
+    values = config_values(model_folder, tmp_path, max_steps=6, save_steps=2)
+    values["rewards"] = [{"function": "patience:patient", "range": [-6.0, 0.0]}]
+    values["evaluation"] = {"sets": [{"name": "final", "data": str(tmp_path / "final.parquet")}]}
+    (tmp_path / "config.toml").write_text(tomli_w.dumps({**values, "name": "sums"}))
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    return [sys.executable, "-m", "flows.cli.main", "sweep", str(tmp_path / "config.toml"), "--seeds", "2"]
+
+
+def _until_stuck(command: list[str], call: int, number: signal.Signals) -> tuple[str, int]:
+    """What the command prints until its second arm is stuck in this call of the reward, and its exit status after the
+    signal then; nothing that it started is left."""
+    environment = {**os.environ, "STUCK_AT": str(call)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    watchdog = threading.Timer(480, process.kill)
+    watchdog.start()
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "stuck in the second arm" in line:
+            break
+    else:
+        raise AssertionError("".join(lines))
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert any("grpo_core.train" in " ".join(child.cmdline()) for child in started)
+    process.send_signal(number)
+    rest, _ = process.communicate(timeout=120)
+    watchdog.cancel()
+    assert not psutil.wait_procs(started, timeout=60)[1]
+    return "".join([*lines, rest]), process.returncode
+
+
+def _receipt(storage: Path, arm: str, path: str) -> dict[str, Any]:
+    return json.loads((storage / "runs" / arm / path).read_text())
+
+
+def test_a_sweep_that_was_killed_and_interrupted_goes_on_and_does_nothing_twice(
+    command: list[str], tmp_path: Path
+) -> None:
+    storage, first, second = tmp_path / "storage", "sums.sweep.seed-0", "sums.sweep.seed-1"
+    killed, _ = _until_stuck(command, 4, signal.SIGKILL)
+    made = _receipt(storage, first, "registration.json")["made_at"]
+    interrupted, status = _until_stuck(command, 1, signal.SIGINT)
+    assert status == 130, interrupted
+    assert "of 6 updates saved; run the same again to go on" in interrupted
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=480)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = "".join([killed, interrupted, done.stdout, done.stderr])
+    assert said.count("evaluating the base policy") == 2, "on each of two sets, by one arm"
+    assert said.count("evaluating the trained policy") == 4
+    assert done.stdout.count(f"{first}: up to date, skipped") == 1
+    assert _receipt(storage, first, "registration.json")["made_at"] == made
+    assert _receipt(storage, second, "training/result.json")["resumed_at_step"] == 3
+    for path in ("dataset/report.json", "plan.json"):
+        assert "taken_from" not in _receipt(storage, first, path)
+        assert _receipt(storage, second, path)["taken_from"] == first
+
+    chosen = next(arm for arm in (first, second) if f"Chosen on held-out: {arm}" in done.stdout)
+    assert chosen in (storage / "sweeps" / "sums.sweep" / "report.html").read_text()
+    client = mlflow.MlflowClient(f"sqlite:///{storage / 'mlflow' / 'mlflow.db'}")
+    candidate = client.get_model_version_by_alias("sums", "candidate")
+    assert candidate.tags["run"] == chosen
+    runs = {run.info.run_name: run for run in client.search_runs([client.get_run(candidate.run_id).info.experiment_id])}
+    assert runs.keys() == {"sums.sweep", first, second}
+    parent = runs["sums.sweep"]
+    assert {runs[arm].data.tags["mlflow.parentRunId"] for arm in (first, second)} == {parent.info.run_id}
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    assert parent.data.metrics["arms"] == 2
+    promoted = subprocess.run([*command[:3], "promote", "sums"], capture_output=True, text=True, timeout=240)
+    assert promoted.returncode == 1
+    assert "an arm of the sweep 'sums.sweep', which chooses on 'held-out'" in promoted.stderr
