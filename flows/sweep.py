@@ -15,9 +15,10 @@ from flows.pipeline import pipeline_of
 from grpo_core.errors import GrpoError
 from tasks.stages.condition import conditions
 from tasks.stages.endings import plain
-from tasks.stages.errors import Interrupted, StageError
+from tasks.stages.errors import ArmStopped, Interrupted, StageError
 from tasks.stages.run_directory import run_folder
 from tasks.sweep import begin, choose
+from tasks.tracking.early_stop import why_stopped
 
 
 def sweep_of(sweep: Sweep) -> Callable[..., Path]:
@@ -35,12 +36,16 @@ def _run_arms(sweep: Sweep, preset: str) -> Path:
     """Run each arm that is not up to date, and choose among all; returns the sweep's folder. An arm that fails does not
     keep the others from running. Raises StageError, which names those that failed."""
     log, failed = get_run_logger(), {}
-    begin(sweep.name, sweep.base.registry.experiment).result()
+    level = 1 - sweep.base.evaluation.confidence if sweep.stop_early else None
+    begin(sweep.name, sweep.base.registry.experiment, [arm.config.name for arm in sweep.arms], level).result()
     for number, arm in enumerate(sweep.arms, start=1):
         config, place = arm.config, f"arm {number} of {len(sweep.arms)}"
         run = run_folder(config.name)
         if run.is_dir() and all(found.is_up_to_date for found in conditions(run, config).values()):
             log.info("%s, %s: up to date, skipped", place, config.name)
+            continue
+        if sweep.stop_early and (reason := why_stopped(run, config)):
+            log.info("%s, %s: %s, skipped", place, config.name, reason)
             continue
         log.info("%s: %s", place, config.name)
         try:
@@ -48,6 +53,8 @@ def _run_arms(sweep: Sweep, preset: str) -> Path:
                 pipeline_of(config)(preset, changes_of(Path(preset), arm.overrides))
         except Interrupted:
             raise
+        except ArmStopped as stopped:
+            log.info("%s, %s: %s", place, config.name, stopped)
         except GrpoError as error:
             log.error("%s, %s, failed: %s", place, config.name, error)
             failed[config.name] = str(error)

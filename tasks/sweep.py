@@ -20,6 +20,7 @@ from tasks.stages.arms import sweep_folder
 from tasks.stages.files import write_text
 from tasks.stages.run_directory import run_folder
 from tasks.stages.table import REGISTER
+from tasks.tracking.early_stop import stopped_arms, write_rule
 from tasks.tracking.runs import answering, connect
 from tasks.tracking.sweeps import log_choice, open_sweep_run
 
@@ -27,9 +28,10 @@ TABLE = "arms.csv"  # in the sweep's folder
 
 
 @task(name="begin")
-def begin(sweep: str, experiment: str) -> State[None]:
-    """Make the sweep's folder and its MLflow run."""
+def begin(sweep: str, experiment: str, arms: list[str], level: float | None) -> State[None]:
+    """Make the sweep's folder, the rule by which arms are stopped, and its MLflow run. `level`: see `write_rule`."""
     sweep_folder(sweep).mkdir(parents=True, exist_ok=True)
+    write_rule(sweep, arms, level)
     open_sweep_run(sweep, experiment)
     return Completed()
 
@@ -39,7 +41,7 @@ def choose(sweep: str, alias: str) -> State[Path]:
     """Choose the best arm, give its model version the alias, and show all arms: a page and a table in the sweep's
     folder, an artifact, the sweep's MLflow run. Returns the folder."""
     folder, arms = sweep_folder(sweep), read_arms(sweep)
-    choice = make_choice(arms)
+    choice = make_choice(arms, stopped_arms(sweep))
     verdict, section = describe(choice), choice_section(choice, arms)
     write_text(folder / PAGE, sweep_page(sweep, choice, arms))
     write_text(folder / TABLE, _csv(choice))

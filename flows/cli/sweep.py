@@ -34,6 +34,9 @@ def sweep(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="trainings of each combination, with seeds of their own")] = 1,
     name: Annotated[str, typer.Option(help="of the sweep, after that of the configuration")] = "sweep",
+    stop_early: Annotated[
+        bool, typer.Option("--stop-early", help="stop arms that are shown to be behind; needs train.eval_steps")
+    ] = False,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="override one key for all arms, such as train.max_steps=50"),
@@ -44,7 +47,7 @@ def sweep(
 
     Exit status 1: an arm failed, 2: refused before anything was started, 130: Ctrl-C, 143: SIGTERM.
     """
-    asked = make_sweep(config, overrides or [], read_grid(grid or []), seeds, name)
+    asked = make_sweep(config, overrides or [], read_grid(grid or []), seeds, name, stop_early)
     configure()
     with refusals(asked.name):
         for arm in asked.arms:
@@ -61,11 +64,12 @@ def sweep(
             from flows.sweep import sweep_of
             from tasks.reports.report import PAGE
             from tasks.reports.sweep import describe, make_choice, read_arms, sweep_sections
+            from tasks.tracking.early_stop import stopped_arms
 
     with refusals(asked.name, started=True), tags(TAG):
         folder = sweep_of(asked)(str(config), changes_of(config, overrides), dict(asked.grid))
     arms = read_arms(asked.name)
-    choice = make_choice(arms)
+    choice = make_choice(arms, stopped_arms(asked.name))
     for section in sweep_sections(choice, arms):
         show(section, Console())
     verdict = describe(choice)

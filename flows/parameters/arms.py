@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from grpo_core.config.evaluation import EVALUATED_BY
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError, GrpoError
+from grpo_core.rewards.composition import range_of_sum
 from tasks.stages.arms import arm_prefix
 
 MOST_ARMS = 256
@@ -44,12 +46,13 @@ class Arm:
 @dataclass(frozen=True)
 class Sweep:
     """`name`: what the names of its arms begin with; `base`: the configuration, without what the arms set; `grid`: the
-    values of each key, seeds among them."""
+    values of each key, seeds among them; `stop_early`: whether arms that fall behind are stopped."""
 
     name: str
     base: RunConfig
     grid: Grid
     arms: Sequence[Arm]
+    stop_early: bool = False
 
 
 def read_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
@@ -81,7 +84,9 @@ def _value(text: str) -> Any:
         return text
 
 
-def make_sweep(path: Path, overrides: Sequence[str], grid: Grid, seeds: int, name: str) -> Sweep:
+def make_sweep(
+    path: Path, overrides: Sequence[str], grid: Grid, seeds: int, name: str, stop_early: bool = False
+) -> Sweep:
     """The sweep over every combination of the grid's values, each with so many seeds from the configuration's on.
     `name`: of the sweep among those of this configuration.
 
@@ -117,7 +122,9 @@ def make_sweep(path: Path, overrides: Sequence[str], grid: Grid, seeds: int, nam
     if refused:
         raise GrpoError("\n".join(refused))
     _refuse_equal(arms)
-    return Sweep(sweep, base, grid, arms)
+    if stop_early:
+        _refuse_stopping(grid, arms)
+    return Sweep(sweep, base, grid, arms, stop_early)
 
 
 def _refuse_keys(grid: Grid, base: RunConfig) -> None:
@@ -142,6 +149,27 @@ def _refuse_equal(arms: Sequence[Arm]) -> None:
         if values in seen:
             raise ConfigError(f"arms {seen[values].label} and {arm.label} are the same; give each value once")
         seen[values] = arm
+
+
+def _refuse_stopping(grid: Grid, arms: Sequence[Arm]) -> None:
+    """Raises ConfigError if it could not be told, or not honestly, that an arm falls behind."""
+    if "seed" in grid:
+        raise ConfigError(
+            "--stop-early with several seeds: the seeds of a setting are averaged, and of those that are left after "
+            "some were stopped the mean is too good; leave out one of the two"
+        )
+    for arm in arms:
+        if not arm.config.train.eval_steps:
+            raise ConfigError(
+                f"--stop-early: arm {arm.label} is not evaluated while it trains; set train.eval_steps, such as --set "
+                "train.eval_steps=10"
+            )
+    unbounded = [repr(it.name) for it in arms[0].config.rewards if not all(map(math.isfinite, range_of_sum([it])))]
+    if unbounded:
+        raise ConfigError(
+            f"--stop-early: no range is known of the rewards {', '.join(unbounded)}, so nothing bounds how far a few "
+            "prompts can move the mean; give each its range = [lowest, highest], or a clip"
+        )
 
 
 def _slug(values: Mapping[str, Any]) -> str:

@@ -7,9 +7,10 @@ are simultaneous (Bonferroni), so that with the stated confidence all of them ho
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,13 +47,20 @@ class Setting:
 @dataclass(frozen=True)
 class Choice:
     """`settings`: the best first. `arm`: the chosen one, of the first setting the best seed. `by_seeds`: whether seeds
-    are the unit of the intervals; otherwise prompts are. `confidence`: with which all intervals hold together."""
+    are the unit of the intervals; otherwise prompts are. `confidence`: with which all intervals hold together;
+    `stopped`: arms that were stopped early, with the reasons."""
 
     metric: str
     settings: Sequence[Setting]
     arm: str
     by_seeds: bool
     confidence: float
+    stopped: Mapping[str, str]
+
+    @property
+    def num_settings(self) -> int:
+        """All that were tried: those that were stopped allow for luck too."""
+        return len(self.settings) + len(self.stopped)
 
     @property
     def best(self) -> Setting:
@@ -77,13 +85,14 @@ def read_arms(sweep: str) -> dict[str, Record]:
     return records
 
 
-def make_choice(arms: Records) -> Choice:
+def make_choice(arms: Records, stopped: Mapping[str, str] = MappingProxyType({})) -> Choice:
     """The best setting on the held-out prompts, and which others may be the best.
 
     With several seeds per setting, seeds are the unit: trainings of two settings are paired by seed, and the prompts
     are taken as given. Otherwise distinct prompts are. A setting may be the best unless another one is better than it
     at the level (1 − confidence) / (number of settings − 1): the best one is among these with at least `confidence`.
-    Raises NoChoiceError if no arm was evaluated, or if their outcomes cannot be paired.
+    `stopped`: arms that were stopped early, with the reasons; they count among the settings. Raises NoChoiceError if no
+    arm was evaluated, or if their outcomes cannot be paired.
     """
     if not arms:
         raise NoChoiceError("no arm of the sweep has been evaluated: there is nothing to choose from")
@@ -115,7 +124,8 @@ def make_choice(arms: Records) -> Choice:
     before = {label: {seed: base[name] for seed, name in seeds.items()} for label, seeds in of_setting.items()}
     values = {label: float(np.mean([np.nanmean(it) for it in of.values()])) for label, of in after.items()}
     ranked = sorted(values, key=lambda label: -values[label])
-    of_each, of_rivals = ((1 - confidence) / max(1, count) for count in (len(ranked), len(ranked) - 1))
+    tried = len(ranked) + len(stopped)
+    of_each, of_rivals = ((1 - confidence) / max(1, count) for count in (tried, tried - 1))
     settings = []
     for place, label in enumerate(ranked):
         shown = any(
@@ -124,7 +134,7 @@ def make_choice(arms: Records) -> Choice:
         gain = difference(before[label], after[label], of_each)
         settings.append(Setting(label, of_setting[label], values[label], gain, not shown))
     best = max(settings[0].arms.values(), key=lambda name: float(np.nanmean(trained[name])))
-    return Choice(metric, settings, best, by_seeds, confidence)
+    return Choice(metric, settings, best, by_seeds, confidence, dict(stopped))
 
 
 def _settings(arms: Records) -> dict[str, dict[int, str]]:
@@ -179,15 +189,15 @@ def choice_section(choice: Choice, arms: Records) -> Section:
                 _gpu_hours([arms[name] for name in setting.arms.values()]),
             ]
         )
-    count = len(choice.settings)
     text = (
         f"By {metric} on {HELD_OUT}; the unit is {unit}. With {choice.confidence:.0%}, all intervals hold together "
-        f"(Bonferroni over {count} settings), and the best setting is among those that may be it."
+        f"(Bonferroni over {choice.num_settings} settings), and the best setting is among those that may be it."
     )
     if choice.by_seeds:
         text += " Intervals are Student's over seeds; the prompts are taken as given."
     head = ["setting", metric, "over the base", "may be the best", "seeds", "GPU hours"]
-    return Section("Choice", text, tables=[Table(head, rows)])
+    notes = [f"{name}: {reason}" for name, reason in choice.stopped.items()]
+    return Section("Choice", text, tables=[Table(head, rows)], notes=notes)
 
 
 def _gpu_hours(records: Sequence[Record]) -> str:
@@ -201,7 +211,7 @@ def shown_arms(choice: Choice, arms: Records) -> tuple[dict[str, Record], int]:
     names = [choice.arm, *(next(iter(setting.arms.values())) for setting in choice.settings[1:])]
     if choice.by_seeds:
         names = [*dict.fromkeys([choice.arm, *(name for it in choice.settings for name in it.arms.values())])]
-    pairs = 0 if choice.by_seeds else max(1, len([*combinations(choice.settings, 2)]))
+    pairs = 0 if choice.by_seeds else max(1, math.comb(choice.num_settings, 2))
     prefix = arm_prefix(arms[choice.arm].config.registry.sweep or "")
     return {name.removeprefix(prefix): arms[name] for name in names[: len(LINE_COLOURS)]}, pairs
 

@@ -33,6 +33,15 @@ def patient(completions, completion_ids):
 """
 
 
+# On held-out prompts the second arm gets the worst reward there is, the first the best.
+UNEQUAL = """
+import sys
+def unequal(prompts, completions):
+    worst = "learning_rate-0.02" in " ".join(sys.argv) and int(prompts[0].split("+")[0]) >= 60
+    return [-6.0 if worst else float(len(c) % 2 - 1) for c in completions]
+"""
+
+
 @pytest.fixture
 def command(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "patience.py").write_text(REWARD)
@@ -111,3 +120,23 @@ def test_a_sweep_that_was_killed_and_interrupted_goes_on_and_does_nothing_twice(
     promoted = subprocess.run([*command[:3], "promote", "sums"], capture_output=True, text=True, timeout=240)
     assert promoted.returncode == 1
     assert "an arm of the sweep 'sums.sweep', which chooses on 'held-out'" in promoted.stderr
+
+
+def test_an_arm_that_falls_behind_is_stopped_and_stays_so(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "patience.py").write_text(UNEQUAL.replace("def unequal", "def patient"))
+    options = ["--grid", "train.learning_rate=0.01,0.02", "--stop-early", "--set", "train.eval_steps=2"]
+    started = [*command[:-2], *options]
+    first, second = (f"sums.sweep.learning_rate-{rate}" for rate in (0.01, 0.02))
+    done = subprocess.run(started, capture_output=True, text=True, timeout=480)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 0, said
+    assert f"{second}: stopped after update 2 of 6" in said
+    assert f"Chosen on held-out: {first}" in said
+    assert not (tmp_path / "storage" / "runs" / second / "evaluation").exists()
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'storage' / 'mlflow' / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("grpo").experiment_id
+    status = {run.info.run_name: run.info.status for run in client.search_runs([experiment])}
+    assert status == {"sums.sweep": "FINISHED", first: "FINISHED", second: "KILLED"}
+    again = subprocess.run(started, capture_output=True, text=True, timeout=480)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stdout.count(", skipped") == 2

@@ -21,7 +21,7 @@ from flows import sweep as flow
 from flows.parameters.arms import Sweep, make_sweep, read_grid
 from grpo_core.config.files import load_config, parse_config
 from grpo_core.errors import GrpoError
-from tasks.stages.errors import Interrupted, StageError
+from tasks.stages.errors import ArmStopped, Interrupted, StageError
 from tests.command_line import run_here
 from tests.conftest import config_values, write_sums
 
@@ -145,7 +145,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run
 
     def task(name: str) -> Any:
-        def run(sweep: str, argument: str) -> Any:
+        def run(sweep: str, argument: str, *_: Any) -> Any:
             done.append(f"{name} {sweep} {argument}")
             return SimpleNamespace(result=lambda: Path("folder"))
 
@@ -173,6 +173,44 @@ def test_an_arm_that_fails_keeps_none_of_the_others_from_running(config: Path, r
     with pytest.raises(StageError, match=r"1 of 3 arms failed.*\ntest.sweep.learning_rate-0.2: it diverged"):
         flow._run_arms(sweep, str(config))
     assert ran == ["begin test.sweep grpo", *arms, "choose test.sweep candidate"]
+
+
+def test_an_arm_that_was_stopped_for_being_behind_is_no_failure_and_is_not_run_again(
+    config: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = make_sweep(
+        config, ["train.eval_steps=2", *RANGES], read_grid(["train.learning_rate=0.1,0.2"]), 1, "s", True
+    )
+    fates.clear()
+    fates[0.2] = ArmStopped("behind")
+    assert flow._run_arms(sweep, str(config)) == Path("folder")
+    assert len(ran) == 4
+    monkeypatch.setattr(flow, "why_stopped", lambda run, config: "behind" if "0.2" in run.name else "")
+    assert flow._run_arms(sweep, str(config)) == Path("folder")
+    assert len(ran) == 4 + 3
+
+
+RANGES = ("rewards.1.range=[0.0, 1.0]",)
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides", "sentence"),
+    [
+        (("--seeds", "2"), ("train.eval_steps=2", *RANGES), "--stop-early with several seeds"),
+        (("--grid", "seed=1,2"), ("train.eval_steps=2", *RANGES), "--stop-early with several seeds"),
+        (("--grid", "train.max_steps=2,3"), RANGES, "arm train.max_steps=2 is not evaluated while it trains"),
+        (("--grid", "train.max_steps=2,3"), ("train.eval_steps=2", "rewards.1.function=char_length"),
+         "no range is known of the rewards"),
+    ],
+    ids=["seeds", "seed", "eval_steps", "range"],
+)  # fmt: skip
+def test_arms_that_could_not_be_stopped_honestly_are_refused(
+    config: Path, options: tuple[str, ...], overrides: tuple[str, ...], sentence: str
+) -> None:
+    given = [word for key in overrides for word in ("--set", key)]
+    done = run_here("sweep", str(config), "--stop-early", *options, *given)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert sentence in done.stderr
 
 
 def test_an_interruption_ends_the_sweep(config: Path, ran: list[str]) -> None:

@@ -52,6 +52,11 @@ def test_evaluation_counts_each_held_out_prompt_once_at_its_steps_and_at_the_end
     assert load_plan(run / "plan.json").evaluations == 2
     model = AutoModelForCausalLM.from_pretrained(run / "training" / "model").eval()
     assert evaluated[-1]["eval_reward"] == pytest.approx(_greedy_reward(model, run, held_out))
+    for step in evaluated:
+        scores = pl.read_parquet(run / "training" / "held_out" / f"step-{step['step']:06d}.parquet")
+        assert scores["row"].to_list() == [*range(len(held_out))]
+        assert scores["reward"].equals(scores["rewards/recorded"], check_names=False)
+        assert scores["reward"].mean() == pytest.approx(step["eval_reward"])
 
 
 @pytest.mark.slow
