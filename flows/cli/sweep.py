@@ -17,6 +17,7 @@ from flows.parameters.arms import Sweep, make_sweep, read_grid
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import server_for_command
 from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.files import load_config
 from grpo_core.system.processes import importing
 from tasks.rendering.figures import NONE, duration, number
 from tasks.stages.lineage import lineage_keys
@@ -47,14 +48,17 @@ def sweep(
 
     Exit status 1: an arm failed, 2: refused before anything was started, 130: Ctrl-C, 143: SIGTERM.
     """
-    asked = make_sweep(config, overrides or [], read_grid(grid or []), seeds, name, stop_early)
+    given = overrides or []
+    asked = make_sweep(
+        lambda more: load_config(config, [*given, *more]), read_grid(grid or []), seeds, name, stop_early
+    )
     configure()
     with refusals(asked.name):
         for arm in asked.arms:
             if (folder := run_folder(arm.config.name)).is_dir():
                 with locked(folder):
                     pass  # an arm in use is refused before a server is started
-    _show_plan(asked, config)
+    _show_plan(asked, config, given)
     with server_for_command() as url:
         say(f"Sweep {asked.name} starts. Prefect's UI, as long as this runs: {url.removesuffix('/api')}")
         with importing():
@@ -67,7 +71,7 @@ def sweep(
             from tasks.tracking.early_stop import stopped_arms
 
     with refusals(asked.name, started=True), tags(TAG):
-        folder = sweep_of(asked)(str(config), changes_of(config, overrides), dict(asked.grid))
+        folder = sweep_of(asked)(str(config), changes_of(config, given), dict(asked.grid))
     arms = read_arms(asked.name)
     choice = make_choice(arms, stopped_arms(asked.name))
     for section in sweep_sections(choice, arms):
@@ -76,9 +80,9 @@ def sweep(
     say(f"\n{verdict.headline}. {verdict.sentence}\npage        {folder / PAGE}")
 
 
-def _show_plan(sweep: Sweep, file: Path) -> None:
+def _show_plan(sweep: Sweep, file: Path, overrides: list[str]) -> None:
     """Print the arms with what each will take by `grpo plan`, the sum, and what is made once for several."""
-    plans = [own_plan(file, {}, arm.overrides) for arm in sweep.arms]
+    plans = [own_plan(file, {}, [*overrides, *arm.overrides]) for arm in sweep.arms]
     times = [answer["forecasts"]["time"] for answer in plans]
     updates = [answer["max_steps"] for answer in plans]
     hours = [[it.get(key) for it in times] for key in ("wall_time_hours", "gpu_hours")]

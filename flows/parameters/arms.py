@@ -8,15 +8,14 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flows.parameters.early import refuse_early
 from grpo_core.config.base import flatten
 from grpo_core.config.evaluation import EVALUATED_BY
-from grpo_core.config.files import load_config
+from grpo_core.config.files import read_overrides
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.rewards.composition import range_of_sum
@@ -27,20 +26,30 @@ ALIAS = "arm"  # of the arm registered last; the configured alias is for the one
 LONGEST_LABEL = 120  # characters of a run's name after the sweep's
 SET_BY_SWEEP = ("name", "registry.", "promotion.")
 Grid = Mapping[str, Sequence[Any]]
+Load = Callable[[list[str]], RunConfig]
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A run of a sweep. `values`: by key, what the sweep has set in it; `overrides`: that and what every arm has, in
-    the form that `load_config` takes."""
+    """A run of a sweep. `values`: by key, those of the grid; `keys`: these and what a sweep sets in every arm."""
 
     values: dict[str, Any]
-    overrides: list[str]
+    keys: dict[str, Any]
     config: RunConfig
 
     @property
     def label(self) -> str:
         return ", ".join(f"{key}={_text(value)}" for key, value in self.values.items())
+
+    @property
+    def overrides(self) -> list[str]:
+        """The keys in the form that `load_config` takes."""
+        return [f"{key}={json.dumps(value, default=str)}" for key, value in self.keys.items()]
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The keys in the form that the pipeline takes."""
+        return read_overrides(self.overrides)
 
 
 @dataclass(frozen=True)
@@ -84,16 +93,14 @@ def _value(text: str) -> Any:
         return text
 
 
-def make_sweep(
-    path: Path, overrides: Sequence[str], grid: Grid, seeds: int, name: str, stop_early: bool = False
-) -> Sweep:
+def make_sweep(load: Load, grid: Grid, seeds: int, name: str, stop_early: bool = False) -> Sweep:
     """The sweep over every combination of the grid's values, each with so many seeds from the configuration's on.
-    `name`: of the sweep among those of this configuration.
+    `load`: the configuration with some overrides more; `name`: of the sweep among those of this configuration.
 
     Raises ConfigError if the configuration or a key is wrong, if arms are the same or too many, or could not be
     compared; GrpoError, which names each arm that is refused, for what `refuse_early` refuses. Nothing is begun.
     """
-    base = load_config(path, [*overrides])
+    base = load([])
     sweep = f"{base.name}.{name}"
     _refuse_keys(grid, base)
     if seeds > 1 and "seed" in grid:
@@ -112,13 +119,12 @@ def make_sweep(
     }
     arms, refused = [], []
     for values in combinations:
-        own = {"name": arm_prefix(sweep) + _slug(values), **common, **values}
-        arm = [*overrides, *(f"{key}={json.dumps(value, default=str)}" for key, value in own.items())]
+        arm = Arm(values, {"name": arm_prefix(sweep) + _slug(values), **common, **values}, base)
         try:
-            arms.append(Arm(values, arm, load_config(path, arm)))
+            arms.append(replace(arm, config=load(arm.overrides)))
             refuse_early(arms[-1].config)
         except GrpoError as error:
-            refused.append(f"arm {Arm(values, arm, base).label}: {error}")
+            refused.append(f"arm {arm.label}: {error}")
     if refused:
         raise GrpoError("\n".join(refused))
     _refuse_equal(arms)

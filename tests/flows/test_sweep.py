@@ -37,8 +37,10 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def make(config: Path, *grid: str, seeds: int = 1, overrides: tuple[str, ...] = (), name: str = "sweep") -> Sweep:
-    return make_sweep(config, overrides, read_grid(grid), seeds, name)
+def make(config: Path, *grid: str, seeds: int = 1, overrides: tuple[str, ...] = (), stop_early: bool = False) -> Sweep:
+    return make_sweep(
+        lambda more: load_config(config, [*overrides, *more]), read_grid(grid), seeds, "sweep", stop_early
+    )
 
 
 def test_every_combination_is_a_run_that_differs_in_these_keys_alone(config: Path) -> None:
@@ -166,27 +168,26 @@ def test_an_arm_that_fails_keeps_none_of_the_others_from_running(config: Path, r
     sweep = make(config, "train.learning_rate=0.1,0.2,0.3")
     arms = [f'test.sweep.learning_rate-{rate} {{"learning_rate": {rate}}}' for rate in (0.1, 0.2, 0.3)]
     fates.clear()
-    assert flow._run_arms(sweep, str(config)) == Path("folder")
+    assert flow._run_arms(sweep, str(config), {}) == Path("folder")
     assert ran == ["begin test.sweep grpo", *arms, "choose test.sweep candidate"]
     ran.clear()
     fates[0.2] = StageError("it diverged")
     with pytest.raises(StageError, match=r"1 of 3 arms failed.*\ntest.sweep.learning_rate-0.2: it diverged"):
-        flow._run_arms(sweep, str(config))
+        flow._run_arms(sweep, str(config), {})
     assert ran == ["begin test.sweep grpo", *arms, "choose test.sweep candidate"]
 
 
 def test_an_arm_that_was_stopped_for_being_behind_is_no_failure_and_is_not_run_again(
     config: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep = make_sweep(
-        config, ["train.eval_steps=2", *RANGES], read_grid(["train.learning_rate=0.1,0.2"]), 1, "s", True
-    )
+    evaluated = ("train.eval_steps=2", *RANGES)
+    sweep = make(config, "train.learning_rate=0.1,0.2", overrides=evaluated, stop_early=True)
     fates.clear()
     fates[0.2] = ArmStopped("behind")
-    assert flow._run_arms(sweep, str(config)) == Path("folder")
+    assert flow._run_arms(sweep, str(config), {}) == Path("folder")
     assert len(ran) == 4
     monkeypatch.setattr(flow, "why_stopped", lambda run, config: "behind" if "0.2" in run.name else "")
-    assert flow._run_arms(sweep, str(config)) == Path("folder")
+    assert flow._run_arms(sweep, str(config), {}) == Path("folder")
     assert len(ran) == 4 + 3
 
 
@@ -217,5 +218,5 @@ def test_an_interruption_ends_the_sweep(config: Path, ran: list[str]) -> None:
     fates.clear()
     fates[0.1] = Interrupted("train was interrupted", KeyboardInterrupt())
     with pytest.raises(Interrupted):
-        flow._run_arms(make(config, "train.learning_rate=0.1,0.2"), str(config))
+        flow._run_arms(make(config, "train.learning_rate=0.1,0.2"), str(config), {})
     assert len(ran) == 2
