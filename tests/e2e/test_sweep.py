@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import tomli_w
 
 from tests.conftest import config_values, write_sums
+from tests.serving import grpo_serve, hear_ctrl_c, prefect_server
 
 pytestmark = pytest.mark.e2e
 
@@ -60,7 +62,14 @@ def _until_stuck(command: list[str], call: int, number: signal.Signals) -> tuple
     """What the command prints until its second arm is stuck in this call of the reward, and its exit status after the
     signal then; nothing that it started is left."""
     environment = {**os.environ, "STUCK_AT": str(call)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=hear_ctrl_c,
+    )
     watchdog = threading.Timer(480, process.kill)
     watchdog.start()
     assert process.stdout is not None
@@ -140,3 +149,38 @@ def test_an_arm_that_falls_behind_is_stopped_and_stays_so(command: list[str], tm
     again = subprocess.run(started, capture_output=True, text=True, timeout=480)
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stdout.count(", skipped") == 2
+
+
+def test_a_sweep_from_the_form_is_cancelled_with_its_arms_and_goes_on(command: list[str], tmp_path: Path) -> None:
+    """Each arm is a run of the pipeline's deployment, below that of the sweep."""
+    storage, presets = tmp_path / "storage", tmp_path / "presets"
+    storage.mkdir()
+    presets.mkdir()
+    (tmp_path / "config.toml").rename(presets / "small.toml")
+    output = storage / "runs" / "sums.sweep.seed-1" / "training.partial" / "output.log"
+    with prefect_server(storage, GRPO_CONFIGS=str(presets), PYTHONPATH=os.environ["PYTHONPATH"]) as server:
+
+        def arms(parent: str) -> dict[str, str]:
+            """The final states of the flow runs below that of the sweep."""
+            found = server.filter("flow_runs")
+            below = {task["id"] for task in server.filter("task_runs", flow_runs={"id": {"any_": [parent]}})}
+            return {
+                run["name"]: server.wait(run["id"])["state_type"] for run in found if run["parent_task_run_id"] in below
+            }
+
+        with grpo_serve(server, STUCK_AT="4"):
+            cancelled = server.trigger("sweep/local", preset="small", seeds=2)
+            deadline = time.monotonic() + 480
+            while not (output.exists() and "stuck in the second arm" in output.read_text()):
+                assert time.monotonic() < deadline, server.messages(cancelled)
+                time.sleep(0.5)
+            server.cancel(cancelled)
+            assert server.wait(cancelled)["state_type"] == "CANCELLED"
+            assert arms(cancelled) == {"sums.sweep.seed-0": "COMPLETED", "sums.sweep.seed-1": "CANCELLED"}
+        with grpo_serve(server):
+            again = server.trigger("sweep/local", preset="small", seeds=2)
+            assert server.wait(again)["state_type"] == "COMPLETED", server.messages(again)
+            assert arms(again) == {"sums.sweep.seed-1": "COMPLETED"}
+    assert _receipt(storage, "sums.sweep.seed-1", "training/result.json")["resumed_at_step"] == 3
+    assert _receipt(storage, "sums.sweep.seed-1", "dataset/report.json")["taken_from"] == "sums.sweep.seed-0"
+    assert (storage / "sweeps" / "sums.sweep" / "report.html").exists()

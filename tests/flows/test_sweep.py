@@ -16,6 +16,7 @@ import pytest
 import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefect.states import Cancelled, Completed, Failed
 
 from flows import sweep as flow
 from flows.parameters.arms import Sweep, make_sweep, read_grid
@@ -220,3 +221,29 @@ def test_an_interruption_ends_the_sweep(config: Path, ran: list[str]) -> None:
     with pytest.raises(Interrupted):
         flow._run_arms(make(config, "train.learning_rate=0.1,0.2"), str(config), {})
     assert len(ran) == 2
+
+
+def test_a_deployment_s_sweep_runs_its_arms_as_runs_of_the_pipeline_s_deployment(
+    config: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[tuple[str, str, dict[str, Any]]] = []
+    states = {"test.sweep.learning_rate-0.2": Failed(), "test.sweep.learning_rate-0.3": Cancelled()}
+
+    def run_elsewhere(of_deployment: str, parameters: dict[str, Any], name: str, interrupted: Any) -> Any:
+        handed.append((of_deployment, parameters["preset"], parameters["changes"]))
+        return SimpleNamespace(id="some", state=states.get(name, Completed()))
+
+    monkeypatch.setattr(flow, "deployment", SimpleNamespace(id="some", name="local"))
+    monkeypatch.setattr(flow, "run_elsewhere", run_elsewhere)
+    monkeypatch.setattr(flow, "why_stopped", lambda run, config: "behind" if "0.3" in run.name else "")
+    sweep = make(config, "train.learning_rate=0.1,0.2,0.3")
+    with pytest.raises(StageError, match=r"1 of 3 arms failed.*\ntest.sweep.learning_rate-0.2: .* is Failed"):
+        flow._run_arms(sweep, "quickstart", {"train": {"max_steps": 3}, "seed": 7})
+    assert [(it, preset) for it, preset, _ in handed] == [("pipeline/local", "quickstart")] * 3
+    assert handed[1][2] == {
+        "name": "test.sweep.learning_rate-0.2",
+        "seed": 7,
+        "train": {"max_steps": 3, "learning_rate": 0.2},
+        "registry": {"sweep": "test.sweep", "model_name": "test", "alias": "arm"},
+        "promotion": {"automatic": False},
+    }
