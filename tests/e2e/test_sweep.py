@@ -108,7 +108,7 @@ def test_a_sweep_that_was_killed_and_interrupted_goes_on_and_does_nothing_twice(
     said = "".join([killed, interrupted, done.stdout, done.stderr])
     assert said.count("evaluating the base policy") == 2, "on each of two sets, by one arm"
     assert said.count("evaluating the trained policy") == 4
-    assert done.stdout.count(f"{first}: up to date, skipped") == 1
+    assert done.stderr.count(f"{first}: up to date, skipped") == 1
     assert _receipt(storage, first, "registration.json")["made_at"] == made
     assert _receipt(storage, second, "training/result.json")["resumed_at_step"] == 3
     for path in ("dataset/report.json", "plan.json"):
@@ -148,7 +148,7 @@ def test_an_arm_that_falls_behind_is_stopped_and_stays_so(command: list[str], tm
     assert status == {"sums.sweep": "FINISHED", first: "FINISHED", second: "KILLED"}
     again = subprocess.run(started, capture_output=True, text=True, timeout=480)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert again.stdout.count(", skipped") == 2
+    assert again.stderr.count(", skipped") == 2, again.stderr
 
 
 def test_a_sweep_from_the_form_is_cancelled_with_its_arms_and_goes_on(command: list[str], tmp_path: Path) -> None:
