@@ -29,7 +29,7 @@ from tasks.reports.events import announce_run
 from tasks.stages.attempts import keep_retry
 from tasks.stages.condition import conditions
 from tasks.stages.endings import plain
-from tasks.stages.errors import StageError
+from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.run import describe_interruption
 from tasks.stages.run_directory import open_run, run_folder
 from tasks.stages.table import GPU_DEPLOYMENT, REGISTER, STAGES, Stage
@@ -138,18 +138,31 @@ def _hand_over(stage: Stage, run: Path, config: RunConfig, gpu_deployment: str) 
     if conditions(run, config)[stage.name].is_up_to_date:
         log.info("%s: up to date, skipped", stage.name)
         return
-    name = f"{run.name}-{stage.name}"
-    child = run_deployment(gpu_deployment, parameters={"run": run.name}, flow_run_name=name, timeout=0)
-    assert isinstance(child, FlowRun)  # a coroutine only where an event loop runs
-    log.info("%s: handed over to %s, flow run %s", stage.name, gpu_deployment, child.id)
-    with get_client(sync_client=True) as client:
-        try:
-            child = _wait_for(client, child, log)
-        except (ExternalSignal, KeyboardInterrupt) as signal:
-            client.set_flow_run_state(child.id, Cancelling())
-            raise describe_interruption(stage, run, config, signal) from signal
+    child = run_elsewhere(
+        gpu_deployment,
+        {"run": run.name},
+        f"{run.name}-{stage.name}",
+        lambda signal: describe_interruption(stage, run, config, signal),
+    )
     if not (child.state and child.state.is_completed()):
         raise StageError(f"{stage.name}: flow run {child.id} of {gpu_deployment} is {child.state}")
+
+
+def run_elsewhere(
+    of_deployment: str, parameters: dict[str, Any], name: str, interrupted: Callable[[BaseException], Interrupted]
+) -> FlowRun:
+    """A flow run of a deployment, when it has ended. A signal that stops this flow cancels it, and raises what
+    `interrupted` makes of the signal."""
+    log = get_run_logger()
+    child = run_deployment(of_deployment, parameters=parameters, flow_run_name=name, timeout=0)
+    assert isinstance(child, FlowRun)  # a coroutine only where an event loop runs
+    log.info("%s: handed over to %s, flow run %s", name, of_deployment, child.id)
+    with get_client(sync_client=True) as client:
+        try:
+            return _wait_for(client, child, log)
+        except (ExternalSignal, KeyboardInterrupt) as signal:
+            client.set_flow_run_state(child.id, Cancelling())
+            raise interrupted(signal) from signal
 
 
 def _wait_for(client: SyncPrefectClient, run: FlowRun, log: Logger | LoggerAdapter[Any]) -> FlowRun:

@@ -24,13 +24,15 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="run directory with config.toml, dataset/ and training/model")
     parser.add_argument("--output", type=Path, help="where to write; default RUN/evaluation")
     parser.add_argument("--champion", type=Path, help="folder of the model to beat, as transformers loads it")
+    parser.add_argument("--earlier", type=Path, help="samples.parquet of another run, evaluated the same way")
+    parser.add_argument("--known", nargs="+", default=[], help="policies whose answers are taken from there")
     arguments = parser.parse_args()
     output = arguments.output or arguments.run / "evaluation"
     output.mkdir(parents=True, exist_ok=True)
     quiet_libraries()
     progress.start(output / progress.RANKS)  # before anything that may hang: imports from a shared disk may
     try:
-        report = evaluate(arguments.run, output, arguments.champion)
+        report = evaluate(arguments.run, output, arguments.champion, arguments.earlier, arguments.known)
     except GrpoError as error:
         sys.exit(str(error))
     if report:

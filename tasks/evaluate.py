@@ -28,8 +28,11 @@ from tasks.registry.champion import identity, present_champion
 from tasks.rendering import figures as as_text
 from tasks.rendering.markdown import escape, table
 from tasks.reports.evaluation_tables import rows_of, verdicts
+from tasks.reports.record import SAMPLES
 from tasks.reports.report import PAGE, write_report
+from tasks.stages.arms import other_arms
 from tasks.stages.lineage import lineage_keys
+from tasks.stages.parts import Parts, key_of
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import EVALUATE, TRAIN
 from tasks.tracking.runs import (
@@ -55,8 +58,13 @@ def _work(context: Context) -> dict[str, Any]:
     command = ["-m", "grpo_core.evaluate", str(context.run), "--output", str(context.partial)]
     with answering():  # fail now rather than after the work
         champion = present_champion(client, config.registry.model_name or config.name)
+    answers = key_of(Parts(config).base_answers)
+    earlier, known = _answers_of_another_arm(context, answers, identity(champion) if champion else None)
+    if earlier:
+        command += ["--earlier", str(earlier), "--known", *known]
+        log.info("the answers of %s are those of %s, taken over", " and ".join(known), earlier.parents[1].name)
     with gpus(config, launched=config.train.sharding != "none"), servers(context, log) as addresses:
-        if champion is None:
+        if champion is None or CHAMPION in known:
             _run(config, command, log, context.partial, addresses)
         else:
             log.info("the present champion is %s version %s", champion.name, champion.version)
@@ -64,7 +72,7 @@ def _work(context: Context) -> dict[str, Any]:
                 uri = f"models:/{champion.name}/{champion.version}/model"
                 model = mlflow.artifacts.download_artifacts(uri, dst_path=folder)
                 _run(config, [*command, "--champion", model], log, context.partial, addresses)
-    report = json.loads((context.partial / "report.json").read_text())
+    report = json.loads((context.partial / "report.json").read_text()) | {"base_answers": answers}
     if champion is not None and CHAMPION in report["policies"]:
         report["champion"] = identity(champion)
     run_id = training_run_id(TRAIN.path(context.run))
@@ -72,7 +80,7 @@ def _work(context: Context) -> dict[str, Any]:
     create_markdown_artifact(
         key="evaluation", markdown=_markdown(report, metric), description=escape("; ".join(verdicts(report, metric)))
     )
-    samples = pl.read_parquet(context.partial / "samples.parquet")
+    samples = pl.read_parquet(context.partial / SAMPLES)
     first = samples.filter((pl.col("set") == HELD_OUT) & (pl.col("sample") == 0)).head(SAMPLES_SHOWN)
     rows = json.loads(_side_by_side(first, report["policies"]).write_json())
     create_table_artifact(
@@ -87,6 +95,22 @@ def _work(context: Context) -> dict[str, Any]:
     except Exception as error:  # a page must not lose an evaluation
         log.warning("%s could not be made: %r", PAGE, error, exc_info=True)
     return report
+
+
+def _answers_of_another_arm(
+    context: Context, answers: str, champion: dict[str, Any] | None
+) -> tuple[Path | None, list[str]]:
+    """samples.parquet of another arm of the sweep that holds the same answers of the base model, and the policies whose
+    answers can be taken from there: the champion's too, if it was the same. `answers`: key of `Parts.base_answers`."""
+    found: tuple[Path | None, list[str]] = (None, [])
+    for other in other_arms(context.run, context.config):
+        report, samples = EVALUATE.read_receipt(other), EVALUATE.path(other) / SAMPLES
+        if report.get("base_answers") != answers or not samples.is_file():
+            continue
+        if champion is None or report.get("champion") == champion:
+            return samples, ["base", *([CHAMPION] if champion else [])]
+        found = samples, ["base"]
+    return found
 
 
 def _run(

@@ -27,6 +27,7 @@ from tasks.stages.errors import StageError
 from tasks.stages.files import read_json
 from tasks.stages.run import Context, run_stage
 from tasks.stages.table import PLAN, TRAIN
+from tasks.tracking.early_stop import Race
 from tasks.tracking.live import OUTPUT, Live, Output, show_curves
 from tasks.tracking.runs import open_tracking_run
 from tasks.tracking.sending import sending
@@ -58,7 +59,13 @@ def _work(context: Context) -> dict[str, Any]:
             tracing(folder, tracked, context.config, log),
             _shown(folder, plan) as on_line,
         ):
-            run_training(context, on_line, addresses, log)
+            race = Race(context.run, context.config, folder, plan.max_steps)
+
+            def watched(line: str) -> None:
+                on_line(line)
+                race.look()
+
+            run_training(context, watched, addresses, log)
     result = json.loads((folder / "result.json").read_text())
     check_result(result, folder / "metrics.jsonl", plan)
     return result

@@ -35,13 +35,14 @@ def compare(
     records = {run: load_record(run) for run in runs}
     console = Console()
     for section in comparison(records):
-        _show(section, console)
+        show(section, console)
     if html:
         write_text(html, comparison_page(records))
         console.print(f"\nthe same with curves: {html}", soft_wrap=True, highlight=False)
 
 
-def _show(section: page.Section, console: Console) -> None:
+def show(section: page.Section, console: Console) -> None:
+    """Print a section of a comparison."""
     console.print(f"\n{section.title}", style="bold", markup=False, highlight=False)
     if section.text:
         console.print(section.text, style="dim", markup=False, highlight=False)

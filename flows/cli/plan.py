@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -106,7 +106,7 @@ def plan(
         if foreign:
             answer |= _foreign_plan(file, _rules(recipe, rules), given, pass_rate or [])
         else:
-            answer |= _own_plan(file, given, overrides, prompt_tokens, pass_rate or [], gpu, history)
+            answer |= own_plan(file, given, overrides, prompt_tokens, pass_rate or [], gpu, history)
     except PlanError as error:
         fixes = [dataclasses.asdict(fix) for fix in error.fixes]
         given = {key: value for key, value in dataclasses.asdict(error.inputs).items() if value is not None}
@@ -121,16 +121,16 @@ def plan(
         raise typer.Exit(2)
 
 
-def _own_plan(
+def own_plan(
     file: Path | None,
     given: Mapping[str, Any],
     overrides: list[str] | None,
-    prompt_tokens: int | None,
-    pass_rates: list[float],
-    gpu: str | None,
-    history: bool,
+    prompt_tokens: int | None = None,
+    pass_rates: Sequence[float] = (),
+    gpu: str | None = None,
+    history: bool = False,
 ) -> dict[str, Any]:
-    """The answer for a configuration of this project."""
+    """The answer for a configuration of this project. Raises GrpoError if it is refused."""
     if ignored := given.keys() & {"per_device_eval_batch_size", "num_generations_eval", "num_eval_prompts"}:
         raise ConfigError(
             f"{', '.join(sorted(ignored))}: this project evaluates prompt by prompt, without such a setting"
@@ -263,7 +263,7 @@ def _valid(inputs: PlanInputs, figures: Plan) -> dict[str, Any]:
     return {"valid": True, "rules": inputs.rules, "notes": notes(inputs, figures)}
 
 
-def _useful(pass_rates: list[float], num_generations: int) -> dict[str, Any]:
+def _useful(pass_rates: Sequence[float], num_generations: int) -> dict[str, Any]:
     return {"useful_groups": useful_groups(pass_rates, num_generations)} if pass_rates else {}
 
 

@@ -44,7 +44,7 @@ def _read(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
         near = difflib.get_close_matches(preset, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"presets: {', '.join(PRESETS)}"
         raise ConfigError(f"preset = {preset!r}: neither a preset in {CONFIGS} nor a file; {hint}")
-    return _merge(read_values(path), changes)
+    return merge(read_values(path), changes)
 
 
 def changes_of(path: Path, overrides: list[str] | None) -> dict[str, Any]:
@@ -101,11 +101,12 @@ def _field(field: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
     return {**rules, "description": meaning + bounds + default}
 
 
-def _merge(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def merge(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Nested values with those in `changes` in their place; null changes nothing."""
     merged = dict(values)
     for key, change in changes.items():
         if isinstance(change, dict) and isinstance(merged.get(key, {}), dict):
-            merged[key] = _merge(merged.get(key, {}), change)
+            merged[key] = merge(merged.get(key, {}), change)
         elif change is not None:
             merged[key] = change
     return merged

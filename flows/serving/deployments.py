@@ -1,4 +1,4 @@
-"""The deployments of `grpo serve`, in one process on one machine: the pipeline, each stage, promotion and rollback.
+"""The deployments of `grpo serve`, in one process on one machine: pipeline, sweep, each stage, promotion and rollback.
 
 prefect.yaml declares the same flows for work pools, whose workers `grpo worker` starts.
 """
@@ -22,18 +22,20 @@ from flows.pipeline import pipeline
 from flows.promotion import promote, rollback
 from flows.serving.environment import TAG
 from flows.stages import FLOWS
+from flows.sweep import sweep
 
 NAME = "local"  # pipeline/local, train/local, …
 NIGHTLY = Cron("0 2 * * *", timezone="UTC", active=False, slug="nightly")
 
 
 def deployments() -> list[RunnerDeployment]:
-    """The pipeline, with a nightly schedule that is off until somebody switches it on, each stage, promotion, rollback.
+    """The pipeline, with a nightly schedule that is off until somebody switches it on, and all others.
 
     If the server knows the pipeline already, its schedules stay as its users left them.
     """
     offered = [
         _deployment(pipeline, [TAG], schedule=NIGHTLY),
+        _deployment(sweep, [TAG]),
         *(_deployment(stage, [TAG, "stage"]) for stage in FLOWS.values()),
         *(_deployment(registry, [TAG, "registry"]) for registry in (promote, rollback)),
     ]

@@ -11,6 +11,11 @@ from grpo_core.config.metrics import Deciding
 
 HELD_OUT = "held-out"  # name of the evaluation set that data.eval gives
 CHAMPION = "champion"  # alias of the version in use
+# What keys begin with that outcomes depend on, besides the policy.
+EVALUATED_BY = (
+    *("evaluation.", "rewards.", "environment.", "data.eval", "data.columns", "data.system_prompt"),
+    *("data.chat_template_kwargs", "rollout.max_completion_length", "rollout.stop"),
+)
 
 
 class EvaluationSet(Section):
@@ -82,6 +87,9 @@ class RegistryConfig(Section):
     """Registered model that gets a new version, without / and : in its name; default: the run's name."""
     alias: str = Field("candidate", pattern=r"^[\w-]+$", max_length=255)
     """Alias of the new version: letters, digits, _ and -. Only a promotion sets `champion`."""
+    sweep: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
+    """The sweep that this run is an arm of, as `grpo sweep` sets it: its MLflow run is below the sweep's, it takes over
+    what another arm has made, and no promotion judges it on `held-out`, by which the sweep chooses."""
     traces_per_batch: int = Field(4, ge=0, le=1024)
     """Completions per generation batch that MLflow gets as traces, among them the worst and the best of the worst and
     of the best group; 0 sends none."""

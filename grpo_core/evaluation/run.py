@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import polars as pl
 from grpo_core.config.files import load_config
 from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
-from grpo_core.evaluation.samples import answer_columns, prompt_columns, samples_table
+from grpo_core.evaluation.samples import answer_columns, answers_of, prompt_columns, samples_table
 from grpo_core.fingerprint import environment_parts, reward_parts
 from grpo_core.system.processes import importing
 from grpo_core.system.progress import expect
@@ -26,8 +26,13 @@ if TYPE_CHECKING:
     from grpo_core.rollout.collect import Sample
 
 
-def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str, Any]:
+def evaluate(
+    run: Path, output: Path, champion: Path | None = None, earlier: Path | None = None, known: Sequence[str] = ()
+) -> dict[str, Any]:
     """Report of all policies. Writes samples.parquet (one row per completion) under `output`.
+
+    earlier: samples.parquet of another run, evaluated the same way, from which the answers of the policies `known`
+    (base, champion) are taken instead of sampled again.
 
     Several processes hold each policy as train.sharding says, and each samples its share of the prompts; the report is
     the main one's, the others' is empty.
@@ -101,11 +106,21 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
                 masks = [sample.completion.mask for sample in samples]
                 columns[name][f"{policy}/kl"] = mean_kl(model, base, asked, completed, masks)
 
+    def take(policy: str, answers: Path) -> None:
+        policies.append(policy)
+        for name, of_set in answers_of(policy, answers, columns).items():
+            columns[name] |= of_set
+
     if config.model.adapter:  # which the engine has not loaded
         engine.sync_weights(base)
     start_seconds = time.monotonic() - begun
-    sample("base", base)
-    if champion is not None:
+    if earlier and "base" in known:
+        take("base", earlier)
+    else:
+        sample("base", base)
+    if earlier and "champion" in known:
+        take("champion", earlier)
+    elif champion is not None:
         if unlike := _unlike(base, champion, tokenizer):
             if is_main:
                 print(f"the champion is left out: it has another {unlike} than {config.model.name_or_path}", flush=True)
@@ -150,9 +165,10 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
 
 def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
     """Hash of all that outcomes follow from beside the policy: two policies' recorded outcomes may be paired where it
-    is the same. `files`: the prompts of each set."""
+    is the same. The seed is no part of it: prompts are the unit, whichever completions are drawn of them. `files`: the
+    prompts of each set."""
     sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
-    parts: list[Any] = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward, config.seed]
+    parts: list[Any] = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward]
     optional = (environment_parts(config), config.data.chat_template_kwargs, config.rollout.stop)
     parts += [held for held in optional if held]
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)

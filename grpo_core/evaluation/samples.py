@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -13,6 +14,7 @@ import polars as pl
 from grpo_core.config.columns import ANSWER
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import plain
+from grpo_core.errors import GrpoError
 from grpo_core.rewards.contract import Reward
 
 if TYPE_CHECKING:
@@ -35,6 +37,18 @@ def answer_columns(policy: str, samples: Sequence[Sample], rewards: Sequence[Rew
         values = [sample.rewards[k] for sample in samples]
         columns[f"{policy}/rewards/{reward.name}"] = [None if math.isnan(value) else value for value in values]
     return columns
+
+
+def answers_of(policy: str, samples: Path, columns: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, dict[str, Any]]:
+    """A policy's columns of each set, from the samples.parquet of another run. `columns`: those of the prompts, by set.
+    Raises GrpoError if the rows are not of these prompts."""
+    table, found = pl.read_parquet(samples).sort("set", "row", "sample"), {}
+    for name, prompts in columns.items():
+        of_set = table.filter(set=name)
+        if of_set["row"].to_list() != prompts["row"] or of_set["sample"].to_list() != prompts["sample"]:
+            raise GrpoError(f"{samples}: {of_set.height} rows of the set {name!r}, not those of {len(prompts['row'])}")
+        found[name] = of_set.select(pl.col(f"^{policy}/.*$")).to_dict(as_series=False)
+    return found
 
 
 def samples_table(columns: Mapping[str, list[Any]], scores: Iterable[str]) -> pl.DataFrame:

@@ -58,6 +58,18 @@ class Difference:
     num_prompts: int
 
 
+@dataclass(frozen=True)
+class SeedDifference:
+    """Trainings of one setting minus those of another, paired by seed, on the same prompts: Student's interval of
+    `confidence`, and the one-sided p-value of "not better in the mean". NaN and 1 where the seeds show no spread."""
+
+    mean: float
+    low: float
+    high: float
+    p_value: float
+    num_seeds: int
+
+
 def estimate(values: Values, confidence: float, bounds: Bounds) -> Estimate:
     """Mean with its interval. `bounds`: lowest and highest value that an outcome can have, infinite where not known.
 
@@ -115,6 +127,18 @@ def paired_difference(
         confidence=confidence,
         num_prompts=n,
     )
+
+
+def seed_difference(before: Values, after: Values, confidence: float) -> SeedDifference:
+    """after − before, one value per seed: how another seed would come out is the only uncertainty that this counts."""
+    differences = np.asarray(after, dtype=float) - np.asarray(before, dtype=float)
+    n = len(differences)
+    mean = float(differences.mean()) if n else math.nan
+    error = float(differences.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
+    if not error:
+        return SeedDifference(mean, math.nan, math.nan, 1.0, n)
+    reach = float(stats.t.ppf((1 + confidence) / 2, n - 1)) * error
+    return SeedDifference(mean, mean - reach, mean + reach, float(stats.t.sf(mean / error, n - 1)), n)
 
 
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:

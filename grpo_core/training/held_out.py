@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from safetensors.torch import load_file, save_file
 
 from grpo_core.distributed import read_tensors, share, write_tensors
@@ -14,7 +17,7 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.rewards.composition import weighted_sum
 from grpo_core.rollout.collect import sample_and_score, share_samples
 from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
-from grpo_core.system.files import replace_folder
+from grpo_core.system.files import naming, publish, replace_folder
 from grpo_core.training.checkpoint import Checkpoints
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
@@ -23,8 +26,9 @@ from grpo_core.training.weight_sync import sync_weights
 WEIGHTS = "weights.safetensors"
 
 
-def evaluate_policy(session: Session, state: TrainingState) -> dict[str, float]:
-    """Metrics of the policy as it stands; every process answers its share of the prompts, and all get the whole."""
+def evaluate_policy(session: Session, state: TrainingState, folder: Path) -> dict[str, float]:
+    """Metrics of the policy as it stands; every process answers its share of the prompts, and all get the whole. The
+    rewards on each prompt are written to `folder`, a file per evaluated update."""
     held_out, engine = session.held_out, session.engine
     assert held_out is not None and engine is not None
     sync_weights(session, state)
@@ -47,6 +51,9 @@ def evaluate_policy(session: Session, state: TrainingState) -> dict[str, float]:
     sums = weighted_sum(matrix, session.config.rewards)
     names = [reward.name for reward in session.rewards]
     by_name = dict(zip(names, matrix.T, strict=True))
+    if session.accelerator.is_main_process:
+        scores = {"reward": sums, **{f"rewards/{name}": values for name, values in by_name.items()}}
+        _write(scores, [sample.row for sample in samples], folder / f"step-{state.updates:06d}.parquet")
     right = by_name[session.config.accuracy_reward]
     figures = {
         "eval_reward": sums[~np.isnan(sums)],
@@ -56,6 +63,17 @@ def evaluate_policy(session: Session, state: TrainingState) -> dict[str, float]:
         "eval_completions/clipped_ratio": np.array([sample.completion.truncated for sample in samples]),
     }
     return {name: float(values.mean()) for name, values in figures.items() if len(values)}
+
+
+def _write(scores: Mapping[str, np.ndarray], rows: Sequence[int], path: Path) -> None:
+    """One row per held-out prompt, in their order; null where a reward did not score."""
+    columns = {name: pa.array(values, pa.float64(), from_pandas=True) for name, values in scores.items()}
+    table = pa.table({"row": rows, **columns}).sort_by("row")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with naming(temporary):
+        pq.write_table(table, temporary)
+    publish(temporary, path)
 
 
 def keep_best(session: Session, state: TrainingState, folder: Path, checkpoints: Checkpoints) -> None:

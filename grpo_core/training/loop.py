@@ -81,7 +81,7 @@ def _train_until_done(
                 if state.unrecorded is None:  # else stopped in the evaluation of its last update
                     state = advance(session, state, log)
                 if keys.eval_steps and (step % keys.eval_steps == 0 or step == session.plan.max_steps):
-                    state = evaluate(session, state, log.output / "best", checkpoints)
+                    state = evaluate(session, state, log.output, checkpoints)
                 state, metrics, findings = check_health(session, state)
             except NotFiniteError as error:
                 metrics = error.metrics or state.unrecorded or {}
@@ -140,14 +140,15 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
 
 
 @phase("evaluation")
-def evaluate(session: Session, state: TrainingState, best: Path, checkpoints: Checkpoints) -> TrainingState:
-    """The policy on the held-out prompts. The best one so far is kept in the folder `best`."""
+def evaluate(session: Session, state: TrainingState, output: Path, checkpoints: Checkpoints) -> TrainingState:
+    """The policy on the held-out prompts. Its rewards on each are kept in the folder `held_out`, the best policy so far
+    in the folder `best`."""
     keys = session.config.train
     with interruptible(session.accelerator):
-        metrics = evaluate_policy(session, state)
+        metrics = evaluate_policy(session, state, output / "held_out")
     value = metrics.get(keys.metric_for_best_model, -math.inf)
     state = state.with_evaluation(metrics, value, keys.early_stopping_threshold, keys.early_stopping_patience)
-    keep_best(session, state, best, checkpoints)
+    keep_best(session, state, output / "best", checkpoints)
     return state
 
 

@@ -27,7 +27,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
-from grpo_core.config.evaluation import CHAMPION, RegistryConfig
+from grpo_core.config.evaluation import CHAMPION, HELD_OUT, RegistryConfig
 from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError, GrpoError
 from tasks.registry.approval import WAITING, Approval, Change, decision_of, largest_changes, tags_of
@@ -322,6 +322,8 @@ def _judge(
         raise _NotComparableError(f"the configuration recorded with it is not valid here: {error}") from None
     if rules:
         config = parse_config({**recorded.config, "promotion": {**recorded.config.get("promotion", {}), **rules}})
+    if sweep := recorded.config.get("registry", {}).get("sweep"):
+        _refuse_chosen_by(sweep, config.promotion.set, recorded.samples)
     trained = Contestant(f"version {candidate.version}", recorded.samples, "trained")
     rival = _rival(client, candidate, recorded, champion)
     try:
@@ -329,6 +331,18 @@ def _judge(
     except ValueError as error:
         raise _NotComparableError(f"{error}; a guard can be on what the evaluation recorded") from None
     return verdict, largest_changes(config, trained, rival) if config.promotion.approval else None
+
+
+def _refuse_chosen_by(sweep: str, set: str, samples: pl.DataFrame) -> None:
+    """Raises _NotComparableError if the arm of a sweep would be judged on prompts by which the sweep has chosen it."""
+    unit = "task" if "task" in samples.columns else "prompt"
+    judging, choosing = ({*map(repr, samples.filter(pl.col("set") == name)[unit])} for name in (set, HELD_OUT))
+    if shared := len(judging & choosing):
+        raise _NotComparableError(
+            f"it is an arm of the sweep {sweep!r}, which chooses on {HELD_OUT!r}, and {shared:,} of {len(judging):,} "
+            f"prompts of {set!r} are among those: the best of several looks better there than it is. Judge it on other "
+            "prompts, a set in [[evaluation.sets]] that promotion.set names"
+        )
 
 
 def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, champion: str | None) -> Contestant:

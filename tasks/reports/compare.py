@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from grpo_core.config.base import flatten
-from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.evaluation import EVALUATED_BY, HELD_OUT
 from grpo_core.config.metrics import DECIDING, EVALUATED, TRAINED
 from grpo_core.evaluation.outcomes import bounds_of, outcomes, per_prompt, prompt_numbers
 from grpo_core.evaluation.statistics import Difference, paired_difference
@@ -26,11 +26,6 @@ ENDS = (
     *("frac_reward_zero_std", "entropy", "kl", "grad_norm"),
 )
 CURVES = ("reward", "eval_reward", "eval_accuracy", *ENDS[1:-1], "step_time")
-# Keys that outcomes depend on, besides the policy.
-EVALUATED_BY = (
-    *("evaluation.", "rewards.", "environment.", "data.eval", "data.columns", "data.system_prompt"),
-    *("data.chat_template_kwargs", "seed", "rollout.max_completion_length", "rollout.stop"),
-)
 Records = Mapping[str, Record]  # by the run's name as shown; the others are compared with the first
 
 
@@ -56,27 +51,34 @@ def evaluation_sets(records: Records) -> list[str]:
     return [*dict.fromkeys(name for record in records.values() for name in record.evaluation["sets"])]
 
 
-def paired_with_first(records: Records, name: str) -> dict[str, Paired]:
-    """Each other run's trained policy minus that of the first, prompt by prompt of the evaluation set `name`."""
+def paired_with_first(records: Records, name: str, pairs: int = 1) -> dict[str, Paired]:
+    """Each other run's trained policy minus that of the first, prompt by prompt of the evaluation set `name`. `pairs`:
+    see `comparison`."""
     (_, first), *others = records.items()
-    return {label: _pair(first, other, name) for label, other in others}
+    return {label: _pair(first, other, name, pairs) for label, other in others}
 
 
-def _pair(first: Record, other: Record, name: str) -> Paired:
+def _pair(first: Record, other: Record, name: str, pairs: int) -> Paired:
     if first.evaluation["key"] != other.evaluation["key"]:
         return Paired({}, _what_differs(first, other))
-    confidence = first.config.evaluation.confidence
+    confidence = simultaneous(first.config.evaluation.confidence, pairs)
 
     def difference(metric: str) -> Difference:
-        before, after = _outcomes(first, name, metric), _outcomes(other, name, metric)
+        before, after = (outcomes_per_prompt(record, name, metric) for record in (first, other))
         return paired_difference(before, after, confidence, bounds_of(metric, first.config))
 
     return Paired({metric: asdict(difference(metric)) for metric in DECIDING})
 
 
-def _outcomes(record: Record, name: str, metric: str) -> np.ndarray:
+def simultaneous(confidence: float, intervals: int) -> float:
+    """Confidence of each of several intervals that all hold together with `confidence` (Bonferroni)."""
+    return 1 - (1 - confidence) / intervals
+
+
+def outcomes_per_prompt(record: Record, name: str, metric: str, policy: str = "trained") -> np.ndarray:
+    """A policy's metric on each distinct prompt of an evaluation set. (P,)"""
     right = record.evaluation["accuracy_reward"]
-    values = outcomes(record.samples, name, "trained", metric, record.config.rewards, right)
+    values = outcomes(record.samples, name, policy, metric, record.config.rewards, right)
     return per_prompt(values, prompt_numbers(record.samples, name))
 
 
@@ -118,8 +120,9 @@ def end_of_training(record: Record) -> dict[str, str]:
     return found
 
 
-def comparison(records: Records) -> list[Section]:
-    """The comparison without the curves."""
+def comparison(records: Records, pairs: int = 1) -> list[Section]:
+    """The comparison without the curves. `pairs`: of how many pairs these were taken, whose intervals are to hold
+    together; 0 compares nothing prompt by prompt."""
     labels = [*records]
     differing = [[key, *values] for key, values in parameters_that_differ(records).items()]
     ends = {label: end_of_training(record) for label, record in records.items()}
@@ -131,7 +134,7 @@ def comparison(records: Records) -> list[Section]:
             text="" if differing else "None: the runs have the same configuration.",
             tables=[Table(["key", *labels], differing, words=True)] if differing else [],
         ),
-        *(_evaluation(records, name) for name in evaluation_sets(records)),
+        *(_evaluation(records, name, pairs) for name in evaluation_sets(records)),
         Section(
             "End of training",
             f"Means over the last {LAST:.0%} of the updates.",
@@ -140,9 +143,9 @@ def comparison(records: Records) -> list[Section]:
     ]
 
 
-def _evaluation(records: Records, name: str) -> Section:
+def _evaluation(records: Records, name: str, pairs: int) -> Section:
     first, *_ = records
-    paired = paired_with_first(records, name)
+    paired = paired_with_first(records, name, pairs) if pairs else {}
     rows = [
         [(label, metric), (figures.gain(metric, it), figures.interval(metric, it)), *_certainty(metric, it)]
         for label, found in paired.items()
@@ -155,10 +158,18 @@ def _evaluation(records: Records, name: str) -> Section:
         f"Evaluation on {name}, {' or '.join(counts)} prompts",
         tables=[
             Table(["", *records], [*_figures(sets, _metric(records))]),
-            *([Table(head, rows, f"Prompt by prompt against {first}")] if rows else []),
+            *([Table(head, rows, f"Prompt by prompt against {first}{_together(records, pairs)}")] if rows else []),
         ],
         notes=[f"{label} cannot be paired with {first}: {it.obstacle}" for label, it in paired.items() if it.obstacle],
     )
+
+
+def _together(records: Records, pairs: int) -> str:
+    """In how far intervals hold together, as the end of a title."""
+    if pairs < 2:
+        return ""
+    confidence = next(iter(records.values())).config.evaluation.confidence
+    return f"; all intervals hold together with {confidence:.0%} (Bonferroni over {pairs} pairs of arms)"
 
 
 def _certainty(metric: str, found: Mapping[str, Any]) -> tuple[Cell, Cell]:
@@ -180,7 +191,16 @@ def _figures(sets: Sequence[Mapping[str, Any] | None], first: str) -> Iterator[l
 
 def comparison_page(records: Records) -> str:
     """The comparison as a self-contained HTML page."""
-    parameters, *evaluations, end = comparison(records)
+    first, *_ = records
+    return page_of(" · ".join(records), f"compared with {first}", records, [*_verdicts(records)])
+
+
+def page_of(
+    title: str, what: str, records: Records, verdicts: Sequence[Verdict], before: Sequence[Section] = (), pairs: int = 1
+) -> str:
+    """A page that compares runs, with the sections `before` first. `what`: its subtitle; `pairs`: as in
+    `comparison`."""
+    parameters, *evaluations, end = comparison(records, pairs)
     colours = dict(zip(records, drawing.LINE_COLOURS, strict=False))
     training = replace(
         end,
@@ -190,14 +210,8 @@ def comparison_page(records: Records) -> str:
         legend={label: drawing.PAGE_COLOURS[colour] for label, colour in colours.items()},
         charts=[*_overlaid(records, colours)],
     )
-    first, *_ = records
     made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
-    return render(
-        " · ".join(records),
-        f"compared with {first} · {made}",
-        [*_verdicts(records)],
-        [parameters, *evaluations, training],
-    )
+    return render(title, f"{what} · {made}", verdicts, [*before, parameters, *evaluations, training])
 
 
 def _verdicts(records: Records) -> Iterator[Verdict]:

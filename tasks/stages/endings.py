@@ -27,7 +27,7 @@ from prefect.states import Cancelled
 
 from grpo_core.errors import GrpoError
 from tasks.stages.attempts import close_left_open, come_back
-from tasks.stages.errors import Interrupted
+from tasks.stages.errors import ArmStopped, Interrupted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,7 +40,7 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
 
     A GrpoError is raised to the caller, which prints it; in a deployment's run it is logged once. A signal cancels the
     flow run, and the caller gets Interrupted. A deployment's run that gets a signal goes on later by itself
-    (`come_back`), unless it was cancelled: then the signal is raised again.
+    (`come_back`), unless it was cancelled: then the signal is raised again. An arm that fell behind is cancelled too.
     """
 
     @functools.wraps(work)
@@ -58,6 +58,8 @@ def plain(work: Callable[P, R]) -> Callable[P, R]:
                 return work(*args, **kwargs)
         except Interrupted as error:
             interrupted = error
+        except ArmStopped as stopped:
+            return cast(R, Cancelled(message=str(stopped), data=stopped))
         except GrpoError as error:
             if deployment.id:
                 get_run_logger().error("%s", error)

@@ -13,6 +13,11 @@ class StageError(GrpoError):
     exit_status = 1
 
 
+class ArmStopped(StageError):
+    """The training of a sweep's arm that fell behind the arms before it, and was ended for that; the message says
+    when."""
+
+
 class Interrupted(GrpoError):
     """A stage or flow ended by a signal. `what`: what was interrupted and what is saved; `signal`: the exception raised
     for it. The exit status is a shell's for that signal: 130 for Ctrl-C, 143 for SIGTERM."""

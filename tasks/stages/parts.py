@@ -115,6 +115,22 @@ class Parts:
         return keys | self.evaluation_sets
 
     @cached_property
+    def base_answers(self) -> Named:
+        """What the answers of the base model to the evaluated prompts follow from."""
+        config = self.config
+        sampled = config.evaluation.temperature > 0 or config.environment.is_used
+        return {
+            **self.prompts,
+            **self.evaluated_length,
+            **self.evaluation,
+            **{key: self.model.get(key) for key in ("model.load_in_4bit", "content of the adapter")},
+            **{f"train.{key}": getattr(config.train, key) for key in ("mixed_precision", "sharding")},
+            "rollout.engine": config.rollout.in_evaluation.engine,
+            "rollout.stop": config.rollout.stop,
+            "seed": config.seed if sampled else None,
+        }
+
+    @cached_property
     def registration(self) -> Named:
         # A version is judged by the rules recorded with it.
         rules = self.config.promotion.model_dump(mode="json", exclude={"automatic"})

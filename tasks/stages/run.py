@@ -21,8 +21,9 @@ from prefect.states import Cancelled, Completed
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from grpo_core.system.files import publish
+from tasks.stages.arms import arm_with_output, take_over
 from tasks.stages.condition import MARKER, conditions, identity, refuse_outdated_inputs, saved_progress
-from tasks.stages.errors import Interrupted, StageError
+from tasks.stages.errors import ArmStopped, Interrupted, StageError
 from tasks.stages.files import read_json, remove, set_aside, write_text
 from tasks.stages.lineage import DIGITS, lineage_inputs, lineage_keys
 from tasks.stages.mlflow_address import describe
@@ -52,13 +53,15 @@ def run_stage(
 
     Raises StageError if the input is outdated, if the work refuses by a GrpoError, or if storage or MLflow fails. For
     every error that ends the stage, the traceback is written to the run's ERRORS. A signal gives the state Cancelled,
-    whose result raises Interrupted.
+    whose result raises Interrupted; so does the end of an arm that fell behind, whose result raises ArmStopped.
     """
     try:
         return _run_stage(stage, run, config, work, force)
     except (KeyboardInterrupt, ExternalSignal) as signal:
         interrupted = describe_interruption(stage, run, config, signal)
         return Cancelled(message=str(interrupted), data=interrupted)
+    except ArmStopped as stopped:
+        return Cancelled(message=str(stopped), data=stopped)
     except Exception as error:
         _note_down(stage, run, error)
         if isinstance(error, GrpoError) and not isinstance(error, StageError):
@@ -97,7 +100,12 @@ def _run_stage(
     origin = {"lineage_key": key, "made_from": made_from}
     _prepare(stage, partial, origin)
     start = time.monotonic()
-    receipt = work(Context(config, run, partial))
+    other = None if force else arm_with_output(stage, run, config, origin)
+    if other:
+        log.info("%s: the same as that of %s, taken over", stage.name, other.name)
+        receipt = take_over(stage, other, partial)
+    else:
+        receipt = work(Context(config, run, partial))
     seconds = round(time.monotonic() - start, 3)
     made = stage.content(partial, receipt) if stage.content else uuid.uuid4().hex
     facts = {"made": made, "made_at": time.time(), "seconds": seconds, **receipt}

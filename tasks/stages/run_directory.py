@@ -2,6 +2,7 @@
 
     STORAGE/runs/NAME/     config.toml, rewards/ (copies of its own modules), dataset/, plan.json, training/,
                            evaluation/, registration.json, errors.log, .lock
+    STORAGE/sweeps/NAME/   what belongs to no single arm of a sweep
     STORAGE/mlflow/        mlflow.db, artifacts/      (unless MLFLOW_TRACKING_URI is set)
     STORAGE/models/        the lock of each registered model
     STORAGE/pace/          measured paces of this machine

@@ -21,6 +21,7 @@ from mlflow.utils.mlflow_tags import (
     MLFLOW_DATASET_CONTEXT,
     MLFLOW_GIT_COMMIT,
     MLFLOW_GIT_DIRTY,
+    MLFLOW_PARENT_RUN_ID,
     MLFLOW_RUN_NOTE,
     MLFLOW_SOURCE_NAME,
     MLFLOW_SOURCE_TYPE,
@@ -34,6 +35,7 @@ from grpo_core.fingerprint import content_hash
 from grpo_core.planning.hardware import find_gpu, name_hardware
 from grpo_core.planning.pace import Throughput
 from tasks.data.sources import sources_of
+from tasks.stages.arms import sweep_folder
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json, write_text
 from tasks.stages.lineage import DIGITS, lineage_keys
@@ -121,14 +123,7 @@ def read_tracking_run(training: Path) -> dict[str, Any]:
 
 def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
     client = connect()
-    experiment = client.get_experiment_by_name(config.registry.experiment)
-    if experiment is None:
-        experiment_id = client.create_experiment(config.registry.experiment, _artifact_location(), experiment_tags())
-    else:
-        experiment_id = experiment.experiment_id
-        for tag, value in experiment_tags().items():
-            if tag not in experiment.tags:
-                client.set_experiment_tag(experiment_id, tag, value)
+    experiment_id = open_experiment(client, config.registry.experiment)
     tags = {
         MLFLOW_RUN_NOTE: f"Not evaluated yet. Training of `{config.model.name_or_path}` in `{run}`.",
         MLFLOW_SOURCE_NAME: "grpo-flows",
@@ -138,6 +133,8 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
     }
     with suppress(KeyError, OSError):  # a user without a name, as in some containers
         tags[MLFLOW_USER] = getpass.getuser()
+    if config.registry.sweep and (parent := read_json(sweep_folder(config.registry.sweep) / RUN_FILE)):
+        tags[MLFLOW_PARENT_RUN_ID] = parent["run_id"]
     info = client.create_run(experiment_id, run_name=config.name, tags=tags).info
     try:
         _describe(client, info.run_id, config, run)
@@ -146,6 +143,17 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
             client.set_terminated(info.run_id, "FAILED")
         raise
     return {"run_id": info.run_id, "experiment_id": experiment_id, "start_time": info.start_time, HARDWARE: hardware}
+
+
+def open_experiment(client: mlflow.MlflowClient, name: str) -> str:
+    """Id of the experiment of this name, which is made if there is none."""
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        return client.create_experiment(name, _artifact_location(), experiment_tags())
+    for tag, value in experiment_tags().items():
+        if tag not in experiment.tags:
+            client.set_experiment_tag(experiment.experiment_id, tag, value)
+    return experiment.experiment_id
 
 
 def _describe(client: mlflow.MlflowClient, run_id: str, config: RunConfig, run: Path) -> None:

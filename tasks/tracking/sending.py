@@ -22,6 +22,7 @@ from mlflow.entities import Metric
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from tasks.rendering.drawing import Row
+from tasks.stages.errors import ArmStopped
 from tasks.stages.files import write_text
 from tasks.stages.mlflow_address import first_cause, tracking_uri
 from tasks.tracking.live import CURVES, Figures
@@ -53,7 +54,8 @@ def sending(folder: Path, tracked: Mapping[str, Any], log: Any) -> Iterator[None
         try:
             yield
         except BaseException as error:
-            status, seconds = ("FAILED" if isinstance(error, Exception) else "KILLED"), CANCELLED_SECONDS
+            failed = isinstance(error, Exception) and not isinstance(error, ArmStopped)
+            status, seconds = ("FAILED" if failed else "KILLED"), CANCELLED_SECONDS
             raise
         finally:
             sender.status = status

@@ -231,7 +231,7 @@ def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
     }
     names |= {"rollout.stop"}
     names |= {"registry.experiment", "registry.model_name", "registry.alias", "promotion.set", "promotion.guards.set"}
-    names |= {"promotion.guards.metric", "evaluation.answer_pattern", "model.lora_target_modules"}
+    names |= {"registry.sweep", "promotion.guards.metric", "evaluation.answer_pattern", "model.lora_target_modules"}
     names |= {"model.lora_modules_to_save"}
     refused = {".".join(address) for address in allowed.ADDRESSES}
     refused |= {f"environment.{key}" for key in ("environment_factory", "environment_args", "tools")}

@@ -19,6 +19,7 @@ from tests.conftest import config_values, make_run, write_sums
 
 ASK_MLFLOW = {
     "run": ["CONFIG"],
+    "sweep": ["CONFIG", "--seeds", "2"],
     "stage": ["validate", "--run", "test"],
     "plan": ["CONFIG", "--history"],
     "compare": ["a" * 32, "sums@champion"],

@@ -53,7 +53,7 @@ def test_a_stage_added_to_the_table_runs_in_its_place_and_is_seen_everywhere(qua
     assert [row[0] for row in rows if row] == ORDER
     assert [row[4] for row in rows if row and row[0] == "quantize"] == ["8 bits"]
     offered = [*(f"{stage}/local" for stage in ORDER), "promote/local", "rollback/local"]
-    assert quantizing["deployments"] == ["pipeline/local", *offered]
+    assert quantizing["deployments"] == ["pipeline/local", "sweep/local", *offered]
     assert quantizing["handed over"] == ["train", "evaluate", "quantize"]
 
 
@@ -75,6 +75,7 @@ def test_the_deployments_for_work_pools_are_those_of_the_table(file: Path) -> No
         for pool in ["gpu" if stage.gpu else "cpu"]
     ]
     assert [it["entrypoint"] for it in others if it not in stages] == [
+        "flows/sweep.py:sweep",
         "flows/promotion.py:promote",
         "flows/promotion.py:rollback",
     ]

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import polars as pl
 import pytest
 from typer.testing import CliRunner
 
@@ -16,7 +17,7 @@ from tasks.register import keep_record
 from tasks.registry.champion import PromotionError, identity, is_decided, promote, rollback
 from tasks.stages.run_directory import storage_root
 from tasks.tracking.runs import connect
-from tests.evaluations import promotion_config, register_version
+from tests.evaluations import promotion_config, register_version, simulated_samples
 from tests.tasks.registry.champions import NUM_PROMPTS, champion_of, history_of, make_champions, samples_of, tags_of
 
 pytestmark = pytest.mark.usefixtures("mlflow")
@@ -256,3 +257,28 @@ def test_a_version_is_judged_by_its_own_record_though_its_training_was_registere
     assert (refused.decision, "better, but min_gain asks for 90.0 points" in refused.reason) == ("refused", True)
     assert refused.reason.startswith("accuracy on held-out 25.0% against 0.0%")
     assert promote(model, "2").decision == "promoted"
+
+
+@pytest.mark.slow
+def test_an_arm_of_a_sweep_is_judged_on_prompts_by_which_it_was_not_chosen(model: str) -> None:
+    gains = {"base": {}, "trained": {"held-out": 0.3, "general": 0.3}}
+    samples = simulated_samples(1, gains)
+    other = pl.when(pl.col("set") == "general").then("another " + pl.col("prompt")).otherwise("prompt")
+    plain = promotion_config(set="general")
+    arm = plain.model_copy(update={"registry": plain.registry.model_copy(update={"sweep": "sums.sweep"})})
+    for own, answers, decision, sentence in [
+        (arm, samples, "refused", "120 of 120 prompts of 'general' are among those"),
+        (arm, samples.with_columns(prompt=other), "promoted", "better, p = "),
+        (plain, samples, "refused", "not shown to be better"),
+    ]:
+        register_version(model, answers, config=own)
+        outcome = promote(model)
+        assert outcome.decision == decision
+        assert sentence in outcome.reason
+    register_version(model, samples.with_columns(prompt=other), config=arm)
+    refused = promote(model, changes={"promotion": {"set": "held-out"}})
+    assert refused.decision == "refused"
+    assert refused.reason.startswith(
+        "it is an arm of the sweep 'sums.sweep', which chooses on 'held-out', and 120 of 120"
+    )
+    assert promote(model, force=True).decision == "forced"

@@ -1,0 +1,121 @@
+"""`grpo sweep`: a configuration with several values of some keys, each a run of its own, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from flows.cli.compare import show
+from flows.cli.plan import own_plan
+from flows.cli.terminal import refusals, say
+from flows.parameters.arms import Sweep, make_sweep, read_grid
+from flows.serving.environment import TAG, configure
+from flows.serving.find_server import server_for_command
+from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.config.files import load_config
+from grpo_core.system.processes import importing
+from tasks.rendering.figures import NONE, duration, number
+from tasks.stages.lineage import lineage_keys
+from tasks.stages.locks import locked
+from tasks.stages.parts import Parts, key_of
+from tasks.stages.run_directory import run_folder
+from tasks.stages.table import PLAN, VALIDATE
+
+
+def sweep(
+    config: Annotated[Path, typer.Argument(help="run configuration (TOML), such as configs/quickstart.toml")],
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE,VALUE", help="values of one key, such as train.beta=0,0.04; can be repeated"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="trainings of each combination, with seeds of their own")] = 1,
+    name: Annotated[str, typer.Option(help="of the sweep, after that of the configuration")] = "sweep",
+    stop_early: Annotated[
+        bool, typer.Option("--stop-early", help="stop arms that are shown to be behind; needs train.eval_steps")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="override one key for all arms, such as train.max_steps=50"),
+    ] = None,
+) -> None:
+    """Run the pipeline with each combination of values, one after the other, and choose the best on the held-out set.
+    The same command again goes on where it was.
+
+    Exit status 1: an arm failed, 2: refused before anything was started, 130: Ctrl-C, 143: SIGTERM.
+    """
+    given = overrides or []
+    asked = make_sweep(
+        lambda more: load_config(config, [*given, *more]), read_grid(grid or []), seeds, name, stop_early
+    )
+    configure()
+    with refusals(asked.name):
+        for arm in asked.arms:
+            if (folder := run_folder(arm.config.name)).is_dir():
+                with locked(folder):
+                    pass  # an arm in use is refused before a server is started
+    _show_plan(asked, config, given)
+    with server_for_command() as url:
+        say(f"Sweep {asked.name} starts. Prefect's UI, as long as this runs: {url.removesuffix('/api')}")
+        with importing():
+            from prefect import tags
+
+            from flows.parameters.form import changes_of
+            from flows.sweep import sweep_of
+            from tasks.reports.report import PAGE
+            from tasks.reports.sweep import describe, make_choice, read_arms, sweep_sections
+            from tasks.tracking.early_stop import stopped_arms
+
+    with refusals(asked.name, started=True), tags(TAG):
+        folder = sweep_of(asked)(str(config), changes_of(config, given), dict(asked.grid))
+    arms = read_arms(asked.name)
+    choice = make_choice(arms, stopped_arms(asked.name))
+    for section in sweep_sections(choice, arms):
+        show(section, Console())
+    verdict = describe(choice)
+    say(f"\n{verdict.headline}. {verdict.sentence}\npage        {folder / PAGE}")
+
+
+def _show_plan(sweep: Sweep, file: Path, overrides: list[str]) -> None:
+    """Print the arms with what each will take by `grpo plan`, the sum, and what is made once for several."""
+    plans = [own_plan(file, {}, [*overrides, *arm.overrides]) for arm in sweep.arms]
+    times = [answer["forecasts"]["time"] for answer in plans]
+    updates = [answer["max_steps"] for answer in plans]
+    hours = [[it.get(key) for it in times] for key in ("wall_time_hours", "gpu_hours")]
+    table = Table(Column("arm", overflow="fold"), "updates", "time", "GPU hours", title=f"sweep {sweep.name}")
+    for arm, count, wall, gpu in zip(sweep.arms, updates, *hours, strict=True):
+        table.add_row(arm.label, f"{count:,}", *_forecast([wall], [gpu]))
+    table.add_section()
+    table.add_row(f"{len(sweep.arms)} arms", f"{sum(updates):,}", *_forecast(*hours))
+    Console().print(table)
+    keys = [lineage_keys(arm.config) for arm in sweep.arms]
+    made = {
+        "data validated": {of_arm[VALIDATE.name] for of_arm in keys},
+        "planned": {of_arm[PLAN.name] for of_arm in keys},
+        "base model evaluated": {key_of(Parts(arm.config).base_answers) for arm in sweep.arms},
+    }
+    times_made = ", ".join(f"{what} {_times(len(different))}" for what, different in made.items())
+    say(f"For all {len(sweep.arms)} arms: {times_made}. Each arm is trained, evaluated and registered.")
+    if error := next((it["error"] for it in times if "error" in it), ""):
+        say(f"Time: {error}")
+    if sweep.base.promotion.set == HELD_OUT:
+        say(
+            f"promotion.set is {HELD_OUT!r}, on which the arm is chosen: no arm can be promoted by it. Name another "
+            "set of [[evaluation.sets]] there to promote the chosen one"
+        )
+
+
+def _forecast(wall: Sequence[float | None], gpu: Sequence[float | None]) -> tuple[str, str]:
+    """Time and GPU hours of arms together; a dash if one is not known."""
+    return (
+        NONE if None in wall else duration(3600 * sum(filter(None, wall))),
+        NONE if None in gpu else number(sum(filter(None, gpu))),
+    )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

@@ -1,0 +1,135 @@
+"""A sweep: the pipeline of each arm in its turn, under one flow run, and the choice among the arms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger, tags
+from prefect.runtime import deployment, flow_run
+
+from flows.parameters.allowed import resolve_allowed
+from flows.parameters.arms import Grid, Sweep, make_sweep
+from flows.parameters.form import Changes, Preset, merge, read_name
+from flows.pipeline import pipeline_of, run_elsewhere
+from grpo_core.config.files import read_overrides
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import GrpoError
+from tasks.reports.sweep import NoChoiceError
+from tasks.stages.attempts import keep_retry
+from tasks.stages.condition import conditions
+from tasks.stages.endings import plain
+from tasks.stages.errors import ArmStopped, Interrupted, StageError
+from tasks.stages.run_directory import run_folder
+from tasks.sweep import begin, choose
+from tasks.tracking.early_stop import why_stopped
+
+# Prefect shows it on the page of the deployment, as Markdown with every line a paragraph.
+DESCRIPTION = """
+Several values of some keys, or several seeds: one pipeline run per combination, one after the other, and the best of \
+them chosen on the held-out prompts.
+
+Run → Custom run, `grid`: the values of each key, as JSON: `{"train.learning_rate": [1e-5, 3e-5]}`. The same \
+parameters again go on where it was. More in `docs/how-to/sweep.md`.
+"""
+
+
+def _run_name() -> str:
+    parameters = flow_run.parameters
+    return f"{read_name(parameters['preset'], parameters['changes'])}.{parameters['name']}"
+
+
+@flow(
+    name="sweep", flow_run_name=_run_name, description=DESCRIPTION, validate_parameters=False, on_crashed=[keep_retry]
+)
+@plain
+def sweep(
+    preset: Preset = "quickstart",
+    changes: Changes = {},  # noqa: B006 (read only)
+    grid: dict[str, list[Any]] = {},  # noqa: B006 (read only)
+    seeds: int = 1,
+    name: str = "sweep",
+    stop_early: bool = False,
+) -> Path:
+    """Run the pipeline with each combination of values, and choose the best arm; returns the sweep's folder.
+
+    Args:
+        preset: The run configuration to start from, a file in configs/.
+        changes: Only what differs from the preset, in all arms.
+        grid: The values of each key, such as {"train.learning_rate": [1e-5, 3e-5], "algorithm.beta": [0.0, 0.04]}.
+        seeds: Trainings of each combination, with seeds of their own.
+        name: Name of the sweep, after that of the configuration. The same name goes on with the same sweep.
+        stop_early: Stop arms that are shown to be behind. Needs train.eval_steps.
+    """
+
+    def load(overrides: list[str]) -> RunConfig:
+        return resolve_allowed(preset, merge(changes, read_overrides(overrides)))
+
+    return _run_arms(make_sweep(load, grid, seeds, name, stop_early), preset, changes)
+
+
+def sweep_of(sweep: Sweep) -> Callable[..., Path]:
+    """The flow of a sweep that the caller has made. Preset, changes and grid, its parameters, are only recorded."""
+
+    @flow(name="sweep", flow_run_name=sweep.name, validate_parameters=False)
+    @plain
+    def run_sweep(preset: str, changes: dict[str, Any], grid: Grid) -> Path:
+        return _run_arms(sweep, preset, changes)
+
+    return run_sweep
+
+
+def _run_arms(sweep: Sweep, preset: str, changes: dict[str, Any]) -> Path:
+    """Run each arm that is not up to date, and choose among all; returns the sweep's folder. An arm that fails does not
+    keep the others from running. Raises StageError, which names those that failed."""
+    log, failed = get_run_logger(), {}
+    level = 1 - sweep.base.evaluation.confidence if sweep.stop_early else None
+    begin(sweep.name, sweep.base.registry.experiment, [arm.config.name for arm in sweep.arms], level).result()
+    for number, arm in enumerate(sweep.arms, start=1):
+        config, place = arm.config, f"arm {number} of {len(sweep.arms)}"
+        run = run_folder(config.name)
+        if run.is_dir() and all(found.is_up_to_date for found in conditions(run, config).values()):
+            log.info("%s, %s: up to date, skipped", place, config.name)
+            continue
+        if sweep.stop_early and (reason := why_stopped(run, config)):
+            log.info("%s, %s: %s, skipped", place, config.name, reason)
+            continue
+        log.info("%s: %s", place, config.name)
+        try:
+            _run_arm(config, preset, merge(changes, arm.changes))
+        except Interrupted:
+            raise
+        except ArmStopped as stopped:
+            log.info("%s, %s: %s", place, config.name, stopped)
+        except GrpoError as error:
+            log.error("%s, %s, failed: %s", place, config.name, error)
+            failed[config.name] = str(error)
+    try:
+        folder = choose(sweep.name, sweep.base.registry.alias).result()
+    except NoChoiceError as error:
+        failed["choice"] = str(error)
+    if failed:
+        reasons = "\n".join(f"{what}: {reason}" for what, reason in failed.items())
+        raise StageError(f"{len(failed)} of {len(sweep.arms)} arms failed; the same again tries them again\n{reasons}")
+    return folder
+
+
+def _run_arm(config: RunConfig, preset: str, changes: dict[str, Any]) -> None:
+    """The arm's pipeline: in this process, or, if this flow run is a deployment's, as a run of the deployment of the
+    same name that the pipeline has. A signal that stops this flow ends the arm too."""
+    if not deployment.id:
+        with tags(*flow_run.tags):  # by which the server's watch recognises the arm's run too
+            pipeline_of(config)(preset, changes)
+        return
+    of_pipeline, run = f"pipeline/{deployment.name}", run_folder(config.name)
+    ended = run_elsewhere(
+        of_pipeline,
+        {"preset": preset, "changes": changes},
+        config.name,
+        lambda signal: Interrupted(f"arm {config.name} was interrupted", signal),
+    )
+    if reason := why_stopped(run, config):
+        raise ArmStopped(reason)
+    if not (ended.state and ended.state.is_completed()):
+        raise StageError(f"flow run {ended.id} of {of_pipeline} is {ended.state}")

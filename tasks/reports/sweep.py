@@ -1,0 +1,229 @@
+"""The arms of a sweep side by side: which is chosen, which others may be the best, and one page with all of that.
+
+The choice is on the held-out prompts. An interval of one arm among several has to hold for whichever is looked at: they
+are simultaneous (Bonferroni), so that with the stated confidence all of them hold, that of the chosen arm too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from grpo_core.config.base import flatten
+from grpo_core.config.evaluation import HELD_OUT
+from grpo_core.errors import GrpoError
+from grpo_core.evaluation.outcomes import bounds_of
+from grpo_core.evaluation.statistics import Difference, SeedDifference, paired_difference, seed_difference
+from tasks.rendering import figures
+from tasks.rendering.drawing import LINE_COLOURS
+from tasks.rendering.page import Section, Table, Verdict
+from tasks.reports.compare import Records, comparison, outcomes_per_prompt, page_of
+from tasks.reports.cost import cost_of
+from tasks.reports.record import NotEvaluatedError, Record, read_record
+from tasks.stages.arms import arm_prefix
+from tasks.stages.run_directory import find_runs, read_config
+
+OWN_KEYS = ("name", "seed")  # in which the arms of one setting differ
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The arms that differ in their seed alone. `arms`: by seed, the arm's name; `value`: mean of the metric over its
+    arms; `gain`: over the base model; `may_be_best`: no other setting is shown to be better."""
+
+    label: str
+    arms: Mapping[int, str]
+    value: float
+    gain: Difference | SeedDifference
+    may_be_best: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`settings`: the best first. `arm`: the chosen one, of the first setting the best seed. `by_seeds`: whether seeds
+    are the unit of the intervals; otherwise prompts are. `confidence`: with which all intervals hold together;
+    `stopped`: arms that were stopped early, with the reasons."""
+
+    metric: str
+    settings: Sequence[Setting]
+    arm: str
+    by_seeds: bool
+    confidence: float
+    stopped: Mapping[str, str]
+
+    @property
+    def num_settings(self) -> int:
+        """All that were tried: those that were stopped allow for luck too."""
+        return len(self.settings) + len(self.stopped)
+
+    @property
+    def best(self) -> Setting:
+        return self.settings[0]
+
+
+class NoChoiceError(GrpoError):
+    """Arms among which none can be chosen; the message says why."""
+
+    exit_status = 1
+
+
+def read_arms(sweep: str) -> dict[str, Record]:
+    """The records of a sweep's arms that have been evaluated, by the arm's name."""
+    records = {}
+    for name, run in sorted(find_runs().items()):
+        if name.startswith(arm_prefix(sweep)) and (config := read_config(run)).registry.sweep == sweep:
+            try:
+                records[name] = read_record(run, config)
+            except NotEvaluatedError:
+                continue
+    return records
+
+
+def make_choice(arms: Records, stopped: Mapping[str, str] = MappingProxyType({})) -> Choice:
+    """The best setting on the held-out prompts, and which others may be the best.
+
+    With several seeds per setting, seeds are the unit: trainings of two settings are paired by seed, and the prompts
+    are taken as given. Otherwise distinct prompts are. A setting may be the best unless another one is better than it
+    at the level (1 − confidence) / (number of settings − 1): the best one is among these with at least `confidence`.
+    `stopped`: arms that were stopped early, with the reasons; they count among the settings. Raises NoChoiceError if no
+    arm was evaluated, or if their outcomes cannot be paired.
+    """
+    if not arms:
+        raise NoChoiceError("no arm of the sweep has been evaluated: there is nothing to choose from")
+    if len({record.evaluation["key"] for record in arms.values()}) > 1:
+        raise NoChoiceError(
+            "the arms were evaluated on different prompts or by different settings, so none can be chosen; run the "
+            "sweep again, which evaluates again what has changed, or give it another --name"
+        )
+    confidence = next(iter(arms.values())).config.evaluation.confidence
+    metric = "reward" if any(it.metric == "reward" for it in arms.values()) else "accuracy"
+    of_setting = _settings(arms)
+    trained, base = (
+        {name: outcomes_per_prompt(record, HELD_OUT, metric, policy) for name, record in arms.items()}
+        for policy in ("trained", "base")
+    )
+    by_seeds = max(len(seeds) for seeds in of_setting.values()) > 1
+    bounds = bounds_of(metric, next(iter(arms.values())).config)
+
+    def difference(before: Mapping[int, np.ndarray], after: Mapping[int, np.ndarray], level: float) -> Any:
+        """Between two settings, by seed the outcomes of the arm."""
+        if not by_seeds:
+            (rival,), (policy,) = before.values(), after.values()
+            return paired_difference(rival, policy, 1 - level, bounds)
+        common = sorted(before.keys() & after.keys())
+        rivals, policies = ([float(np.nanmean(of[seed])) for seed in common] for of in (before, after))
+        return seed_difference(rivals, policies, 1 - level)
+
+    after = {label: {seed: trained[name] for seed, name in seeds.items()} for label, seeds in of_setting.items()}
+    before = {label: {seed: base[name] for seed, name in seeds.items()} for label, seeds in of_setting.items()}
+    values = {label: float(np.mean([np.nanmean(it) for it in of.values()])) for label, of in after.items()}
+    ranked = sorted(values, key=lambda label: -values[label])
+    tried = len(ranked) + len(stopped)
+    of_each, of_rivals = ((1 - confidence) / max(1, count) for count in (tried, tried - 1))
+    settings = []
+    for place, label in enumerate(ranked):
+        shown = any(
+            difference(after[label], after[better], of_rivals).p_value <= of_rivals for better in ranked[:place]
+        )
+        gain = difference(before[label], after[label], of_each)
+        settings.append(Setting(label, of_setting[label], values[label], gain, not shown))
+    best = max(settings[0].arms.values(), key=lambda name: float(np.nanmean(trained[name])))
+    return Choice(metric, settings, best, by_seeds, confidence, dict(stopped))
+
+
+def _settings(arms: Records) -> dict[str, dict[int, str]]:
+    """The arms of each setting by seed; settings by the keys in which they differ: `train.learning_rate=1e-05`."""
+    values = {
+        name: {
+            key: value
+            for key, value in flatten(record.config.model_dump(mode="json", exclude_none=True)).items()
+            if key not in OWN_KEYS
+        }
+        for name, record in arms.items()
+    }
+    keys = dict.fromkeys(key for of_arm in values.values() for key in of_arm)
+    differing = [key for key in keys if len({json.dumps(of_arm.get(key)) for of_arm in values.values()}) > 1]
+    found: dict[str, dict[int, str]] = {}
+    for name, of_arm in values.items():
+        label = ", ".join(f"{key}={of_arm.get(key, figures.NONE)}" for key in differing) or "the configuration"
+        found.setdefault(label, {})[arms[name].config.seed] = name
+    return found
+
+
+def describe(choice: Choice) -> Verdict:
+    """The choice in a sentence, with the gain over the base model."""
+    best, metric = choice.best, choice.metric
+    gain = asdict(best.gain)
+    gained = f"{figures.gain(metric, gain)} {figures.interval(metric, gain)}".strip()
+    others = [setting.label for setting in choice.settings[1:] if setting.may_be_best]
+    tone = "better" if best.gain.low > 0 else "worse" if best.gain.high < 0 else "open"
+    also = f" Not shown to be worse: {'; '.join(others)}." if others else " Every other setting is shown to be worse."
+    return Verdict(
+        tone,
+        f"Chosen on {HELD_OUT}: {choice.arm}",
+        f"{best.label}: {metric} {figures.amount(metric, best.value)}, {gained} over the base model."
+        + (also if len(choice.settings) > 1 else "")
+        + " What it is worth shows on prompts by which it was not chosen.",
+    )
+
+
+def choice_section(choice: Choice, arms: Records) -> Section:
+    """The settings, the best first."""
+    metric, unit = choice.metric, "seeds" if choice.by_seeds else "prompts"
+    rows = []
+    for setting in choice.settings:
+        gain = asdict(setting.gain)
+        rows.append(
+            [
+                setting.label,
+                figures.amount(metric, setting.value),
+                (figures.gain(metric, gain), figures.interval(metric, gain)),
+                "yes" if setting.may_be_best else "no",
+                f"{len(setting.arms)}",
+                _gpu_hours([arms[name] for name in setting.arms.values()]),
+            ]
+        )
+    text = (
+        f"By {metric} on {HELD_OUT}; the unit is {unit}. With {choice.confidence:.0%}, all intervals hold together "
+        f"(Bonferroni over {choice.num_settings} settings), and the best setting is among those that may be it."
+    )
+    if choice.by_seeds:
+        text += " Intervals are Student's over seeds; the prompts are taken as given."
+    head = ["setting", metric, "over the base", "may be the best", "seeds", "GPU hours"]
+    notes = [f"{name}: {reason}" for name, reason in choice.stopped.items()]
+    return Section("Choice", text, tables=[Table(head, rows)], notes=notes)
+
+
+def _gpu_hours(records: Sequence[Record]) -> str:
+    costs = [cost_of(it.config, it.hardware, it.result, it.evaluation.get("seconds", 0.0)).gpu_hours for it in records]
+    return figures.NONE if any(it is None for it in costs) else figures.number(sum(it or 0.0 for it in costs))
+
+
+def shown_arms(choice: Choice, arms: Records) -> tuple[dict[str, Record], int]:
+    """The best arm of each of the best settings, as many as curves can be told apart, the chosen one first; and of how
+    many pairs of arms these are, 0 if prompts are not the unit. Names are without the sweep's."""
+    names = [choice.arm, *(next(iter(setting.arms.values())) for setting in choice.settings[1:])]
+    if choice.by_seeds:
+        names = [*dict.fromkeys([choice.arm, *(name for it in choice.settings for name in it.arms.values())])]
+    pairs = 0 if choice.by_seeds else max(1, math.comb(choice.num_settings, 2))
+    prefix = arm_prefix(arms[choice.arm].config.registry.sweep or "")
+    return {name.removeprefix(prefix): arms[name] for name in names[: len(LINE_COLOURS)]}, pairs
+
+
+def sweep_sections(choice: Choice, arms: Records) -> list[Section]:
+    """The choice and the comparison, without curves."""
+    shown, pairs = shown_arms(choice, arms)
+    return [choice_section(choice, arms), *comparison(shown, pairs)]
+
+
+def sweep_page(sweep: str, choice: Choice, arms: Records) -> str:
+    """All of it as a self-contained HTML page."""
+    shown, pairs = shown_arms(choice, arms)
+    what = f"{len(arms)} arms" + (f", the first {len(shown)} with curves" if len(shown) < len(arms) else "")
+    return page_of(sweep, what, shown, [describe(choice)], [choice_section(choice, arms)], pairs)

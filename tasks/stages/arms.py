@@ -1,0 +1,55 @@
+"""The arms of a sweep: runs that differ in a few keys and name the same sweep (registry.sweep). What one arm has made,
+another one whose output would be the same takes over."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_core.config.run import RunConfig
+from tasks.stages.run_directory import find_runs, storage_root
+from tasks.stages.table import Stage
+
+OF_ONE_RUN = {"lineage_key", "made_from", "inputs", "made", "made_at", "seconds"}  # in a receipt, beside the facts
+
+
+def sweep_folder(sweep: str) -> Path:
+    """Where a sweep keeps what belongs to no single arm: its comparison, its MLflow run."""
+    return storage_root() / "sweeps" / sweep
+
+
+def arm_prefix(sweep: str) -> str:
+    """What the names of a sweep's arms begin with."""
+    return f"{sweep}."
+
+
+def other_arms(run: Path, config: RunConfig) -> list[Path]:
+    """The directories of the other arms of a run's sweep; empty if the run is no arm."""
+    if not (sweep := config.registry.sweep):
+        return []
+    runs = sorted(find_runs().items())
+    return [folder for name, folder in runs if name.startswith(arm_prefix(sweep)) and name != run.name]
+
+
+def arm_with_output(stage: Stage, run: Path, config: RunConfig, origin: Mapping[str, Any]) -> Path | None:
+    """Another arm whose output of the stage is the one that this run would make. `origin`: its lineage key, and what it
+    is made from. Only outputs that are interchangeable are looked for."""
+    if stage.content is None:
+        return None
+    for other in other_arms(run, config):
+        receipt = stage.read_receipt(other)
+        if {key: receipt.get(key) for key in origin} == origin and all(
+            (stage.path(other) / name).exists() for name in stage.files(receipt)
+        ):
+            return other
+    return None
+
+
+def take_over(stage: Stage, other: Path, partial: Path) -> dict[str, Any]:
+    """Copy the stage's output of another arm to `partial`; returns the facts of its receipt, and whose they are."""
+    if stage.receipt:
+        shutil.copytree(stage.path(other), partial, dirs_exist_ok=True)
+    facts = {key: value for key, value in stage.read_receipt(other).items() if key not in OF_ONE_RUN}
+    return {**facts, "taken_from": other.name}

@@ -1,0 +1,77 @@
+"""A sweep's own work as Prefect tasks: its MLflow run, and the choice among the arms."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import asdict
+from pathlib import Path
+
+from prefect import get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
+
+from tasks.rendering import figures
+from tasks.rendering.markdown import escape, table
+from tasks.reports.report import PAGE
+from tasks.reports.sweep import Choice, choice_section, describe, make_choice, read_arms, sweep_page
+from tasks.stages.arms import sweep_folder
+from tasks.stages.files import write_text
+from tasks.stages.run_directory import run_folder
+from tasks.stages.table import REGISTER
+from tasks.tracking.early_stop import stopped_arms, write_rule
+from tasks.tracking.runs import answering, connect
+from tasks.tracking.sweeps import log_choice, open_sweep_run
+
+TABLE = "arms.csv"  # in the sweep's folder
+
+
+@task(name="begin")
+def begin(sweep: str, experiment: str, arms: list[str], level: float | None) -> State[None]:
+    """Make the sweep's folder, the rule by which arms are stopped, and its MLflow run. `level`: see `write_rule`."""
+    sweep_folder(sweep).mkdir(parents=True, exist_ok=True)
+    write_rule(sweep, arms, level)
+    open_sweep_run(sweep, experiment)
+    return Completed()
+
+
+@task(name="choose")
+def choose(sweep: str, alias: str) -> State[Path]:
+    """Choose the best arm, give its model version the alias, and show all arms: a page and a table in the sweep's
+    folder, an artifact, the sweep's MLflow run. Returns the folder."""
+    folder, arms = sweep_folder(sweep), read_arms(sweep)
+    choice = make_choice(arms, stopped_arms(sweep))
+    verdict, section = describe(choice), choice_section(choice, arms)
+    write_text(folder / PAGE, sweep_page(sweep, choice, arms))
+    write_text(folder / TABLE, _csv(choice))
+    if registered := REGISTER.read_receipt(run_folder(choice.arm)):
+        with answering():
+            connect().set_registered_model_alias(registered["model_name"], alias, registered["version"])
+    get_run_logger().info("%s. %s", verdict.headline, verdict.sentence)
+    [shown] = section.tables
+    rows = [[" ".join(cell) if isinstance(cell, tuple) else cell for cell in row] for row in shown.rows]
+    said = escape(f"{verdict.headline}. {verdict.sentence}")
+    page = f"# {escape(sweep)}\n\n{said}\n\n{table([shown.head, *rows])}\n\n{escape(section.text)}\n"
+    create_markdown_artifact(key="sweep", markdown=page, description=escape(verdict.headline))
+    gain = asdict(choice.best.gain)
+    log_choice(
+        sweep,
+        f"**{verdict.headline}.** {verdict.sentence}\n\nOn one page: `sweep/{PAGE}` under Artifacts.",
+        f"{choice.metric} {figures.amount(choice.metric, choice.best.value)}, {figures.gain(choice.metric, gain)} "
+        f"{figures.interval(choice.metric, gain)}, of {len(arms)} arms",
+        {f"best/{choice.metric}": choice.best.value, "arms": float(len(arms))},
+        {"sweep": folder / PAGE, "": folder / TABLE},
+    )
+    return Completed(message=verdict.headline, data=folder)
+
+
+def _csv(choice: Choice) -> str:
+    """The settings as a table for other programs, the best first."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["setting", choice.metric, "gain_over_base", "low", "high", "may_be_best", "arms"])
+    for it in choice.settings:
+        arms = " ".join(it.arms.values())
+        writer.writerow([it.label, it.value, it.gain.mean, it.gain.low, it.gain.high, it.may_be_best, arms])
+    return text.getvalue()

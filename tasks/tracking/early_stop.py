@@ -1,0 +1,114 @@
+"""Stops the training of a sweep's arm that has fallen behind the arms before it (`grpo sweep --stop-early`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from grpo_core.config.run import RunConfig
+from grpo_core.evaluation.outcomes import bounds_of, per_prompt
+from grpo_core.evaluation.sequential import has_fallen_behind
+from tasks.stages.arms import arm_prefix, sweep_folder
+from tasks.stages.condition import MARKER
+from tasks.stages.errors import ArmStopped
+from tasks.stages.files import read_json, write_text
+from tasks.stages.lineage import lineage_keys
+from tasks.stages.run_directory import find_runs
+from tasks.stages.table import TRAIN, VALIDATE
+
+RULE = "stop_early.json"  # in the sweep's folder: `arms` in the order in which they run, `level`
+HELD_OUT_SCORES = "held_out"  # folder in a training, with a file per evaluated update
+STOPPED = "stopped.json"  # in an unfinished training: why it was stopped
+
+
+def write_rule(sweep: str, arms: Sequence[str], level: float | None) -> None:
+    """Have arms stopped, or with the level None have none stopped. `arms`: names, in the order in which they run."""
+    file = sweep_folder(sweep) / RULE
+    if level is None:
+        file.unlink(missing_ok=True)
+    else:
+        write_text(file, json.dumps({"arms": [*arms], "level": level}) + "\n")
+
+
+def why_stopped(run: Path, config: RunConfig) -> str:
+    """Why the arm's training was stopped, if it was; "" if it was not, or if another training would be begun now."""
+    folder = TRAIN.partial(run)
+    same = read_json(folder / MARKER).get("lineage_key") == lineage_keys(config)[TRAIN.name]
+    return read_json(folder / STOPPED).get("reason", "") if same else ""
+
+
+def stopped_arms(sweep: str) -> dict[str, str]:
+    """The arms of a sweep whose trainings were stopped, with the reasons."""
+    found = {
+        name: read_json(TRAIN.partial(run) / STOPPED).get("reason", "")
+        for name, run in sorted(find_runs().items())
+        if name.startswith(arm_prefix(sweep))
+    }
+    return {name: reason for name, reason in found.items() if reason}
+
+
+class Race:
+    """An arm's training, held against those of the arms before it. Does nothing for a run that is no arm, or that no
+    rule stops. `folder`: where the training writes; `updates`: how many it does."""
+
+    def __init__(self, run: Path, config: RunConfig, folder: Path, updates: int):
+        self.folder, self.updates, self.seen = folder, updates, 0
+        rule = read_json(sweep_folder(config.registry.sweep) / RULE) if config.registry.sweep else {}
+        arms = rule.get("arms", [])
+        self.earlier = [run.parent / name for name in arms[: arms.index(run.name)]] if run.name in arms else []
+        if not self.earlier:
+            return
+        (folder / STOPPED).unlink(missing_ok=True)
+        self.stoppable, self.level = len(arms) - 1, rule["level"]
+        lowest, highest = bounds_of("reward", config)
+        self.most = highest - lowest
+        rows = pl.read_parquet(VALIDATE.path(run) / "eval.parquet")
+        numbers: dict[str, int] = {}
+        units = rows.rows() if config.environment.factories else rows["prompt"].to_list()
+        self.numbers = np.array([numbers.setdefault(repr(unit), len(numbers)) for unit in units])
+        self.rivals = [_training(other) for other in self.earlier if _asked(other) == _asked(run)]
+
+    def look(self) -> None:
+        """Raises ArmStopped if the training has fallen behind. Cheap if it was not evaluated since the last look."""
+        if not self.earlier:
+            return
+        steps = sorted(path.name for path in (self.folder / HELD_OUT_SCORES).glob("step-*.parquet"))
+        if len(steps) == self.seen:
+            return
+        self.seen, update = len(steps), int(steps[-1].removeprefix("step-").removesuffix(".parquet"))
+        if update == self.updates:  # what is trained already is evaluated too
+            return
+        looks = [self._differences(step) for step in steps]
+        of_looks = [[*look.values()] for look in looks]
+        if has_fallen_behind(of_looks, len(self.earlier), self.stoppable, self.most, self.level):
+            gaps = {name: -float(np.nanmean(differences)) for name, differences in looks[-1].items()}
+            best = max(gaps, key=gaps.__getitem__, default="")
+            behind = f", {gaps[best]:.3f} in reward behind {best}" if best else ""
+            reason = f"stopped after update {update} of {self.updates}{behind}"
+            write_text(self.folder / STOPPED, json.dumps({"reason": reason}) + "\n")
+            raise ArmStopped(reason)
+
+    def _differences(self, step: str) -> dict[str, np.ndarray]:
+        """On each held-out prompt this arm's reward after an update minus that of each earlier arm which has got there,
+        by its name."""
+        own = self._rewards(self.folder, step)
+        there = [training for training in self.rivals if (training / HELD_OUT_SCORES / step).exists()]
+        return {training.parent.name: own - self._rewards(training, step) for training in there}
+
+    def _rewards(self, training: Path, step: str) -> np.ndarray:
+        scores = pl.read_parquet(training / HELD_OUT_SCORES / step)["reward"]
+        return per_prompt(scores.fill_null(np.nan).to_numpy(), self.numbers)
+
+
+def _training(run: Path) -> Path:
+    """The arm's training, whole or as far as it came."""
+    return TRAIN.path(run) if TRAIN.path(run).exists() else TRAIN.partial(run)
+
+
+def _asked(run: Path) -> str | None:
+    """Identity of the run's held-out prompts."""
+    return (VALIDATE.read_receipt(run).get("made") or {}).get("eval")

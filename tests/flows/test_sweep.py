@@ -1,0 +1,249 @@
+"""The arms of `grpo sweep`: every combination once, each a run by a name of its own; what is wrong with any of them is
+refused before anything is begun, and says which."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tomli_w
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prefect.states import Cancelled, Completed, Failed
+
+from flows import sweep as flow
+from flows.parameters.arms import Sweep, make_sweep, read_grid
+from grpo_core.config.files import load_config, parse_config
+from grpo_core.errors import GrpoError
+from tasks.stages.errors import ArmStopped, Interrupted, StageError
+from tests.command_line import run_here
+from tests.conftest import config_values, write_sums
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
+    write_sums(tmp_path / "train.parquet", 10, 34)
+    write_sums(tmp_path / "eval.parquet", 60, 76)
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "config.toml"
+    file.write_text(tomli_w.dumps(config_values(tmp_path / "model", tmp_path)))
+    return file
+
+
+def make(config: Path, *grid: str, seeds: int = 1, overrides: tuple[str, ...] = (), stop_early: bool = False) -> Sweep:
+    return make_sweep(
+        lambda more: load_config(config, [*overrides, *more]), read_grid(grid), seeds, "sweep", stop_early
+    )
+
+
+def test_every_combination_is_a_run_that_differs_in_these_keys_alone(config: Path) -> None:
+    grid = ("train.learning_rate=1e-2,3e-3", "algorithm.beta=0.0,0.04")
+    sweep = make(config, *grid, seeds=2, overrides=("seed=5", "registry.alias=mine", "promotion.automatic=true"))
+    found = {arm.config.name: arm for arm in sweep.arms}
+    combinations = itertools.product((1e-2, 3e-3), (0.0, 0.04), (5, 6))
+    assert [*found] == [f"test.sweep.learning_rate-{r}_beta-{b}_seed-{s}" for r, b, s in combinations]
+    plain = load_config(config)
+    for arm, (rate, beta, seed) in zip(sweep.arms, itertools.product((1e-2, 3e-3), (0.0, 0.04), (5, 6)), strict=True):
+        expected = parse_config(
+            {
+                **plain.model_dump(exclude_none=True),
+                "name": arm.config.name,
+                "seed": seed,
+                "train": {**plain.train.model_dump(exclude_none=True), "learning_rate": rate},
+                "algorithm": {**plain.algorithm.model_dump(exclude_none=True), "beta": beta},
+                "registry": {"sweep": "test.sweep", "model_name": "test", "alias": "arm"},
+            }
+        )
+        assert arm.config == expected, "no arm promotes itself"
+    assert sweep.base.registry.alias == "mine"
+
+
+@settings(max_examples=30)
+@given(
+    values=st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="\x7f")), min_size=2, max_size=9, unique=True
+    )
+)
+def test_arms_have_names_of_their_own_whatever_their_values(values: list[str]) -> None:
+    from flows.parameters.arms import _slug
+
+    names = [_slug({"data.train": value}) for value in values]
+    assert len({*names}) == len(values)
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]{,180}", name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("train.max_steps=1,2", [1, 2]),
+        ("algorithm.beta=0, 1e-3", [0, 1e-3]),
+        ("algorithm.loss_type=grpo,dr_grpo", ["grpo", "dr_grpo"]),
+        ("model.use_peft=true,false", [True, False]),
+        ('rollout.x="a,b",["c"]', ["a,b", ["c"]]),
+        ("train.sharding=none,3", ["none", 3]),
+    ],
+)
+def test_values_are_toml_or_plain_words(text: str, values: list[Any]) -> None:
+    assert read_grid([text]) == {text.partition("=")[0]: values}
+
+
+@pytest.mark.parametrize(
+    ("grid", "seeds", "overrides", "sentences"),
+    [
+        ((), 1, (), ["a sweep needs what differs"]),
+        (("train.beta",), 1, (), ["is not of the form section.key=value,value"]),
+        (("seed=1,2", "seed=3,4"), 1, (), ["--grid seed: given twice"]),
+        (("seed=1,2",), 2, (), ["--grid seed and --seeds: both set the seeds"]),
+        (("train.learning_rate=1e-3",), 1, (), ["1 arms: a sweep has from 2 to 256"]),
+        (("train.max_steps=3,3",), 1, (), ["arms train.max_steps=3 and train.max_steps=3 are the same"]),
+        (("train.learing_rate=1,2",), 1, (), ["arm train.learing_rate=1: ", "did you mean 'learning_rate'?"]),
+        (("train.learning_rate=1e-3,fast",), 1, (), ["arm train.learning_rate=fast: train.learning_rate = 'fast': "]),
+        (("rollout.num_generations=4,5", "algorithm.beta=0.0,0.1"), 1, (),
+         ["arm rollout.num_generations=5, algorithm.beta=0.0: ", "arm rollout.num_generations=5, algorithm.beta=0.1: ",
+          "is not divisible by num_generations=5"]),
+        (("rewards.0.weight=1,2",), 1, (), ["--grid rewards.0.weight: its arms would be evaluated differently"]),
+        (("rollout.max_completion_length=4,6",), 1, (), ["set evaluation.max_completion_length for all arms"]),
+        (("promotion.confidence=0.9,0.95",), 1, (), ["the same for all arms of a sweep"]),
+        (("name=a,b",), 1, (), ["the same for all arms of a sweep"]),
+        (("seed=0,1",), 1, ("data.eval=gone.csv",), ["arm seed=0: ", "arm seed=1: ", "data.eval = 'gone.csv'"]),
+        (("train.save_steps=" + ",".join(map(str, range(1, 300))),), 1, (), ["299 arms: a sweep has from 2 to 256"]),
+    ],
+    ids=lambda value: "",
+)  # fmt: skip
+def test_what_is_wrong_is_refused_and_names_the_arm(
+    config: Path, grid: tuple[str, ...], seeds: int, overrides: tuple[str, ...], sentences: list[str]
+) -> None:
+    given = [word for key in grid for word in ("--grid", key)] + [w for key in overrides for w in ("--set", key)]
+    done = run_here("sweep", str(config), "--seeds", str(seeds), *given)
+    assert (done.returncode, done.stdout) == (2, ""), done.stdout
+    for sentence in sentences:
+        assert sentence in done.stderr
+    assert not (config.parent / "storage").exists()
+
+
+def test_the_length_of_completions_can_differ_where_that_of_evaluations_does_not(config: Path) -> None:
+    sweep = make(config, "rollout.max_completion_length=4,6", overrides=("evaluation.max_completion_length=6",))
+    assert [arm.config.evaluation_length for arm in sweep.arms] == [6, 6]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a sweep does without Prefect, in its order; pipelines do nothing but fail as `fates` says."""
+    done: list[str] = []
+
+    def pipeline_of(config: Any) -> Any:
+        def run(preset: str, changes: dict[str, Any]) -> None:
+            done.append(f"{config.name} {json.dumps(changes['train'])}")
+            if error := fates.get(config.train.learning_rate):
+                raise error
+
+        return run
+
+    def task(name: str) -> Any:
+        def run(sweep: str, argument: str, *_: Any) -> Any:
+            done.append(f"{name} {sweep} {argument}")
+            return SimpleNamespace(result=lambda: Path("folder"))
+
+        return run
+
+    monkeypatch.setattr(flow, "pipeline_of", pipeline_of)
+    monkeypatch.setattr(flow, "get_run_logger", lambda: logging.getLogger("sweep"))
+    monkeypatch.setattr(flow, "tags", lambda *_: nullcontext())
+    for name in ("begin", "choose"):
+        monkeypatch.setattr(flow, name, task(name))
+    return done
+
+
+fates: dict[float, GrpoError] = {}
+
+
+def test_an_arm_that_fails_keeps_none_of_the_others_from_running(config: Path, ran: list[str]) -> None:
+    sweep = make(config, "train.learning_rate=0.1,0.2,0.3")
+    arms = [f'test.sweep.learning_rate-{rate} {{"learning_rate": {rate}}}' for rate in (0.1, 0.2, 0.3)]
+    fates.clear()
+    assert flow._run_arms(sweep, str(config), {}) == Path("folder")
+    assert ran == ["begin test.sweep grpo", *arms, "choose test.sweep candidate"]
+    ran.clear()
+    fates[0.2] = StageError("it diverged")
+    with pytest.raises(StageError, match=r"1 of 3 arms failed.*\ntest.sweep.learning_rate-0.2: it diverged"):
+        flow._run_arms(sweep, str(config), {})
+    assert ran == ["begin test.sweep grpo", *arms, "choose test.sweep candidate"]
+
+
+def test_an_arm_that_was_stopped_for_being_behind_is_no_failure_and_is_not_run_again(
+    config: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated = ("train.eval_steps=2", *RANGES)
+    sweep = make(config, "train.learning_rate=0.1,0.2", overrides=evaluated, stop_early=True)
+    fates.clear()
+    fates[0.2] = ArmStopped("behind")
+    assert flow._run_arms(sweep, str(config), {}) == Path("folder")
+    assert len(ran) == 4
+    monkeypatch.setattr(flow, "why_stopped", lambda run, config: "behind" if "0.2" in run.name else "")
+    assert flow._run_arms(sweep, str(config), {}) == Path("folder")
+    assert len(ran) == 4 + 3
+
+
+RANGES = ("rewards.1.range=[0.0, 1.0]",)
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides", "sentence"),
+    [
+        (("--seeds", "2"), ("train.eval_steps=2", *RANGES), "--stop-early with several seeds"),
+        (("--grid", "seed=1,2"), ("train.eval_steps=2", *RANGES), "--stop-early with several seeds"),
+        (("--grid", "train.max_steps=2,3"), RANGES, "arm train.max_steps=2 is not evaluated while it trains"),
+        (("--grid", "train.max_steps=2,3"), ("train.eval_steps=2", "rewards.1.function=char_length"),
+         "no range is known of the rewards"),
+    ],
+    ids=["seeds", "seed", "eval_steps", "range"],
+)  # fmt: skip
+def test_arms_that_could_not_be_stopped_honestly_are_refused(
+    config: Path, options: tuple[str, ...], overrides: tuple[str, ...], sentence: str
+) -> None:
+    given = [word for key in overrides for word in ("--set", key)]
+    done = run_here("sweep", str(config), "--stop-early", *options, *given)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert sentence in done.stderr
+
+
+def test_an_interruption_ends_the_sweep(config: Path, ran: list[str]) -> None:
+    fates.clear()
+    fates[0.1] = Interrupted("train was interrupted", KeyboardInterrupt())
+    with pytest.raises(Interrupted):
+        flow._run_arms(make(config, "train.learning_rate=0.1,0.2"), str(config), {})
+    assert len(ran) == 2
+
+
+def test_a_deployment_s_sweep_runs_its_arms_as_runs_of_the_pipeline_s_deployment(
+    config: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[tuple[str, str, dict[str, Any]]] = []
+    states = {"test.sweep.learning_rate-0.2": Failed(), "test.sweep.learning_rate-0.3": Cancelled()}
+
+    def run_elsewhere(of_deployment: str, parameters: dict[str, Any], name: str, interrupted: Any) -> Any:
+        handed.append((of_deployment, parameters["preset"], parameters["changes"]))
+        return SimpleNamespace(id="some", state=states.get(name, Completed()))
+
+    monkeypatch.setattr(flow, "deployment", SimpleNamespace(id="some", name="local"))
+    monkeypatch.setattr(flow, "run_elsewhere", run_elsewhere)
+    monkeypatch.setattr(flow, "why_stopped", lambda run, config: "behind" if "0.3" in run.name else "")
+    sweep = make(config, "train.learning_rate=0.1,0.2,0.3")
+    with pytest.raises(StageError, match=r"1 of 3 arms failed.*\ntest.sweep.learning_rate-0.2: .* is Failed"):
+        flow._run_arms(sweep, "quickstart", {"train": {"max_steps": 3}, "seed": 7})
+    assert [(it, preset) for it, preset, _ in handed] == [("pipeline/local", "quickstart")] * 3
+    assert handed[1][2] == {
+        "name": "test.sweep.learning_rate-0.2",
+        "seed": 7,
+        "train": {"max_steps": 3, "learning_rate": 0.2},
+        "registry": {"sweep": "test.sweep", "model_name": "test", "alias": "arm"},
+        "promotion": {"automatic": False},
+    }

@@ -1,0 +1,137 @@
+"""The choice among a sweep's arms: the best is chosen, intervals hold together, the best one is seldom excluded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from grpo_core.config.files import parse_config
+from grpo_core.evaluation.statistics import paired_difference, seed_difference
+from tasks.reports.record import Record
+from tasks.reports.sweep import NoChoiceError, describe, make_choice, read_arms, shown_arms, sweep_page, sweep_sections
+from tests.made_up import NUM_PROMPTS, made_up_run, metrics_of, outcomes_of, samples_of, values_of
+from tests.pages import Page
+
+BASE = outcomes_of(0, 0.3)
+
+
+def arm(rate: float, right: np.ndarray, seed: int = 0, base: np.ndarray = BASE, key: str = "same") -> Record:
+    """A record with nothing but what a choice reads."""
+    name = f"sums.sweep.learning_rate-{rate}_seed-{seed}"
+    values = values_of(name, train={"learning_rate": rate}, registry={"sweep": "sums.sweep"})
+    config = parse_config({**values, "seed": seed})
+    evaluation = {"key": key, "deciding_metric": "accuracy", "accuracy_reward": "numeric_match"}
+    samples = samples_of({"base": base, "trained": right})
+    return Record(config, {}, {}, {}, evaluation, {}, [], [], [], samples)
+
+
+def named(*records: Record) -> dict[str, Record]:
+    return {record.config.name: record for record in records}
+
+
+def first(count: int) -> np.ndarray:
+    """The first of the prompts right."""
+    return (np.arange(NUM_PROMPTS) < count).astype(float)
+
+
+def test_the_best_is_chosen_and_its_interval_allows_for_the_number_of_arms() -> None:
+    counts = {0.1: 30, 0.2: 45, 0.3: 44, 0.4: 10}
+    choice = make_choice(named(*(arm(rate, first(count)) for rate, count in counts.items())))
+    assert choice.arm == "sums.sweep.learning_rate-0.2_seed-0"
+    assert [it.label for it in choice.settings] == [f"train.learning_rate={rate}" for rate in (0.2, 0.3, 0.1, 0.4)]
+    expected = paired_difference(BASE, first(45), 1 - 0.05 / 4, (0.0, 1.0))
+    assert choice.best.gain == expected
+    assert expected.low < paired_difference(BASE, first(45), 0.95, (0.0, 1.0)).low
+    # One win more is nothing; 15 of 15 are p = 2⁻¹⁵, and the level is 0.05 / 3.
+    assert [it.may_be_best for it in choice.settings] == [True, True, False, False]
+    assert "Not shown to be worse: train.learning_rate=0.3." in describe(choice).sentence
+
+
+def test_seeds_are_the_unit_where_there_are_several() -> None:
+    counts = {0.1: (30, 36, 33), 0.2: (40, 44, 45)}
+    arms = named(*(arm(rate, first(count), seed) for rate, of in counts.items() for seed, count in enumerate(of)))
+    choice = make_choice(arms)
+    assert (choice.by_seeds, choice.arm) == (True, "sums.sweep.learning_rate-0.2_seed-2")
+    gains = np.array([40, 44, 45]) / NUM_PROMPTS - BASE.mean()
+    interval = stats.t.interval(1 - 0.05 / 2, 2, loc=gains.mean(), scale=stats.sem(gains))
+    assert (choice.best.gain.low, choice.best.gain.high) == pytest.approx(interval)
+    paired = stats.ttest_rel([40, 44, 45], [30, 36, 33], alternative="greater")
+    assert choice.settings[1].may_be_best == (paired.pvalue > 0.05) == False  # noqa: E712
+    assert choice.best.value == pytest.approx(np.mean([40, 44, 45]) / NUM_PROMPTS)
+    assert seed_difference([0, 0, 0], [1, 3, 2], 0.9).p_value == pytest.approx(
+        stats.ttest_1samp([1, 3, 2], 0, alternative="greater").pvalue
+    )
+    assert math.isnan(seed_difference([0.5, 0.5], [0.75, 0.75], 0.9).low), "without a spread nothing is shown"
+
+
+def test_seeds_of_one_setting_are_a_sweep_too() -> None:
+    choice = make_choice(named(*(arm(0.1, first(count), seed) for seed, count in enumerate((30, 36)))))
+    assert (choice.best.label, choice.arm) == ("the configuration", "sums.sweep.learning_rate-0.1_seed-1")
+    assert choice.best.may_be_best
+
+
+@pytest.mark.slow
+def test_the_best_arm_is_excluded_and_an_interval_misses_no_more_often_than_stated() -> None:
+    """60 prompts, 5 arms, 3 as good as the best; 60 sweeps, whose misses are within two standard errors of 5 %."""
+    rates, rng = [0.5, 0.5, 0.5, 0.4, 0.3], np.random.default_rng(0)
+    excluded = missed = 0
+    for _ in range(60):
+        base = (rng.random(NUM_PROMPTS) < 0.3).astype(float)
+        arms = named(
+            *(arm(n / 10, (rng.random(NUM_PROMPTS) < rate) * 1.0, base=base) for n, rate in enumerate(rates, 1))
+        )
+        choice = make_choice(arms)
+        of_rate = {f"train.learning_rate={n / 10}": rate for n, rate in enumerate(rates, 1)}
+        excluded += not next(it for it in choice.settings if of_rate[it.label] == 0.5).may_be_best
+        missed += not all(it.gain.low <= of_rate[it.label] - 0.3 <= it.gain.high for it in choice.settings)
+    most = 60 * 0.05 + 2 * math.sqrt(60 * 0.05 * 0.95)
+    assert excluded <= most
+    assert missed <= most
+
+
+def test_arms_that_cannot_be_paired_are_not_chosen_from() -> None:
+    with pytest.raises(NoChoiceError, match="evaluated on different prompts"):
+        make_choice(named(arm(0.1, first(30)), arm(0.2, first(40), key="other")))
+    with pytest.raises(NoChoiceError, match="no arm of the sweep has been evaluated"):
+        make_choice({})
+
+
+@pytest.mark.slow
+def test_page_and_terminal_show_the_choice_and_compare_the_arms_by_intervals_that_hold_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    runs = tmp_path / "runs"
+    for rate, count in {0.1: 30, 0.2: 45, 0.3: 41}.items():
+        for sweep, name in (("sums.sweep", f"sums.sweep.rate-{rate}"), ("sums.sweep-2", f"sums.sweep-2.rate-{rate}")):
+            values: Mapping[str, Any] = values_of(name, train={"learning_rate": rate}, registry={"sweep": sweep})
+            made_up_run(runs / name, values, samples_of({"base": BASE, "trained": first(count)}), metrics_of())
+    (runs / "sums.sweep.rate-0.3" / "evaluation" / "report.json").unlink()
+    made_up_run(
+        runs / "sums.sweep.no-arm", values_of("sums.sweep.no-arm"), samples_of({"base": BASE, "trained": BASE}), []
+    )
+    arms = read_arms("sums.sweep")
+    assert [*arms] == ["sums.sweep.rate-0.1", "sums.sweep.rate-0.2"], "neither other sweeps nor what is not evaluated"
+
+    arms = read_arms("sums.sweep-2")
+    choice = make_choice(arms)
+    assert [*shown_arms(choice, arms)[0]] == ["rate-0.2", "rate-0.3", "rate-0.1"]
+    page = Page(sweep_page("sums.sweep-2", choice, arms))
+    found = asdict(paired_difference(first(45), first(41), 1 - 0.05 / 3, (0.0, 1.0)))
+    assert f"[{100 * found['low']:.1f}, {100 * found['high']:.1f}]" in page.text
+    assert "Bonferroni over 3 pairs of arms" in page.text
+    assert "Chosen on held-out: sums.sweep-2.rate-0.2" in page.text
+    assert page.references == set()
+    assert [section.title for section in sweep_sections(choice, arms)] == [
+        "Choice",
+        "Parameters that differ",
+        "Evaluation on held-out, 60 prompts",
+        "End of training",
+    ]

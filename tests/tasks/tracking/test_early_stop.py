@@ -1,0 +1,114 @@
+"""An arm's training is held against the arms before it, update by update, on the same prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from grpo_core.config.files import parse_config
+from tasks.stages.condition import MARKER
+from tasks.stages.errors import ArmStopped
+from tasks.stages.files import write_text
+from tasks.stages.lineage import lineage_keys
+from tasks.stages.table import TRAIN
+from tasks.tracking.early_stop import HELD_OUT_SCORES, Race, stopped_arms, why_stopped, write_rule
+from tests.conftest import config_values, make_run, write_sums
+
+NAMES = [f"sums.sweep.{arm}" for arm in "abc"]
+
+
+@pytest.fixture
+def arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    (tmp_path / "sweeps" / "sums.sweep").mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    found = {}
+    for name in NAMES:
+        found[name] = run = make_run(tmp_path / "runs" / name, values(tmp_path, name))
+        (run / "dataset" / "report.json").write_text('{"made": {"eval": "the same"}}')
+    return found
+
+
+def values(folder: Path, name: str) -> dict[str, Any]:
+    write_sums(folder / "train.parquet", 10, 34)
+    rewards = [{"function": "numeric_match"}, {"function": "numeric_match", "name": "again"}]
+    return {
+        **config_values(folder / "model", folder, eval_steps=2),
+        "name": name,
+        "rewards": rewards,
+        "registry": {"sweep": "sums.sweep"},
+    }
+
+
+def score(folder: Path, update: int, reward: float, count: int = 16) -> None:
+    (folder / HELD_OUT_SCORES).mkdir(parents=True, exist_ok=True)
+    scores = pl.DataFrame({"row": range(count), "reward": [reward] * count})
+    scores.write_parquet(folder / HELD_OUT_SCORES / f"step-{update:06d}.parquet")
+
+
+def race(run: Path, updates: int = 8) -> Race:
+    config = parse_config(values(run.parents[1], run.name))
+    folder = TRAIN.partial(run)
+    folder.mkdir(exist_ok=True)
+    write_text(folder / MARKER, f'{{"lineage_key": "{lineage_keys(config)["train"]}"}}')
+    return Race(run, config, folder, updates)
+
+
+def test_an_arm_is_stopped_by_what_the_arms_before_it_did_after_the_same_update(arms: dict[str, Path]) -> None:
+    first, second, third = arms.values()
+    write_rule("sums.sweep", NAMES, 0.05)
+    for update in (2, 4, 6, 8):
+        score(TRAIN.path(first), update, 2.0)
+    race(first).look()
+    running = race(second)
+    running.look()
+    score(TRAIN.partial(second), 2, 1.9)
+    running.look()
+    score(TRAIN.partial(second), 4, 0.0)
+    reason = "stopped after update 4 of 8, 2.000 in reward behind sums.sweep.a"
+    with pytest.raises(ArmStopped, match=rf"^{reason}$"):
+        running.look()
+    config = parse_config(values(second.parents[1], second.name))
+    assert why_stopped(second, config) == reason
+    changed = config.model_copy(update={"seed": 1})
+    assert why_stopped(second, changed) == "", "another training would be begun"
+    assert stopped_arms("sums.sweep") == {"sums.sweep.b": reason}
+
+    running = race(third)
+    score(TRAIN.partial(third), 2, 1.9)
+    score(TRAIN.partial(third), 4, 2.0)
+    running.look()
+    score(TRAIN.partial(third), 8, 0.0)
+    running.look()  # what is trained to its end is evaluated
+
+
+@pytest.mark.parametrize("without", ["rule", "arm", "prompts", "update"])
+def test_nothing_is_stopped_without(arms: dict[str, Path], without: str) -> None:
+    first, second, _ = arms.values()
+    write_rule(
+        "sums.sweep", [*NAMES[:1], *([] if without == "arm" else NAMES[1:])], None if without == "rule" else 0.05
+    )
+    if without == "prompts":
+        (first / "dataset" / "report.json").write_text('{"made": {"eval": "others"}}')
+    score(TRAIN.path(first), 3 if without == "update" else 2, 2.0)
+    score(TRAIN.partial(second), 2, 0.0)
+    race(second).look()
+
+
+def test_a_training_that_goes_on_is_no_longer_stopped(arms: dict[str, Path]) -> None:
+    first, second, _ = arms.values()
+    write_rule("sums.sweep", NAMES, 0.05)
+    score(TRAIN.path(first), 2, 2.0)
+    running = race(second)
+    score(TRAIN.partial(second), 2, 0.0)
+    with pytest.raises(ArmStopped):
+        running.look()
+    write_rule("sums.sweep", NAMES, None)
+    race(second).look()
+    write_rule("sums.sweep", NAMES, 0.05)
+    (TRAIN.partial(second) / HELD_OUT_SCORES / "step-000002.parquet").unlink()
+    race(second).look()
+    assert stopped_arms("sums.sweep") == {}
