@@ -50,13 +50,16 @@ def passed(given: np.ndarray, config: RunConfig) -> np.ndarray:
     """How far each completion passes, from 0 to 1: the value of the accuracy reward, scaled by its range. given: as
     `counted` takes it (N, K); NaN if not scored, and for all where the range is not known. (N,)"""
     place = [reward.name for reward in config.rewards].index(config.accuracy_reward)
-    low, high = range_of(config.rewards[place]) or (math.nan, math.nan)
+    if not has_pass_rates(config):
+        return np.full(len(given), np.nan)
+    low, high = range_of(config.rewards[place]) or (0.0, 1.0)
     return (given[:, place] - low) / (high - low)
 
 
 def has_pass_rates(config: RunConfig) -> bool:
     """Whether `passed` can tell, which is that the range of the accuracy reward is known."""
-    return any(range_of(reward) for reward in config.rewards if reward.name == config.accuracy_reward)
+    (reward,) = (reward for reward in config.rewards if reward.name == config.accuracy_reward)
+    return all(map(math.isfinite, range_of(reward) or [math.nan]))
 
 
 def check_curriculum(config: RunConfig) -> None:
