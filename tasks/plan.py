@@ -13,6 +13,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
+from grpo_core.data.curriculum import PASS_RATES
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.planning.forecast import forecast, forecast_rows
@@ -24,7 +25,7 @@ from tasks.data.sources import list_pass_rates
 from tasks.data.validated import validated
 from tasks.processes.pace import measured_pace
 from tasks.stages.run import Context, run_stage
-from tasks.stages.table import GPU_DEPLOYMENT, PLAN, VALIDATE
+from tasks.stages.table import GPU_DEPLOYMENT, PLAN, PROBE, VALIDATE
 from tasks.tracking.runs import earlier_throughput
 
 
@@ -63,12 +64,13 @@ def _work(context: Context) -> dict[str, Any]:
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
     if source is None and not handed_to:
         source = measured_pace(config, plan, lengths, gpu, data.prompts, get_run_logger().info)
+    rates = _probed(config, context.run)
     forecasts = forecast(
         config,
         plan,
         lengths,
         source,
-        list_pass_rates(config.data),
+        rates or list_pass_rates(config.data),
         gpu,
         held_out_prompts=data.held_out_prompts,
         reward_seconds=data.reward_seconds,
@@ -76,5 +78,16 @@ def _work(context: Context) -> dict[str, Any]:
     )
     table = [{"quantity": name, "value": f"{value:,}", "how": ""} for name, value in figures.items()]
     table += [{"quantity": name, "value": value, "how": how} for name, value, how in forecast_rows(forecasts)]
+    if (band := config.data.curriculum.band) and rates:
+        outside = f"{sum(not band[0] <= rate <= band[1] for rate in rates):,} prompts in the first epoch"
+        get_run_logger().info("the band of pass rates leaves out %s, whose turns the others get", outside)
+        table.append({"quantity": "left out by the band", "value": outside, "how": "pass rates of the base model"})
     create_table_artifact(key="plan", table=table, description="What the training will do, take and need")
     return {"plan": figures, "forecasts": forecasts}
+
+
+def _probed(config: RunConfig, run: Path) -> list[float]:
+    """The base model's pass rates, if the run has them."""
+    if not PROBE.is_asked(config):
+        return []
+    return pq.read_table(PROBE.path(run) / PASS_RATES)["rate"].to_pylist()
