@@ -13,7 +13,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
-from grpo_core.data.curriculum import PASS_RATES
+from grpo_core.data.places import PASS_RATES
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.planning.forecast import forecast, forecast_rows

@@ -18,8 +18,6 @@ from grpo_core.config.inputs import CurriculumConfig
 from grpo_core.planning.plan import Plan
 from grpo_core.system.files import naming, publish
 
-PASS_RATES = "pass_rates.parquet"  # in the folder of a training
-PROBED = Path("probe", PASS_RATES)  # in a run directory: those of the base model
 UNKNOWN = 0.5  # the pass rate that a prompt without one is taken to have where prompts are put in order
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from grpo_core.config.files import load_config
-from grpo_core.data.curriculum import PASS_RATES, PassRates, no_rates, with_samples, write_rates
+from grpo_core.data.curriculum import PassRates, no_rates, with_samples, write_rates
+from grpo_core.data.places import PASS_RATES
 from grpo_core.rewards.composition import check_curriculum
 from grpo_core.system.processes import importing
 

@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
-from grpo_core.data.curriculum import PROBED
+from grpo_core.data.places import PROBED
 from grpo_core.distributed import (
     copy_whole,
     failing_together,

@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grpo_core.data.curriculum import PASS_RATES, write_rates
+from grpo_core.data.curriculum import write_rates
+from grpo_core.data.places import PASS_RATES
 from grpo_core.data.recording import FILE, facts, write_batch
 from grpo_core.rollout.collect import Sample
 from grpo_core.rollout.records import conversation_columns, token_columns

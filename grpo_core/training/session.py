@@ -18,7 +18,8 @@ from transformers import get_scheduler
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
-from grpo_core.data.curriculum import PROBED, PassRates, no_rates, read_rates
+from grpo_core.data.curriculum import PassRates, no_rates, read_rates
+from grpo_core.data.places import PROBED
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.distributed import any_process, from_main, start_processes

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
-from grpo_core.data.curriculum import PASS_RATES
+from grpo_core.data.places import PASS_RATES
 from grpo_core.fingerprint import content_hash, planned_values
 from tasks.rendering import figures
 from tasks.stages.files import read_json

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from grpo_core.config.files import parse_config
-from grpo_core.data.curriculum import PASS_RATES, PassRates, write_rates
+from grpo_core.data.curriculum import PassRates, write_rates
+from grpo_core.data.places import PASS_RATES
 from tasks.probe import histogram, sentences
 from tasks.stages.condition import refuse_outdated_inputs
 from tasks.stages.errors import StageError
