@@ -2,10 +2,9 @@
 
     python -m benchmarks.curriculum [--seeds 3] [--updates 40] [--output benchmarks/results/curriculum]
 
-The quickstart's base, on PROMPTS prompts in batches of COMPLETIONS, and on its held-out sums. Two data sets: `mixed`,
-in which every second sum has one or three digits, which this base never gets right, and `plain`, the quickstart's own.
-What a probe samples counts: a curve of an arm with a probe begins that much later. Writes OUTPUT.json after each
-training, and OUTPUT.png.
+The quickstart's base and held-out sums, on PROMPTS prompts in batches of COMPLETIONS: half of the prompts are the
+quickstart's own, of two digits, half have one or three, which this base never gets right. What a probe samples counts:
+the curve of an arm with a probe begins that much later. Writes OUTPUT.json after each training, and OUTPUT.png.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from grpo_core.config.files import dump_config, parse_config
 from grpo_core.planning.plan import make_plan, plan_inputs
 
 ROOT = Path(__file__).parents[1]
-DATA = ("mixed", "plain")
 PROMPTS, HELD_OUT, COMPLETIONS = 512, 200, 256
 EVALUATIONS = 8  # per training
 REACHED = 0.9  # of the gain without a curriculum, whose samples are counted
@@ -64,25 +62,23 @@ def learn(seeds: int, updates: int) -> Iterator[dict[str, Any]]:
     """After each training all that there are, and the differences to the one without a curriculum."""
     subprocess.run([sys.executable, "-m", "examples.arithmetic.make"], check=True, cwd=ROOT)
     found: list[dict[str, Any]] = []
-    probes: dict[str, Any] = {}  # of the last seed
     with tempfile.TemporaryDirectory() as scratch:
-        for data, seed in itertools.product(DATA, range(seeds)):
-            probed = Path(scratch, f"probe-{data}-{seed}")  # one for all arms of the seed
+        for seed in range(seeds):
+            probed = Path(scratch, f"probe-{seed}")  # one for all arms of the seed
             for arm, curriculum in ARMS.items():
-                run = _make_run(Path(scratch, f"run-{len(found)}"), data, curriculum, seed, updates)
+                run = _make_run(Path(scratch, f"run-{len(found)}"), curriculum, seed, updates)
                 if curriculum.get("probe"):
                     if not probed.exists():
                         _python("grpo_core.probe", run, "--output", probed)
                     shutil.copytree(probed, run / "probe")
                 _python("grpo_core.train", run)
-                found.append({"data": data, "arm": arm, "seed": seed, **_outcome(run)})
+                found.append({"arm": arm, "seed": seed, **_outcome(run)})
                 print(json.dumps(found[-1]), flush=True)
-                if probed.exists():
-                    probes[data] = json.loads((probed / "report.json").read_text())
+                probe = json.loads((probed / "report.json").read_text()) if probed.exists() else None
                 yield {
                     "prompts": PROMPTS,
                     "completions_per_update": COMPLETIONS,
-                    "probes": probes,
+                    "probe": probe,
                     "trainings": found,
                     "paired": paired(found),
                 }
@@ -92,13 +88,13 @@ def paired(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each arm beside none, by seed: how much more held-out reward at the end, and on the mean over the training; and
     how many samples, its probe's included, until REACHED of what training with none gains, as a multiple of those that
     this takes (null: not reached)."""
-    by_arm = {(each["data"], each["arm"], each["seed"]): each for each in trainings}
+    by_arm = {(each["arm"], each["seed"]): each for each in trainings}
     found = []
-    for data, arm in itertools.product(DATA, ARMS):
+    for arm in ARMS:
         pairs = [
-            (by_arm[data, "none", seed], each)
-            for (name, kind, seed), each in by_arm.items()
-            if name == data and kind == arm != "none" and (data, "none", seed) in by_arm
+            (by_arm["none", seed], each)
+            for (name, seed), each in by_arm.items()
+            if name == arm != "none" and ("none", seed) in by_arm
         ]
         if not pairs:
             continue
@@ -109,7 +105,7 @@ def paired(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             first, last = none["curve"][0][1], none["curve"][-1][1]
             needed, own = (_samples_to(first + REACHED * (last - first), it) for it in (none, each))
             ratios.append(own / needed if own and needed else None)
-        found.append({"data": data, "arm": arm, "more_reward": more, "standard_error": _standard_error(more)})
+        found.append({"arm": arm, "more_reward": more, "standard_error": _standard_error(more)})
         found[-1] |= {"more_on_the_mean": means, "standard_error_of_that": _standard_error(means)}
         found[-1] |= {"times_the_samples": ratios}
     return found
@@ -132,7 +128,7 @@ def _standard_error(values: Sequence[float]) -> float | None:
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def _make_run(run: Path, data: str, curriculum: dict[str, Any], seed: int, updates: int) -> Path:
+def _make_run(run: Path, curriculum: dict[str, Any], seed: int, updates: int) -> Path:
     """A run directory as the stages validate and plan leave it."""
     recipe = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())
     values = copy.deepcopy({key: value for key, value in recipe.items() if key not in ("promotion", "registry")})
@@ -145,7 +141,7 @@ def _make_run(run: Path, data: str, curriculum: dict[str, Any], seed: int, updat
     (run / "dataset").mkdir(parents=True)
     for name, rows in (("train", PROMPTS), ("eval", HELD_OUT)):
         prompts = pl.read_parquet(ROOT / values["data"][name]).head(rows)
-        if (data, name) == ("mixed", "train"):
+        if name == "train":
             prompts = pl.concat([prompts.head(rows // 2), _other_sums(rows - rows // 2)])
         prompts.write_parquet(run / "dataset" / f"{name}.parquet")
     (run / "config.toml").write_text(dump_config(config))
@@ -187,26 +183,20 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, both = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
-    titles = {"mixed": "half of the prompts out of reach", "plain": "the quickstart's own prompts"}
-    for axes, (data, title) in zip(both, titles.items(), strict=True):
-        for arm, colour in zip(ARMS, COLOURS, strict=True):
-            trainings = [each for each in document["trainings"] if (each["data"], each["arm"]) == (data, arm)]
-            if not trainings:
-                continue
-            curves = np.array([each["curve"] for each in trainings])  # (seeds, evaluations, 2)
-            samples, rewards = curves[0, :, 0] + trainings[0]["probed"], curves[:, :, 1].mean(0)
-            axes.plot(samples, rewards, color=colour, linewidth=2, label=arm)
-            if arm == "none" and len(trainings) > 1:
-                error = curves[:, :, 1].std(0, ddof=1) / math.sqrt(len(trainings))
-                axes.fill_between(samples, rewards - error, rewards + error, color=colour, alpha=0.15, linewidth=0)
-        axes.set_xlabel("samples, the probe's included")
-        axes.set_title(title, fontsize=11)
-        axes.spines[["top", "right"]].set_visible(False)
-    both[0].set_ylabel("held-out reward")
-    both[1].legend(frameon=False)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for arm, colour in zip(ARMS, COLOURS, strict=True):
+        trainings = [each for each in document["trainings"] if each["arm"] == arm]
+        curves = np.array([each["curve"] for each in trainings])  # (seeds, evaluations, 2)
+        samples, rewards = curves[0, :, 0] + trainings[0]["probed"], curves[:, :, 1].mean(0)
+        axes.plot(samples, rewards, color=colour, linewidth=2, label=arm)
+        if arm == "none" and len(trainings) > 1:
+            error = curves[:, :, 1].std(0, ddof=1) / math.sqrt(len(trainings))
+            axes.fill_between(samples, rewards - error, rewards + error, color=colour, alpha=0.15, linewidth=0)
+    axes.set(xlabel="samples, the probe's included", ylabel="held-out reward")
     seeds = len({each["seed"] for each in document["trainings"]})
-    figure.suptitle(f"Curricula on sums: mean of {seeds} seeds", fontsize=12)
+    axes.set_title(f"Sums, half of the prompts out of reach: mean of {seeds} seeds", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -13,13 +13,15 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
+from grpo_core.data.curriculum import arrange, describe, read_rates
+from grpo_core.data.order import epoch_rows
 from grpo_core.data.places import PASS_RATES
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, capability, find_gpu, name_hardware
 from grpo_core.planning.pace import Pace, Throughput
-from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
 from tasks.data.sources import list_pass_rates
 from tasks.data.validated import validated
@@ -64,7 +66,7 @@ def _work(context: Context) -> dict[str, Any]:
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
     if source is None and not handed_to:
         source = measured_pace(config, plan, lengths, gpu, data.prompts, get_run_logger().info)
-    rates = _probed(config, context.run)
+    rates, taken = _first_epoch(config, plan, context.run)
     forecasts = forecast(
         config,
         plan,
@@ -78,16 +80,19 @@ def _work(context: Context) -> dict[str, Any]:
     )
     table = [{"quantity": name, "value": f"{value:,}", "how": ""} for name, value in figures.items()]
     table += [{"quantity": name, "value": value, "how": how} for name, value, how in forecast_rows(forecasts)]
-    if (band := config.data.curriculum.band) and rates:
-        outside = f"{sum(not band[0] <= rate <= band[1] for rate in rates):,} prompts in the first epoch"
-        get_run_logger().info("the band of pass rates leaves out %s, whose turns the others get", outside)
-        table.append({"quantity": "left out by the band", "value": outside, "how": "pass rates of the base model"})
+    if taken:
+        get_run_logger().info("epoch 1 takes %s", taken)
+        table.append({"quantity": "epoch 1 takes", "value": taken, "how": "pass rates of the base model"})
     create_table_artifact(key="plan", table=table, description="What the training will do, take and need")
     return {"plan": figures, "forecasts": forecasts}
 
 
-def _probed(config: RunConfig, run: Path) -> list[float]:
-    """The base model's pass rates, if the run has them."""
+def _first_epoch(config: RunConfig, plan: Plan, run: Path) -> tuple[list[float], str]:
+    """By the base model's pass rates: those of the prompts that the first epoch takes, and what these are in words;
+    empty if the run has no probe."""
     if not PROBE.is_asked(config):
-        return []
-    return pq.read_table(PROBE.path(run) / PASS_RATES)["rate"].to_pylist()
+        return [], ""
+    keys, seed = config.data.curriculum, config.seed
+    rates = read_rates(PROBE.path(run) / PASS_RATES, plan.num_prompts)
+    rows = arrange(epoch_rows(plan, seed, 0), rates, keys, plan, seed, 0)
+    return rates.rate[rows[rates.known[rows]]].tolist(), describe(rates, rows, keys)

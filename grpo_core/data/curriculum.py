@@ -104,6 +104,21 @@ def arrange(
     return drawn.reshape(size, batches).T[random.permutation(batches)].ravel()
 
 
+def describe(rates: PassRates, rows: np.ndarray, config: CurriculumConfig) -> str:
+    """What an epoch takes, and what it leaves out, as the end of a sentence."""
+    taken, size = len(np.unique(rows)), len(rates.passed)
+    if not rates.known.any():
+        return f"{taken:,} of {size:,} prompts in random order: no pass rate is known yet"
+    known = rows[rates.known[rows]]
+    said = f"{taken:,} of {size:,} prompts"
+    if len(known):
+        said += f", mean pass rate {rates.rate[known].mean():.0%}"
+    if band := config.band:
+        below, above = (rates.rate < band[0]).sum(), (rates.rate > band[1]).sum()
+        said += f"; {below:,} have a pass rate below {band[0]:g}, {above:,} above {band[1]:g}"
+    return said
+
+
 def variance(rates: PassRates) -> np.ndarray:
     """The expectation of p(1 − p), given that s of n completions passed and nothing else about p (a uniform prior):
     (s + 1)(n − s + 1) / ((n + 2)(n + 3)). Never 0: a prompt that was not solved yet is tried again. (N,)"""

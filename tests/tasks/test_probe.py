@@ -11,7 +11,9 @@ import pytest
 
 from grpo_core.config.files import parse_config
 from grpo_core.data.curriculum import PassRates, write_rates
-from grpo_core.data.places import PASS_RATES
+from grpo_core.data.places import PASS_RATES, PROBED
+from grpo_core.planning.plan import make_plan, plan_inputs
+from tasks.plan import _first_epoch
 from tasks.probe import histogram, sentences
 from tasks.stages.condition import refuse_outdated_inputs
 from tasks.stages.errors import StageError
@@ -81,6 +83,17 @@ def test_keys_of_a_curriculum_change_no_lineage_of_a_run_without_one(values: dic
     values["rewards"][0]["range"] = [0, 1]
     assert lineage_keys(parse_config(values))["train"] == plain["train"]
     assert lineage_keys(parse_config(_with(values, kind="variance")))["train"] != other["train"]
+
+
+def test_a_plan_goes_by_the_rates_of_what_the_first_epoch_takes(values: dict[str, Any], tmp_path: Path) -> None:
+    config = parse_config(_with(values, kind="band", band=[0.1, 0.9], probe=4))
+    passed = np.array([0, 2, 3, 4] * 6)
+    (tmp_path / "probe").mkdir()
+    write_rates(PassRates(passed.astype(float), np.full(24, 4), np.zeros(24, int)), tmp_path / PROBED)
+    rates, said = _first_epoch(config, make_plan(plan_inputs(config, 24)), tmp_path)
+    assert {*rates} == {0.5, 0.75} and len(rates) == 24
+    assert said == "12 of 24 prompts, mean pass rate 62%; 6 have a pass rate below 0.1, 6 above 0.9"
+    assert _first_epoch(parse_config(values), make_plan(plan_inputs(config, 24)), tmp_path) == ([], "")
 
 
 def test_what_a_probe_found_is_said_in_words_and_tenths() -> None:
