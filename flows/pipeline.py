@@ -32,10 +32,10 @@ from tasks.stages.endings import plain
 from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.run import describe_interruption
 from tasks.stages.run_directory import open_run, run_folder
-from tasks.stages.table import GPU_DEPLOYMENT, REGISTER, STAGES, Stage
+from tasks.stages.table import ALL_STAGES, GPU_DEPLOYMENT, REGISTER, STAGES, Stage, stages_of
 
 POLL_SECONDS = 2.0
-TASKS = {stage: stage.load_task() for stage in STAGES}
+TASKS = {stage: stage.load_task() for stage in ALL_STAGES}
 # Prefect shows it on the page of the deployment, as Markdown with every line a paragraph.
 DESCRIPTION = f"""
 From prompts and a base model to a registered, evaluated policy: {" → ".join(stage.name for stage in STAGES)}.
@@ -99,7 +99,7 @@ def pipeline_of(config: RunConfig) -> Callable[..., Path]:
 def _run_stages(config: RunConfig) -> Path:
     """Run the stages in their order, each here or handed over; returns the run directory."""
     run, gpu = run_folder(config.name), os.environ.get(GPU_DEPLOYMENT)
-    for is_elsewhere, stages in groupby(STAGES, lambda stage: bool(gpu) and stage.gpu):
+    for is_elsewhere, stages in groupby(stages_of(config), lambda stage: bool(gpu) and stage.gpu):
         if is_elsewhere:  # the run directory is unlocked meanwhile: the flows of these stages lock it
             for stage in stages:
                 _hand_over(stage, run, config, f"{stage.name}/{gpu}")

@@ -11,7 +11,7 @@ from tasks.stages.attempts import keep_retry
 from tasks.stages.endings import plain
 from tasks.stages.locks import locked
 from tasks.stages.run_directory import find_run, read_config
-from tasks.stages.table import STAGES, Stage
+from tasks.stages.table import ALL_STAGES, Stage
 
 # Prefect shows it on the page of the deployment, as Markdown with every line a paragraph, after the stage's meaning.
 HOW = """
@@ -42,5 +42,5 @@ def _stage_flow(stage: Stage) -> Flow[..., None]:
     return flow(name=stage.name, on_crashed=[keep_retry], **options)(run_stage)
 
 
-FLOWS = {stage.name: _stage_flow(stage) for stage in STAGES}
+FLOWS = {stage.name: _stage_flow(stage) for stage in ALL_STAGES}
 globals().update({f"{name}_run": its_flow for name, its_flow in FLOWS.items()})  # where Prefect looks for them

@@ -62,13 +62,14 @@ def _file_hash(file: Path, size: int, modified_ns: int) -> bytes:
 
 
 def determining(config: RunConfig) -> dict[str, Any]:
-    """The values that results follow from: all except those that only watch, rehearse, or limit memory and disk.
-    `held_out`: the values of `evaluation` that a training depends on.
+    """The values that results follow from: all except those that only watch, rehearse, or limit memory and disk, and
+    except for `data.curriculum`. `held_out`: the values of `evaluation` that a training depends on.
 
     So a limit that has stopped a training may be changed, and the training continues where it was; so it does with
     another number of processes, if the batch stays the same.
     """
     others: Any = {
+        "data": {"curriculum"},
         "health": True,
         "launch": True,
         "rewards": {"__all__": {"timeout", "range", "isolated", "memory_gib"}},

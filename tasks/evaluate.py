@@ -20,8 +20,7 @@ from grpo_core.config.evaluation import CHAMPION, HELD_OUT
 from grpo_core.config.metrics import DECIDING
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
-from tasks.processes.launch import RETURN_SECONDS, launch
-from tasks.processes.run import ProcessError
+from tasks.processes.launch import launch_with_restarts
 from tasks.processes.slots import gpus
 from tasks.processes.vllm_servers import servers
 from tasks.registry.champion import identity, present_champion
@@ -121,19 +120,11 @@ def _run(
     environment: dict[str, str],
 ) -> None:
     """Run `python COMMAND` where the training ran: in as many processes if the model is sharded, since it may be larger
-    than one GPU, otherwise in one. It begins again up to train.max_restarts times, as trainings do."""
+    than one GPU, otherwise in one."""
     if config.train.sharding == "none":
         train = config.train.model_copy(update={"num_processes": 1, "num_machines": 1})
         config = config.model_copy(update={"train": train})
-    most, restarts, patience = config.train.max_restarts, 0, 0.0
-    while True:
-        try:
-            return launch(config, command, log.info, folder, environment, patience)
-        except ProcessError as error:
-            if not error.restartable or restarts == most:
-                raise
-            restarts, patience = restarts + 1, RETURN_SECONDS
-            log.warning("restart %d of %d (train.max_restarts): %s", restarts, most, error)
+    launch_with_restarts(config, command, log, folder, environment)
 
 
 def _side_by_side(samples: pl.DataFrame, policies: list[str]) -> pl.DataFrame:

@@ -13,18 +13,21 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
+from grpo_core.data.curriculum import arrange, describe, read_rates
+from grpo_core.data.order import epoch_rows
+from grpo_core.data.places import PASS_RATES
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, capability, find_gpu, name_hardware
 from grpo_core.planning.pace import Pace, Throughput
-from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.planning.shapes import PromptLengths
 from tasks.data.sources import list_pass_rates
 from tasks.data.validated import validated
 from tasks.processes.pace import measured_pace
 from tasks.stages.run import Context, run_stage
-from tasks.stages.table import GPU_DEPLOYMENT, PLAN, VALIDATE
+from tasks.stages.table import GPU_DEPLOYMENT, PLAN, PROBE, VALIDATE
 from tasks.tracking.runs import earlier_throughput
 
 
@@ -63,12 +66,13 @@ def _work(context: Context) -> dict[str, Any]:
     source: Throughput | Pace | str | None = earlier_throughput(config, "" if handed_to else name_hardware(gpu))
     if source is None and not handed_to:
         source = measured_pace(config, plan, lengths, gpu, data.prompts, get_run_logger().info)
+    rates, taken = _first_epoch(config, plan, context.run)
     forecasts = forecast(
         config,
         plan,
         lengths,
         source,
-        list_pass_rates(config.data),
+        rates or list_pass_rates(config.data),
         gpu,
         held_out_prompts=data.held_out_prompts,
         reward_seconds=data.reward_seconds,
@@ -76,5 +80,19 @@ def _work(context: Context) -> dict[str, Any]:
     )
     table = [{"quantity": name, "value": f"{value:,}", "how": ""} for name, value in figures.items()]
     table += [{"quantity": name, "value": value, "how": how} for name, value, how in forecast_rows(forecasts)]
+    if taken:
+        get_run_logger().info("epoch 1 takes %s", taken)
+        table.append({"quantity": "epoch 1 takes", "value": taken, "how": "pass rates of the base model"})
     create_table_artifact(key="plan", table=table, description="What the training will do, take and need")
     return {"plan": figures, "forecasts": forecasts}
+
+
+def _first_epoch(config: RunConfig, plan: Plan, run: Path) -> tuple[list[float], str]:
+    """By the base model's pass rates: those of the prompts that the first epoch takes, and what these are in words;
+    empty if the run has no probe."""
+    if not PROBE.is_asked(config):
+        return [], ""
+    keys, seed = config.data.curriculum, config.seed
+    rates = read_rates(PROBE.path(run) / PASS_RATES, plan.num_prompts)
+    rows = arrange(epoch_rows(plan, seed, 0), rates, keys, plan, seed, 0)
+    return rates.rate[rows[rates.known[rows]]].tolist(), describe(rates, rows, keys)

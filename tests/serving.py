@@ -19,13 +19,13 @@ from typing import Any
 import httpx2
 import psutil
 
-from tasks.stages.table import STAGES
+from tasks.stages.table import ALL_STAGES
 
 START_SECONDS = 300
 RUN_SECONDS = 600
 STOP_SECONDS = 120
 BUSY_SECONDS = 180  # for an answer: Prefect's server waits up to 60 for a lock of SQLite before it answers 503
-OFFERED = len(STAGES) + 4  # deployments: pipeline, sweep, the stages, promote, rollback
+OFFERED = len(ALL_STAGES) + 4  # deployments: pipeline, sweep, the stages, promote, rollback
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 

@@ -12,6 +12,7 @@ PAGES = {  # what explains a section, seen from the page
     "model": "[models](algorithm.md#models)",
     "data": "[data](data.md)",
     "data.checks": "[rules about rows](data.md#rules-about-rows)",
+    "data.curriculum": "[prompts that teach](../how-to/curriculum.md)",
     "rewards": "[rewards](rewards.md)",
     "rollout": "[sampling](algorithm.md#sampling), [vLLM servers](../how-to/vllm-server.md)",
     "environment": "[tools and environments](../how-to/environments.md)",

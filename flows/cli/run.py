@@ -20,7 +20,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.system.processes import importing
 from tasks.stages.locks import locked
 from tasks.stages.run_directory import run_folder
-from tasks.stages.table import EVALUATE, REGISTER, STAGES, TRAIN
+from tasks.stages.table import EVALUATE, REGISTER, TRAIN, stages_of
 
 
 def run(
@@ -88,7 +88,8 @@ def _summary(folder: Path, config: RunConfig, seconds: float) -> None:
             table.add_row(*row)
         console.print(table)
     record = read_record(folder, config)
-    if record.metrics and all(stage.read_receipt(folder)["made_at"] > time.time() - seconds for stage in STAGES):
+    made = [stage.read_receipt(folder)["made_at"] for stage in stages_of(config)]
+    if record.metrics and min(made) > time.time() - seconds:
         timed = [*stage_times(record, report["seconds"]), (REGISTER.name, registration["seconds"])]
         rest = seconds - sum(value for _, value in timed)
         table = Table("stage", "seconds", title="Where the time went")

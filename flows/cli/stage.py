@@ -14,9 +14,9 @@ from grpo_core.system.processes import importing
 from tasks.stages.condition import refuse_outdated_inputs
 from tasks.stages.locks import locked
 from tasks.stages.run_directory import find_run, read_config
-from tasks.stages.table import STAGES
+from tasks.stages.table import ALL_STAGES
 
-BY_NAME = {stage.name: stage for stage in STAGES}
+BY_NAME = {stage.name: stage for stage in ALL_STAGES}
 
 
 def _known(name: str) -> str:

@@ -20,7 +20,7 @@ from grpo_core.system.progress import RANKS, Record, read_records
 from tasks.processes.stacks import HANG
 from tasks.stages.condition import conditions, made_at
 from tasks.stages.run_directory import CONFIG, find_run, find_runs, read_config, storage_root
-from tasks.stages.table import EVALUATE, STAGES, TRAIN, Receipt, Stage
+from tasks.stages.table import ALL_STAGES, EVALUATE, STAGES, Receipt, Stage, stages_of
 
 WHEN = "%Y-%m-%d %H:%M"
 SHOWN = 4  # processes that are named for each phase
@@ -44,7 +44,7 @@ def list_runs() -> None:
         return
     table = Table("run", "stages done", "last", "figure", title=f"runs in {storage_root()}")
     for folder, done in sorted(runs, key=lambda it: _last(*it), reverse=True):
-        stages = "all" if len(done) == len(STAGES) else ", ".join(done) or "none"
+        stages = "all" if all(stage.name in done for stage in STAGES) else ", ".join(done) or "none"
         last = datetime.fromtimestamp(_last(folder, done))
         table.add_row(folder.name, stages, f"{last:{WHEN}}", _figure(folder, done))
     Console().print(table)
@@ -52,12 +52,12 @@ def list_runs() -> None:
 
 def _done(folder: Path) -> dict[str, dict[str, Any]]:
     """The receipts of the stages that have been done, by stage."""
-    return {stage.name: receipt for stage in STAGES if (receipt := stage.read_receipt(folder))}
+    return {stage.name: receipt for stage in ALL_STAGES if (receipt := stage.read_receipt(folder))}
 
 
 def _last(folder: Path, done: Mapping[str, Any]) -> float:
     """When the last stage was done; if none has been, when the run was started."""
-    made = [made_at(stage, folder) for stage in STAGES if stage.name in done]
+    made = [made_at(stage, folder) for stage in ALL_STAGES if stage.name in done]
     return max(made, default=(folder / CONFIG).stat().st_mtime)
 
 
@@ -110,7 +110,7 @@ def show_status(folder: Path) -> bool:
     config = read_config(folder)
     now = conditions(folder, config)
     table = Table("stage", "condition", "because", "made", "figure", title=f"run {folder.name}")
-    for stage in STAGES:
+    for stage in stages_of(config):
         condition, receipt = now[stage.name], stage.read_receipt(folder)
         made = figure = ""
         if receipt:
@@ -118,7 +118,7 @@ def show_status(folder: Path) -> bool:
             figure = _key_figure(stage, config, receipt)
         table.add_row(stage.name, condition.state, condition.reason, made, figure, style=COLOURS[condition.state])
     Console().print(table)
-    for stage in (TRAIN, EVALUATE):
+    for stage in stages_of(config):
         ranks = stage.partial(folder) / RANKS
         if not now[stage.name].is_up_to_date and (line := progress_line(stage, ranks, time.time())):
             say(line)

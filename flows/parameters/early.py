@@ -10,6 +10,7 @@ from grpo_core.data import own_code
 from grpo_core.data.recording import check_recording
 from grpo_core.environments.registry import sources
 from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.rewards.composition import check_curriculum
 from grpo_core.rewards.contract import check_environments, resolve
 from tasks.data.places import check_places
 from tasks.data.sources import count_prompts, needs_loading, training_source
@@ -22,15 +23,17 @@ ENOUGH = 10**9  # prompts, assumed if counting them would mean loading a dataset
 
 
 def refuse_early(config: RunConfig) -> None:
-    """Raises ConfigError if model, prompts or recording do not exist, launch.kubernetes is wrong or a function that
-    `[data]` names cannot be loaded, RewardError or EnvironmentsError if a reward, environment or tool cannot,
-    SourceError if the training file cannot be read, PlanError if sizes do not go together, whichever prompts validate
-    keeps, and MachineError if this machine is to train on a GPU and cannot."""
+    """Raises ConfigError if model, prompts or recording do not exist, launch.kubernetes is wrong, a function that
+    `[data]` names cannot be loaded or a curriculum has no pass rates to go by, RewardError or EnvironmentsError if a
+    reward, environment or tool cannot be loaded, SourceError if the training file cannot be read, PlanError if sizes do
+    not go together, whichever prompts validate keeps, and MachineError if this machine is to train on a GPU and
+    cannot."""
     if not os.environ.get(GPU_DEPLOYMENT):
         check_gpu_machine()
     check_places(config)
     check_template(config)
     sources(config.environment)
+    check_curriculum(config)
     check_environments([resolve(reward) for reward in config.rewards], config.environment.is_used)
     data = config.data
     own_code.sources(data)

@@ -105,6 +105,30 @@ class DataChecks(Section):
     """A row that breaks a rule of data.schema."""
 
 
+class CurriculumConfig(Section):
+    kind: Literal["none", "easy_to_hard", "band", "variance"] = "none"
+    """Which prompts an epoch takes, by their pass rates p. `none`: each once, in random order. `easy_to_hard`: each
+    once, those of the highest rate first. `band`: those within `band`, which also get the turns of the others.
+    `variance`: each as often as is in proportion to p(1 − p). An epoch always has as many prompts as the data set."""
+    band: Bounds | None = None
+    """Lowest and highest pass rate of the prompts that a `band` takes, such as [0.1, 0.9]."""
+    probe: int = Field(0, ge=0, le=10_000)
+    """Completions of each training prompt that are sampled from the base model before the training, for pass rates to
+    begin with. 0: none; rates are then those of the training, from its second epoch on."""
+
+    @model_validator(mode="after")
+    def _band_is_for_a_band(self) -> CurriculumConfig:
+        if self.kind == "band" and self.band is None:
+            raise ValueError("kind='band' needs to know which pass rates; set band = [0.1, 0.9], or others")
+        if self.kind != "band" and self.band is not None:
+            raise ValueError(
+                f"band={list(self.band)} is for kind='band', not for {self.kind!r}; set it, or remove band"
+            )
+        if self.band and not 0 <= self.band[0] < self.band[1] <= 1:
+            raise ValueError(f"band={list(self.band)}: pass rates lie between 0 and 1, the lower one first")
+        return self
+
+
 warnings.filterwarnings("ignore", 'Field name "schema" in "DataConfig" shadows', UserWarning)
 
 
@@ -136,6 +160,7 @@ class DataConfig(Section):
     """`module:Model`, a pandera DataFrameModel: rules of your own about the columns that the data sets have, beside
     those of `checks`. What becomes of a row that breaks one: `checks.own_schema`."""
     checks: DataChecks = DataChecks()
+    curriculum: CurriculumConfig = CurriculumConfig()
 
     @field_validator("schema")
     @classmethod

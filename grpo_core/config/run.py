@@ -10,7 +10,7 @@ from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.base import Section
 from grpo_core.config.environment import EnvironmentConfig
 from grpo_core.config.evaluation import HELD_OUT, EvaluationConfig, PromotionConfig, RegistryConfig
-from grpo_core.config.inputs import DataConfig, ModelConfig, RewardConfig
+from grpo_core.config.inputs import CurriculumConfig, DataConfig, ModelConfig, RewardConfig
 from grpo_core.config.launch import LaunchConfig, host_name
 from grpo_core.config.metrics import evaluated_metrics, reward_means
 from grpo_core.config.rollout import RolloutConfig
@@ -87,6 +87,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.eval_steps={self.train.eval_steps} with rollout.engine='recorded': evaluations during training "
                 "sample, and no engine is loaded; remove train.eval_steps (the stage evaluate judges the policy)"
+            )
+        if self.rollout.engine == "recorded" and self.data.curriculum != CurriculumConfig():
+            raise ValueError(
+                f"data.curriculum.kind={self.data.curriculum.kind!r}, probe={self.data.curriculum.probe} with "
+                "rollout.engine='recorded': a training on a recording takes the prompts that were recorded; remove "
+                "data.curriculum"
             )
         if self.rollout.repetition_penalty != 1 and not self.algorithm.vllm_importance_sampling_correction:
             raise ValueError(

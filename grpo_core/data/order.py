@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
 from grpo_core.planning.plan import Plan
 
+# Rows of epochs, in training order, as a curriculum has arranged them (`data.curriculum`); None: without one.
+Arranged = Mapping[int, np.ndarray] | None
 
-def rollout_prompts(plan: Plan, seed: int, rollout: int) -> list[int]:
-    """Dataset rows of generation batch `rollout`: chunks of one permutation per epoch, the rest dropped. (P,)"""
+
+def epoch_rows(plan: Plan, seed: int, epoch: int) -> np.ndarray:
+    """Dataset rows of an epoch in training order: a permutation of its own. (N,)"""
+    return np.random.default_rng([seed, epoch]).permutation(plan.num_prompts)
+
+
+def rollout_prompts(plan: Plan, seed: int, rollout: int, arranged: Arranged = None) -> list[int]:
+    """Dataset rows of generation batch `rollout`: chunks of the epoch's rows, the rest dropped. (P,)"""
     epoch, chunk = divmod(rollout, plan.rollouts_per_epoch)
-    order = np.random.default_rng([seed, epoch]).permutation(plan.num_prompts)
+    rows = epoch_rows(plan, seed, epoch) if arranged is None else arranged[epoch]
     size = plan.prompts_per_generation
-    return order[chunk * size : (chunk + 1) * size].tolist()
+    return rows[chunk * size : (chunk + 1) * size].tolist()
 
 
-def fresh_prompts(plan: Plan, seed: int, rollout: int, used: Collection[int], count: int) -> list[int]:
-    """Up to `count` dataset rows to replace groups of generation batch `rollout` with, none of them among `used`."""
-    order = np.random.default_rng([seed, rollout, 2]).permutation(plan.num_prompts)
+def fresh_prompts(
+    plan: Plan, seed: int, rollout: int, used: Collection[int], count: int, arranged: Arranged = None
+) -> list[int]:
+    """Up to `count` dataset rows to replace groups of generation batch `rollout` with, none of them among `used`. With
+    a curriculum, they are prompts of that epoch."""
+    rows = np.arange(plan.num_prompts) if arranged is None else np.unique(arranged[rollout // plan.rollouts_per_epoch])
+    order = np.random.default_rng([seed, rollout, 2]).permutation(rows)
     return list(itertools.islice((int(row) for row in order if row not in used), count))
 
 

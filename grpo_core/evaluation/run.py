@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,8 @@ from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.samples import answer_columns, answers_of, prompt_columns, samples_table
 from grpo_core.fingerprint import environment_parts, reward_parts
 from grpo_core.system.processes import importing
-from grpo_core.system.progress import expect
 
 if TYPE_CHECKING:
-    from grpo_core.data.prompts import Prompts
     from grpo_core.rollout.collect import Sample
 
 
@@ -42,63 +39,36 @@ def evaluate(
     """
     begun = time.monotonic()
     with importing():
-        import torch
-
-        from grpo_core.data.prompts import load_prompts, load_tokenizer
-        from grpo_core.distributed import share, start_processes, wait_for_all
-        from grpo_core.environments.setting import make_setting
+        from grpo_core.distributed import share, wait_for_all
+        from grpo_core.evaluation.base import load_base
         from grpo_core.evaluation.comparison import compare_policies
         from grpo_core.evaluation.outcomes import deciding_metric
-        from grpo_core.model.capabilities import check_padding
         from grpo_core.model.divergence import mean_kl
-        from grpo_core.model.loading import load_model, load_start
-        from grpo_core.model.parallelize import sharding
-        from grpo_core.model.positions import check_context
-        from grpo_core.model.precision import in_float32, on_device
-        from grpo_core.model.sharded import is_sharded
-        from grpo_core.rewards.contract import resolve
-        from grpo_core.rollout.collect import sample_and_score, share_samples
-        from grpo_core.rollout.factory import make_engine
+        from grpo_core.model.loading import load_model
+        from grpo_core.rollout.collect import share_samples
         from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
-        from grpo_core.rollout.waiting import longest_wait, phase_limits
 
     config = load_config(run / "config.toml")
-    expect(config.train.hang_timeout, phase_limits(config))
-    processes = start_processes(longest_wait(config))
-    device, is_main = processes.device, processes.is_main_process
-    config = on_device(config, device).model_copy(update={"rollout": config.rollout.in_evaluation})
-    shard = sharding(config.train, frozen=True) if processes.num_processes > 1 else None
-    tokenizer = load_tokenizer(config.model)
     files = {name: run / "dataset" / f"{file}.parquet" for name, file in config.evaluation_files.items()}
-    setting = make_setting(config, tokenizer)
-    encode = setting.encode if setting else None
-    options = config.data.chat_template_kwargs
-    sets = {name: load_prompts(path, tokenizer, options, encode) for name, path in files.items()}
-    rewards = [resolve(reward) for reward in config.rewards]
+    loaded = load_base(config, files, config.evaluation_length)
+    config, processes, engine, base = loaded.config, loaded.processes, loaded.engine, loaded.model
+    sets, rewards, tokenizer, is_main = loaded.sets, loaded.rewards, loaded.tokenizer, processes.is_main_process
     sampling, n = evaluation_sampling(config), config.evaluation.num_samples
-
-    dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-
-    base = load_start(config.model, dtype=dtype, device=device, shard=shard)
-    max_length = max(prompts.max_length for prompts in sets.values()) + config.evaluation_length
-    check_context(base.config, max_length)
-    with nullcontext() if is_sharded(base) else in_float32(base):
-        check_padding(base, max_length)
-    engine = make_engine(config, config.model.name_or_path, base, tokenizer, max_length)
+    as_base = {"dtype": loaded.dtype, "device": processes.device, "shard": loaded.shard}
     columns = {name: prompt_columns(name, prompts.rows, config) for name, prompts in sets.items()}
     policies: list[str] = []
 
-    def sample_share(prompts: Prompts) -> tuple[list[Sample], float]:
-        rows = share(len(prompts.ids))
-        requests = [evaluation_request(config, row, prompts.ids[row], n) for row in rows]
-        return sample_and_score(engine, requests, rows, sampling, prompts, tokenizer, rewards, setting)
+    def sample_share(name: str) -> tuple[list[Sample], float]:
+        ids = sets[name].ids
+        rows = share(len(ids))
+        return loaded.sample(name, [evaluation_request(config, row, ids[row], n) for row in rows], rows, sampling)
 
     def sample(policy: str, model: Any) -> None:
         policies.append(policy)
         for name, prompts in sets.items():
             if is_main:
                 print(f"evaluating the {policy} policy on {len(prompts.ids)} prompts ({name})", flush=True)
-            samples, *_ = share_samples(partial(sample_share, prompts))
+            samples, *_ = share_samples(partial(sample_share, name))
             columns[name] |= answer_columns(policy, samples, rewards)
             if model is not base:
                 asked = [sample.prompt_ids for sample in samples]
@@ -111,8 +81,6 @@ def evaluate(
         for name, of_set in answers_of(policy, answers, columns).items():
             columns[name] |= of_set
 
-    if config.model.adapter:  # which the engine has not loaded
-        engine.sync_weights(base)
     start_seconds = time.monotonic() - begun
     if earlier and "base" in known:
         take("base", earlier)
@@ -125,11 +93,11 @@ def evaluate(
             if is_main:
                 print(f"the champion is left out: it has another {unlike} than {config.model.name_or_path}", flush=True)
         else:
-            model = load_model(champion, dtype=dtype, device=device, shard=shard)
+            model = load_model(champion, **as_base)
             engine.sync_weights(model)
             sample("champion", model)
             del model  # one beside the base is enough
-    trained = load_model(run / "training" / "model", dtype=dtype, device=device, shard=shard)
+    trained = load_model(run / "training" / "model", **as_base)
     engine.sync_weights(trained)
     sample("trained", trained)
     wait_for_all()

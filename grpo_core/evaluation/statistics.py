@@ -137,8 +137,8 @@ def seed_difference(before: Values, after: Values, confidence: float) -> SeedDif
     error = float(differences.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
     if not error:
         return SeedDifference(mean, math.nan, math.nan, 1.0, n)
-    reach = float(stats.t.ppf((1 + confidence) / 2, n - 1)) * error
-    return SeedDifference(mean, mean - reach, mean + reach, float(stats.t.sf(mean / error, n - 1)), n)
+    reach = float(special.stdtrit(n - 1, (1 + confidence) / 2)) * error  # quantile of Student's distribution
+    return SeedDifference(mean, mean - reach, mean + reach, float(special.stdtr(n - 1, -mean / error)), n)
 
 
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:

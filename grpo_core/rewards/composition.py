@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.config.run import RunConfig
+from grpo_core.errors import ConfigError
 from grpo_core.rewards.builtin.record import Range
 from grpo_core.rewards.contract import range_of
 
@@ -42,6 +44,34 @@ def weighted_sum(given: np.ndarray, rewards: Sequence[RewardConfig]) -> np.ndarr
     """r_i = Σ_k weight_k · counted_ik over what is not NaN; NaN where all is. given: (N, K); the sums: (N,)."""
     terms = counted(given, rewards) * np.array([reward.weight for reward in rewards])
     return np.where(np.isnan(terms).all(axis=1), np.nan, np.nansum(terms, axis=1))
+
+
+def passed(given: np.ndarray, config: RunConfig) -> np.ndarray:
+    """How far each completion passes, from 0 to 1: the value of the accuracy reward, scaled by its range. given: as
+    `counted` takes it (N, K); NaN if not scored, and for all where the range is not known. (N,)"""
+    place = [reward.name for reward in config.rewards].index(config.accuracy_reward)
+    if not has_pass_rates(config):
+        return np.full(len(given), np.nan)
+    low, high = range_of(config.rewards[place]) or (0.0, 1.0)
+    return (given[:, place] - low) / (high - low)
+
+
+def has_pass_rates(config: RunConfig) -> bool:
+    """Whether `passed` can tell, which is that the range of the accuracy reward is known."""
+    (reward,) = (reward for reward in config.rewards if reward.name == config.accuracy_reward)
+    return all(map(math.isfinite, range_of(reward) or [math.nan]))
+
+
+def check_curriculum(config: RunConfig) -> None:
+    """Raises ConfigError if `data.curriculum` needs pass rates and none can be had."""
+    keys, name = config.data.curriculum, config.accuracy_reward
+    if has_pass_rates(config) or (keys.kind == "none" and not keys.probe):
+        return
+    asked = f"data.curriculum.kind={keys.kind!r}" if keys.kind != "none" else f"data.curriculum.probe={keys.probe}"
+    raise ConfigError(
+        f"{asked} goes by pass rates, the values of the reward {name!r} scaled to its range, which is not known: "
+        "give this reward its range = [lowest, highest], or name another one in evaluation.accuracy_reward"
+    )
 
 
 def range_of_sum(rewards: Sequence[RewardConfig]) -> Range:

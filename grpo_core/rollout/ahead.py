@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_core.data.order import derive_seed, rollout_prompts
+from grpo_core.data.order import Arranged, derive_seed, rollout_prompts
 from grpo_core.data.prompts import Prompts
 from grpo_core.distributed import share_of
 from grpo_core.planning.plan import Plan
@@ -35,17 +35,24 @@ class Taking:
 
 
 def windows(
-    left: Sequence[Group], plan: Plan, seed: int, index: int, max_staleness: int, processes: int
+    left: Sequence[Group],
+    plan: Plan,
+    seed: int,
+    index: int,
+    max_staleness: int,
+    processes: int,
+    arranged: Arranged = None,
 ) -> list[list[Group]]:
     """The groups that each process is to have begun when generation batch `index` is taken from them: those `left` by
     the batch before, in the order of the processes, and those that begin now (at a start: all of the first batches).
 
     A process has so many groups of each batch, whatever their number, and takes as many: what it has left is its own.
+    `arranged`: see `rollout_prompts`.
     """
     count = plan.prompts_per_generation
     first, last = index + len(left) // count, index + batches_ahead(max_staleness)
     turns = range(first, min(last + 1, plan.rollouts))
-    parts = [list(left), *([(turn, row) for row in rollout_prompts(plan, seed, turn)] for turn in turns)]
+    parts = [list(left), *([(turn, row) for row in rollout_prompts(plan, seed, turn, arranged)] for turn in turns)]
     shares = [share_of(count, process, processes) for process in range(processes)]
     return [
         [group for groups in parts for group in groups[_of_batches(share, len(groups) // count)]] for share in shares

@@ -19,7 +19,7 @@ from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import decode_completions, text_of
-from grpo_core.data.order import derive_seed, fresh_prompts, rollout_prompts
+from grpo_core.data.order import Arranged, derive_seed, fresh_prompts, rollout_prompts
 from grpo_core.data.prompts import Prompts
 from grpo_core.distributed import gathered, processes_per_machine, share
 from grpo_core.environments.conversation import Said, conversation_metrics
@@ -28,7 +28,7 @@ from grpo_core.environments.setting import Setting
 from grpo_core.errors import NotFiniteError, RewardError
 from grpo_core.model.sequences import pad
 from grpo_core.planning.plan import Plan
-from grpo_core.rewards.composition import counted
+from grpo_core.rewards.composition import counted, passed
 from grpo_core.rewards.contract import Reward
 from grpo_core.rewards.scoring import Batch, score_arriving
 from grpo_core.rollout.ahead import Group, Taking, requests_of, windows
@@ -67,6 +67,7 @@ def collect(
     begun: Sequence[Group] = (),
     max_staleness: int = 0,
     again: Sequence[Group] = (),
+    arranged: Arranged = None,
 ) -> tuple[GenerationBatch, list[Sample], list[Group]]:
     """Generation batch `index`, its samples in the same order, and the groups that are begun and not in it.
 
@@ -74,6 +75,7 @@ def collect(
     prompts. `lookahead`, `begun`: what samples ahead, and the groups that the call before has left; None if nothing is
     sampled ahead. `max_staleness`: how many hand-overs of weights after its begin a group that begins now may be taken.
     `again`: the groups to sample if they are not those whose turn it is, since the batch had these before a roll-back.
+    `arranged`: see `rollout_prompts`.
     """
     g = plan.num_generations
     sampling = training_sampling(config.rollout)
@@ -113,12 +115,12 @@ def collect(
         work.append(worked)
         return drawn
 
-    scheduled, left = rollout_prompts(plan, config.seed, index), list[Group]()
+    scheduled, left = rollout_prompts(plan, config.seed, index, arranged), list[Group]()
     if lookahead is None:
         samples = draw(again or [(index, row) for row in scheduled])
     else:
         process = PartialState()
-        all_begun = windows(begun, plan, config.seed, index, max_staleness, process.num_processes)
+        all_begun = windows(begun, plan, config.seed, index, max_staleness, process.num_processes, arranged)
         samples = take(lookahead, all_begun[process.process_index], len(share(plan.prompts_per_generation)))
         taken = {(sample.turn, sample.row) for sample in samples}
         left = [group for window in all_begun for group in window if group not in taken]
@@ -127,7 +129,7 @@ def collect(
     used = {*scheduled, *(sample.row for sample in samples)}
     for _ in range(config.rollout.max_resample_times if config.rollout.dynamic_sample else 0):
         silent = (advantages.group_std == 0).nonzero().flatten().tolist()
-        fresh = fresh_prompts(plan, config.seed, index, used, len(silent))
+        fresh = fresh_prompts(plan, config.seed, index, used, len(silent), arranged)
         if not fresh:
             break
         used.update(fresh)
@@ -146,7 +148,7 @@ def collect(
         if not math.isnan(first_reward):
             metrics["dynamic_sampling/first_reward"] = first_reward
         metrics["dynamic_sampling/resampled_groups"] = (len(sampled) - len(samples)) / g
-    return generation_batch(index, config, plan, samples, sampled, metrics), samples, left
+    return generation_batch(index, config, plan, samples, sampled, metrics, arranged), samples, left
 
 
 def generation_batch(
@@ -156,6 +158,7 @@ def generation_batch(
     samples: Sequence[Sample],
     sampled: Sequence[Sample],
     metrics: dict[str, float],
+    arranged: Arranged = None,
 ) -> GenerationBatch:
     """Generation batch `index`, made of `samples`, groups in a row, with advantages. `sampled`: these, and those of
     groups that were replaced; `metrics`: of how they were sampled.
@@ -178,7 +181,7 @@ def generation_batch(
     trained = [_is_trained(completion, config.algorithm) for completion in completions]
     return GenerationBatch(
         index=index,
-        scheduled_rows=rollout_prompts(plan, config.seed, index),
+        scheduled_rows=rollout_prompts(plan, config.seed, index, arranged),
         prompt_ids=[sample.prompt_ids for sample in samples],
         prompt_of=torch.tensor([sample.row for sample in samples]),
         completion_ids=pad([completion.ids for completion in completions], torch.int64),
@@ -189,6 +192,8 @@ def generation_batch(
         advantages=advantages.advantages,
         sampled_completions=len(sampled),
         sampled_tokens=sum(sample.completion.sampled_tokens for sample in sampled),
+        sampled_rows=torch.tensor([sample.row for sample in sampled]),
+        passed=torch.from_numpy(passed(_matrix(sampled), config)),
         metrics=metrics,
     )
 

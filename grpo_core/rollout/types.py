@@ -153,6 +153,8 @@ class GenerationBatch:
     advantages: Tensor  # (B,)
     sampled_completions: int  # B, plus those of groups that were replaced
     sampled_tokens: int  # tokens of the sampled completions
+    sampled_rows: Tensor  # (Q,) int64, dataset rows of the sampled completions
+    passed: Tensor  # (Q,) float64, how far these passed: 0 to 1, NaN if not scored
     metrics: dict[str, float]  # rewards, lengths, seconds
 
 

@@ -7,7 +7,6 @@ recognised, and the one before it used.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import secrets
@@ -25,6 +24,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from grpo_core.config.run import RunConfig
+from grpo_core.data.places import PROBED
 from grpo_core.distributed import (
     copy_whole,
     failing_together,
@@ -44,13 +44,12 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.division import division
 from grpo_core.planning.plan import Plan
 from grpo_core.rewards.contract import source_of
-from grpo_core.rollout.types import Rollout
 from grpo_core.system.files import naming, replace_folder
 from grpo_core.system.progress import CHECKPOINT, phase
 from grpo_core.training.checkpoint_write import checksum, has_room, in_host_memory, in_thread, write
 from grpo_core.training.optimizer import AdamW8bit
 from grpo_core.training.random_state import random_state, set_random_state
-from grpo_core.training.state import TrainingState
+from grpo_core.training.state import TrainingState, restored_state, saved_fields
 
 MANIFEST = "manifest.json"
 HEALTHY = "healthy"  # an empty file: the step from this checkpoint on went well
@@ -71,8 +70,12 @@ def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
     digest = hashlib.blake2b(json.dumps([values, planned_values(vars(plan))], sort_keys=True).encode())
     for reward in config.rewards:
         digest.update(hashlib.blake2b(source_of(reward)).digest())
-    for name in ("train", "eval") if config.train.eval_steps else ("train",):
-        with (run / "dataset" / f"{name}.parquet").open("rb") as data:
+    files = [run / "dataset" / f"{name}.parquet" for name in ("train", "eval")[: 1 + bool(config.train.eval_steps)]]
+    if config.data.curriculum.kind != "none":
+        digest.update(config.data.curriculum.model_dump_json().encode())
+        files += [run / PROBED] * bool(config.data.curriculum.probe)
+    for file in files:
+        with file.open("rb") as data:
             digest.update(hashlib.file_digest(data, "blake2b").digest())
     return digest.hexdigest()
 
@@ -141,7 +144,7 @@ class Checkpoints:
         self.in_background = background
         if background:
             tensors = in_host_memory(tensors)
-        random, fields = random_state(), {**dataclasses.asdict(state), "seen_in_epoch": sorted(state.seen_in_epoch)}
+        random, fields = random_state(), saved_fields(state)
         final, group = self._folder(state.updates), writing_group()
         temporary = final.with_suffix(".tmp")
 
@@ -229,11 +232,9 @@ class Checkpoints:
         random = folder / f"random-{self.accelerator.process_index}.pt"
         if random.exists():  # else there are more processes now
             set_random_state(torch.load(random, weights_only=True))
-        fields = content["state"]
-        fields["rollout"] = None if fields["rollout"] is None else Rollout(**_unmapped(fields["rollout"]))
-        fields["seen_in_epoch"] = frozenset(fields["seen_in_epoch"])
+        state = restored_state(content["state"])
         wait_for_all()
-        return TrainingState(**fields)
+        return state
 
     def _tensors(self) -> dict[str, Any]:
         """All tensors that a training changes, by name: weights, the optimizer's moments, a moving reference."""
@@ -346,11 +347,6 @@ def _other_batch(folder: Path, batch: dict[str, int], config: RunConfig) -> str:
 
 def _in_words(batch: dict[str, int]) -> str:
     return ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in batch.items())
-
-
-def _unmapped(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with tensors in memory, not in a file that will be deleted."""
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

@@ -19,6 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from grpo_core.data.curriculum import write_rates
+from grpo_core.data.places import PASS_RATES
 from grpo_core.data.recording import FILE, facts, write_batch
 from grpo_core.rollout.collect import Sample
 from grpo_core.rollout.records import conversation_columns, token_columns
@@ -106,6 +108,11 @@ class TrainingLog:
             write_batch(table, self.facts, temporary)
         publish(temporary, path)
 
+    def pass_rates(self, state: TrainingState) -> None:
+        """Write the pass rates of what was sampled until now."""
+        if self.accelerator.is_main_process and state.rates is not None:
+            write_rates(state.rates, self.output / PASS_RATES)
+
     def finding(self, finding: Finding) -> None:
         """Record what the health policy found."""
         if self.accelerator.is_main_process:
@@ -178,6 +185,7 @@ class TrainingLog:
         trained = {self._completions(index) for index in range(self.plan.counts(state.updates)["rollouts"])}
         for abandoned in {*(self.output / "completions").iterdir()} - trained:
             abandoned.unlink()
+        self.pass_rates(state)
 
     def _completions(self, index: int) -> Path:
         return self.output / "completions" / FILE.format(index)

@@ -24,6 +24,7 @@ from grpo_core.system.progress import LOOP, phase
 from grpo_core.training import health
 from grpo_core.training.batch import update_batch
 from grpo_core.training.checkpoint import Checkpoints, fingerprint
+from grpo_core.training.curriculum import arrange_epochs
 from grpo_core.training.health import Finding
 from grpo_core.training.held_out import evaluate_policy, keep_best, load_best
 from grpo_core.training.interrupt import Stopped, interruptible, stop_if_asked, stop_signals
@@ -122,6 +123,8 @@ def advance(session: Session, state: TrainingState, log: TrainingLog) -> Trainin
                     log.completions(state.updates + 1, rollout, samples)
                     taken = [(sample.turn, sample.row) for sample in samples[:: plan.num_generations]]
                     state = replace(state.with_rollout(rollout, plan), taken=taken, begun=begun)
+                    state = arrange_epochs(session, state)
+                    log.pass_rates(state)
                     stop_if_asked()
                 parts.append((rollout, micro_step.slice))
             metrics = update(session, update_batch(parts, plan, config), state)

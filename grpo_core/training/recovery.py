@@ -8,6 +8,7 @@ from dataclasses import replace
 from grpo_core.errors import TrainingError
 from grpo_core.training import health
 from grpo_core.training.checkpoint import Checkpoints, require_same_folder
+from grpo_core.training.curriculum import arrange_epochs
 from grpo_core.training.health import Finding
 from grpo_core.training.log import TrainingLog
 from grpo_core.training.pass_limit import read_limit
@@ -24,7 +25,13 @@ def resume(session: Session, checkpoints: Checkpoints) -> TrainingState:
         begin_probing(session)  # while both have the base's weights: a checkpoint changes them
     state = checkpoints.restore()
     if state is None:
-        state = TrainingState(entropy_coef=config.algorithm.entropy_coef, max_staleness=config.rollout.max_staleness)
+        state = TrainingState(
+            entropy_coef=config.algorithm.entropy_coef,
+            max_staleness=config.rollout.max_staleness,
+            rates=session.rates,
+            arranged=None if config.data.curriculum.kind == "none" else {},
+        )
+        state = arrange_epochs(session, state)
         if health.may_roll_back(config.health):
             # Nothing older exists to go back to, whatever the first step finds.
             checkpoints.save(state, config.train.save_total_limit, healthy=True)

@@ -19,6 +19,7 @@ from grpo_core.rollout.records import replay
 from grpo_core.rollout.types import Engine, GenerationBatch, Rollout
 from grpo_core.system.progress import moved, phase
 from grpo_core.training.batch import balanced, join, with_gradient
+from grpo_core.training.curriculum import curriculum_metrics
 from grpo_core.training.session import Session
 from grpo_core.training.state import TrainingState
 from grpo_core.training.weight_sync import sync_weights
@@ -46,8 +47,8 @@ def _sample(
     lookahead = s.lookahead if is_new else None
     again = state.taken if s.lookahead is not None and not is_new else []
     arguments = index, s.config, s.plan, s.prompts, s.tokenizer, s.rewards, engine, state.roll_backs, s.setting
-    batch, samples, left = collect(*arguments, lookahead, state.begun, state.max_staleness, again)
-    metrics = {**batch.metrics, "sampling/sync_drift": drift}
+    batch, samples, left = collect(*arguments, lookahead, state.begun, state.max_staleness, again, state.arranged)
+    metrics = {**batch.metrics, "sampling/sync_drift": drift, **curriculum_metrics(session, state, index)}
     if s.lookahead is not None:
         metrics["sampling/max_staleness"] = float(state.max_staleness)
     batch = replace(batch, metrics=metrics)

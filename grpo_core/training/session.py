@@ -16,6 +16,8 @@ from torch import Tensor
 
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
+from grpo_core.data.curriculum import PassRates, no_rates, read_rates
+from grpo_core.data.places import PROBED
 from grpo_core.data.prompts import Prompts, load_prompts, load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.distributed import any_process, from_main, start_processes
@@ -30,6 +32,7 @@ from grpo_core.model.precision import in_float32, on_device
 from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.adapter import check_adapter
 from grpo_core.planning.plan import Plan, load_plan
+from grpo_core.rewards.composition import check_curriculum, has_pass_rates
 from grpo_core.rewards.contract import Reward, resolve
 from grpo_core.rollout.conversations_ahead import ConversationsAhead
 from grpo_core.rollout.factory import make_engine
@@ -65,6 +68,7 @@ class Session:
     memory: OutOfMemoryRetry
     probe: Probe | None  # with an engine
     start: dict[str, Tensor] | None = None  # the adapter that the training started from, if the reference has it
+    rates: PassRates | None = None  # that the training begins with; None where no reward says what passes
 
 
 def load_session(run: Path) -> Session:
@@ -108,6 +112,7 @@ def load_session(run: Path) -> Session:
 
 def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) -> Session:
     check_adapter(config.model)
+    check_curriculum(config)
     is_recorded = config.rollout.engine == "recorded"
     if is_recorded:
         check_recording(config, plan, run)
@@ -176,7 +181,15 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
         memory=OutOfMemoryRetry(plan.per_device_train_batch_size * longest, policy),
         probe=_probe(engine, config, prompts, max(lengths)) if engine is not None else None,
         start=start,
+        rates=_first_rates(run, config, len(prompts.rows)),
     )
+
+
+def _first_rates(run: Path, config: RunConfig, num_prompts: int) -> PassRates | None:
+    keys = config.data.curriculum
+    if keys.probe and keys.kind != "none":
+        return read_rates(run / PROBED, num_prompts)
+    return no_rates(num_prompts) if has_pass_rates(config) else None
 
 
 def _probe(engine: Engine, config: RunConfig, prompts: Prompts, longest: int) -> Probe:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_core.data.curriculum import PassRates, with_samples
 from grpo_core.planning.plan import Plan
 from grpo_core.rollout.types import Rollout
 
@@ -18,6 +24,8 @@ class TrainingState:
     rollout: Rollout | None = None  # the generation batch in use
     taken: list[tuple[int, int]] = field(default_factory=list)  # the groups of that batch; see rollout.ahead.Group
     begun: list[tuple[int, int]] = field(default_factory=list)  # groups sampled ahead, for later batches
+    rates: PassRates | None = None  # of what was sampled until now; None where no reward says what passes
+    arranged: dict[int, np.ndarray] | None = None  # rows of epochs by a curriculum, see data.order; None without one
     unrecorded: dict[str, float] | None = None  # metrics of the last update until its evaluation is complete
     # What happened, to be compared with the plan.
     rollouts: int = 0
@@ -50,14 +58,19 @@ class TrainingState:
             return replace(self, rollout=rollout)
         new = set(rollout.scheduled_rows) - self.seen_in_epoch
         seen = self.seen_in_epoch | new
+        turns, left = len(new), plan.num_prompts - len(seen)
+        if self.arranged is not None:  # which may give a prompt several turns
+            turns, left = len(rollout.scheduled_rows), plan.dropped_prompts_per_epoch
         epoch_ends = (rollout.index + 1) % plan.rollouts_per_epoch == 0
         prompt_tokens = sum(map(len, rollout.prompt_ids))
         return replace(
             self,
             rollout=rollout,
             rollouts=self.rollouts + 1,
-            prompts_seen=self.prompts_seen + len(new),
-            prompts_dropped=self.prompts_dropped + (plan.num_prompts - len(seen) if epoch_ends else 0),
+            rates=self.rates
+            and with_samples(self.rates, rollout.sampled_rows.numpy(), rollout.passed.numpy(), self.updates + 1),
+            prompts_seen=self.prompts_seen + turns,
+            prompts_dropped=self.prompts_dropped + (left if epoch_ends else 0),
             seen_in_epoch=frozenset() if epoch_ends else seen,
             completions=self.completions + len(rollout.prompt_ids),
             sampled_completions=self.sampled_completions + rollout.sampled_completions,
@@ -108,3 +121,32 @@ class TrainingState:
             "prompts_dropped": self.prompts_dropped,
             "completions": self.completions,
         }
+
+
+def saved_fields(state: TrainingState) -> dict[str, Any]:
+    """The state as plain values and tensors, for a checkpoint."""
+    arrays = (
+        {} if state.rates is None else {name: torch.from_numpy(values) for name, values in vars(state.rates).items()}
+    )
+    return {
+        **asdict(replace(state, rates=None, arranged=None)),
+        "seen_in_epoch": sorted(state.seen_in_epoch),
+        "rates": arrays or None,
+        "arranged": state.arranged and {epoch: torch.from_numpy(rows) for epoch, rows in state.arranged.items()},
+    }
+
+
+def restored_state(fields: dict[str, Any]) -> TrainingState:
+    """The state that `saved_fields` has saved, with tensors in memory, not in a file that will be deleted."""
+    rollout, rates, arranged = (fields[name] for name in ("rollout", "rates", "arranged"))
+    held: dict[str, Any] = {
+        "rollout": rollout and Rollout(**{name: _in_memory(value) for name, value in rollout.items()}),
+        "rates": rates and PassRates(**{name: value.clone().numpy() for name, value in rates.items()}),
+        "arranged": arranged and {epoch: rows.clone().numpy() for epoch, rows in arranged.items()},
+        "seen_in_epoch": frozenset(fields["seen_in_epoch"]),
+    }
+    return TrainingState(**(fields | held))
+
+
+def _in_memory(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

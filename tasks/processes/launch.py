@@ -6,7 +6,9 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from logging import Logger, LoggerAdapter
 from pathlib import Path
+from typing import Any
 
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
@@ -19,7 +21,7 @@ from tasks.processes.launchers.slurm import slurm
 from tasks.processes.launchers.ssh import ssh
 from tasks.processes.machine import free_port
 from tasks.processes.restarting import AGAIN
-from tasks.processes.run import run_process, run_together
+from tasks.processes.run import ProcessError, run_process, run_together
 from tasks.processes.stacks import WATCHED
 from tasks.processes.watchdog import watchdog
 
@@ -83,6 +85,26 @@ def launch(
         return run_together(
             commands | servers, passed_on, variables | addresses, grace, check=check, endless=servers.keys()
         )
+
+
+def launch_with_restarts(
+    config: RunConfig,
+    command: Sequence[str],
+    log: Logger | LoggerAdapter[Any],
+    folder: Path,
+    environment: Mapping[str, str],
+) -> None:
+    """`launch` for work that is short enough to begin again, up to train.max_restarts times, if a process was killed or
+    its machine is gone. `log` gets the output's lines."""
+    most, restarts, patience = config.train.max_restarts, 0, 0.0
+    while True:
+        try:
+            return launch(config, command, log.info, folder, environment, patience)
+        except ProcessError as error:
+            if not error.restartable or restarts == most:
+                raise
+            restarts, patience = restarts + 1, RETURN_SECONDS
+            log.warning("restart %d of %d (train.max_restarts): %s", restarts, most, error)
 
 
 def torchrun(train: TrainConfig, address: str, port: int, number: int = 0) -> list[str]:

@@ -18,7 +18,7 @@ from tasks.rendering.page import Cell, Chart, Section, Table
 from tasks.reports.cost import cost_of
 from tasks.reports.record import Record
 from tasks.stages.lineage import DIGITS
-from tasks.stages.table import EVALUATE, STAGES, TRAIN
+from tasks.stages.table import ALL_STAGES, EVALUATE, TRAIN
 
 PACKAGES = ("grpo-flows", "torch", "transformers", "accelerate", "peft", "vllm", "prefect", "mlflow")
 COUNTS = {
@@ -174,7 +174,7 @@ def stage_times(record: Record, evaluation: float) -> list[tuple[str, float]]:
     rest = [("start, checkpoints, evaluations", max(whole - in_updates, 0.0))] if whole and not attempts else []
     training = [(f"train: {name}", value) for name, value in [*((n, v.sum()) for n, v in parts.items()), *rest]]
     rows: list[tuple[str, float]] = []
-    for stage in STAGES[: STAGES.index(EVALUATE)]:
+    for stage in ALL_STAGES[: ALL_STAGES.index(EVALUATE)]:
         if stage is TRAIN:
             rows += training
         elif stage.name in record.seconds:

@@ -17,7 +17,7 @@ from grpo_core.errors import GrpoError
 from tasks.rendering.drawing import Row
 from tasks.rendering.figures import metric_of
 from tasks.stages.run_directory import CONFIG, UnknownRunError, find_run, read_config
-from tasks.stages.table import EVALUATE, PLAN, STAGES, TRAIN, VALIDATE
+from tasks.stages.table import ALL_STAGES, EVALUATE, PLAN, STAGES, TRAIN, VALIDATE
 
 SAMPLES = "samples.parquet"
 TRACKED = re.compile(r"[0-9a-f]{32}|.+@.+|.+/\d+")  # an MLflow run id, MODEL@ALIAS, MODEL/VERSION
@@ -85,7 +85,7 @@ def read_record(
         raise NotEvaluatedError(
             f"run {run.name!r} has no evaluation ({evaluation}); make it: grpo stage evaluate --run {run.name}"
         )
-    receipts = {stage: _json(stage.receipt_path(run)) for stage in STAGES}
+    receipts = {stage: _json(stage.receipt_path(run)) for stage in ALL_STAGES}
     receipts |= {stage: _json(folder / stage.receipt) for stage, folder in [(TRAIN, training), (EVALUATE, evaluation)]}
     recorded = sorted((training / "completions").glob("*.parquet"))
     return Record(

@@ -14,7 +14,7 @@ from tasks.stages.files import read_json
 from tasks.stages.lineage import lineage_inputs, what_changed
 from tasks.stages.parts import key_of
 from tasks.stages.run_directory import CONFIG
-from tasks.stages.table import PLAN, STAGES, Receipt, Stage
+from tasks.stages.table import PLAN, Receipt, Stage, stages_of
 
 MARKER = "lineage.json"  # in an unfinished output: the lineage key and inputs that it is being made from
 CHANGES_NAMED = 3  # of those that make a stage stale
@@ -39,13 +39,14 @@ def conditions(run: Path, config: RunConfig) -> dict[str, Condition]:
     made from has been made again since, or will be.
     """
     inputs = lineage_inputs(config)
-    receipts = {stage.name: stage.read_receipt(run) for stage in STAGES}
+    stages = stages_of(config)
+    receipts = {stage.name: stage.read_receipt(run) for stage in stages}
     found: dict[str, Condition] = {}
-    for stage in STAGES:
+    for stage in stages:
         saved, receipt = saved_progress(stage, run, key_of(inputs[stage.name])), receipts[stage.name]
         damaged = Condition("missing", f"{stage.receipt_path(run).relative_to(run)} is damaged")
         try:
-            reason = _why_stale(stage, receipt, config, inputs, receipts) or _why_soon_stale(stage, found)
+            reason = _why_stale(stage, receipt, config, inputs, receipts) or _why_soon_stale(stage, config, found)
             gone = [name for name in stage.files(receipt) if not (stage.path(run) / name).exists()] if receipt else []
         except (AttributeError, KeyError, TypeError):  # JSON, but not what the stage wrote
             found[stage.name] = damaged
@@ -95,13 +96,18 @@ def identity(receipt: Receipt, prompts: Collection[str]) -> Any:
 
 def refuse_outdated_inputs(stage: Stage, run: Path, config: RunConfig, force: bool = False) -> None:
     """Raises StageError, with the commands to run first, if the stage would work on output that is not up to date."""
+    if not stage.is_asked(config):
+        raise StageError(
+            f"run {run.name!r} has no stage {stage.name}: {stage.asked_by} is not set in its configuration; to have "
+            f"it: grpo run {run / CONFIG} --set {stage.asked_by}=4"
+        )
     now = conditions(run, config)
-    outdated = _outdated(stage, now)
+    outdated = _outdated(stage, config, now)
     if not outdated or (now[stage.name].is_up_to_date and not force):
         return
     lines = [
         f"  grpo stage {read.name} --run {run.name}    # {now[read.name].state}: {now[read.name].reason}"
-        for read in STAGES
+        for read in stages_of(config)
         if read in outdated
     ]
     raise StageError(
@@ -111,10 +117,10 @@ def refuse_outdated_inputs(stage: Stage, run: Path, config: RunConfig, force: bo
     )
 
 
-def _outdated(stage: Stage, now: Mapping[str, Condition]) -> list[Stage]:
+def _outdated(stage: Stage, config: RunConfig, now: Mapping[str, Condition]) -> list[Stage]:
     """The stages to run before this one."""
-    direct = [read for read in stage.reads if not now[read.name].is_up_to_date]
-    return [*direct, *(further for read in direct for further in _outdated(read, now))]
+    direct = [read for read in stage.inputs(config) if not now[read.name].is_up_to_date]
+    return [*direct, *(further for read in direct for further in _outdated(read, config, now))]
 
 
 def _why_stale(
@@ -140,8 +146,8 @@ def _why_stale(
     return ""
 
 
-def _why_soon_stale(stage: Stage, found: Mapping[str, Condition]) -> str:
+def _why_soon_stale(stage: Stage, config: RunConfig, found: Mapping[str, Condition]) -> str:
     """Names an input that will be made again and never comes out the same. Whether another input, made again, comes out
     the same is known only then."""
-    outdated = (read.name for read in stage.reads if read.content is None and not found[read.name].is_up_to_date)
+    outdated = (read.name for read in stage.inputs(config) if not found[read.name].is_up_to_date and not read.content)
     return next((f"{name} is {found[name].state}" for name in outdated), "")

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_core.config.run import RunConfig
 from tasks.stages.parts import Named, Parts, key_of
-from tasks.stages.table import STAGES
+from tasks.stages.table import stages_of
 
 DIGITS = 12  # of a hash that people read
 
@@ -25,7 +25,7 @@ def lineage_keys(config: RunConfig) -> dict[str, str]:
 def lineage_inputs(config: RunConfig) -> dict[str, Named]:
     """What the output of each stage depends on, by name."""
     parts = Parts(config)
-    return {stage.name: stage.depends_on(parts) for stage in STAGES}
+    return {stage.name: stage.depends_on(parts) for stage in stages_of(config)}
 
 
 def what_changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -14,10 +14,16 @@ from typing import Any
 
 import grpo_core
 from grpo_core.config.base import flatten
+from grpo_core.config.inputs import CurriculumConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
 from grpo_core.fingerprint import DIVISION, content_hash, determining, environment_parts, reward_parts
 
+# Keys that say how completions are drawn.
+SAMPLING = tuple(
+    f"rollout.{key}"
+    for key in ("max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
+)
 WATCHING = ("registry.traces_per_batch",)  # keys of which no version follows
 Named = dict[str, Any]  # what outputs depend on, by the name that a person knows it by
 
@@ -76,6 +82,19 @@ class Parts:
         }
 
     @cached_property
+    def curriculum(self) -> Named:
+        """Which prompts are trained on, if not all alike."""
+        keys = self.config.data.curriculum
+        return {} if keys == CurriculumConfig() else flatten({"data": {"curriculum": keys.model_dump(mode="json")}})
+
+    @cached_property
+    def probe(self) -> Named:
+        """What the base model's pass rates follow from, beside the prompts and the model."""
+        sampling = {name: value for name, value in self.section("rollout").items() if name.startswith(SAMPLING)}
+        asked = {"seed": self.config.seed, "data.curriculum.probe": self.config.data.curriculum.probe}
+        return sampling | asked | self._passing
+
+    @cached_property
     def steps(self) -> Named:
         """What the plan's numbers follow from."""
         return self.prompts | self.section("rollout") | self.section("train")
@@ -104,7 +123,8 @@ class Parts:
         """The trained policy."""
         held_out = flatten({"evaluation": self._determining["held_out"] or {}})
         evaluations = {f"{name} (while training)": value for name, value in held_out.items()}
-        return self.steps | {"seed": self.config.seed} | self.model | self.section("algorithm") | evaluations
+        steps = self.steps | self.curriculum | self._passing
+        return steps | {"seed": self.config.seed} | self.model | self.section("algorithm") | evaluations
 
     @cached_property
     def evaluation(self) -> Named:
@@ -136,6 +156,14 @@ class Parts:
         rules = self.config.promotion.model_dump(mode="json", exclude={"automatic"})
         names = {key: value for key, value in self.section("registry").items() if key not in WATCHING}
         return names | {"name": self.config.name} | flatten({"promotion": rules})
+
+    @cached_property
+    def _passing(self) -> Named:
+        """What says how far a completion passes, where that is asked."""
+        if not self.curriculum:
+            return {}
+        ranges = {f"rewards.{place}.range": reward.range for place, reward in enumerate(self.config.rewards)}
+        return {"accuracy reward": self.config.accuracy_reward, **ranges}
 
     @cached_property
     def _determining(self) -> dict[str, Any]:

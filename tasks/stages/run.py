@@ -96,7 +96,7 @@ def _run_stage(
     refuse_outdated_inputs(stage, run, config, force)
     log.info("%s: %s", stage.name, now[stage.name].reason or "up to date, made again as asked")
     partial = stage.partial(run)
-    made_from = {read.name: identity(read.read_receipt(run), stage.prompts(config)) for read in stage.reads}
+    made_from = {read.name: identity(read.read_receipt(run), stage.prompts(config)) for read in stage.inputs(config)}
     origin = {"lineage_key": key, "made_from": made_from}
     _prepare(stage, partial, origin)
     start = time.monotonic()

@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.run import RunConfig
+from grpo_core.data.places import PASS_RATES
 from grpo_core.fingerprint import content_hash, planned_values
 from tasks.rendering import figures
 from tasks.stages.files import read_json
@@ -49,7 +51,9 @@ class Stage:
     resumable: bool = False
     """Whether an interrupted attempt leaves an unfinished output that the next attempt continues."""
     reads: tuple[Stage, ...] = ()
-    """The stages whose output it works on."""
+    """The stages whose output it works on, as far as the run has them."""
+    asked_by: str = ""
+    """The configuration key by which a run has this stage, if it is set; "": every run has it."""
     prompts: Callable[[RunConfig], Collection[str]] = lambda config: ()
     """The validated data sets that it works on, if it reads those."""
     content: Callable[[Path, Receipt], str | dict[str, str]] | None = None
@@ -57,6 +61,14 @@ class Stage:
     same identity are interchangeable. None: every output counts as new."""
     files: Callable[[Receipt], Collection[str]] = lambda receipt: ()
     """Files of the output that other stages read, beside the receipt."""
+
+    def is_asked(self, config: RunConfig) -> bool:
+        """Whether a run has this stage."""
+        return not self.asked_by or bool(reduce(getattr, self.asked_by.split("."), config))
+
+    def inputs(self, config: RunConfig) -> tuple[Stage, ...]:
+        """The stages whose output it works on in a run."""
+        return tuple(read for read in self.reads if read.is_asked(config))
 
     def path(self, run: Path) -> Path:
         return run / self.output
@@ -108,14 +120,31 @@ VALIDATE = Stage(
     content=_prompt_hashes,
     files=_prompt_files,
 )
+PROBE = Stage(
+    name="probe",
+    task="tasks.probe:probe",
+    meaning="Measure how often the run's base model solves each training prompt.",
+    output="probe",
+    receipt="report.json",
+    depends_on=lambda parts: parts.prompts | parts.model | parts.probe,
+    key_figure=lambda config, receipt: (
+        f"{receipt['never']:,} of {receipt['scored']:,} prompts never solved, {receipt['always']:,} always"
+    ),
+    gpu=True,
+    reads=(VALIDATE,),
+    asked_by="data.curriculum.probe",
+    prompts=lambda config: ("train",),
+    content=lambda output, receipt: content_hash(str(output / PASS_RATES)),
+    files=lambda receipt: (PASS_RATES,),
+)
 PLAN = Stage(
     name="plan",
     task="tasks.plan:plan",
     meaning="Plan the run: steps, memory, time.",
     output="plan.json",
-    depends_on=lambda parts: parts.steps | parts.model | parts.memory,
+    depends_on=lambda parts: parts.steps | parts.model | parts.memory | parts.curriculum,
     key_figure=lambda config, receipt: f"{receipt['plan']['max_steps']:,} updates planned",
-    reads=(VALIDATE,),
+    reads=(VALIDATE, PROBE),
     prompts=lambda config: ("train",),
     content=lambda output, receipt: key_of(planned_values(receipt["plan"])),  # no stage reads the forecasts
 )
@@ -129,7 +158,7 @@ TRAIN = Stage(
     key_figure=lambda config, receipt: f"{receipt['counted']['updates']:,} updates",
     gpu=True,
     resumable=True,
-    reads=(VALIDATE, PLAN),
+    reads=(VALIDATE, PROBE, PLAN),
     prompts=lambda config: ("train", "eval") if config.train.eval_steps else ("train",),
 )
 EVALUATE = Stage(
@@ -153,4 +182,10 @@ REGISTER = Stage(
     key_figure=lambda config, receipt: f"{receipt['model_name']} version {receipt['version']}",
     reads=(PLAN, TRAIN, EVALUATE),
 )
-STAGES = (VALIDATE, PLAN, TRAIN, EVALUATE, REGISTER)
+STAGES = (VALIDATE, PLAN, TRAIN, EVALUATE, REGISTER)  # of every run
+ALL_STAGES = (VALIDATE, PROBE, *STAGES[1:])
+
+
+def stages_of(config: RunConfig) -> tuple[Stage, ...]:
+    """The stages of a run, in their order."""
+    return tuple(stage for stage in ALL_STAGES if stage.is_asked(config))

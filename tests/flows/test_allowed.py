@@ -229,7 +229,7 @@ def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
         "data.system_prompt",
         "data.chat_template_kwargs",
     }
-    names |= {"rollout.stop"}
+    names |= {"rollout.stop", "data.curriculum.band"}
     names |= {"registry.experiment", "registry.model_name", "registry.alias", "promotion.set", "promotion.guards.set"}
     names |= {"registry.sweep", "promotion.guards.metric", "evaluation.answer_pattern", "model.lora_target_modules"}
     names |= {"model.lora_modules_to_save"}

@@ -21,7 +21,7 @@ from tests.serving import Served, prefect_server
 
 PROJECT = Path(__file__).parents[2]
 WORK_POOLS = PROJECT / "docs" / "how-to" / "work-pools"
-STAGES = {stage.name: "gpu" if stage.gpu else "cpu" for stage in table.STAGES}
+STAGES = {stage.name: "gpu" if stage.gpu else "cpu" for stage in table.ALL_STAGES}
 
 PREFECT = """
 import json, sys

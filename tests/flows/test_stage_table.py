@@ -16,7 +16,7 @@ from prefect.flows import load_flow_from_entrypoint
 from typer.testing import CliRunner
 
 from flows.cli.main import app
-from tasks.stages.table import GPU_DEPLOYMENT, STAGES
+from tasks.stages.table import ALL_STAGES, GPU_DEPLOYMENT
 from tests.conftest import config_values, write_sums
 
 PROJECT = Path(__file__).parents[2]
@@ -52,7 +52,8 @@ def test_a_stage_added_to_the_table_runs_in_its_place_and_is_seen_everywhere(qua
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in quantizing["status"].splitlines()]
     assert [row[0] for row in rows if row] == ORDER
     assert [row[4] for row in rows if row and row[0] == "quantize"] == ["8 bits"]
-    offered = [*(f"{stage}/local" for stage in ORDER), "promote/local", "rollback/local"]
+    stages = [ORDER[0], "probe", *ORDER[1:]]  # the probe only where a run asks for it
+    offered = [*(f"{stage}/local" for stage in stages), "promote/local", "rollback/local"]
     assert quantizing["deployments"] == ["pipeline/local", "sweep/local", *offered]
     assert quantizing["handed over"] == ["train", "evaluate", "quantize"]
 
@@ -71,7 +72,7 @@ def test_the_deployments_for_work_pools_are_those_of_the_table(file: Path) -> No
     stages = [it for it in others if "stage" in it["tags"]]
     assert [(it["name"], it["entrypoint"], it["work_pool"]["name"]) for it in stages] == [
         (pool, f"flows/stages.py:{stage.name}_run", pool)
-        for stage in STAGES
+        for stage in ALL_STAGES
         for pool in ["gpu" if stage.gpu else "cpu"]
     ]
     assert [it["entrypoint"] for it in others if it not in stages] == [
@@ -84,21 +85,21 @@ def test_the_deployments_for_work_pools_are_those_of_the_table(file: Path) -> No
 
 
 def test_each_entry_of_the_table_names_its_task_and_reads_only_stages_before_it() -> None:
-    for position, stage in enumerate(STAGES):
+    for position, stage in enumerate(ALL_STAGES):
         assert stage.load_task().name == stage.name
-        assert set(stage.reads) <= {*STAGES[:position]}
+        assert set(stage.reads) <= {*ALL_STAGES[:position]}
 
 
 def test_grpo_stage_names_the_stages_there_are() -> None:
     done = CliRunner().invoke(app, ["stage", "quantise", "--run", "test"])
     assert done.exit_code == 2
-    assert f"'quantise' is not one of {', '.join(stage.name for stage in STAGES)}." in done.stderr
+    assert f"'quantise' is not one of {', '.join(stage.name for stage in ALL_STAGES)}." in done.stderr
     help = " ".join(CliRunner().invoke(app, ["stage", "--help"]).stdout.split())
-    assert f"one of {', '.join(stage.name for stage in STAGES)}" in help
+    assert f"one of {', '.join(stage.name for stage in ALL_STAGES)}" in help
 
 
 def test_prefect_finds_the_flow_of_each_stage_by_its_entrypoint() -> None:
-    for stage in STAGES:
+    for stage in ALL_STAGES:
         flow = load_flow_from_entrypoint(f"{PROJECT / 'flows' / 'stages.py'}:{stage.name}_run")
         assert (flow.name, [*flow.parameters.properties]) == (stage.name, ["run", "force"])
         assert flow.description is not None and flow.description.startswith(stage.meaning)

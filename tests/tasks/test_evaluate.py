@@ -74,7 +74,7 @@ def test_an_evaluation_runs_where_the_training_ran(
     values = config_values(tmp_path, tmp_path, sharding=sharding, num_processes=4, num_machines=machines)
     found: list[Any] = []
     monkeypatch.setattr(
-        "tasks.evaluate.launch",
+        "tasks.evaluate.launch_with_restarts",
         lambda config, *_: found.append((config.train.num_processes, config.train.num_machines)),
     )
     _run(parse_config(values | {"launch": launch}), ["-m", "work"], getLogger(), tmp_path, {})
@@ -91,7 +91,7 @@ def test_an_evaluation_begins_again_if_what_failed_was_not_its_own(
         patience.append(arguments[-1])
         raise errors[len(patience) - 1]
 
-    monkeypatch.setattr("tasks.evaluate.launch", fail)
+    monkeypatch.setattr("tasks.processes.launch.launch", fail)
     for most, message in ((0, "killed"), (1, "hang"), (5, "its own")):
         patience.clear()
         config = parse_config(config_values(tmp_path, tmp_path, max_restarts=most))

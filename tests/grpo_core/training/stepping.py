@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 
 from grpo_core.config.files import parse_config
+from grpo_core.data.curriculum import no_rates
 from grpo_core.data.prompts import Prompts
 from grpo_core.model.policy import Policy
 from grpo_core.planning.plan import make_plan, plan_inputs
@@ -139,7 +140,9 @@ def random_settings(seed: int, num_processes: int) -> dict[str, Any]:
 
 def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     """Train as set, into a folder of all processes; what this one's engine, model and optimizer were asked to do."""
-    config = parse_config(config_values(Path("model"), Path("data"), **{"max_steps": None, **settings["keys"]}))
+    values = config_values(Path("model"), Path("data"), **{"max_steps": None, **settings["keys"]})
+    values["data"]["curriculum"] = settings.get("curriculum", {})
+    config = parse_config({**values, "evaluation": {"accuracy_reward": "length"}})  # whose values differ here
     plan = make_plan(plan_inputs(config, settings["num_prompts"]))
     model = FourLogits()
     engine, policy = CountingEngine(model), Policy(model, 1.0)
@@ -165,6 +168,7 @@ def step_through(settings: dict[str, Any], accelerator: Accelerator, folder: Pat
         lookahead=engine if config.rollout.max_staleness else None,
         memory=OutOfMemoryRetry(4 * plan.per_device_train_batch_size, policy),
         probe=Probe([[0]], [[1]], "no"),
+        rates=no_rates(plan.num_prompts),
     )
     with (
         mock.patch.object(trainer, "load_session", return_value=session),

@@ -108,6 +108,8 @@ def _rollout(session: Any, silent: float) -> Rollout:
         advantages=advantages,
         sampled_completions=rows,
         sampled_tokens=int(lengths.sum()),
+        sampled_rows=torch.arange(rows) // G,
+        passed=torch.zeros(rows),
         metrics={},
         old_logprobs=None,
         ref_logprobs=None,

@@ -94,6 +94,21 @@ def test_several_processes_do_together_what_was_planned(tmp_path: Path, num_proc
         _expect_as_planned(each, [process[n] for process in processes])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_curriculum_does_what_was_planned_and_is_the_same_in_all_processes(
+    tmp_path: Path, num_processes: int
+) -> None:
+    kinds = [{"kind": "easy_to_hard"}, {"kind": "band", "band": [0.4, 0.6]}, {"kind": "variance"}]
+    settings = [random_settings(seed, num_processes) for seed in range(3000, 3006)]
+    for each, kind in zip(settings, itertools.cycle(kinds), strict=False):
+        each["keys"] |= {"num_train_epochs": 3.0, "max_steps": None}
+        each["curriculum"] = kind
+    processes = _step_together(settings, num_processes, tmp_path)
+    for n, each in enumerate(settings):
+        _expect_as_planned(each, [process[n] for process in processes])
+
+
 def _step_together(settings: list[dict[str, Any]], num_processes: int, folder: Path) -> list[list[dict[str, Any]]]:
     """What each process did, by settings."""
 

@@ -1,0 +1,205 @@
+"""Whether a curriculum learns from fewer samples: a recipe trained with each kind and with none, paired by seed.
+
+    python -m benchmarks.curriculum [--seeds 3] [--updates 40] [--output benchmarks/results/curriculum]
+
+The quickstart's base and held-out sums, on PROMPTS prompts in batches of COMPLETIONS: half of the prompts are the
+quickstart's own, of two digits, half have one or three, which this base never gets right. What a probe samples counts:
+the curve of an arm with a probe begins that much later. Writes OUTPUT.json after each training, and OUTPUT.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from grpo_core.config.files import dump_config, parse_config
+from grpo_core.planning.plan import make_plan, plan_inputs
+
+ROOT = Path(__file__).parents[1]
+PROMPTS, HELD_OUT, COMPLETIONS = 512, 200, 256
+EVALUATIONS = 8  # per training
+REACHED = 0.9  # of the gain without a curriculum, whose samples are counted
+ARMS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "easy to hard, probe": {"kind": "easy_to_hard", "probe": 4},
+    "band 0.1 to 0.9, probe": {"kind": "band", "band": [0.1, 0.9], "probe": 4},
+    "p(1 − p), probe": {"kind": "variance", "probe": 4},
+    "p(1 − p)": {"kind": "variance"},
+}
+COLOURS = ("#444444", "#b8c4d6", "#d9822b", "#2f5d9b", "#7fb2e5")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.curriculum", description="Curricula beside none.")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=40)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/curriculum"))
+    arguments = parser.parse_args()
+    for document in learn(arguments.seeds, arguments.updates):
+        arguments.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    draw(document, arguments.output.with_suffix(".png"))
+
+
+def learn(seeds: int, updates: int) -> Iterator[dict[str, Any]]:
+    """After each training all that there are, and the differences to the one without a curriculum."""
+    subprocess.run([sys.executable, "-m", "examples.arithmetic.make"], check=True, cwd=ROOT)
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in range(seeds):
+            probed = Path(scratch, f"probe-{seed}")  # one for all arms of the seed
+            for arm, curriculum in ARMS.items():
+                run = _make_run(Path(scratch, f"run-{len(found)}"), curriculum, seed, updates)
+                if curriculum.get("probe"):
+                    if not probed.exists():
+                        _python("grpo_core.probe", run, "--output", probed)
+                    shutil.copytree(probed, run / "probe")
+                _python("grpo_core.train", run)
+                found.append({"arm": arm, "seed": seed, **_outcome(run)})
+                print(json.dumps(found[-1]), flush=True)
+                probe = json.loads((probed / "report.json").read_text()) if probed.exists() else None
+                yield {
+                    "prompts": PROMPTS,
+                    "completions_per_update": COMPLETIONS,
+                    "probe": probe,
+                    "trainings": found,
+                    "paired": paired(found),
+                }
+
+
+def paired(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each arm beside none, by seed: how much more held-out reward at the end, and on the mean over the training; and
+    how many samples, its probe's included, until REACHED of what training with none gains, as a multiple of those that
+    this takes (null: not reached)."""
+    by_arm = {(each["arm"], each["seed"]): each for each in trainings}
+    found = []
+    for arm in ARMS:
+        pairs = [
+            (by_arm["none", seed], each)
+            for (name, seed), each in by_arm.items()
+            if name == arm != "none" and ("none", seed) in by_arm
+        ]
+        if not pairs:
+            continue
+        more = [each["curve"][-1][1] - none["curve"][-1][1] for none, each in pairs]
+        means = [_mean(each) - _mean(none) for none, each in pairs]
+        ratios = []
+        for none, each in pairs:
+            first, last = none["curve"][0][1], none["curve"][-1][1]
+            needed, own = (_samples_to(first + REACHED * (last - first), it) for it in (none, each))
+            ratios.append(own / needed if own and needed else None)
+        found.append({"arm": arm, "more_reward": more, "standard_error": _standard_error(more)})
+        found[-1] |= {"more_on_the_mean": means, "standard_error_of_that": _standard_error(means)}
+        found[-1] |= {"times_the_samples": ratios}
+    return found
+
+
+def _mean(training: Mapping[str, Any]) -> float:
+    return mean(reward for _, reward in training["curve"])
+
+
+def _samples_to(goal: float, training: Mapping[str, Any]) -> float | None:
+    """Samples until the held-out reward is first there, in a straight line between two evaluations."""
+    curve = training["curve"]
+    for (before, low), (after, high) in itertools.pairwise(curve):
+        if high >= goal > low:
+            return training["probed"] + before + (after - before) * (goal - low) / (high - low)
+    return None
+
+
+def _standard_error(values: Sequence[float]) -> float | None:
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def _make_run(run: Path, curriculum: dict[str, Any], seed: int, updates: int) -> Path:
+    """A run directory as the stages validate and plan leave it."""
+    recipe = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())
+    values = copy.deepcopy({key: value for key, value in recipe.items() if key not in ("promotion", "registry")})
+    values["seed"] = seed
+    values["data"]["curriculum"] = curriculum
+    values["rollout"]["engine"] = "transformers"
+    values["train"] |= {"max_steps": updates, "per_device_train_batch_size": COMPLETIONS, "warmup_steps": 3}
+    values["train"] |= {"eval_steps": max(updates // EVALUATIONS, 1), "save_steps": 10_000}
+    config = parse_config(values)
+    (run / "dataset").mkdir(parents=True)
+    for name, rows in (("train", PROMPTS), ("eval", HELD_OUT)):
+        prompts = pl.read_parquet(ROOT / values["data"][name]).head(rows)
+        if name == "train":
+            prompts = pl.concat([prompts.head(rows // 2), _other_sums(rows - rows // 2)])
+        prompts.write_parquet(run / "dataset" / f"{name}.parquet")
+    (run / "config.toml").write_text(dump_config(config))
+    (run / "plan.json").write_text(json.dumps({"plan": asdict(make_plan(plan_inputs(config, PROMPTS)))}))
+    return run
+
+
+def _other_sums(count: int) -> pl.DataFrame:
+    """Sums of numbers of one and of three digits, half of each."""
+    draw = random.Random(0)
+    limits = [(1, 9), (100, 999)] * (count // 2)
+    pairs = [(draw.randint(*limit), draw.randint(*limit)) for limit in limits]
+    return pl.DataFrame({"prompt": [f"{a}+{b}=" for a, b in pairs], "answer": [str(a + b) for a, b in pairs]})
+
+
+def _python(module: str, *arguments: object) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+
+
+def _outcome(run: Path) -> dict[str, Any]:
+    rows = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
+    probe = run / "probe" / "pass_rates.parquet"
+    return {
+        "probed": int(pl.read_parquet(probe)["completions"].sum()) if probe.exists() else 0,
+        "curve": [(row["step"] * COMPLETIONS, row["eval_reward"]) for row in rows if "eval_reward" in row],
+        "silent_groups": mean(row["frac_reward_zero_std"] for row in rows),
+        "seconds": round(sum(row["step_time"] for row in rows), 1),
+    }
+
+
+def draw(document: Mapping[str, Any], path: Path) -> None:
+    """Held-out reward over the samples, mean over the seeds; one standard error around none is shaded."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for arm, colour in zip(ARMS, COLOURS, strict=True):
+        trainings = [each for each in document["trainings"] if each["arm"] == arm]
+        curves = np.array([each["curve"] for each in trainings])  # (seeds, evaluations, 2)
+        samples, rewards = curves[0, :, 0] + trainings[0]["probed"], curves[:, :, 1].mean(0)
+        axes.plot(samples, rewards, color=colour, linewidth=2, label=arm)
+        if arm == "none" and len(trainings) > 1:
+            error = curves[:, :, 1].std(0, ddof=1) / math.sqrt(len(trainings))
+            axes.fill_between(samples, rewards - error, rewards + error, color=colour, alpha=0.15, linewidth=0)
+    axes.set(xlabel="samples, the probe's included", ylabel="held-out reward")
+    seeds = len({each["seed"] for each in document["trainings"]})
+    axes.set_title(f"Sums, half of the prompts out of reach: mean of {seeds} seeds", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

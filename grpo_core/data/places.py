@@ -1,0 +1,8 @@
+"""Where pass rates are in a run directory. Imports nothing heavy: commands that only answer read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PASS_RATES = "pass_rates.parquet"  # in the folder of a training
+PROBED = Path("probe", PASS_RATES)  # those of the base model

@@ -1,0 +1,76 @@
+"""How often the base model solves each training prompt: what a curriculum begins with."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_core.config.files import load_config
+from grpo_core.data.curriculum import PassRates, no_rates, with_samples, write_rates
+from grpo_core.data.places import PASS_RATES
+from grpo_core.rewards.composition import check_curriculum
+from grpo_core.system.processes import importing
+
+PROMPTS = 4096  # that are sampled together; after each of these, a line says how far it is
+TENTHS = 10  # bars of the histogram
+
+
+def probe(run: Path, output: Path) -> dict[str, Any]:
+    """Sample `data.curriculum.probe` completions of each training prompt, as the training would, and write their pass
+    rates under `output`. Several processes share the prompts.
+
+    Returns what `summary` says of the rates; empty except in the main process. Raises ConfigError if no reward says
+    what passes.
+    """
+    with importing():
+        from grpo_core.data.order import derive_seed
+        from grpo_core.distributed import share, wait_for_all
+        from grpo_core.evaluation.base import load_base
+        from grpo_core.rewards.composition import passed
+        from grpo_core.rollout.collect import Sample, share_samples
+        from grpo_core.rollout.requests import training_sampling
+        from grpo_core.rollout.types import Request
+
+    config = load_config(run / "config.toml")
+    check_curriculum(config)
+    base = load_base(config, {"train": run / "dataset" / "train.parquet"}, config.rollout.max_completion_length)
+    ids, n, is_main = base.sets["train"].ids, config.data.curriculum.probe, base.processes.is_main_process
+    sampling = training_sampling(config.rollout)
+
+    def sample(prompts: range) -> tuple[list[Sample], float]:
+        rows = [prompts[place] for place in share(len(prompts))]
+        # Three numbers, so that no other request has this seed: four are a training's, two an evaluation's.
+        requests = [Request(ids[row], n, derive_seed(config.seed, row, n)) for row in rows]
+        return base.sample("train", requests, rows, sampling)
+
+    rates = no_rates(len(ids))
+    for first in range(0, len(ids), PROMPTS):
+        prompts = range(first, min(first + PROMPTS, len(ids)))
+        samples, *_ = share_samples(partial(sample, prompts))
+        given = np.array([sample.rewards for sample in samples])
+        rates = with_samples(rates, np.array([sample.row for sample in samples]), passed(given, config), step=0)
+        if is_main:
+            print(f"probe: {prompts[-1] + 1:,} of {len(ids):,} prompts, {n} completions each", flush=True)
+    wait_for_all()
+    base.engine.close()
+    if is_main:
+        write_rates(rates, output / PASS_RATES)
+    base.processes.end_training()
+    return summary(rates) if is_main else {}
+
+
+def summary(rates: PassRates) -> dict[str, Any]:
+    """Prompts in all, with a rate, never and always solved; the mean rate; and how many prompts have a rate in each
+    tenth from 0 to 1, of which the last includes 1."""
+    found = rates.rate[rates.known]
+    return {
+        "prompts": len(rates.passed),
+        "scored": len(found),
+        "never": int((found == 0).sum()),
+        "always": int((found == 1).sum()),
+        "mean": float(found.mean()) if len(found) else None,
+        "histogram": np.histogram(found, TENTHS, (0.0, 1.0))[0].tolist(),
+    }

@@ -1,0 +1,113 @@
+"""The stage probe: which runs have it, when it is done again, and what it says."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_core.config.files import parse_config
+from grpo_core.data.curriculum import PassRates, write_rates
+from grpo_core.data.places import PASS_RATES, PROBED
+from grpo_core.planning.plan import make_plan, plan_inputs
+from tasks.plan import _first_epoch
+from tasks.probe import histogram, sentences
+from tasks.stages.condition import refuse_outdated_inputs
+from tasks.stages.errors import StageError
+from tasks.stages.lineage import lineage_keys
+from tasks.stages.run import Context
+from tasks.stages.table import PROBE, STAGES, TRAIN, stages_of
+from tests.conftest import config_values, with_keys, write_sums
+from tests.tasks.stages import small_stages
+from tests.tasks.stages.small_stages import configure, do
+
+
+@pytest.fixture
+def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr("tasks.stages.run.get_run_logger", lambda: logging.getLogger("test"))  # there is no flow run
+    write_sums(tmp_path / "train.parquet", 10, 34)
+    write_sums(tmp_path / "eval.parquet", 60, 76)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return config_values(tmp_path / "model", tmp_path)
+
+
+def _with(values: dict[str, Any], **curriculum: Any) -> dict[str, Any]:
+    return {**values, "data": {**values["data"], "curriculum": curriculum}}
+
+
+def _probe(context: Context) -> dict[str, Any]:
+    write_rates(PassRates(np.ones(2), np.full(2, 2), np.zeros(2, int)), context.partial / PASS_RATES)
+    return {"scored": 2, "never": 0, "always": 0}
+
+
+def _pipeline(run: Path, values: dict[str, Any]) -> list[str]:
+    """The stages that are executed."""
+    configure(run, values)
+    work = {**small_stages.WORK, "probe": _probe}
+    return [stage.name for stage in stages_of(parse_config(values)) if do(stage, run, work=work[stage.name])]
+
+
+def test_a_run_has_a_probe_if_it_asks_for_one(values: dict[str, Any], tmp_path: Path) -> None:
+    assert stages_of(parse_config(values)) == STAGES
+    names = [stage.name for stage in stages_of(parse_config(_with(values, probe=4)))]
+    assert names == ["validate", "probe", "plan", "train", "evaluate", "register"]
+    (run := tmp_path / "run").mkdir()
+    with pytest.raises(StageError, match=r"has no stage probe: data.curriculum.probe is not set .* --set data.curr"):
+        refuse_outdated_inputs(PROBE, run, parse_config(values))
+    with pytest.raises(StageError, match=r"(?s)stage validate --run run .*stage probe --run run .*stage plan"):
+        refuse_outdated_inputs(TRAIN, run, parse_config(_with(values, probe=4)))
+
+
+def test_a_probe_is_done_again_only_for_what_its_rates_follow_from(values: dict[str, Any], tmp_path: Path) -> None:
+    (run := tmp_path / "run").mkdir()
+    asked = _with(values, kind="variance", probe=4)
+    assert _pipeline(run, asked) == ["validate", "probe", "plan", "train", "evaluate", "register"]
+    assert _pipeline(run, asked) == []
+    later = ["plan", "train", "evaluate", "register"]
+    assert _pipeline(run, _with(values, kind="easy_to_hard", probe=4)) == later
+    assert _pipeline(run, with_keys(asked, learning_rate=1e-3)) == later
+    assert _pipeline(run, with_keys(asked, temperature=0.7)) == ["probe", *later]
+    assert _pipeline(run, _with(with_keys(values, temperature=0.7), kind="variance", probe=5)) == ["probe", *later]
+    write_sums(tmp_path / "train.parquet", 10, 30)
+    assert _pipeline(run, with_keys(asked, temperature=0.7))[:2] == ["validate", "probe"]
+
+
+def test_keys_of_a_curriculum_change_no_lineage_of_a_run_without_one(values: dict[str, Any]) -> None:
+    plain, other = (lineage_keys(parse_config(each)) for each in (values, _with(values, kind="variance")))
+    assert plain == lineage_keys(parse_config(_with(values, kind="none")))
+    assert [stage for stage in plain if plain[stage] != other[stage]] == ["plan", "train", "evaluate", "register"]
+    values["rewards"][0]["range"] = [0, 1]
+    assert lineage_keys(parse_config(values))["train"] == plain["train"]
+    assert lineage_keys(parse_config(_with(values, kind="variance")))["train"] != other["train"]
+
+
+def test_a_plan_goes_by_the_rates_of_what_the_first_epoch_takes(values: dict[str, Any], tmp_path: Path) -> None:
+    config = parse_config(_with(values, kind="band", band=[0.1, 0.9], probe=4))
+    passed = np.array([0, 2, 3, 4] * 6)
+    (tmp_path / "probe").mkdir()
+    write_rates(PassRates(passed.astype(float), np.full(24, 4), np.zeros(24, int)), tmp_path / PROBED)
+    rates, said = _first_epoch(config, make_plan(plan_inputs(config, 24)), tmp_path)
+    assert {*rates} == {0.5, 0.75} and len(rates) == 24
+    assert said == "12 of 24 prompts, mean pass rate 62%; 6 have a pass rate below 0.1, 6 above 0.9"
+    assert _first_epoch(parse_config(values), make_plan(plan_inputs(config, 24)), tmp_path) == ([], "")
+
+
+def test_what_a_probe_found_is_said_in_words_and_tenths() -> None:
+    report = {"prompts": 10, "scored": 8, "never": 2, "always": 1, "mean": 0.4375}
+    report |= {"histogram": [2, 0, 1, 0, 1, 2, 0, 1, 0, 1]}
+    first, missing, advice = sentences(report, 4)
+    assert first == (
+        "Of 8 prompts with 4 completions each, the base model never solves 2 (25%) and always solves 1 (12%); the mean "
+        "pass rate is 44%."
+    )
+    assert missing.startswith("2 prompts have no rate")
+    assert "data.curriculum.kind" in advice
+    head, *rows = histogram(report)
+    assert head == ["pass rate", "prompts", ""]
+    assert rows[0] == ["0% to 10%", "2", "█" * 40] and rows[2] == ["20% to 30%", "1", "█" * 20]
+    (only,) = sentences({"prompts": 3, "scored": 0, "never": 0, "always": 0, "mean": None}, 4)
+    assert "no pass rates" in only
