@@ -13,12 +13,13 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
+from grpo_core.data.order import source_counts
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, capability, find_gpu, name_hardware
 from grpo_core.planning.pace import Pace, Throughput
-from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.planning.plan import make_plan, plan_inputs, plan_rows
 from grpo_core.planning.shapes import PromptLengths
 from tasks.data.sources import list_pass_rates
 from tasks.data.validated import validated
@@ -74,7 +75,9 @@ def _work(context: Context) -> dict[str, Any]:
         reward_seconds=data.reward_seconds,
         environment=data.environment,
     )
-    table = [{"quantity": name, "value": f"{value:,}", "how": ""} for name, value in figures.items()]
+    sources = source_counts(plan, config.seed)
+    rows = plan_rows(figures, sources)
+    table = [{"quantity": name, "value": value, "how": ""} for name, value in rows]
     table += [{"quantity": name, "value": value, "how": how} for name, value, how in forecast_rows(forecasts)]
     create_table_artifact(key="plan", table=table, description="What the training will do, take and need")
-    return {"plan": figures, "forecasts": forecasts}
+    return {"plan": figures, "sources": sources, "forecasts": forecasts}

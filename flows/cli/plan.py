@@ -22,6 +22,7 @@ from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
+from grpo_core.data.order import source_counts
 from grpo_core.data.own_code import check as check_data
 from grpo_core.environments.registry import sources as environment_sources
 from grpo_core.errors import ConfigError, GrpoError
@@ -32,7 +33,7 @@ from grpo_core.planning.frameworks.megatron import megatron_notes, megatron_plan
 from grpo_core.planning.frameworks.recipes import NEWEST, Recipe, System, megatron_inputs, read_recipe, recipe_inputs
 from grpo_core.planning.hardware import capability, find_gpu, name_hardware, named_gpu
 from grpo_core.planning.pace import Pace, Throughput
-from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs
+from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs, plan_rows
 from grpo_core.planning.rules import PlanInputs, Rules
 from grpo_core.planning.shapes import PromptLengths, load_positions
 from grpo_core.rewards.contract import check
@@ -190,6 +191,7 @@ def _own_plan(
     else:
         forecasts = _useful(pass_rates, figures.num_generations)
     answer: dict[str, Any] = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
+    answer["sources"] = source_counts(figures, config.seed)
     answer["notes"] += config.with_precision(capability(hardware)).gpu_notes if hardware else []
     return answer
 
@@ -214,7 +216,7 @@ def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pas
             rows = [sources.count_prompts(it) if Path(it.data).exists() else None for it in found]
     answer = _megatron(recipe, rows, given) if recipe.algorithm == "megatron" else _plain(recipe, rows, given)
     answer["forecasts"] = _useful(pass_rates, answer["num_generations"])
-    del answer["evaluations"]
+    del answer["evaluations"], answer["sources"]
     answer["notes"] += recipe.notes
     if not recipe.processes and "num_processes" not in given:
         answer["notes"].insert(
@@ -325,8 +327,8 @@ def _show(answer: Mapping[str, Any]) -> None:
         return
     figures = {field.name: answer[field.name] for field in dataclasses.fields(Plan) if field.name in answer}
     table = Table("quantity", "value", title=f"plan (batch rules: {answer['rules']})")
-    for quantity, value in figures.items():
-        table.add_row(quantity, f"{value:,}")
+    for row in plan_rows(figures, answer.get("sources", {})):
+        table.add_row(*row)
     console.print(table)
     for note in answer["notes"]:
         console.print(note, style="yellow", markup=False, highlight=False)

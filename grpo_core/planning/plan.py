@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
-from grpo_core.planning.rules import PlanInputs, problems, rollouts_of
+from grpo_core.planning.rules import PlanInputs, PlannedSource, problems, rollouts_of
 from grpo_core.planning.suggestions import Fix, fixes
 
 
@@ -47,7 +47,7 @@ class MicroStep:
 class Plan:
     """A valid run in figures; batch sizes are completions, over all processes unless `per_device`."""
 
-    num_prompts: int
+    num_prompts: int  # N, per epoch
     num_generations: int
     per_device_train_batch_size: int
     num_processes: int
@@ -71,6 +71,7 @@ class Plan:
     max_completion_tokens: int
     evaluations: int  # on the held-out prompts, during training
     warmup_steps: int
+    sources: tuple[PlannedSource, ...] = ()
 
     @property
     def micro_steps_per_rollout(self) -> int:
@@ -151,6 +152,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
         max_completion_tokens=max_completions * inputs.max_completion_length,
         evaluations=math.ceil(max_steps / inputs.eval_steps) if inputs.eval_steps else 0,
         warmup_steps=math.ceil(warmup * max_steps) if warmup < 1 else int(warmup),
+        sources=inputs.sources,
     )
 
 
@@ -159,6 +161,13 @@ def describe(fix: Fix) -> str:
     changes = [f"remove {key}" if value is None else f"{key}={value}" for key, value in fix.changes.items()]
     kept = "the same" if fix.keeps_generation_batch else "a"
     return f"{', '.join(changes)} ({kept} batch of {fix.generation_batch_size})"
+
+
+def plan_rows(figures: Mapping[str, Any], sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str]]:
+    """A plan as the rows of a table. `sources`: the counts of each, see `data.order.source_counts`."""
+    counts = {f"{name}: {count}": value for name, found in sources.items() for count, value in found.items()}
+    numbers = {name: value for name, value in figures.items() if name != "sources"}
+    return [(name, f"{value:,}") for name, value in (numbers | counts).items()]
 
 
 def notes(inputs: PlanInputs, plan: Plan) -> list[str]:
@@ -195,4 +204,11 @@ def plan_inputs(config: RunConfig, num_prompts: int) -> PlanInputs:
 
 def load_plan(path: Path) -> Plan:
     """Read the `plan` object of a plan.json."""
-    return Plan(**json.loads(path.read_text())["plan"])
+    return read_plan(json.loads(path.read_text())["plan"])
+
+
+def read_plan(values: Mapping[str, Any]) -> Plan:
+    """The plan of which `values` are `dataclasses.asdict`."""
+    known = dict(values)
+    known["sources"] = tuple(PlannedSource(**each) for each in values["sources"])
+    return Plan(**known)

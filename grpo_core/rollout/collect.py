@@ -128,13 +128,14 @@ def collect(
     used = {*scheduled, *(sample.row for sample in samples)}
     for _ in range(config.rollout.max_resample_times if config.rollout.dynamic_sample else 0):
         silent = (advantages.group_std == 0).nonzero().flatten().tolist()
-        fresh = fresh_prompts(plan, config.seed, index, used, len(silent))
+        found = fresh_prompts(plan, config.seed, index, used, [samples[group * g].row for group in silent])
+        fresh = {group: row for group, row in zip(silent, found, strict=True) if row is not None}
         if not fresh:
             break
-        used.update(fresh)
-        replacements = draw([(index, row) for row in fresh])
+        used.update(fresh.values())
+        replacements = draw([(index, row) for row in fresh.values()])
         sampled += replacements
-        for group, start in zip(silent, range(0, len(replacements), g), strict=False):
+        for group, start in zip(fresh, range(0, len(replacements), g), strict=True):
             samples[group * g : (group + 1) * g] = replacements[start : start + g]
         advantages = _advantages(samples, config, plan)
 

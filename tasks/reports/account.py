@@ -11,7 +11,7 @@ import numpy as np
 import tomli_w
 
 from grpo_core.config.metrics import TRAINED, Metric, reward_means
-from grpo_core.planning.plan import Plan
+from grpo_core.planning.plan import Plan, read_plan
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import ORANGE, Row, series
 from tasks.rendering.page import Cell, Chart, Section, Table
@@ -167,7 +167,7 @@ def stage_times(record: Record, evaluation: float) -> list[tuple[str, float]]:
 
     `evaluation`: duration of the evaluation.
     """
-    parts = time_of_updates(record.metrics, Plan(**record.plan["plan"]))
+    parts = time_of_updates(record.metrics, read_plan(record.plan["plan"]))
     in_updates = sum(values.sum() for values in parts.values())
     whole = record.seconds.get(TRAIN.name)
     attempts = record.result.get("resumed_at_step") or record.result.get("roll_backs")
@@ -193,7 +193,7 @@ def time_spent(record: Record, seconds: float) -> Section:
     if not record.metrics or not record.plan:
         return Section("Where the time went")
     rows = stage_times(record, seconds)
-    parts = time_of_updates(record.metrics, Plan(**record.plan["plan"]))
+    parts = time_of_updates(record.metrics, read_plan(record.plan["plan"]))
     steps = [row["step"] for row in record.metrics]
     in_updates = sum(values.sum() for values in parts.values())
     total = sum(value for _, value in rows)

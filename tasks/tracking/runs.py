@@ -149,7 +149,9 @@ def _make_run(config: RunConfig, run: Path) -> dict[str, Any]:
 
 def _describe(client: mlflow.MlflowClient, run_id: str, config: RunConfig, run: Path) -> None:
     """Log what is known before a training: parameters, plan, data, the source of its own rewards."""
-    plan = {f"plan.{name}": str(value) for name, value in PLAN.read_receipt(run)["plan"].items()}
+    planned = PLAN.read_receipt(run)
+    plan = {f"plan.{name}": str(value) for name, value in planned["plan"].items() if name != "sources"}
+    plan |= {name: str(value) for name, value in flatten({"plan": {"sources": planned["sources"]}}).items()}
     params = [Param(key, value) for key, value in (parameters(config) | plan).items()]
     for first in range(0, len(params), PARAMS_PER_REQUEST):
         client.log_batch(run_id, params=params[first : first + PARAMS_PER_REQUEST])
