@@ -36,7 +36,7 @@ def plan(run: Path, config: RunConfig, force: bool = False) -> State[None]:
 
 def _work(context: Context) -> dict[str, Any]:
     config, data = context.config, validated(VALIDATE.path(context.run), VALIDATE.read_receipt(context.run))
-    plan = make_plan(plan_inputs(config, data.num_prompts))
+    plan = make_plan(plan_inputs(config, *data.num_prompts))
     if config.rollout.engine == "recorded":
         check_recording(config, plan, context.run)
         check_tokens(config, plan, load_tokenizer(config.model), pq.read_table(data.prompts)["prompt"].to_pylist())

@@ -160,7 +160,10 @@ def made_up_run(
     data = {
         "num_prompts": {"train": 24, "eval": NUM_PROMPTS},
         "rows_read": {"train": 25, "eval": NUM_PROMPTS},
-        "sources": {"train": "train.parquet", "eval": "eval.parquet"},
+        "parts": {
+            "train": {"rows_read": 25, "num_prompts": 24, "source": "train.parquet"},
+            "eval": {"rows_read": NUM_PROMPTS, "num_prompts": NUM_PROMPTS, "source": "eval.parquet"},
+        },
         "lengths": {"train": lengths, "eval": lengths},
         "findings": [],
         "seconds": 4.0,
@@ -175,7 +178,7 @@ def made_up_run(
     }
     receipts = {
         "dataset/report.json": data,
-        "plan.json": {"plan": asdict(plan), "forecasts": forecasts, "seconds": 1.0},
+        "plan.json": {"plan": asdict(plan), "sources": {}, "forecasts": forecasts, "seconds": 1.0},
         "training/result.json": result,
         "evaluation/report.json": evaluation,
     }

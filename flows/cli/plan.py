@@ -146,14 +146,16 @@ def _own_plan(
     check_data(config.data)
     environment_sources(config.environment)
     _check_positions(config)
-    num_prompts = given.get("num_prompts")
-    if num_prompts is None:
+    num_prompts = [given["num_prompts"]] if "num_prompts" in given else []
+    if num_prompts and config.data.sources:
+        raise ConfigError("--num-prompts: each of data.sources has its own number of prompts; leave the option out")
+    if not num_prompts:
         if file is None:
             raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
         with _sources() as sources:
-            num_prompts = sources.count_prompts(sources.training_source(config.data))
+            num_prompts = [sources.count_prompts(source) for source in sources.training_sources(config.data)]
             pass_rates = pass_rates or sources.list_pass_rates(config.data)
-    inputs = plan_inputs(config, num_prompts)
+    inputs = plan_inputs(config, *num_prompts)
     figures = make_plan(inputs)
     if reads_data and config.rollout.engine == "recorded":
         from grpo_core.data.recording import check_recording

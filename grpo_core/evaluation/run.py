@@ -51,7 +51,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
         from grpo_core.model.positions import check_context
         from grpo_core.model.precision import in_float32, on_device
         from grpo_core.model.sharded import is_sharded
-        from grpo_core.rewards.contract import resolve
+        from grpo_core.rewards.contract import rewards_of
         from grpo_core.rollout.collect import sample_and_score, share_samples
         from grpo_core.rollout.factory import make_engine
         from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
@@ -69,7 +69,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
     encode = setting.encode if setting else None
     options = config.data.chat_template_kwargs
     sets = {name: load_prompts(path, tokenizer, options, encode) for name, path in files.items()}
-    rewards = [resolve(reward) for reward in config.rewards]
+    rewards = rewards_of(config)
     sampling, n = evaluation_sampling(config), config.evaluation.num_samples
 
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
@@ -85,7 +85,7 @@ def evaluate(run: Path, output: Path, champion: Path | None = None) -> dict[str,
 
     def sample_share(prompts: Prompts) -> tuple[list[Sample], float]:
         rows = share(len(prompts.ids))
-        requests = [evaluation_request(config, row, prompts.ids[row], n) for row in rows]
+        requests = [evaluation_request(config, prompts, row, n) for row in rows]
         return sample_and_score(engine, requests, rows, sampling, prompts, tokenizer, rewards, setting)
 
     def sample(policy: str, model: Any) -> None:

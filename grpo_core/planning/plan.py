@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_core.config.inputs import DataSource
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from grpo_core.planning.rules import PlanInputs, PlannedSource, problems, rollouts_of
@@ -93,6 +94,11 @@ class Plan:
         for micro_step in range(first, last):
             window, position = divmod(micro_step, self.micro_steps_per_rollout)
             yield MicroStep(epoch * self.rollouts_per_epoch + window, position % self.steps_per_generation)
+
+    @property
+    def source_sizes(self) -> list[int]:
+        """Prompts of each source, N without sources: what `plan_inputs` was given."""
+        return [source.num_prompts for source in self.sources] or [self.num_prompts]
 
     def counts(self, updates: int) -> dict[str, int]:
         """Generation batches, prompts seen and dropped, and completions of the first `updates` updates."""
@@ -195,11 +201,28 @@ def warmup_notes(plan: Plan) -> list[str]:
     ]
 
 
-def plan_inputs(config: RunConfig, num_prompts: int) -> PlanInputs:
-    """The part of a configuration that the plan follows from."""
+def plan_inputs(config: RunConfig, *num_prompts: int) -> PlanInputs:
+    """The part of a configuration that the plan follows from. `num_prompts`: to train on, of each source."""
     known = {field.name for field in dataclasses.fields(PlanInputs)}
-    values: dict[str, Any] = {**config.train.model_dump(), **config.rollout.model_dump(), "num_prompts": num_prompts}
+    sources = planned_sources(config.data.sources, num_prompts)
+    per_epoch = sum(source.prompts_per_epoch for source in sources) if sources else num_prompts[0]
+    values: dict[str, Any] = {**config.train.model_dump(), **config.rollout.model_dump()}
+    values |= {"num_prompts": per_epoch, "sources": sources}
     return PlanInputs(**{key: value for key, value in values.items() if key in known})
+
+
+def planned_sources(sources: Sequence[DataSource], num_prompts: Sequence[int]) -> tuple[PlannedSource, ...]:
+    """How many of its prompts each source gives per epoch. By weights, an epoch uses up the source that has the fewest
+    prompts for its weight, and has of the others as many as their weights say."""
+    if not sources:
+        return ()
+    passes = min(n / (source.weight or 1) for source, n in zip(sources, num_prompts, strict=True))
+    return tuple(
+        PlannedSource(
+            source.name, n, round(n * (source.epochs or 1) if source.weight is None else passes * source.weight)
+        )
+        for source, n in zip(sources, num_prompts, strict=True)
+    )
 
 
 def load_plan(path: Path) -> Plan:

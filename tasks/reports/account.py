@@ -236,8 +236,8 @@ def data_section(record: Record) -> Section:
         tables.append(Table(["check", "severity", "rows", "dataset", "rule"], broken, "Rules broken", words=True))
     made = data.get("made", {})
     sources = [
-        f"{name}: {source}" + (f" (validated content {made[name][:DIGITS]})" if name in made else "")
-        for name, source in data["sources"].items()
+        f"{name}: {part['source']}" + (f" (validated content {made[name][:DIGITS]})" if name in made else "")
+        for name, part in data["parts"].items()
     ]
     return Section("Data", tables=tables, notes=[*sources, *data.get("rehearsal", {}).get("warnings", [])])
 

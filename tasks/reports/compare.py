@@ -28,7 +28,7 @@ ENDS = (
 CURVES = ("reward", "eval_reward", "eval_accuracy", *ENDS[1:-1], "step_time")
 # Keys that outcomes depend on, besides the policy.
 EVALUATED_BY = (
-    *("evaluation.", "rewards.", "environment.", "data.eval", "data.columns", "data.system_prompt"),
+    *("evaluation.", "rewards.", "environment.", "data.eval", "data.columns", "data.system_prompt", "data.sources."),
     *("data.chat_template_kwargs", "seed", "rollout.max_completion_length", "rollout.stop"),
 )
 Records = Mapping[str, Record]  # by the run's name as shown; the others are compared with the first
