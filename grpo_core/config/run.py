@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -316,6 +317,11 @@ class RunConfig(Section):
         """Names of the rewards that score a source; None: of all rewards."""
         chosen = {each.name: each.rewards for each in self.data.sources}.get(source or "")
         return [reward.name for reward in self.rewards if chosen is None or reward.name in chosen]
+
+    @property
+    def source_rules(self) -> list[list[Any]]:
+        """What completions and their values follow from in `data.sources`: name, rewards and limit of each."""
+        return [[it.name, self.rewards_of(it.name), it.max_completion_length] for it in self.data.sources]
 
     @property
     def accuracy_reward(self) -> str | dict[str, str]:

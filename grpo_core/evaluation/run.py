@@ -153,7 +153,10 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
     is the same. `files`: the prompts of each set."""
     sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
     parts: list[Any] = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward, config.seed]
-    optional = (environment_parts(config), config.data.chat_template_kwargs, config.rollout.stop)
+    optional = (
+        *(environment_parts(config), config.data.chat_template_kwargs, config.rollout.stop),
+        config.source_rules,
+    )
     parts += [held for held in optional if held]
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for name, path in sorted(files.items()):

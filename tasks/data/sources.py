@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -104,14 +106,22 @@ def unlike_columns(frames: Mapping[str, pl.DataFrame]) -> Iterator[str]:
         parts = {part: frame for part, frame in frames.items() if data_set(part) == name}
         for column in dict.fromkeys(column for frame in parts.values() for column in frame.columns):
             kinds = {part: frame.schema[column] for part, frame in parts.items() if column in frame.columns}
-            if len({kind == pl.String for kind in kinds.values() if kind != pl.Null}) < 2:
-                try:
-                    pl.concat([pl.DataFrame(schema={column: kind}) for kind in kinds.values()], how="diagonal_relaxed")
-                    continue
-                except pl.exceptions.PolarsError:
-                    pass
+            if all(_alike(one, other) for one, other in itertools.combinations(kinds.values(), 2)):
+                continue
             said = ", ".join(f"{kind} in {part}" for part, kind in kinds.items())
             yield f"column {column!r} is {said}: give it one type by the columns of data.sources, or another name"
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether a type holds the values of both of these types as they are."""
+    if pl.Null in (one, other) or (one.is_numeric() and other.is_numeric()):
+        return True
+    if isinstance(one, pl.List) and isinstance(other, pl.List):
+        return _alike(one.inner, other.inner)
+    if isinstance(one, pl.Struct) and isinstance(other, pl.Struct):
+        kinds = {field.name: field.dtype for field in one.fields}
+        return all(_alike(kinds[field.name], field.dtype) for field in other.fields if field.name in kinds)
+    return one == other
 
 
 def load_source(source: Source) -> pl.DataFrame:
