@@ -76,8 +76,10 @@ def _work(context: Context) -> dict[str, Any]:
         environment=data.environment,
     )
     sources = source_counts(plan, config.seed)
-    rows = plan_rows(figures, sources)
-    table = [{"quantity": name, "value": value, "how": ""} for name, value in rows]
+    table = [{"quantity": name, "value": value, "how": ""} for name, value in plan_rows(figures)]
+    for source, counts in sources.items():
+        how = ", ".join(f"{name} {value:,}" for name, value in counts.items() if name != "prompts_seen")
+        table.append({"quantity": f"prompts of {source}", "value": f"{counts['prompts_seen']:,}", "how": how})
     table += [{"quantity": name, "value": value, "how": how} for name, value, how in forecast_rows(forecasts)]
     create_table_artifact(key="plan", table=table, description="What the training will do, take and need")
     return {"plan": figures, "sources": sources, "forecasts": forecasts}

@@ -33,7 +33,7 @@ from grpo_core.planning.frameworks.megatron import megatron_notes, megatron_plan
 from grpo_core.planning.frameworks.recipes import NEWEST, Recipe, System, megatron_inputs, read_recipe, recipe_inputs
 from grpo_core.planning.hardware import capability, find_gpu, name_hardware, named_gpu
 from grpo_core.planning.pace import Pace, Throughput
-from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs, plan_rows
+from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs, plan_rows, source_table
 from grpo_core.planning.rules import PlanInputs, Rules
 from grpo_core.planning.shapes import PromptLengths, load_positions
 from grpo_core.rewards.contract import check
@@ -329,9 +329,14 @@ def _show(answer: Mapping[str, Any]) -> None:
         return
     figures = {field.name: answer[field.name] for field in dataclasses.fields(Plan) if field.name in answer}
     table = Table("quantity", "value", title=f"plan (batch rules: {answer['rules']})")
-    for row in plan_rows(figures, answer.get("sources", {})):
+    for row in plan_rows(figures):
         table.add_row(*row)
     console.print(table)
+    if sources := [*source_table(answer.get("sources", {}))]:
+        table = Table(*sources[0])
+        for line in sources[1:]:
+            table.add_row(*line)
+        console.print(table)
     for note in answer["notes"]:
         console.print(note, style="yellow", markup=False, highlight=False)
     if answer["forecasts"]:

@@ -169,11 +169,17 @@ def describe(fix: Fix) -> str:
     return f"{', '.join(changes)} ({kept} batch of {fix.generation_batch_size})"
 
 
-def plan_rows(figures: Mapping[str, Any], sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str]]:
-    """A plan as the rows of a table. `sources`: the counts of each, see `data.order.source_counts`."""
-    counts = {f"{name}: {count}": value for name, found in sources.items() for count, value in found.items()}
-    numbers = {name: value for name, value in figures.items() if name != "sources"}
-    return [(name, f"{value:,}") for name, value in (numbers | counts).items()]
+def plan_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A plan as the rows of a table, without its sources."""
+    return [(name, f"{value:,}") for name, value in figures.items() if name != "sources"]
+
+
+def source_table(sources: Mapping[str, Mapping[str, float]]) -> Iterator[list[str]]:
+    """The counts of each source, see `data.order.source_counts`, as the rows of a table, its head first."""
+    for number, (name, counts) in enumerate(sources.items()):
+        if number == 0:
+            yield ["source", *counts]
+        yield [name, *(f"{value:,}" for value in counts.values())]
 
 
 def notes(inputs: PlanInputs, plan: Plan) -> list[str]:

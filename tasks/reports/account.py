@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tomli_w
 
 from grpo_core.config.metrics import TRAINED, Metric, reward_means
-from grpo_core.planning.plan import Plan, read_plan
+from grpo_core.planning.plan import Plan, read_plan, source_table
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import ORANGE, Row, series
 from tasks.rendering.page import Cell, Chart, Section, Table
@@ -37,7 +38,9 @@ def curves(record: Record) -> Section:
     calls = {"conversations/tool_calls": "all", "conversations/failed_tool_calls": "failed"}
     panels: list[tuple[Metric, str, dict[str, str]]] = [  # title and unit, note, lines
         (TRAINED["reward"], "", {"reward": "sampled", "eval_reward": "held out"}),
+        *_of_sources(record, "reward", "eval_reward"),
         (TRAINED["eval_accuracy"], "", {"eval_accuracy": "held out"}),
+        *_of_sources(record, "eval_accuracy"),
         (Metric("", "rewards"), "each before its weight", rewards if len(rewards) > 1 else {}),
         (TRAINED["conversations/tool_calls"], "mean", calls),
         *(
@@ -56,6 +59,7 @@ def curves(record: Record) -> Section:
                 "learning_rate": "",
             }.items()
         ),
+        *_of_sources(record, "completions/mean_length", "completions/clipped_ratio", "frac_reward_zero_std"),
     ]
     charts = []
     for metric, note, labels in panels:
@@ -68,9 +72,16 @@ def curves(record: Record) -> Section:
     return Section("Training", f"{len(rows):,} updates{smoothed}." if charts else "", charts=charts)
 
 
+def _of_sources(record: Record, *names: str) -> Iterator[tuple[Metric, str, dict[str, str]]]:
+    """Panels of these metrics with a line for each source of prompts."""
+    for name in names:
+        lines = {f"{name}/{source}": source for source in record.config.evaluated_sources}
+        yield replace(TRAINED[name], label=f"{TRAINED[name].label} by source"), "", lines
+
+
 def _curve(lines: Mapping[str, drawing.Points], names: Sequence[str]) -> str:
     others = iter(drawing.LINE_COLOURS)
-    colours = [ORANGE if name.startswith("eval_") else next(others) for name in names]
+    colours = [ORANGE if name in ("eval_reward", "eval_accuracy") else next(others) for name in names]
     return drawing.svg(lambda axes: drawing.plot(axes, lines, colours, smooth=names != ["learning_rate"]))
 
 
@@ -106,13 +117,20 @@ def plan_and_outcome(record: Record) -> Section:
         rows.append(["groups with a signal", (figures.percent(useful["share"]), "forecast"), happened, ""])
     return Section(
         "The plan and what happened",
-        tables=[Table(["", "planned", "happened", ""], rows)],
+        tables=[Table(["", "planned", "happened", ""], rows), *_sources(record)],
         notes=[
             *how,
             *_events(result, record.config.rollout.max_staleness),
             *(_finding(found) for found in _first_findings(record.findings)),
         ],
     )
+
+
+def _sources(record: Record) -> Iterator[Table]:
+    """What the plan says about each of several sources."""
+    if rows := [*source_table(record.plan.get("sources", {}))]:
+        head = [name.replace("_", " ") for name in rows[0]]
+        yield Table(head, [[*row] for row in rows[1:]], "Prompts of each source, over the run")
 
 
 def _events(result: Mapping[str, Any], max_staleness: int) -> Iterator[str]:
