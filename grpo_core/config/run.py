@@ -150,13 +150,15 @@ class RunConfig(Section):
                 raise ValueError(f"{key}.source={each.source!r}: {there}")
         if HELD_OUT in names:
             raise ValueError(f"data.sources: {HELD_OUT!r} names the held-out prompts of all sources; take another name")
+        like = {each.name: each.source for each in self.evaluation.sets}
+        by = {it.name: [source for source in names if it.name in scored[source]] for it in self.rewards}
         for place, guard in enumerate(self.promotion.guards):
-            like = {each.name: each.source for each in self.evaluation.sets}.get(guard.set, guard.set)
-            means = reward_means(scored.get(like or "", ()))
-            if means and guard.metric.startswith("rewards/") and guard.metric not in means:
+            asked = names if guard.set == HELD_OUT else [like.get(guard.set, guard.set)]
+            reward = guard.metric.removeprefix("rewards/").removesuffix("/mean")
+            if guard.metric.startswith("rewards/") and names and not {*asked} <= {*by.get(reward, asked)}:
                 raise ValueError(
-                    f"promotion.guards.{place}.metric={guard.metric!r} does not score the prompts of {guard.set!r}, "
-                    f"which have {means}"
+                    f"promotion.guards.{place}.metric={guard.metric!r} does not score all prompts of {guard.set!r}; it "
+                    f"scores the sources {by[reward]}: name one of them as the guard's set"
                 )
 
     def _check_machines(self) -> None:

@@ -26,7 +26,8 @@ def compare_policies(samples: pl.DataFrame, config: RunConfig, policies: Sequenc
 
 
 def _compare_on(name: str, samples: pl.DataFrame, config: RunConfig, policies: Sequence[str]) -> dict[str, Any]:
-    metrics = _metrics(config)
+    like = {name: name for name in config.evaluated_sources} | {it.name: it.source for it in config.evaluation.sets}
+    metrics = _metrics(config, config.rewards_of(like.get(name)))
     found = {policy: {metric: of(samples, name, policy) for metric, of in metrics.items()} for policy in policies}
     everywhere = np.ones(len(found["base"]["reward"]), dtype=bool)
     numbers = prompt_numbers(samples, name)
@@ -39,13 +40,13 @@ def _compare_on(name: str, samples: pl.DataFrame, config: RunConfig, policies: S
     return report
 
 
-def _metrics(config: RunConfig) -> dict[str, Callable[[pl.DataFrame, str, str], np.ndarray]]:
-    """Metric → its outcomes, given samples, set and policy."""
+def _metrics(config: RunConfig, scored_by: Sequence[str]) -> dict[str, Callable[[pl.DataFrame, str, str], np.ndarray]]:
+    """Metric → its outcomes, given samples, set and policy. `scored_by`: the rewards of the prompts' source."""
     n, right = config.evaluation.num_samples, config.accuracy_reward
     rewards = config.rewards
     names = [
         *DECIDING,
-        *reward_means(reward.name for reward in rewards),
+        *reward_means(scored_by),
         *(name for name in evaluated_metrics(config.environment.is_used) if name not in DECIDING),
     ]
     if n > 1:

@@ -52,7 +52,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"promotion": {"set": "other"}}, "promotion.set='other' is not among the evaluation sets ['held-out', 'maths',"),
     (
         {"promotion": {"guards": [{"set": "code", "metric": "rewards/right/mean", "min": 0.1}]}},
-        "promotion.guards.0.metric='rewards/right/mean' does not score the prompts of 'code'",
+        "promotion.guards.0.metric='rewards/right/mean' does not score all prompts of 'code'; it scores",
+    ),
+    (
+        {"promotion": {"guards": [{"metric": "rewards/tests/mean", "min": 0.1}]}},
+        "metric='rewards/tests/mean' does not score all prompts of 'held-out'; it scores the sources ['code']",
     ),
     (
         {"promotion": {"set": "maths"}, "train": {"load_best_model_at_end": True, "eval_steps": 1}},

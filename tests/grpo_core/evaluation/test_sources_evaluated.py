@@ -84,6 +84,7 @@ def test_a_source_s_figures_are_those_of_a_run_on_it_alone(source: str) -> None:
     )
     assert [*both] == ["held-out", "maths", "code"]
     of_source = both[source]
+    assert [*of_source["policies"]["trained"]] == [*alone["policies"]["trained"]]
     for policy in POLICIES:
         for metric, figures in alone["policies"][policy].items():
             found = of_source["policies"][policy][metric]
