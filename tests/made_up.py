@@ -13,6 +13,7 @@ import polars as pl
 import pyarrow as pa
 
 from grpo_core.config.files import dump_config, parse_config
+from grpo_core.data.order import source_counts
 from grpo_core.data.recording import write_batch
 from grpo_core.evaluation.comparison import compare_policies
 from grpo_core.evaluation.outcomes import deciding_metric
@@ -130,7 +131,7 @@ def made_up_run(
     """The directory, without data and model. `samples`: as samples.parquet; `key`: the evaluation's."""
     config = parse_config(dict(values))
     policies = [policy for policy in ("base", "champion", "trained") if f"{policy}/completion" in samples.columns]
-    plan = make_plan(plan_inputs(config, 24))
+    plan = make_plan(plan_inputs(config, *(24 for _ in config.data.origins)))
     counts = plan.counts(plan.max_steps)
     result = {
         "counted": counts,
@@ -178,7 +179,12 @@ def made_up_run(
     }
     receipts = {
         "dataset/report.json": data,
-        "plan.json": {"plan": asdict(plan), "sources": {}, "forecasts": forecasts, "seconds": 1.0},
+        "plan.json": {
+            "plan": asdict(plan),
+            "sources": source_counts(plan, config.seed),
+            "forecasts": forecasts,
+            "seconds": 1.0,
+        },
         "training/result.json": result,
         "evaluation/report.json": evaluation,
     }
