@@ -14,14 +14,14 @@ from prefect.client.schemas.objects import State
 
 from grpo_core.config.run import RunConfig
 from grpo_core.data.curriculum import arrange, describe, read_rates
-from grpo_core.data.order import epoch_rows
+from grpo_core.data.order import epoch_rows, source_counts
 from grpo_core.data.places import PASS_RATES
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.data.recording import check_recording, check_tokens
 from grpo_core.planning.forecast import forecast, forecast_rows
 from grpo_core.planning.hardware import Gpu, capability, find_gpu, name_hardware
 from grpo_core.planning.pace import Pace, Throughput
-from grpo_core.planning.plan import Plan, make_plan, plan_inputs
+from grpo_core.planning.plan import Plan, make_plan, plan_inputs, plan_rows
 from grpo_core.planning.shapes import PromptLengths
 from tasks.data.sources import list_pass_rates
 from tasks.data.validated import validated
@@ -38,7 +38,7 @@ def plan(run: Path, config: RunConfig, force: bool = False) -> State[None]:
 
 def _work(context: Context) -> dict[str, Any]:
     config, data = context.config, validated(VALIDATE.path(context.run), VALIDATE.read_receipt(context.run))
-    plan = make_plan(plan_inputs(config, data.num_prompts))
+    plan = make_plan(plan_inputs(config, *data.num_prompts))
     if config.rollout.engine == "recorded":
         check_recording(config, plan, context.run)
         check_tokens(config, plan, load_tokenizer(config.model), pq.read_table(data.prompts)["prompt"].to_pylist())
@@ -78,13 +78,17 @@ def _work(context: Context) -> dict[str, Any]:
         reward_seconds=data.reward_seconds,
         environment=data.environment,
     )
-    table = [{"quantity": name, "value": f"{value:,}", "how": ""} for name, value in figures.items()]
+    sources = source_counts(plan, config.seed)
+    table = [{"quantity": name, "value": value, "how": ""} for name, value in plan_rows(figures)]
+    for source, counts in sources.items():
+        how = ", ".join(f"{name} {value:,}" for name, value in counts.items() if name != "prompts_seen")
+        table.append({"quantity": f"prompts of {source}", "value": f"{counts['prompts_seen']:,}", "how": how})
     table += [{"quantity": name, "value": value, "how": how} for name, value, how in forecast_rows(forecasts)]
     if taken:
         get_run_logger().info("epoch 1 takes %s", taken)
         table.append({"quantity": "epoch 1 takes", "value": taken, "how": "pass rates of the base model"})
     create_table_artifact(key="plan", table=table, description="What the training will do, take and need")
-    return {"plan": figures, "forecasts": forecasts}
+    return {"plan": figures, "sources": sources, "forecasts": forecasts}
 
 
 def _first_epoch(config: RunConfig, plan: Plan, run: Path) -> tuple[list[float], str]:

@@ -125,7 +125,8 @@ def _log_evaluation(
     the training ran to logged models of their own."""
     training, config = TRAIN.path(context.run), context.config
     digests = dataset_digests(context.run)
-    data = {name: (file, digests[file]) for name, file in config.evaluation_files.items()}
+    files = dict.fromkeys(config.evaluated_sources, config.evaluation_files[HELD_OUT]) | config.evaluation_files
+    data = {name: (file, digests[file]) for name, file in files.items()}
     rows = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
     result = TRAIN.read_receipt(context.run)
     chosen = result["best_step"] if config.train.load_best_model_at_end else None

@@ -14,19 +14,19 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
-from grpo_core.config.inputs import DataChecks
+from grpo_core.config.inputs import DataChecks, DataSource
 from grpo_core.config.run import RunConfig
 from grpo_core.environments import rehearsal as with_environments
 from grpo_core.environments.setting import make_setting
 from grpo_core.evaluation.outcomes import bounds_of
 from grpo_core.rewards import rehearsal
 from grpo_core.rewards.composition import range_of_sum
-from grpo_core.rewards.contract import check_environments, resolve
-from tasks.data.contract import check, needed_columns
+from grpo_core.rewards.contract import Reward, check_environments, rewards_of
+from tasks.data.contract import Part, check, needed_columns
 from tasks.data.lengths import ModelError, OptionsByEnvironment, load_tokenizer_and_context, sample_lengths
 from tasks.data.own_schema import hold_against, load_schema
 from tasks.data.repeats import NONE, prompt_text
-from tasks.data.sources import load_sources, with_needed_columns, without_unstorable
+from tasks.data.sources import data_set, load_sources, pooled, sources_of, with_needed_columns, without_unstorable
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.registry.gate import LEAST_PROMPTS
 from tasks.reports.data_report import FINDINGS, count_findings, length_figures, markdown, write_report
@@ -81,7 +81,8 @@ def _work(context: Context) -> dict[str, Any]:
         rule = f"{found['check']} ({found['column']} {found['rule']})"
         log.warning("%s: %d rows break %s; they are %s", found["dataset"], found["rows"], rule, done)
     rehearsal = report["rehearsal"] = _rehearse(context)
-    rehearsal["warnings"] += too_few_to_promote(context.config, report["num_prompts"], rehearsal["zero_or_one"])
+    counts = report["num_prompts"] | {name: part["num_prompts"] for name, part in report["parts"].items()}
+    rehearsal["warnings"] += too_few_to_promote(context.config, counts, rehearsal["zero_or_one"])
     for warning in rehearsal["warnings"]:
         log.warning(warning)
     _show(report, markdown(report, screened.findings, context.partial))
@@ -93,8 +94,10 @@ def too_few_to_promote(config: RunConfig, num_prompts: Mapping[str, int], zero_o
 
     zero_or_one: the rewards that gave only 0 and 1 in the rehearsal.
     """
-    metric = config.promotion.metric or ("accuracy" if config.accuracy_reward in zero_or_one else "reward")
-    held_out = num_prompts[config.evaluation_files[config.promotion.set]]
+    metric = config.promotion.metric
+    metric = metric or ("accuracy" if {*config.accuracy_rewards} <= {*zero_or_one} else "reward")
+    files = {name: f"eval/{name}" for name in config.evaluated_sources} | config.evaluation_files
+    held_out = num_prompts[files[config.promotion.set]]
     if held_out >= LEAST_PROMPTS or all(map(math.isfinite, bounds_of(metric, config))):
         return []
     unbounded = [repr(it.name) for it in config.rewards if not all(map(math.isfinite, range_of_sum([it])))]
@@ -115,7 +118,7 @@ def _show(report: dict[str, Any], page: str) -> None:
 def screen(config: RunConfig) -> Screened:
     """Load the configured prompts and check them against the contract. Raises SourceError, ModelError, RewardError or
     EnvironmentsError if prompts, model, rewards or environments cannot be loaded."""
-    rewards = [resolve(reward) for reward in config.rewards]
+    rewards = rewards_of(config)
     check_environments(rewards, config.environment.is_used)
     tokenizer, positions = load_tokenizer_and_context(config.model)
     evaluated = dict.fromkeys(config.evaluation_files.values(), config.evaluation_length)
@@ -130,14 +133,13 @@ def screen(config: RunConfig) -> Screened:
             )
     read = load_sources(config)
     broken, own = hold_against(read, load_schema(config.data.schema)) if config.data.schema else ([], NONE)
-    frames = with_needed_columns(read, config)
+    parts = _parts(config, with_needed_columns(read, config), rewards, room)
     checks = config.data.checks.model_dump()
     dropping = [name for name, severity in checks.items() if severity == "drop"]
     options = _template_options(config, tokenizer)
-    columns, environment = config.data.columns, config.environment
-    shape, findings = check(frames, rewards, tokenizer, room, dropping, columns, environment, options, own)
+    shape, findings = check(parts, tokenizer, dropping, config.environment, options, own)
     shape = [*broken, *shape]
-    frames = {name: without_unstorable(frame) for name, frame in frames.items()}
+    frames = {name: without_unstorable(part.frame) for name, part in parts.items()}
     bad = {severity: _of(severity, findings, checks) for severity in ("error", "drop")}
     dropped = {name: _dropped(frame, bad["drop"].filter(dataset=name)) for name, frame in frames.items()}
     kept = {name: _without(frame, pl.concat(bad.values()).filter(dataset=name)) for name, frame in frames.items()}
@@ -147,17 +149,19 @@ def screen(config: RunConfig) -> Screened:
             for name, frame in kept.items()
             if frame.is_empty()
         ]
-    shape = shape or [*_chosen_and_judged(config, kept)]
+    by_part = {
+        name: {"rows_read": frames[name].height, "num_prompts": kept[name].height, "source": source.data}
+        for name, source in sources_of(config).items()
+    }
+    if not shape:
+        frames, kept, dropped = pooled(frames), pooled(kept), pooled(dropped)
+        shape = [*_chosen_and_judged(config, kept)]
     countable = {} if shape else {name: frame for name, frame in kept.items() if not frame.is_empty()}
     lengths = {name: sample_lengths(frame, tokenizer, options) for name, frame in countable.items()}
     report = {
         "num_prompts": {name: frame.height for name, frame in kept.items()},
         "rows_read": {name: frame.height for name, frame in frames.items()},
-        "sources": {
-            "train": config.data.train,
-            "eval": config.data.eval,
-            **{config.evaluation_files[each.name]: each.data for each in config.evaluation.sets},
-        },
+        "parts": by_part,
         "columns": {
             "prompt": ["rollout"],
             **{name: list(readers) for name, readers in needed_columns(rewards).items()},
@@ -168,6 +172,19 @@ def screen(config: RunConfig) -> Screened:
         "room": room,
     }
     return Screened(kept, dropped, shape, findings, lengths, room, report)
+
+
+def _parts(
+    config: RunConfig, frames: Mapping[str, pl.DataFrame], rewards: Sequence[Reward], room: Mapping[str, int | None]
+) -> dict[str, Part]:
+    """The rows of each part of the data, with the rewards, the limit and the columns of their source."""
+    sources, parts = sources_of(config), {}
+    for name, frame in frames.items():
+        origin = config.data.origins[sources[name].origin]
+        names = config.rewards_of(origin.name if isinstance(origin, DataSource) else None)
+        own = [reward for reward in rewards if reward.name in names]
+        parts[name] = Part(frame, own, room[data_set(name)], origin.columns, sources[name].origin)
+    return parts
 
 
 def _template_options(config: RunConfig, tokenizer: Any) -> OptionsByEnvironment:

@@ -13,6 +13,7 @@ import polars as pl
 import pyarrow as pa
 
 from grpo_core.config.files import dump_config, parse_config
+from grpo_core.data.order import source_counts
 from grpo_core.data.recording import write_batch
 from grpo_core.evaluation.comparison import compare_policies
 from grpo_core.evaluation.outcomes import deciding_metric
@@ -130,7 +131,7 @@ def made_up_run(
     """The directory, without data and model. `samples`: as samples.parquet; `key`: the evaluation's."""
     config = parse_config(dict(values))
     policies = [policy for policy in ("base", "champion", "trained") if f"{policy}/completion" in samples.columns]
-    plan = make_plan(plan_inputs(config, 24))
+    plan = make_plan(plan_inputs(config, *(24 for _ in config.data.origins)))
     counts = plan.counts(plan.max_steps)
     result = {
         "counted": counts,
@@ -160,7 +161,10 @@ def made_up_run(
     data = {
         "num_prompts": {"train": 24, "eval": NUM_PROMPTS},
         "rows_read": {"train": 25, "eval": NUM_PROMPTS},
-        "sources": {"train": "train.parquet", "eval": "eval.parquet"},
+        "parts": {
+            "train": {"rows_read": 25, "num_prompts": 24, "source": "train.parquet"},
+            "eval": {"rows_read": NUM_PROMPTS, "num_prompts": NUM_PROMPTS, "source": "eval.parquet"},
+        },
         "lengths": {"train": lengths, "eval": lengths},
         "findings": [],
         "seconds": 4.0,
@@ -175,7 +179,12 @@ def made_up_run(
     }
     receipts = {
         "dataset/report.json": data,
-        "plan.json": {"plan": asdict(plan), "forecasts": forecasts, "seconds": 1.0},
+        "plan.json": {
+            "plan": asdict(plan),
+            "sources": source_counts(plan, config.seed),
+            "forecasts": forecasts,
+            "seconds": 1.0,
+        },
         "training/result.json": result,
         "evaluation/report.json": evaluation,
     }

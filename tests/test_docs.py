@@ -19,9 +19,10 @@ from flows.cli.init import RECIPES
 from flows.cli.keys_page import keys_as_markdown
 from grpo_core.config.files import describe_keys, load_config
 from grpo_core.config.run import RunConfig
+from grpo_core.data.order import source_counts
 from grpo_core.planning.hardware import named_gpu
 from grpo_core.planning.memory import check_engine_memory, peak_memory
-from grpo_core.planning.plan import Plan, make_plan, plan_inputs
+from grpo_core.planning.plan import Plan, make_plan, plan_inputs, source_table
 from grpo_core.planning.shapes import PromptLengths
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.training.loop import train
@@ -125,6 +126,18 @@ def test_every_built_in_reward_is_in_the_table_with_its_range() -> None:
     table = dict(re.findall(r"^\| `(\w+)` \| (\S+ (?:to|or) \S+) \|", text, re.MULTILINE))
     documented = {name: tuple(map(_bound, re.split(" to | or ", shown))) for name, shown in table.items()}
     assert documented == {name: tuple(reward.range) for name, reward in BUILTIN.items()}
+
+
+def test_the_counts_of_mixed_data_are_those_of_its_configuration() -> None:
+    config, page = (
+        load_config(ROOT / "configs" / "mixed.toml"),
+        (ROOT / "docs" / "how-to" / "mixed-data.md").read_text(),
+    )
+    counts = source_counts(make_plan(plan_inputs(config, 3000, 308)), config.seed)
+    rows = [
+        [cell.strip() for cell in line.strip("│┃").split(line[0])] for line in page.splitlines() if line[:1] in "│┃"
+    ]
+    assert rows == [*source_table(counts)]
 
 
 @pytest.mark.parametrize("page", sorted(RECIPE_PAGES.glob("*.md")), ids=lambda page: page.stem)

@@ -44,16 +44,25 @@ def check_data(
 
 @app.command("schema")
 def write_schema(
-    config: Annotated[Path, typer.Argument(help="run configuration (TOML)")], overrides: Overrides = None
+    config: Annotated[Path, typer.Argument(help="run configuration (TOML)")],
+    source: Annotated[
+        str | None, typer.Option(help="of several data.sources, the one whose contract is written")
+    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Write the data contract of a run as YAML: columns, types and rules, as the data sets must have them."""
     quiet_libraries()
     with refusals(str(config)):
         run = load_config(config, overrides)
-        from grpo_core.rewards.contract import resolve
+        from grpo_core.rewards.contract import rewards_of
         from tasks.data.contract_file import contract_as_yaml
 
-        typer.echo(contract_as_yaml(run.data, [resolve(reward) for reward in run.rewards]), nl=False)
+        origins = dict(zip(run.evaluated_sources or [None], run.data.origins.values(), strict=True))
+        if source not in origins:
+            there = f"one of {run.evaluated_sources}" if run.data.sources else "there are no data.sources; leave it out"
+            raise ConfigError(f"--source {source}: {there}")
+        rewards = [reward for reward in rewards_of(run) if reward.name in run.rewards_of(source)]
+        typer.echo(contract_as_yaml(run.data, origins[source], rewards), nl=False)
 
 
 def _check_run(file: Path, overrides: list[str] | None) -> None:

@@ -21,7 +21,7 @@ from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from grpo_core.environments.calls import ToolCall
 from grpo_core.errors import ConfigError, GrpoError
-from grpo_core.rewards.contract import check_environments, resolve
+from grpo_core.rewards.contract import check_environments, rewards_of
 from grpo_core.rewards.scoring import short
 from grpo_core.system.libraries import quiet_libraries
 
@@ -56,7 +56,7 @@ def try_environment(
         if not run.environment.is_used:
             refuse("its [environment] names neither a class (environment_factory) nor tools: there is nothing to try")
         lines = _lines(script)
-        rewards = [resolve(reward) for reward in run.rewards]
+        rewards = rewards_of(run)
         check_environments(rewards, are_there=True)
         values = read_row(run, rewards, row)
         from grpo_core.environments.setting import check_prompt, make_setting

@@ -11,6 +11,7 @@ from grpo_core.config.files import describe_keys
 PAGES = {  # what explains a section, seen from the page
     "model": "[models](algorithm.md#models)",
     "data": "[data](data.md)",
+    "data.sources": "[several sources](../how-to/mixed-data.md)",
     "data.checks": "[rules about rows](data.md#rules-about-rows)",
     "data.curriculum": "[prompts that teach](../how-to/curriculum.md)",
     "rewards": "[rewards](rewards.md)",
@@ -26,7 +27,7 @@ PAGES = {  # what explains a section, seen from the page
     "promotion": "[promotion](../how-to/promote.md)",
     "promotion.guards": "[guards](../explanation/evaluation.md#sets-categories-guards)",
 }
-REPEATED = ("rewards", "evaluation.sets", "promotion.guards")  # one table of TOML per item: [[rewards]]
+REPEATED = ("rewards", "data.sources", "evaluation.sets", "promotion.guards")  # one table of TOML per item: [[rewards]]
 HEAD = """# Configuration
 
 For users who writes a configuration: each key with its default, what it accepts and what it

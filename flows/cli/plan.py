@@ -22,6 +22,7 @@ from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
+from grpo_core.data.order import source_counts
 from grpo_core.data.own_code import check as check_data
 from grpo_core.environments.registry import sources as environment_sources
 from grpo_core.errors import ConfigError, GrpoError
@@ -32,7 +33,7 @@ from grpo_core.planning.frameworks.megatron import megatron_notes, megatron_plan
 from grpo_core.planning.frameworks.recipes import NEWEST, Recipe, System, megatron_inputs, read_recipe, recipe_inputs
 from grpo_core.planning.hardware import capability, find_gpu, name_hardware, named_gpu
 from grpo_core.planning.pace import Pace, Throughput
-from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs
+from grpo_core.planning.plan import Plan, PlanError, make_plan, notes, plan_inputs, plan_rows, source_table
 from grpo_core.planning.rules import PlanInputs, Rules
 from grpo_core.planning.shapes import PromptLengths, load_positions
 from grpo_core.rewards.contract import check
@@ -145,14 +146,16 @@ def own_plan(
     check_data(config.data)
     environment_sources(config.environment)
     _check_positions(config)
-    num_prompts = given.get("num_prompts")
-    if num_prompts is None:
+    num_prompts = [given["num_prompts"]] if "num_prompts" in given else []
+    if num_prompts and config.data.sources:
+        raise ConfigError("--num-prompts: each of data.sources has its own number of prompts; leave the option out")
+    if not num_prompts:
         if file is None:
             raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
         with _sources() as sources:
-            num_prompts = sources.count_prompts(sources.training_source(config.data))
+            num_prompts = [sources.count_prompts(source) for source in sources.training_sources(config.data)]
             pass_rates = pass_rates or sources.list_pass_rates(config.data)
-    inputs = plan_inputs(config, num_prompts)
+    inputs = plan_inputs(config, *num_prompts)
     figures = make_plan(inputs)
     if reads_data and config.rollout.engine == "recorded":
         from grpo_core.data.recording import check_recording
@@ -190,6 +193,7 @@ def own_plan(
     else:
         forecasts = _useful(pass_rates, figures.num_generations)
     answer: dict[str, Any] = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
+    answer["sources"] = source_counts(figures, config.seed)
     answer["notes"] += config.with_precision(capability(hardware)).gpu_notes if hardware else []
     return answer
 
@@ -214,7 +218,7 @@ def _foreign_plan(file: Path | None, rules: Rules, given: Mapping[str, Any], pas
             rows = [sources.count_prompts(it) if Path(it.data).exists() else None for it in found]
     answer = _megatron(recipe, rows, given) if recipe.algorithm == "megatron" else _plain(recipe, rows, given)
     answer["forecasts"] = _useful(pass_rates, answer["num_generations"])
-    del answer["evaluations"]
+    del answer["evaluations"], answer["sources"]
     answer["notes"] += recipe.notes
     if not recipe.processes and "num_processes" not in given:
         answer["notes"].insert(
@@ -325,9 +329,14 @@ def _show(answer: Mapping[str, Any]) -> None:
         return
     figures = {field.name: answer[field.name] for field in dataclasses.fields(Plan) if field.name in answer}
     table = Table("quantity", "value", title=f"plan (batch rules: {answer['rules']})")
-    for quantity, value in figures.items():
-        table.add_row(quantity, f"{value:,}")
+    for row in plan_rows(figures):
+        table.add_row(*row)
     console.print(table)
+    if sources := [*source_table(answer.get("sources", {}))]:
+        table = Table(*sources[0])
+        for line in sources[1:]:
+            table.add_row(*line)
+        console.print(table)
     for note in answer["notes"]:
         console.print(note, style="yellow", markup=False, highlight=False)
     if answer["forecasts"]:

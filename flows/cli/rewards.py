@@ -22,7 +22,7 @@ from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import completion_of
 from grpo_core.errors import ConfigError
-from grpo_core.rewards.contract import Reward, resolve, resolve_here
+from grpo_core.rewards.contract import Reward, resolve_here, rewards_of
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import Batch, score
 from grpo_core.system.libraries import quiet_libraries
@@ -72,7 +72,7 @@ def try_rewards(
 
     with refusals(str(config)):
         run = load_config(config, overrides)
-        rewards = [resolve(reward) for reward in run.rewards]
+        rewards = rewards_of(run)
         batch = _batch(run, rewards, row, completions)
     with refusals(str(config), started=True):
         given = np.array(score(rewards, batch)).T  # (N, K)
@@ -109,22 +109,27 @@ def read_row(config: RunConfig, rewards: Sequence[Reward], row: int) -> dict[str
     """A row of the training prompts. Raises ConfigError if there is none, or a reward wants what it has not."""
     from tasks.data.sources import load_training_prompts
 
-    frame = load_training_prompts(config.data)
-    if row >= frame.height:
-        raise ConfigError(f"--row {row}: data.train has {frame.height:,} rows, counted from 0")
+    frames = load_training_prompts(config.data)
+    places = [(source, frame, place) for source, frame in frames.items() for place in range(frame.height)]
+    if row >= len(places):
+        keys = ", ".join(source.key for source in frames)
+        raise ConfigError(f"--row {row}: {keys} has {len(places):,} rows, counted from 0")
+    source, frame, place = places[row]
     if "prompt" not in frame.columns:
         from tasks.data.contract import needed_columns
         from tasks.data.mending import missing_column
 
-        said = missing_column("prompt", "", frame, config.data.columns, needed_columns([*rewards]))
-        raise ConfigError(f"data.train {said}")
+        columns = config.data.origins[source.origin].columns
+        said = missing_column("prompt", "", frame, columns, needed_columns([*rewards]), source.origin)
+        raise ConfigError(f"{source.key} {said}")
+    values = frame.row(place, named=True)
     for reward in rewards:
-        if missing := sorted(reward.columns.keys() - set(frame.columns)):
+        if reward.scores(values) and (missing := sorted(reward.columns.keys() - set(frame.columns))):
             raise ConfigError(
-                f"reward {reward.name!r} wants {missing}: neither in its args nor a column of data.train, which has "
+                f"reward {reward.name!r} wants {missing}: neither in its args nor a column of {source.key}, which has "
                 f"{frame.columns}"
             )
-    return frame.row(row, named=True)
+    return values
 
 
 def _batch(config: RunConfig, rewards: Sequence[Reward], row: int, texts: Sequence[str]) -> Batch:
@@ -149,7 +154,8 @@ def _ids(config: RunConfig, rewards: Sequence[Reward], texts: Sequence[str]) -> 
 
 def _shown(row: Mapping[str, Any], rewards: Sequence[Reward]) -> list[str]:
     """The row's prompt and the columns that the rewards read, as lines of text."""
-    read = dict.fromkeys(["prompt", *(column for reward in rewards for column in reward.columns)])
+    own = [reward for reward in rewards if reward.scores(row)]
+    read = dict.fromkeys(["prompt", *(column for reward in own for column in reward.columns)])
     return [f"{column}: {row[column]!r}" for column in read]
 
 

@@ -11,9 +11,9 @@ from grpo_core.data.recording import check_recording
 from grpo_core.environments.registry import sources
 from grpo_core.planning.plan import make_plan, plan_inputs
 from grpo_core.rewards.composition import check_curriculum
-from grpo_core.rewards.contract import check_environments, resolve
+from grpo_core.rewards.contract import check_environments, rewards_of
 from tasks.data.places import check_places
-from tasks.data.sources import count_prompts, needs_loading, training_source
+from tasks.data.sources import count_prompts, needs_loading, training_sources
 from tasks.processes.gpu import check_gpu_machine
 from tasks.processes.launchers.kubernetes_job import check_template
 from tasks.stages.run_directory import run_folder
@@ -34,10 +34,10 @@ def refuse_early(config: RunConfig) -> None:
     check_template(config)
     sources(config.environment)
     check_curriculum(config)
-    check_environments([resolve(reward) for reward in config.rewards], config.environment.is_used)
-    data = config.data
-    own_code.sources(data)
-    num_prompts = ENOUGH if needs_loading(data.train) else count_prompts(training_source(data))
-    plan = make_plan(plan_inputs(config, num_prompts))
+    check_environments(rewards_of(config), config.environment.is_used)
+    own_code.sources(config.data)
+    asked = training_sources(config.data)
+    num_prompts = [ENOUGH if needs_loading(source.data) else count_prompts(source) for source in asked]
+    plan = make_plan(plan_inputs(config, *num_prompts))
     if config.rollout.engine == "recorded":
         check_recording(config, replace(plan, rollouts=1), run_folder(config.name))

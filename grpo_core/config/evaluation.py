@@ -13,7 +13,7 @@ HELD_OUT = "held-out"  # name of the evaluation set that data.eval gives
 CHAMPION = "champion"  # alias of the version in use
 # What keys begin with that outcomes depend on, besides the policy.
 EVALUATED_BY = (
-    *("evaluation.", "rewards.", "environment.", "data.eval", "data.columns", "data.system_prompt"),
+    *("evaluation.", "rewards.", "environment.", "data.eval", "data.columns", "data.system_prompt", "data.sources."),
     *("data.chat_template_kwargs", "rollout.max_completion_length", "rollout.stop"),
 )
 
@@ -29,11 +29,15 @@ class EvaluationSet(Section):
     """Subset (configuration) of `data`; only for a hub name."""
     revision: str | None = None
     """Hub revision (branch, tag or commit) of `data`; only for a hub name."""
+    source: str | None = None
+    """With `data.sources`, the one that these prompts are like: its columns, system prompt, rewards, environment and
+    limit are theirs."""
 
 
 class EvaluationConfig(Section):
     accuracy_reward: str | None = None
-    """A completion is right if this reward gives it 1; default: the first reward."""
+    """A completion is right if this reward gives it 1; default: the first reward. With `data.sources`, the first of a
+    source's rewards says it for a source that this one does not score."""
     sets: list[EvaluationSet] = Field(default_factory=list)
     """More prompts to evaluate on, besides data.eval; none of them may be trained on."""
     category_column: str = "category"
@@ -121,7 +125,8 @@ class Guard(Section):
     """A bound that a version must keep to be promoted, whatever it gains elsewhere."""
 
     set: str = HELD_OUT
-    """Evaluation set on which the bound has to hold."""
+    """Evaluation set on which the bound has to hold: `held-out`, one of `evaluation.sets`, or one of `data.sources`,
+    whose held-out prompts then count alone."""
     metric: str
     """accuracy, reward, rewards/NAME/mean, completions/mean_length, completions/clipped_ratio, kl (to the base model);
     with tools or an environment conversations/mean_turns, conversations/tool_calls, conversations/failed_tool_calls or
@@ -146,8 +151,8 @@ class Guard(Section):
 
 class PromotionConfig(Section):
     set: str = HELD_OUT
-    """Evaluation set on which a version has to be better. If the training chooses its model on `held-out` (by
-    load_best_model_at_end or early_stopping_patience), name another set."""
+    """Evaluation set on which a version has to be better; a source of `data.sources` is one too. If the training
+    chooses its model on `held-out` (by load_best_model_at_end or early_stopping_patience), name another set."""
     metric: Deciding | None = None
     """What a version has to be better in, and what reports show first: accuracy (share of right answers) or reward
     (mean weighted reward). Default: accuracy if evaluation.accuracy_reward gave every evaluated completion 0 or 1, else

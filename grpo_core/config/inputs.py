@@ -132,7 +132,9 @@ class CurriculumConfig(Section):
 warnings.filterwarnings("ignore", 'Field name "schema" in "DataConfig" shadows', UserWarning)
 
 
-class DataConfig(Section):
+class PromptSource(Section):
+    """Training and held-out prompts of one origin, and what is made of them."""
+
     train: str
     """Training prompts: a .parquet, .jsonl, .json or .csv file, a dataset saved to disk, or a hub name."""
     eval: str
@@ -153,21 +155,6 @@ class DataConfig(Section):
     system_prompt: str | None = None
     """System message before each prompt that has none; a prompt that is text becomes the user's message after it.
     Empty: no system message, but text becomes a message all the same. Default: prompts stay as they are."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Variables of the model's chat template, such as `{ enable_thinking = false }`; the same in training and
-    evaluation."""
-    schema: str | None = None  # type: ignore[assignment]  # pydantic's own method of this name is deprecated
-    """`module:Model`, a pandera DataFrameModel: rules of your own about the columns that the data sets have, beside
-    those of `checks`. What becomes of a row that breaks one: `checks.own_schema`."""
-    checks: DataChecks = DataChecks()
-    curriculum: CurriculumConfig = CurriculumConfig()
-
-    @field_validator("schema")
-    @classmethod
-    def _is_module_and_model(cls, name: str | None) -> str | None:
-        if name is not None and not is_function(name):
-            raise ValueError(f"{name!r} is not of the form module:Model")
-        return name
 
     @field_validator("columns")
     @classmethod
@@ -184,12 +171,95 @@ class DataConfig(Section):
                 )
         return columns
 
+
+class DataSource(PromptSource):
+    """One of several sources of prompts, such as one task of many."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)
+    """Name of the source in metrics, reports and guards, and in the column `source` of the validated data."""
+    weight: float | None = Field(None, gt=0)
+    """Share of this source in the training, relative to the other sources' weights. An epoch is then one pass over the
+    source that is used up first. Give all sources a weight, or none."""
+    epochs: float | None = Field(None, gt=0, le=1)
+    """Passes over this source per epoch of the run, at most 1: with 0.5, an epoch has half of its prompts, the next
+    epoch the other half. Default: 1, unless there are weights."""
+    rewards: list[str] | None = Field(None, min_length=1)
+    """Names of the rewards that score this source; the others give None for its completions. Default: all."""
+    environment: str | None = None
+    """Which of the classes named in `environment.environment_factory` its prompts are for. Default: what the column
+    `environment` says."""
+    max_completion_length: int | None = Field(None, ge=1)
+    """Tokens after which a completion of this source is cut off, in training and evaluations; no more than elsewhere.
+    Default: as elsewhere."""
+
+
+class DataConfig(PromptSource):
+    train: str = ""
+    """Training prompts: a .parquet, .jsonl, .json or .csv file, a dataset saved to disk, or a hub name. Required
+    without `sources`."""
+    eval: str = ""
+    """Held-out prompts, in any of the same forms; they must not be in `train`. Required without `sources`."""
+    sources: list[DataSource] = Field(default_factory=list)
+    """Several sources of prompts, instead of `train` and `eval`."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the model's chat template, such as `{ enable_thinking = false }`; the same in training and
+    evaluation."""
+    schema: str | None = None  # type: ignore[assignment]  # pydantic's own method of this name is deprecated
+    """`module:Model`, a pandera DataFrameModel: rules of your own about the columns that the data sets have, beside
+    those of `checks`. What becomes of a row that breaks one: `checks.own_schema`."""
+    checks: DataChecks = DataChecks()
+    curriculum: CurriculumConfig = CurriculumConfig()
+
+    @field_validator("schema")
+    @classmethod
+    def _is_module_and_model(cls, name: str | None) -> str | None:
+        if name is not None and not is_function(name):
+            raise ValueError(f"{name!r} is not of the form module:Model")
+        return name
+
     @field_validator("chat_template_kwargs")
     @classmethod
     def _are_variables(cls, given: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(given.keys() & NO_VARIABLES):
             raise ValueError(f"{taken[0]!r} is no variable of a chat template, but set by this project; leave it out")
         return given
+
+    @property
+    def origins(self) -> dict[str, PromptSource]:
+        """Where prompts come from, by configuration key: `data` itself, or each of its sources."""
+        return {f"data.sources.{place}": source for place, source in enumerate(self.sources)} or {"data": self}
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> DataConfig:
+        if not self.sources:
+            for key in ("train", "eval"):
+                if key not in self.model_fields_set:
+                    raise ValueError(f"{key} is missing; name prompts in train and eval, or several [[data.sources]]")
+            return self
+        for key in PromptSource.model_fields:
+            if getattr(self, key) != DataConfig.model_fields[key].get_default(call_default_factory=True):
+                raise ValueError(f"{key} beside data.sources: each source has its own; move it to [[data.sources]]")
+        if self.curriculum != CurriculumConfig():
+            raise ValueError(
+                f"curriculum.kind={self.curriculum.kind!r}, probe={self.curriculum.probe} with data.sources: a "
+                "curriculum would change the sources' shares of an epoch; remove one of the two"
+            )
+        names = [source.name for source in self.sources]
+        if len(set(names)) < len(names):
+            raise ValueError(f"sources {names} share a name; give each its own")
+        for place, source in enumerate(self.sources):
+            if source.weight is not None and source.epochs is not None:
+                raise ValueError(
+                    f"sources.{place}: weight={source.weight:g} and epochs={source.epochs:g} both say how much of "
+                    f"{source.name!r} an epoch has; remove one"
+                )
+        unweighted = [source.name for source in self.sources if source.weight is None]
+        if unweighted and len(unweighted) < len(names):
+            raise ValueError(
+                f"sources: {unweighted[0]!r} has no weight, and others have: weights are shares of the whole; give all "
+                "sources one, or none"
+            )
+        return self
 
 
 class RewardConfig(Section):

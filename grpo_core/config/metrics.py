@@ -5,7 +5,8 @@ A new metric is one line here. Its value comes from the evaluation (samples.parq
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -90,6 +91,19 @@ TRAINED = _by_name(
         Metric("step_time", "time per update", "seconds"),
     ]
 )
+
+
+# Figures of a training that are also given for each of several sources, as METRIC/SOURCE; of those with eval_, too.
+BY_SOURCE = ("reward", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "accuracy")
+
+
+def of_source(metrics: Mapping[str, float], source: str) -> dict[str, float]:
+    """The figures of BY_SOURCE among `metrics` that are finite, under their names for a source."""
+    return {
+        f"{name}/{source}": value
+        for name, value in metrics.items()
+        if name.removeprefix("eval_") in BY_SOURCE and math.isfinite(value)
+    }
 
 
 def evaluated_metrics(conversations: bool) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -49,7 +50,8 @@ class RunConfig(Section):
             raise ValueError(
                 f"evaluation.accuracy_reward={self.evaluation.accuracy_reward!r} is not among the rewards {names}"
             )
-        sets = [HELD_OUT, *(each.name for each in self.evaluation.sets)]
+        self._check_sources()
+        sets = [HELD_OUT, *self.evaluated_sources, *(each.name for each in self.evaluation.sets)]
         for key, name in [
             ("promotion.set", self.promotion.set),
             *((f"promotion.guards.{place}.set", guard.set) for place, guard in enumerate(self.promotion.guards)),
@@ -113,6 +115,57 @@ class RunConfig(Section):
                 "ahead that could be lowered; set max_staleness, or the action to 'warn', 'stop' or 'roll_back'"
             )
         return self
+
+    def _check_sources(self) -> None:
+        """Raises ValueError for what does not go together with several sources, or with none."""
+        names, scored = self.evaluated_sources, {it.name: self.rewards_of(it.name) for it in self.data.sources}
+        for place, source in enumerate(self.data.sources):
+            key = f"data.sources.{place}"
+            for name in source.rewards or ():
+                if name not in (rewards := [reward.name for reward in self.rewards]):
+                    raise ValueError(f"{key}.rewards names {name!r}, which is not among the rewards {rewards}")
+            factories = self.environment.environment_factory
+            known = [*factories] if isinstance(factories, dict) else []
+            if source.environment is not None and source.environment not in known:
+                raise ValueError(
+                    f"{key}.environment={source.environment!r} is not among the names in environment."
+                    f"environment_factory: {known or 'there are none'}"
+                )
+            if (most := source.max_completion_length) and most > self.rollout.max_completion_length:
+                raise ValueError(
+                    f"{key}.max_completion_length={most} is more than rollout.max_completion_length="
+                    f"{self.rollout.max_completion_length}, the limit of all sources; raise that, or lower this"
+                )
+        for place, reward in enumerate(self.rewards):
+            at = f"rewards.{place} ({reward.name!r})"
+            where = [source for source, rewards in scored.items() if reward.name in rewards]
+            if scored and not where:
+                raise ValueError(f"{at} scores no source; name it in the rewards of one of data.sources, or remove it")
+            for source in where:
+                if reward.gate and reward.gate not in scored[source]:
+                    raise ValueError(
+                        f"{at} scores the source {source!r}, its gate {reward.gate!r} does not, so that it would count "
+                        f"as 0 there; add {reward.gate!r} to that source's rewards, or list the reward twice"
+                    )
+        for place, each in enumerate(self.evaluation.sets):
+            key = f"evaluation.sets.{place}"
+            if each.name in names:
+                raise ValueError(f"{key}.name={each.name!r} is the name of a source; take another one")
+            if (names or each.source) and each.source not in names:
+                there = f"name one of {names}" if names else "there are no data.sources; remove it"
+                raise ValueError(f"{key}.source={each.source!r}: {there}")
+        if HELD_OUT in names:
+            raise ValueError(f"data.sources: {HELD_OUT!r} names the held-out prompts of all sources; take another name")
+        like = {each.name: each.source for each in self.evaluation.sets}
+        by = {it.name: [source for source in names if it.name in scored[source]] for it in self.rewards}
+        for place, guard in enumerate(self.promotion.guards):
+            asked = names if guard.set == HELD_OUT else [like.get(guard.set, guard.set)]
+            reward = guard.metric.removeprefix("rewards/").removesuffix("/mean")
+            if guard.metric.startswith("rewards/") and names and not {*asked} <= {*by.get(reward, asked)}:
+                raise ValueError(
+                    f"promotion.guards.{place}.metric={guard.metric!r} does not score all prompts of {guard.set!r}; it "
+                    f"scores the sources {by[reward]}: name one of them as the guard's set"
+                )
 
     def _check_machines(self) -> None:
         """Raises ValueError if the processes cannot be placed on the machines, or not those that sample together."""
@@ -213,10 +266,10 @@ class RunConfig(Section):
             "promotion.set": self.promotion.set,
             **{f"promotion.guards.{place}.set": guard.set for place, guard in enumerate(self.promotion.guards)},
         }
-        sources = {HELD_OUT: (self.data.eval, self.data.eval_split)}
-        sources |= {each.name: (each.data, each.split) for each in self.evaluation.sets}
+        held_out = {(each.eval, each.eval_split) for each in self.data.origins.values()}
+        others = {each.name for each in self.evaluation.sets if (each.data, each.split) not in held_out}
         choosing = [f"{key}={json.dumps(value)}" for key, value in chosen_by.items() if value]
-        judging = {key: name for key, name in judged_by.items() if sources[name] == sources[HELD_OUT]}
+        judging = {key: name for key, name in judged_by.items() if name not in others}
         if choosing and judging:
             named = ", ".join(f"{key}={name!r}" for key, name in judging.items())
             raise ValueError(
@@ -268,9 +321,33 @@ class RunConfig(Section):
             )
         return found
 
+    def rewards_of(self, source: str | None) -> list[str]:
+        """Names of the rewards that score a source; None: of all rewards."""
+        chosen = {each.name: each.rewards for each in self.data.sources}.get(source or "")
+        return [reward.name for reward in self.rewards if chosen is None or reward.name in chosen]
+
     @property
-    def accuracy_reward(self) -> str:
-        return self.evaluation.accuracy_reward or self.rewards[0].name
+    def source_rules(self) -> list[list[Any]]:
+        """What completions and their values follow from in `data.sources`: name, rewards and limit of each."""
+        return [[it.name, self.rewards_of(it.name), it.max_completion_length] for it in self.data.sources]
+
+    @property
+    def accuracy_reward(self) -> str | dict[str, str]:
+        """Name of the reward that says which completions are right; with several sources, that of each."""
+        given = self.evaluation.accuracy_reward or self.rewards[0].name
+        own = {each.name: self.rewards_of(each.name) for each in self.data.sources}
+        return {source: given if given in rewards else rewards[0] for source, rewards in own.items()} or given
+
+    @property
+    def accuracy_rewards(self) -> list[str]:
+        """Names of all rewards that say which completions are right."""
+        given = self.accuracy_reward
+        return [given] if isinstance(given, str) else [*dict.fromkeys(given.values())]
+
+    @property
+    def evaluated_sources(self) -> list[str]:
+        """Names of the sources, whose held-out prompts are evaluated together, and reported one by one too."""
+        return [each.name for each in self.data.sources]
 
     @property
     def evaluation_files(self) -> dict[str, str]:

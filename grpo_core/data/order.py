@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -12,15 +12,34 @@ from grpo_core.planning.plan import Plan
 
 # Rows of epochs, in training order, as a curriculum has arranged them (`data.curriculum`); None: without one.
 Arranged = Mapping[int, np.ndarray] | None
+LONGEST_COUNT = 10**8  # prompts, which take some seconds to count
 
 
 def epoch_rows(plan: Plan, seed: int, epoch: int) -> np.ndarray:
-    """Dataset rows of an epoch in training order: a permutation of its own. (N,)"""
-    return np.random.default_rng([seed, epoch]).permutation(plan.num_prompts)
+    """Dataset rows of an epoch (from 0) in the order of training; no row comes twice. (N,)
+
+    Each of several sources gives the next rows of its own shuffled circle: however many it gives per epoch, all of its
+    rows come equally often, and an epoch goes on where the one before has ended.
+    """
+    order = np.random.default_rng([seed, epoch]).permutation(plan.num_prompts)
+    if not plan.sources:
+        return order
+    parts = []
+    for place, (source, rows) in enumerate(zip(plan.sources, source_rows(plan), strict=True)):
+        circle = np.random.default_rng([seed, place, 3]).permutation(rows)
+        given = source.prompts_per_epoch
+        parts.append(circle[(epoch * given + np.arange(given)) % len(rows)])
+    return np.concatenate(parts)[order]
+
+
+def source_rows(plan: Plan) -> list[range]:
+    """The dataset rows of each source; all rows without sources."""
+    ends = [*itertools.accumulate(source.num_prompts for source in plan.sources)] or [plan.num_prompts]
+    return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
 
 
 def rollout_prompts(plan: Plan, seed: int, rollout: int, arranged: Arranged = None) -> list[int]:
-    """Dataset rows of generation batch `rollout`: chunks of the epoch's rows, the rest dropped. (P,)"""
+    """Dataset rows of generation batch `rollout`: a chunk of its epoch's rows, the rest of which is dropped. (P,)"""
     epoch, chunk = divmod(rollout, plan.rollouts_per_epoch)
     rows = epoch_rows(plan, seed, epoch) if arranged is None else arranged[epoch]
     size = plan.prompts_per_generation
@@ -28,13 +47,46 @@ def rollout_prompts(plan: Plan, seed: int, rollout: int, arranged: Arranged = No
 
 
 def fresh_prompts(
-    plan: Plan, seed: int, rollout: int, used: Collection[int], count: int, arranged: Arranged = None
-) -> list[int]:
-    """Up to `count` dataset rows to replace groups of generation batch `rollout` with, none of them among `used`. With
-    a curriculum, they are prompts of that epoch."""
-    rows = np.arange(plan.num_prompts) if arranged is None else np.unique(arranged[rollout // plan.rollouts_per_epoch])
+    plan: Plan, seed: int, rollout: int, used: Collection[int], replaced: Sequence[int], arranged: Arranged = None
+) -> list[int | None]:
+    """For each dataset row in `replaced`, whose group of generation batch `rollout` is replaced, another row of the
+    same source, none of them among `used`; None where the source has no more. With a curriculum, they are prompts of
+    that epoch."""
+    sources = source_rows(plan)
+    rows = np.arange(sources[-1].stop)
+    if arranged is not None:
+        rows = np.unique(arranged[rollout // plan.rollouts_per_epoch])
     order = np.random.default_rng([seed, rollout, 2]).permutation(rows)
-    return list(itertools.islice((int(row) for row in order if row not in used), count))
+    unused = [int(row) for row in order if row not in used]
+    fresh = {rows: iter([row for row in unused if row in rows]) for rows in sources}
+    return [next(fresh[next(rows for rows in sources if row in rows)], None) for row in replaced]
+
+
+def source_counts(plan: Plan, seed: int) -> dict[str, dict[str, float]]:
+    """For each source, its prompts, how many an epoch has, how many the run sees and drops (counted as `Plan` counts
+    them for all), and passes over it. {} without sources, and for a run too long to be counted batch by batch."""
+    epochs = range(0, plan.rollouts, plan.rollouts_per_epoch)
+    if not plan.sources or len(epochs) * plan.num_prompts > LONGEST_COUNT:
+        return {}
+    starts = [rows.start for rows in source_rows(plan)]
+    seen, dropped = np.zeros((2, len(starts)), dtype=np.int64)
+    for epoch, first in enumerate(epochs):
+        places = np.searchsorted(starts, epoch_rows(plan, seed, epoch), side="right") - 1
+        batches = min(plan.rollouts - first, plan.rollouts_per_epoch)
+        taken = batches * plan.prompts_per_generation
+        seen += np.bincount(places[:taken], minlength=len(starts))
+        if batches == plan.rollouts_per_epoch:
+            dropped += np.bincount(places[taken:], minlength=len(starts))
+    return {
+        source.name: {
+            "num_prompts": source.num_prompts,
+            "prompts_per_epoch": source.prompts_per_epoch,
+            "prompts_seen": int(s),
+            "prompts_dropped": int(d),
+            "passes": round(int(s) / source.num_prompts, 3),
+        }
+        for source, s, d in zip(plan.sources, seen, dropped, strict=True)
+    }
 
 
 def training_order(plan: Plan, seed: int, rollout: int) -> np.ndarray:

@@ -15,7 +15,12 @@ from grpo_core.system import own_code
 
 def named(config: DataConfig) -> dict[str, str]:
     """Configuration key → the `module:name` in it."""
-    functions = {f"data.columns.{column}": how for column, how in config.columns.items() if is_function(how)}
+    functions = {
+        f"{key}.columns.{column}": how
+        for key, origin in config.origins.items()
+        for column, how in origin.columns.items()
+        if is_function(how)
+    }
     return functions | ({"data.schema": config.schema} if config.schema else {})
 
 

@@ -123,6 +123,10 @@ def _check_file(file: Path, config: RunConfig, plan: Plan) -> None:
         )
 
 
+def _named(config: RunConfig) -> str:
+    return ", ".join(f"{key}.train={origin.train!r}" for key, origin in config.data.origins.items())
+
+
 def check_tokens(config: RunConfig, plan: Plan, tokenizer: Any, prompts: Sequence[Any]) -> None:
     """Raises ConfigError unless the recording is in this tokenizer's ids, and about these prompts of the dataset."""
     ours = vocabulary(tokenizer)
@@ -137,6 +141,6 @@ def check_tokens(config: RunConfig, plan: Plan, tokenizer: Any, prompts: Sequenc
         for row, prompt in zip(*(table[name].to_pylist() for name in ("row", "prompt")), strict=True):
             if row >= len(prompts) or prompts[row] != prompt:
                 raise ConfigError(
-                    f"{file} has another prompt in row {row} than data.train={config.data.train!r}: "
+                    f"{file} has another prompt in row {row} than {_named(config)}: "
                     f"{str(prompt)[:200]!r}; train on the data that it was recorded with"
                 )

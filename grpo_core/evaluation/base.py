@@ -20,7 +20,7 @@ from grpo_core.model.parallelize import sharding
 from grpo_core.model.positions import check_context
 from grpo_core.model.precision import in_float32, on_device
 from grpo_core.model.sharded import is_sharded
-from grpo_core.rewards.contract import Reward, resolve
+from grpo_core.rewards.contract import Reward, rewards_of
 from grpo_core.rollout.collect import Sample, sample_and_score
 from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.types import Engine, Request, Sampling
@@ -65,7 +65,7 @@ def load_base(config: RunConfig, files: Mapping[str, Path], completion: int) -> 
     setting = make_setting(config, tokenizer)
     encode, options = setting.encode if setting else None, config.data.chat_template_kwargs
     sets = {name: load_prompts(path, tokenizer, options, encode) for name, path in files.items()}
-    rewards = [resolve(reward) for reward in config.rewards]
+    rewards = rewards_of(config)
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
     model = load_start(config.model, dtype=dtype, device=processes.device, shard=shard)
     max_length = max(prompts.max_length for prompts in sets.values()) + completion

@@ -11,19 +11,23 @@ import polars as pl
 
 from grpo_core.config.metrics import DECIDING, evaluated_metrics, reward_means
 from grpo_core.config.run import RunConfig
-from grpo_core.evaluation.outcomes import bounds_of, majority, outcomes, per_prompt, prompt_numbers
+from grpo_core.evaluation.outcomes import bounds_of, majority, outcomes, per_prompt, prompt_numbers, samples_of
 from grpo_core.evaluation.statistics import Bounds, estimate, paired_difference, seen_bounds
 
 Outcomes = Mapping[str, Mapping[str, np.ndarray]]  # policy → metric → one value per row of the set
 
 
 def compare_policies(samples: pl.DataFrame, config: RunConfig, policies: Sequence[str]) -> dict[str, Any]:
-    """For each evaluation set its prompts, every policy's figures, and the last policy minus each of the others."""
-    return {name: _compare_on(name, samples, config, policies) for name in config.evaluation_files}
+    """For each evaluation set, and each source of the held-out prompts, its prompts, every policy's figures, and the
+    last policy minus each of the others."""
+    held_out, *others = config.evaluation_files
+    names = (held_out, *config.evaluated_sources, *others)
+    return {name: _compare_on(name, samples, config, policies) for name in names}
 
 
 def _compare_on(name: str, samples: pl.DataFrame, config: RunConfig, policies: Sequence[str]) -> dict[str, Any]:
-    metrics = _metrics(config)
+    like = {name: name for name in config.evaluated_sources} | {it.name: it.source for it in config.evaluation.sets}
+    metrics = _metrics(config, config.rewards_of(like.get(name)))
     found = {policy: {metric: of(samples, name, policy) for metric, of in metrics.items()} for policy in policies}
     everywhere = np.ones(len(found["base"]["reward"]), dtype=bool)
     numbers = prompt_numbers(samples, name)
@@ -36,13 +40,13 @@ def _compare_on(name: str, samples: pl.DataFrame, config: RunConfig, policies: S
     return report
 
 
-def _metrics(config: RunConfig) -> dict[str, Callable[[pl.DataFrame, str, str], np.ndarray]]:
-    """Metric → its outcomes, given samples, set and policy."""
+def _metrics(config: RunConfig, scored_by: Sequence[str]) -> dict[str, Callable[[pl.DataFrame, str, str], np.ndarray]]:
+    """Metric → its outcomes, given samples, set and policy. `scored_by`: the rewards of the prompts' source."""
     n, right = config.evaluation.num_samples, config.accuracy_reward
     rewards = config.rewards
     names = [
         *DECIDING,
-        *reward_means(reward.name for reward in rewards),
+        *reward_means(scored_by),
         *(name for name in evaluated_metrics(config.environment.is_used) if name not in DECIDING),
     ]
     if n > 1:
@@ -98,5 +102,5 @@ def _categories(samples: pl.DataFrame, name: str) -> np.ndarray | None:
     """Category of each prompt of a set; None where no prompt has one."""
     if "category" not in samples.columns:
         return None
-    first = samples.filter((pl.col("set") == name) & (pl.col("sample") == 0)).sort("row")["category"]
+    first = samples_of(samples, name).filter(pl.col("sample") == 0).sort("row")["category"]
     return None if first.is_null().all() else np.array(first.to_list(), dtype=object)

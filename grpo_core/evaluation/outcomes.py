@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import polars as pl
-import polars.selectors as cs
 
+from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.config.metrics import Deciding, evaluated_metric
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.statistics import BINARY, Bounds, pass_at_k
 from grpo_core.rewards.composition import range_of_sum, weighted_sum
 from grpo_core.rewards.contract import range_of
+
+AccuracyReward = str | Mapping[str, str]  # name of a reward; with several sources, the source → its reward's
+
+
+def samples_of(samples: pl.DataFrame, set: str) -> pl.DataFrame:
+    """The samples of an evaluation set; given the name of a source, those of its held-out prompts."""
+    chosen = pl.col("set") == set
+    if "source" in samples.columns:
+        chosen |= (pl.col("set") == HELD_OUT) & (pl.col("source") == set)
+    return samples.filter(chosen)
 
 
 def outcomes(
@@ -27,7 +37,7 @@ def outcomes(
     policy: str,
     metric: str,
     rewards: Sequence[RewardConfig],
-    accuracy_reward: str,
+    accuracy_reward: AccuracyReward,
     unscored_as: pl.Series | None = None,
 ) -> np.ndarray:
     """A policy's `metric` on each prompt of a set, in the order of rows: the mean over the prompt's samples. (N,)
@@ -38,11 +48,11 @@ def outcomes(
     unscored_as: one entry per row of the set, in the order of `samples`: a value that replaces the sample's own, or
     null. Raises ValueError for a metric or a policy that the samples do not have.
     """
-    of_set = samples.filter(pl.col("set") == set)
+    of_set = samples_of(samples, set)
     if (policy, metric) == ("base", "kl"):
         return np.zeros(of_set["row"].n_unique())
     if metric.startswith("pass@"):
-        return _pass_at(int(metric.removeprefix("pass@")), of_set, f"{policy}/rewards/{accuracy_reward}")
+        return _pass_at(int(metric.removeprefix("pass@")), of_set, right(policy, accuracy_reward))
     try:
         values = _of_samples(of_set, policy, metric, rewards, accuracy_reward)
     except pl.exceptions.ColumnNotFoundError as error:
@@ -53,10 +63,21 @@ def outcomes(
     return means.sort("row")["it"].fill_null(np.nan).to_numpy()
 
 
-def deciding_metric(samples: pl.DataFrame, accuracy_reward: str) -> Deciding:
+def right(policy: str, accuracy_reward: AccuracyReward) -> pl.Expr:
+    """What the reward that says which samples are right gave: 1 to those that are; null where it gave nothing."""
+    if isinstance(accuracy_reward, str):
+        return pl.col(f"{policy}/rewards/{accuracy_reward}").cast(pl.Float64)
+    return pl.coalesce(
+        pl.when(pl.col("source") == source).then(pl.col(f"{policy}/rewards/{name}").cast(pl.Float64))
+        for source, name in accuracy_reward.items()
+    )
+
+
+def deciding_metric(samples: pl.DataFrame, accuracy_reward: AccuracyReward) -> Deciding:
     """What policies are compared by where `promotion.metric` does not say it: accuracy if `accuracy_reward` gave all
     samples, of every policy, 0 or 1, or did not score them; else reward, since its other values are not "wrong"."""
-    given = samples.select(cs.ends_with(f"/rewards/{accuracy_reward}").cast(pl.Float64))
+    policies = dict.fromkeys(name.partition("/")[0] for name in samples.columns if "/rewards/" in name)
+    given = samples.select(right(policy, accuracy_reward).alias(policy) for policy in policies)
     return "accuracy" if all(column.drop_nulls().is_in([0.0, 1.0]).all() for column in given) else "reward"
 
 
@@ -74,7 +95,7 @@ def bounds_of(metric: str, config: RunConfig) -> Bounds:
 def rewards_in(metric: str, config: RunConfig) -> list[str]:
     """Names of the rewards that the metric follows from."""
     if metric == "accuracy":
-        return [config.accuracy_reward]
+        return config.accuracy_rewards
     if metric == "reward":
         return [it.name for it in config.rewards if it.weight]
     return [it.name for it in config.rewards if metric == f"rewards/{it.name}/mean"]
@@ -85,7 +106,7 @@ def left_unscored(
 ) -> pl.Series:
     """Whether one of `rewards` left the policy's sample unscored, although it scored the other policy on that prompt:
     one value per row of the set, in the order of `samples`. `others` has the columns `other/…` of the other policy."""
-    of_set, theirs = samples.filter(pl.col("set") == set), others.filter(pl.col("set") == set)
+    of_set, theirs = samples_of(samples, set), samples_of(others, set)
     lost = pl.repeat(False, of_set.height, eager=True)
     for name in rewards:
         scored = theirs.filter(pl.col(f"{other}/rewards/{name}").is_not_null())["row"].unique()
@@ -97,7 +118,7 @@ def prompt_numbers(samples: pl.DataFrame, set: str) -> np.ndarray:
     """Number of each row's prompt, in the order of the set's rows; equal prompts have the same number. With an
     environment, rows are told apart by all that it begins with (`task`). (N,)"""
     unit = "task" if "task" in samples.columns else "prompt"
-    of_set = samples.filter((pl.col("set") == set) & (pl.col("sample") == 0)).sort("row")
+    of_set = samples_of(samples, set).filter(pl.col("sample") == 0).sort("row")
     numbers: dict[str, int] = {}
     return np.array([numbers.setdefault(repr(prompt), len(numbers)) for prompt in of_set[unit].to_list()], dtype=int)
 
@@ -115,7 +136,7 @@ def per_prompt(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def majority(
-    samples: pl.DataFrame, set: str, policy: str, accuracy_reward: str, answer_pattern: str | None
+    samples: pl.DataFrame, set: str, policy: str, accuracy_reward: AccuracyReward, answer_pattern: str | None
 ) -> np.ndarray:
     """Whether the answer that most samples of a prompt give is right (arXiv:2203.11171), in the order of rows. (N,)
 
@@ -123,18 +144,18 @@ def majority(
     space around it; a completion without a match casts no vote. Of equal counts the answer that came first wins. NaN
     where the winner's first sample was not scored; 0 where no sample has an answer.
     """
-    columns = (f"{policy}/completion", f"{policy}/rewards/{accuracy_reward}")
-    of_set = samples.filter(pl.col("set") == set).sort("row", "sample")
+    columns = (f"{policy}/completion", right(policy, accuracy_reward).alias("right"))
+    of_set = samples_of(samples, set).sort("row", "sample")
     per_prompt = of_set.group_by("row", maintain_order=True).agg(*columns)
     return np.array([_vote(zip(*drawn, strict=True), answer_pattern) for _, *drawn in per_prompt.rows()])
 
 
 def _of_samples(
-    samples: pl.DataFrame, policy: str, metric: str, rewards: Sequence[RewardConfig], accuracy_reward: str
+    samples: pl.DataFrame, policy: str, metric: str, rewards: Sequence[RewardConfig], accuracy_reward: AccuracyReward
 ) -> pl.Series:
     """Metric of each sample; null if it was not scored."""
     if metric == "accuracy":
-        return (samples[f"{policy}/rewards/{accuracy_reward}"].cast(pl.Float64) == 1).cast(pl.Float64)
+        return samples.select((right(policy, accuracy_reward) == 1).cast(pl.Float64)).to_series()
     if metric == "reward":
         given = samples.select(pl.col(f"{policy}/rewards/{reward.name}").cast(pl.Float64) for reward in rewards)
         return pl.Series(weighted_sum(given.to_numpy(), rewards), nan_to_null=True)
@@ -142,8 +163,7 @@ def _of_samples(
     return (values != "" if values.dtype == pl.String else values).cast(pl.Float64)
 
 
-def _pass_at(k: int, of_set: pl.DataFrame, reward: str) -> np.ndarray:
-    scored = pl.col(reward)
+def _pass_at(k: int, of_set: pl.DataFrame, scored: pl.Expr) -> np.ndarray:
     counts = of_set.group_by("row").agg(right=(scored == 1).sum(), scored=scored.count()).sort("row")
     counted = counts.select("right", "scored").rows()
     return np.array([pass_at_k(right, drawn, k) if drawn >= k else np.nan for right, drawn in counted])

@@ -59,9 +59,9 @@ def evaluate(
     policies: list[str] = []
 
     def sample_share(name: str) -> tuple[list[Sample], float]:
-        ids = sets[name].ids
-        rows = share(len(ids))
-        return loaded.sample(name, [evaluation_request(config, row, ids[row], n) for row in rows], rows, sampling)
+        prompts = sets[name]
+        rows = share(len(prompts.ids))
+        return loaded.sample(name, [evaluation_request(config, prompts, row, n) for row in rows], rows, sampling)
 
     def sample(policy: str, model: Any) -> None:
         policies.append(policy)
@@ -137,7 +137,10 @@ def outcomes_key(config: RunConfig, files: Mapping[str, Path]) -> str:
     prompts of each set."""
     sampling = config.evaluation.model_dump(include={"num_samples", "temperature", "top_p", "top_k"})
     parts: list[Any] = [sampling, config.evaluation_length, reward_parts(config), config.accuracy_reward]
-    optional = (environment_parts(config), config.data.chat_template_kwargs, config.rollout.stop)
+    optional = (
+        *(environment_parts(config), config.data.chat_template_kwargs, config.rollout.stop),
+        config.source_rules,
+    )
     parts += [held for held in optional if held]
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     for name, path in sorted(files.items()):

@@ -64,6 +64,8 @@ def prompt_columns(name: str, rows: Sequence[Mapping[str, Any]], config: RunConf
     for column, source in ((ANSWER, ANSWER), ("category", config.evaluation.category_column)):
         if source in rows[0]:
             columns[column] = [None if row[source] is None else str(row[source]) for row in rows]
+    if config.data.sources:
+        columns["source"] = [row["source"] for row in rows]
     if config.environment.factories:  # which begins by the whole row: the same prompt may be another task
         columns["task"] = [_content(row) for row in rows]
     places: dict[str, list[Any]] = {

@@ -11,14 +11,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_core.config.inputs import DataSource
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
-from grpo_core.planning.rules import PlanInputs, problems, rollouts_of
+from grpo_core.planning.rules import PlanInputs, PlannedSource, problems, rollouts_of
 from grpo_core.planning.suggestions import Fix, fixes
 
 
@@ -47,7 +48,7 @@ class MicroStep:
 class Plan:
     """A valid run in figures; batch sizes are completions, over all processes unless `per_device`."""
 
-    num_prompts: int
+    num_prompts: int  # N, per epoch
     num_generations: int
     per_device_train_batch_size: int
     num_processes: int
@@ -71,6 +72,7 @@ class Plan:
     max_completion_tokens: int
     evaluations: int  # on the held-out prompts, during training
     warmup_steps: int
+    sources: tuple[PlannedSource, ...] = ()
 
     @property
     def micro_steps_per_rollout(self) -> int:
@@ -92,6 +94,11 @@ class Plan:
         for micro_step in range(first, last):
             window, position = divmod(micro_step, self.micro_steps_per_rollout)
             yield MicroStep(epoch * self.rollouts_per_epoch + window, position % self.steps_per_generation)
+
+    @property
+    def source_sizes(self) -> list[int]:
+        """Prompts of each source, N without sources: what `plan_inputs` was given."""
+        return [source.num_prompts for source in self.sources] or [self.num_prompts]
 
     def counts(self, updates: int) -> dict[str, int]:
         """Generation batches, prompts seen and dropped, and completions of the first `updates` updates."""
@@ -151,6 +158,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
         max_completion_tokens=max_completions * inputs.max_completion_length,
         evaluations=math.ceil(max_steps / inputs.eval_steps) if inputs.eval_steps else 0,
         warmup_steps=math.ceil(warmup * max_steps) if warmup < 1 else int(warmup),
+        sources=inputs.sources,
     )
 
 
@@ -159,6 +167,19 @@ def describe(fix: Fix) -> str:
     changes = [f"remove {key}" if value is None else f"{key}={value}" for key, value in fix.changes.items()]
     kept = "the same" if fix.keeps_generation_batch else "a"
     return f"{', '.join(changes)} ({kept} batch of {fix.generation_batch_size})"
+
+
+def plan_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A plan as the rows of a table, without its sources."""
+    return [(name, f"{value:,}") for name, value in figures.items() if name != "sources"]
+
+
+def source_table(sources: Mapping[str, Mapping[str, float]]) -> Iterator[list[str]]:
+    """The counts of each source, see `data.order.source_counts`, as the rows of a table, its head first."""
+    for number, (name, counts) in enumerate(sources.items()):
+        if number == 0:
+            yield ["source", *counts]
+        yield [name, *(f"{value:,}" for value in counts.values())]
 
 
 def notes(inputs: PlanInputs, plan: Plan) -> list[str]:
@@ -186,13 +207,37 @@ def warmup_notes(plan: Plan) -> list[str]:
     ]
 
 
-def plan_inputs(config: RunConfig, num_prompts: int) -> PlanInputs:
-    """The part of a configuration that the plan follows from."""
+def plan_inputs(config: RunConfig, *num_prompts: int) -> PlanInputs:
+    """The part of a configuration that the plan follows from. `num_prompts`: to train on, of each source."""
     known = {field.name for field in dataclasses.fields(PlanInputs)}
-    values: dict[str, Any] = {**config.train.model_dump(), **config.rollout.model_dump(), "num_prompts": num_prompts}
+    sources = planned_sources(config.data.sources, num_prompts)
+    per_epoch = sum(source.prompts_per_epoch for source in sources) if sources else num_prompts[0]
+    values: dict[str, Any] = {**config.train.model_dump(), **config.rollout.model_dump()}
+    values |= {"num_prompts": per_epoch, "sources": sources}
     return PlanInputs(**{key: value for key, value in values.items() if key in known})
+
+
+def planned_sources(sources: Sequence[DataSource], num_prompts: Sequence[int]) -> tuple[PlannedSource, ...]:
+    """How many of its prompts each source gives per epoch. By weights, an epoch uses up the source that has the fewest
+    prompts for its weight, and has of the others as many as their weights say."""
+    if not sources:
+        return ()
+    passes = min(n / (source.weight or 1) for source, n in zip(sources, num_prompts, strict=True))
+    return tuple(
+        PlannedSource(
+            source.name, n, round(n * (source.epochs or 1) if source.weight is None else passes * source.weight)
+        )
+        for source, n in zip(sources, num_prompts, strict=True)
+    )
 
 
 def load_plan(path: Path) -> Plan:
     """Read the `plan` object of a plan.json."""
-    return Plan(**json.loads(path.read_text())["plan"])
+    return read_plan(json.loads(path.read_text())["plan"])
+
+
+def read_plan(values: Mapping[str, Any]) -> Plan:
+    """The plan of which `values` are `dataclasses.asdict`."""
+    known = dict(values)
+    known["sources"] = tuple(PlannedSource(**each) for each in values["sources"])
+    return Plan(**known)

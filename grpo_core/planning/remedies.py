@@ -120,7 +120,7 @@ def _fitting(
     for changes in tried:
         try:
             changed = _changed(config, changes)
-            figures = make_plan(plan_inputs(changed, plan.num_prompts))
+            figures = make_plan(plan_inputs(changed, *plan.source_sizes))
             check_engine_memory(changed, shape, lengths, gpu)
             check_host_memory(changed, shape, gpu)
         except (ConfigError, PlanError):

@@ -54,6 +54,15 @@ LARGEST = 10**18  # of any number: beyond it there is no run, and floating-point
 
 
 @dataclass(frozen=True)
+class PlannedSource:
+    """One of several sources of training prompts."""
+
+    name: str
+    num_prompts: int  # rows
+    prompts_per_epoch: int  # of these, in each epoch
+
+
+@dataclass(frozen=True)
 class PlanInputs:
     """The numbers that a plan follows from; names and defaults are those of the configuration."""
 
@@ -72,6 +81,7 @@ class PlanInputs:
     dynamic_sample: bool = False
     max_resample_times: int = 0
     eval_steps: int | None = None
+    sources: tuple[PlannedSource, ...] = ()  # if there are several; num_prompts is what they give per epoch
     rules: Rules = "grpo"
     has_teacher: bool = False  # ms-swift: a teacher's signal needs no group to compare with
     # Other systems evaluate in batches of groups. None: no evaluation.
@@ -224,6 +234,12 @@ def _batch_problems(inputs: PlanInputs) -> Iterator[str]:
             f"generation_batch_size={inputs.generation_batch} ({inputs.batch_factors}) is not divisible by "
             f"num_generations={g}: {WHOLE_GROUPS}"
         )
+    for source in inputs.sources:
+        if not source.prompts_per_epoch:
+            yield (
+                f"the source {source.name!r} with {source.num_prompts} prompts gives none per epoch: raise its epochs, "
+                "or its weight against those of the smallest sources, or leave it out"
+            )
     if inputs.num_prompts < inputs.prompt_batch // g:
         yield (
             f"{inputs.num_prompts} prompts do not fill one generation batch of {inputs.prompt_batch // g} prompts "

@@ -48,23 +48,23 @@ def weighted_sum(given: np.ndarray, rewards: Sequence[RewardConfig]) -> np.ndarr
 
 def passed(given: np.ndarray, config: RunConfig) -> np.ndarray:
     """How far each completion passes, from 0 to 1: the value of the accuracy reward, scaled by its range. given: as
-    `counted` takes it (N, K); NaN if not scored, and for all where the range is not known. (N,)"""
-    place = [reward.name for reward in config.rewards].index(config.accuracy_reward)
+    `counted` takes it (N, K); NaN if not scored, and for all where `has_pass_rates` says no. (N,)"""
     if not has_pass_rates(config):
         return np.full(len(given), np.nan)
+    place = [reward.name for reward in config.rewards].index(config.accuracy_rewards[0])
     low, high = range_of(config.rewards[place]) or (0.0, 1.0)
     return (given[:, place] - low) / (high - low)
 
 
 def has_pass_rates(config: RunConfig) -> bool:
-    """Whether `passed` can tell, which is that the range of the accuracy reward is known."""
-    (reward,) = (reward for reward in config.rewards if reward.name == config.accuracy_reward)
-    return all(map(math.isfinite, range_of(reward) or [math.nan]))
+    """Whether `passed` can tell: one reward says what is right, the same for all sources, and its range is known."""
+    rewards = [reward for reward in config.rewards if reward.name in config.accuracy_rewards]
+    return len(rewards) == 1 and all(map(math.isfinite, range_of(rewards[0]) or [math.nan]))
 
 
 def check_curriculum(config: RunConfig) -> None:
     """Raises ConfigError if `data.curriculum` needs pass rates and none can be had."""
-    keys, name = config.data.curriculum, config.accuracy_reward
+    keys, name = config.data.curriculum, " and ".join(config.accuracy_rewards)
     if has_pass_rates(config) or (keys.kind == "none" and not keys.probe):
         return
     asked = f"data.curriculum.kind={keys.kind!r}" if keys.kind != "none" else f"data.curriculum.probe={keys.probe}"

@@ -19,11 +19,12 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.config.run import RunConfig
 from grpo_core.data import chat
 from grpo_core.errors import RewardError
 from grpo_core.rewards.builtin.record import Range, RewardFunction
@@ -54,6 +55,11 @@ class Reward:
     value_problems: Mapping[str, Callable[[str], str]]
     process: RewardProcess | None = None
     needs_environments: bool = False  # it cannot be called without
+    sources: frozenset[str] | None = None  # of the rows that it scores; None: of all
+
+    def scores(self, row: Mapping[str, Any]) -> bool:
+        """Whether the reward is one of the row's source."""
+        return self.sources is None or row["source"] in self.sources
 
     @property
     def reads_environments(self) -> bool:
@@ -74,6 +80,18 @@ def check_environments(rewards: Sequence[Reward], are_there: bool) -> None:
                 f"reward {reward.name!r} reads `environments`, which cannot be sent to the process of an isolated "
                 "reward: remove isolated = true"
             )
+
+
+def rewards_of(config: RunConfig) -> list[Reward]:
+    """The rewards of a run, each for the sources that name it. Raises RewardError as `resolve` does."""
+    by_source = {it.name: config.rewards_of(it.name) for it in config.data.sources}
+    return [
+        replace(
+            resolve(reward),
+            sources=frozenset(name for name, own in by_source.items() if reward.name in own) if by_source else None,
+        )
+        for reward in config.rewards
+    ]
 
 
 def resolve(config: RewardConfig) -> Reward:

@@ -23,7 +23,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import completion_of
 from grpo_core.errors import GrpoError, RewardError
 from grpo_core.planning.plan import plan_inputs
-from grpo_core.rewards.contract import Reward, check_environments, resolve
+from grpo_core.rewards.contract import Reward, check_environments, rewards_of
 from grpo_core.rewards.isolated import START_SECONDS
 from grpo_core.rewards.registry import BUILTIN
 from grpo_core.rewards.scoring import GRACE, Batch, score, short
@@ -58,10 +58,16 @@ def run(name: str, description: str, rehearsal: Callable[[RunConfig, Path], dict
 
 
 def _on_first_rows(config: RunConfig, data: Path) -> dict[str, Any]:
-    import pyarrow.parquet as pq
+    return rehearse(config, first_rows(config, data, ROWS), lambda: load_tokenizer(config))
 
-    rows = next(pq.ParquetFile(data).iter_batches(batch_size=ROWS)).to_pylist()
-    return rehearse(config, rows, lambda: load_tokenizer(config))
+
+def first_rows(config: RunConfig, data: Path, count: int) -> list[dict[str, Any]]:
+    """The first rows of the data, of each source as many."""
+    import pyarrow.dataset as ds
+
+    names, rows = config.evaluated_sources, ds.dataset(data)
+    chosen = [ds.field("source") == name for name in names] or [None]
+    return [row for each in chosen for row in rows.head(-(-count // len(chosen)), filter=each).to_pylist()]
 
 
 def load_tokenizer(config: RunConfig) -> Any:
@@ -92,7 +98,7 @@ def rehearse(
     kinds = [kind for kind, pairs in groups.items() for _ in pairs]
     batch, texts = zip(*(pair for pairs in groups.values() for pair in pairs), strict=True)
     completions = [completion_of(row["prompt"], text) for row, text in zip(batch, texts, strict=True)]
-    resolved = [resolve(reward) for reward in config.rewards]
+    resolved = rewards_of(config)
     check_environments(resolved, begin is not None)
     acting = [reward.name for reward in resolved if begin and reward.reads_environments]
     ids: list[list[int]] = [[] for _ in texts]
@@ -111,7 +117,7 @@ def rehearse(
         print(f"{TRYING}reward {reward.name!r}", flush=True)
         try:
             first, then = (replace(reward, timeout=seconds) for seconds in _limits(declared))
-            score([first], whole.only(0))  # its pace does not include what is loaded once
+            score([first], whole.scored_by(first).only(0))  # its pace does not include what is loaded once
             start = time.perf_counter()
             (values,) = score([then], whole)
         except RewardError as error:
@@ -119,7 +125,9 @@ def rehearse(
             continue
         seconds = (time.perf_counter() - start) / len(batch)
         by_kind = {
-            kind: [value for value, of in zip(values, kinds, strict=True) if of == kind]
+            kind: [
+                value for value, of, row in zip(values, kinds, batch, strict=True) if of == kind and reward.scores(row)
+            ]
             for kind in dict.fromkeys(kinds)
         }
         rewards[reward.name] = {
@@ -198,7 +206,7 @@ def _suspicions(reward: Reward, values: Mapping[str, Sequence[float]], config: R
             f"reward {reward.name!r} gave {min(scored):g} to {_listed(values)} alike: if it does so for everything "
             "that the model writes, there is nothing to learn from it"
         )
-    if reward.name == config.accuracy_reward and scored and "right" in values and reward.columns:
+    if reward.name in config.accuracy_rewards and scored and "right" in values and reward.columns:
         wrong = [row for row, value in enumerate(values["right"]) if value != 1]
         if wrong:
             found.append(
@@ -220,7 +228,7 @@ def _too_slow(reward: Reward, seconds: float) -> list[str]:
 
 
 def _completions_per_process(config: RunConfig) -> int:
-    inputs = plan_inputs(config, num_prompts=0)
+    inputs = plan_inputs(config, *(0 for _ in config.data.origins))
     return math.ceil(inputs.generation_batch / inputs.num_processes)
 
 

@@ -54,6 +54,15 @@ class Batch:
         own = self.environments[i : i + 1]
         return Batch([self.rows[i]], [self.completions[i]], [self.completion_ids[i]], own)
 
+    def scored_by(self, reward: Reward) -> Batch:
+        """The rows whose source the reward is for."""
+        places = [i for i, row in enumerate(self.rows) if reward.scores(row)]
+        if len(places) == len(self.rows):
+            return self
+        return Batch(
+            *([values[i] for i in places if values] for values in (getattr(self, f.name) for f in fields(self)))
+        )
+
     def read_by(self, reward: Reward) -> Batch:
         """The part of the batch that the reward, and messages about it, need: what is sent to its process."""
         if reward.accepts is None:
@@ -107,17 +116,36 @@ def score_arriving(
                 moved()
                 if new:
                     items += new
-                    parts.append((batch_of(list(new)), {}))
+                    batch, found = batch_of(list(new)), dict[str, Any]()
+                    parts.append((batch, found))
                     for reward in asynchronous:
-                        loop.start(reward, *parts[-1])
+                        if (own := batch.scored_by(reward)).rows:
+                            loop.start(reward, own, found)
                 loop.turn()
         whole = _joined([batch for batch, _ in parts])
-        values = {reward.name: _run(reward, whole) for reward in rewards if parts and not reward.is_async}
+        at_the_end = [
+            (whole, {it.name: _run(it, own) for it in rewards if not it.is_async and (own := whole.scored_by(it)).rows})
+        ]
         loop.finish()
-    columns = {name: checked(reward, values[name], whole) for reward in rewards if (name := reward.name) in values}
-    for reward in asynchronous:
-        columns[reward.name] = [value for part, found in parts for value in checked(reward, found[reward.name], part)]
-    return items, whole, [columns.get(reward.name, []) for reward in rewards]
+    return (
+        items,
+        whole,
+        [
+            [
+                value
+                for part, found in (parts if reward.is_async else at_the_end)
+                for value in _of_all(reward, found, part)
+            ]
+            for reward in rewards
+        ],
+    )
+
+
+def _of_all(reward: Reward, found: Mapping[str, Any], batch: Batch) -> list[float]:
+    """The reward's values for all rows of a batch, given those that it `found`: NaN for rows of other sources."""
+    own = batch.scored_by(reward)
+    values = iter(checked(reward, found[reward.name], own) if own.rows else ())
+    return [next(values) if reward.scores(row) else math.nan for row in batch.rows]
 
 
 class _Loop:

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_core.config.run import RunConfig
 from grpo_core.data.order import Arranged, derive_seed, rollout_prompts
 from grpo_core.data.prompts import Prompts
 from grpo_core.distributed import share_of
 from grpo_core.planning.plan import Plan
 from grpo_core.planning.sampling_ahead import batches_ahead
+from grpo_core.rollout.requests import own_limit
 from grpo_core.rollout.types import Lookahead, Request, Sampling
 
 Group = tuple[int, int]  # the generation batch whose turn its prompt was, and the dataset row
@@ -64,9 +66,17 @@ def _of_batches(share: range, batches: int) -> slice:
     return slice(share.start * batches, share.stop * batches)
 
 
-def requests_of(window: Sequence[Group], prompts: Prompts, plan: Plan, seed: int, attempt: int) -> list[Request]:
+def requests_of(
+    window: Sequence[Group], prompts: Prompts, plan: Plan, config: RunConfig, attempt: int
+) -> list[Request]:
     """The groups as requests, whose seeds do not depend on when they are taken."""
     return [
-        Request(prompts.ids[row], plan.num_generations, derive_seed(seed, turn, attempt, row), row=row)
+        Request(
+            prompts.ids[row],
+            plan.num_generations,
+            derive_seed(config.seed, turn, attempt, row),
+            own_limit(config, prompts.rows[row]),
+            row=row,
+        )
         for turn, row in window
     ]

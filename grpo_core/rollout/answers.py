@@ -62,7 +62,10 @@ def conversations_of(
         )
     else:
         seeds = [request.seed + i for request in requests for i in range(request.num_completions)]
-        plays = [setting.converse(prompts.rows[row], row, sampling.max_tokens) for row in asked]
+        limits = [
+            request.max_tokens or sampling.max_tokens for request in requests for _ in range(request.num_completions)
+        ]
+        plays = [setting.converse(prompts.rows[row], row, limit) for row, limit in zip(asked, limits, strict=True)]
         ended = play(engine, plays, seeds, sampling)
     for talks in ended:
         yield [

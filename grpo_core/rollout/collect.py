@@ -17,9 +17,10 @@ from accelerate import PartialState
 from grpo_core.algorithm.advantages import Advantages, group_advantages, sample_std
 from grpo_core.config.algorithm import AlgorithmConfig
 from grpo_core.config.inputs import RewardConfig
+from grpo_core.config.metrics import of_source
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import decode_completions, text_of
-from grpo_core.data.order import Arranged, derive_seed, fresh_prompts, rollout_prompts
+from grpo_core.data.order import Arranged, derive_seed, fresh_prompts, rollout_prompts, source_rows
 from grpo_core.data.prompts import Prompts
 from grpo_core.distributed import gathered, processes_per_machine, share
 from grpo_core.environments.conversation import Said, conversation_metrics
@@ -34,7 +35,7 @@ from grpo_core.rewards.scoring import Batch, score_arriving
 from grpo_core.rollout.ahead import Group, Taking, requests_of, windows
 from grpo_core.rollout.answers import Answer, completions_of, conversations_of
 from grpo_core.rollout.process_work import TOKENS, work_metrics
-from grpo_core.rollout.requests import training_sampling
+from grpo_core.rollout.requests import own_limit, training_sampling
 from grpo_core.rollout.types import Completion, Engine, GenerationBatch, Lookahead, Request, Sampler, Sampling
 from grpo_core.system.progress import phase, seconds_of_work
 
@@ -85,12 +86,12 @@ def collect(
     def draw(groups: Sequence[Group]) -> list[Sample]:
         """G scored completions of each group, over all processes."""
         mine = share(len(groups) * g)
-        requests, own = _requests(groups, prompts, g, config.seed, attempt, mine)
+        requests, own = _requests(groups, prompts, g, config, attempt, mine)
         return scored(engine, requests, own, lambda place: groups[(mine.start + place) // g], setting)
 
     def take(lookahead: Lookahead, window: Sequence[Group], count: int) -> list[Sample]:
         """G scored completions of `count` of this process's begun groups, and of those of the others."""
-        requests = requests_of(window, prompts, plan, config.seed, attempt)
+        requests = requests_of(window, prompts, plan, config, attempt)
         lookahead.begin(requests, sampling, max_staleness)
         rows, taking = [row for _, row in window], Taking(lookahead, count)
         return scored(taking, requests, rows, lambda place: window[place // g], setting)
@@ -129,13 +130,15 @@ def collect(
     used = {*scheduled, *(sample.row for sample in samples)}
     for _ in range(config.rollout.max_resample_times if config.rollout.dynamic_sample else 0):
         silent = (advantages.group_std == 0).nonzero().flatten().tolist()
-        fresh = fresh_prompts(plan, config.seed, index, used, len(silent), arranged)
+        replaced = [samples[group * g].row for group in silent]
+        found = fresh_prompts(plan, config.seed, index, used, replaced, arranged)
+        fresh = {group: row for group, row in zip(silent, found, strict=True) if row is not None}
         if not fresh:
             break
-        used.update(fresh)
-        replacements = draw([(index, row) for row in fresh])
+        used.update(fresh.values())
+        replacements = draw([(index, row) for row in fresh.values()])
         sampled += replacements
-        for group, start in zip(silent, range(0, len(replacements), g), strict=False):
+        for group, start in zip(fresh, range(0, len(replacements), g), strict=True):
             samples[group * g : (group + 1) * g] = replacements[start : start + g]
         advantages = _advantages(samples, config, plan)
 
@@ -167,11 +170,9 @@ def generation_batch(
     """
     advantages, completions = _advantages(samples, config, plan), [sample.completion for sample in samples]
     metrics = {
-        "reward": advantages.rewards.nanmean().item(),
-        "reward_std": sample_std(advantages.rewards).item(),
-        "frac_reward_zero_std": (advantages.group_std == 0).float().mean().item(),
+        **_metrics_of(range(len(samples)), samples, advantages, plan.num_generations),
         **_reward_metrics(config.rewards, _matrix(samples)),
-        **_length_metrics(completions),
+        **_source_metrics(samples, advantages, plan),
         **_age_metrics(completions),
         **metrics,
     }
@@ -196,6 +197,29 @@ def generation_batch(
         passed=torch.from_numpy(passed(_matrix(sampled), config)),
         metrics=metrics,
     )
+
+
+def _metrics_of(places: Sequence[int], samples: Sequence[Sample], advantages: Advantages, g: int) -> dict[str, float]:
+    """Rewards and lengths of the samples at these places, which are those of whole groups."""
+    rewards = advantages.rewards[[*places]]
+    return {
+        "reward": rewards.nanmean().item(),
+        "reward_std": sample_std(rewards).item(),
+        "frac_reward_zero_std": (advantages.group_std[[place // g for place in places[::g]]] == 0)
+        .float()
+        .mean()
+        .item(),
+        **_length_metrics([samples[place].completion for place in places]),
+    }
+
+
+def _source_metrics(samples: Sequence[Sample], advantages: Advantages, plan: Plan) -> dict[str, float]:
+    """The metrics of each source that the batch has completions of."""
+    metrics = {}
+    for source, rows in zip(plan.sources, source_rows(plan), strict=False):
+        if own := [place for place, sample in enumerate(samples) if sample.row in rows]:
+            metrics |= of_source(_metrics_of(own, samples, advantages, plan.num_generations), source.name)
+    return metrics
 
 
 def _matrix(samples: Sequence[Sample]) -> np.ndarray:
@@ -290,7 +314,7 @@ def share_samples(
 
 
 def _requests(
-    groups: Sequence[Group], prompts: Prompts, g: int, seed: int, attempt: int, mine: range
+    groups: Sequence[Group], prompts: Prompts, g: int, config: RunConfig, attempt: int, mine: range
 ) -> tuple[list[Request], list[int]]:
     """Requests for the completions `mine` of the groups, and their dataset rows.
 
@@ -300,8 +324,8 @@ def _requests(
     request_rows: list[int] = []
     for position, members in itertools.groupby(mine, lambda completion: completion // g):
         (turn, row), (first, *others) = groups[position], members
-        seeds = derive_seed(seed, turn, attempt, row) + first % g
-        requests.append(Request(prompts.ids[row], 1 + len(others), seeds))
+        seeds, limit = derive_seed(config.seed, turn, attempt, row) + first % g, own_limit(config, prompts.rows[row])
+        requests.append(Request(prompts.ids[row], 1 + len(others), seeds, limit))
         request_rows.append(row)
     return requests, request_rows
 

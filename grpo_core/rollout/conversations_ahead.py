@@ -53,7 +53,8 @@ class ConversationsAhead:
                 continue
             self.begun[request.seed] = _Group(self.engine.version + max_staleness, request.num_completions)
             for number in range(request.num_completions):
-                talk = self.setting.converse(self.prompts.rows[request.row], request.row, sampling.max_tokens)
+                limit = request.max_tokens or sampling.max_tokens
+                talk = self.setting.converse(self.prompts.rows[request.row], request.row, limit)
                 new.append((talk, request.seed + number))
                 self.places.append((request.seed, number))
         self._go_on(sampling, new)

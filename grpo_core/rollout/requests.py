@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.data.order import derive_seed
+from grpo_core.data.prompts import Prompts
 from grpo_core.rollout.types import Request, Sampling
 
 
@@ -27,6 +31,14 @@ def evaluation_sampling(config: RunConfig) -> Sampling:
     return Sampling(config.evaluation_length, keys.temperature, keys.top_p, keys.top_k, stop=tuple(config.rollout.stop))
 
 
-def evaluation_request(config: RunConfig, row: int, prompt_ids: list[int], num_samples: int = 1) -> Request:
+def own_limit(config: RunConfig, row: Mapping[str, Any]) -> int | None:
+    """Tokens after which completions of this dataset row are cut off, if its source has a limit of its own."""
+    limits = {source.name: source.max_completion_length for source in config.data.sources}
+    return limits[row["source"]] if limits else None
+
+
+def evaluation_request(config: RunConfig, prompts: Prompts, row: int, num_samples: int = 1) -> Request:
     """Completions of a held-out prompt; their seeds depend on nothing but run seed and row."""
-    return Request(prompt_ids, num_samples, derive_seed(config.seed, row))
+    limit = own_limit(config, prompts.rows[row])
+    limit = limit and min(limit, config.evaluation_length)
+    return Request(prompts.ids[row], num_samples, derive_seed(config.seed, row), limit)

@@ -7,6 +7,7 @@ recognised, and the one before it used.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import secrets
@@ -66,8 +67,9 @@ def fingerprint(run: Path, config: RunConfig, plan: Plan) -> str:
     continued only under the same one."""
     sections = ["seed", "model", "rewards", "rollout", "algorithm", "train", "held_out"]
     values = [determining(config)[section] for section in sections]
-    values += [parts for parts in (environment_parts(config), config.data.chat_template_kwargs) if parts]
-    digest = hashlib.blake2b(json.dumps([values, planned_values(vars(plan))], sort_keys=True).encode())
+    optional = (environment_parts(config), config.data.chat_template_kwargs, config.source_rules)
+    values += [parts for parts in optional if parts]
+    digest = hashlib.blake2b(json.dumps([values, planned_values(dataclasses.asdict(plan))], sort_keys=True).encode())
     for reward in config.rewards:
         digest.update(hashlib.blake2b(source_of(reward)).digest())
     files = [run / "dataset" / f"{name}.parquet" for name in ("train", "eval")[: 1 + bool(config.train.eval_steps)]]

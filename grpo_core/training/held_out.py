@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.torch import load_file, save_file
 
+from grpo_core.config.metrics import of_source
 from grpo_core.distributed import read_tensors, share, write_tensors
 from grpo_core.model.loading import load_trainable_state, trainable_state
 from grpo_core.model.sharded import is_sharded
 from grpo_core.rewards.composition import weighted_sum
-from grpo_core.rollout.collect import sample_and_score, share_samples
+from grpo_core.rollout.collect import Sample, sample_and_score, share_samples
 from grpo_core.rollout.requests import evaluation_request, evaluation_sampling
 from grpo_core.system.files import naming, publish, replace_folder
 from grpo_core.training.checkpoint import Checkpoints
@@ -33,7 +34,7 @@ def evaluate_policy(session: Session, state: TrainingState, folder: Path) -> dic
     assert held_out is not None and engine is not None
     sync_weights(session, state)
     rows = share(len(held_out.ids))
-    requests = [evaluation_request(session.config, row, held_out.ids[row]) for row in rows]
+    requests = [evaluation_request(session.config, held_out, row) for row in rows]
     sampling = evaluation_sampling(session.config)
     samples, *_ = share_samples(
         lambda: sample_and_score(
@@ -47,28 +48,44 @@ def evaluate_policy(session: Session, state: TrainingState, folder: Path) -> dic
             session.setting,
         )
     )
-    matrix = np.array([sample.rewards for sample in samples])  # (N, K)
-    sums = weighted_sum(matrix, session.config.rewards)
-    names = [reward.name for reward in session.rewards]
-    by_name = dict(zip(names, matrix.T, strict=True))
     if session.accelerator.is_main_process:
-        scores = {"reward": sums, **{f"rewards/{name}": values for name, values in by_name.items()}}
-        _write(scores, [sample.row for sample in samples], folder / f"step-{state.updates:06d}.parquet")
-    right = by_name[session.config.accuracy_reward]
+        _write(samples, session, folder / f"step-{state.updates:06d}.parquet")
+    sources = [row.get("source", "") for row in held_out.rows]
+    metrics = _figures(samples, [*range(len(samples))], sources, session)
+    for name in session.config.evaluated_sources:
+        own = [place for place, source in enumerate(sources) if source == name]
+        metrics |= of_source(_figures(samples, own, sources, session), name)
+    return metrics
+
+
+def _figures(
+    samples: Sequence[Sample], places: Sequence[int], sources: Sequence[str], session: Session
+) -> dict[str, float]:
+    """Metrics of the samples at these places, as far as they were scored. `sources`: of all samples."""
+    own = [samples[place] for place in places]
+    matrix = np.array([sample.rewards for sample in own])  # (N, K)
+    sums = weighted_sum(matrix, session.config.rewards)
+    by_name = dict(zip([reward.name for reward in session.rewards], matrix.T, strict=True))
+    judge = session.config.accuracy_reward
+    judges = [judge if isinstance(judge, str) else judge[sources[place]] for place in places]
+    right = np.array([by_name[name][n] for n, name in enumerate(judges)])
     figures = {
         "eval_reward": sums[~np.isnan(sums)],
         "eval_accuracy": right[~np.isnan(right)] == 1,
         **{f"eval_rewards/{name}/mean": values[~np.isnan(values)] for name, values in by_name.items()},
-        "eval_completions/mean_length": np.array([sample.completion.sampled_tokens for sample in samples]),
-        "eval_completions/clipped_ratio": np.array([sample.completion.truncated for sample in samples]),
+        "eval_completions/mean_length": np.array([sample.completion.sampled_tokens for sample in own]),
+        "eval_completions/clipped_ratio": np.array([sample.completion.truncated for sample in own]),
     }
     return {name: float(values.mean()) for name, values in figures.items() if len(values)}
 
 
-def _write(scores: Mapping[str, np.ndarray], rows: Sequence[int], path: Path) -> None:
+def _write(samples: Sequence[Sample], session: Session, path: Path) -> None:
     """One row per held-out prompt, in their order; null where a reward did not score."""
+    matrix = np.array([sample.rewards for sample in samples])  # (N, K)
+    names = [f"rewards/{reward.name}" for reward in session.rewards]
+    scores = dict(zip(["reward", *names], [weighted_sum(matrix, session.config.rewards), *matrix.T], strict=True))
     columns = {name: pa.array(values, pa.float64(), from_pandas=True) for name, values in scores.items()}
-    table = pa.table({"row": rows, **columns}).sort_by("row")
+    table = pa.table({"row": [sample.row for sample in samples], **columns}).sort_by("row")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with naming(temporary):

@@ -92,6 +92,8 @@ class TrainingLog:
             "completion_tokens": [sample.completion.sampled_tokens for sample in samples],
             "truncated": rollout.truncated.tolist(),
         }
+        if self.plan.sources:
+            columns["source"] = [self.session.prompts.rows[sample.row]["source"] for sample in samples]
         if self.session.lookahead is not None:
             columns["scheduled_batch"] = [sample.turn for sample in samples]
             columns["ages"] = pa.array([sample.completion.ages for sample in samples], pa.list_(pa.int64()))

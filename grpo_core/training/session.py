@@ -33,7 +33,7 @@ from grpo_core.model.sharded import is_sharded
 from grpo_core.planning.adapter import check_adapter
 from grpo_core.planning.plan import Plan, load_plan
 from grpo_core.rewards.composition import check_curriculum, has_pass_rates
-from grpo_core.rewards.contract import Reward, resolve
+from grpo_core.rewards.contract import Reward, rewards_of
 from grpo_core.rollout.conversations_ahead import ConversationsAhead
 from grpo_core.rollout.factory import make_engine
 from grpo_core.rollout.types import Engine, Lookahead
@@ -116,7 +116,7 @@ def _load(run: Path, config: RunConfig, plan: Plan, accelerator: Accelerator) ->
     is_recorded = config.rollout.engine == "recorded"
     if is_recorded:
         check_recording(config, plan, run)
-    rewards = [] if is_recorded else [resolve(reward) for reward in config.rewards]
+    rewards = [] if is_recorded else rewards_of(config)
     tokenizer = load_tokenizer(config.model)
     setting = make_setting(config, tokenizer)
     encode = setting.encode if setting else None

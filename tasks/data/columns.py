@@ -9,7 +9,7 @@ import polars as pl
 import pyarrow as pa
 
 from grpo_core.config.columns import columns_read, is_function, is_template, template_parts
-from grpo_core.config.inputs import DataConfig
+from grpo_core.config.inputs import PromptSource
 from grpo_core.data import own_code
 
 SLICE = 10_000  # rows that are Python objects at once
@@ -20,11 +20,12 @@ class ColumnError(ValueError):
     """A column that cannot be made; the message says which, and of which row."""
 
 
-def with_columns(frame: pl.DataFrame, config: DataConfig) -> pl.DataFrame:
+def with_columns(frame: pl.DataFrame, config: PromptSource, section: str = "data") -> pl.DataFrame:
     """The rows with the columns that the configuration makes; all others stay. A column of whose parts the data set
-    lacks one is left out. Raises ColumnError if a column cannot be made, ConfigError if a function is missing."""
+    lacks one is left out. `section`: where the configuration stands. Raises ColumnError if a column cannot be made,
+    ConfigError if a function is missing."""
     made = {
-        column: _made(frame, column, how)
+        column: _made(frame, f"{section}.columns.{column}", how)
         for column, how in config.columns.items()
         if all(part in frame.columns for part in columns_read(how))
     }
@@ -34,15 +35,15 @@ def with_columns(frame: pl.DataFrame, config: DataConfig) -> pl.DataFrame:
     return frame
 
 
-def _made(frame: pl.DataFrame, column: str, how: str) -> pl.Expr | pl.Series:
+def _made(frame: pl.DataFrame, key: str, how: str) -> pl.Expr | pl.Series:
     if is_function(how):
-        return _called(frame, f"data.columns.{column}", how)
+        return _called(frame, key, how)
     if not is_template(how):
         return pl.col(how)
     parts = []
     for text, part in template_parts(how):
         parts += [pl.lit(text)] if text else []
-        parts += [_as_text(part, frame.schema[part], f"data.columns.{column} = {how!r}")] if part else []
+        parts += [_as_text(part, frame.schema[part], f"{key} = {how!r}")] if part else []
     return pl.concat_str(parts)  # null where a part is null
 
 

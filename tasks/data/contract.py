@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from tasks.data.lengths import (
 from tasks.data.mending import accepts
 from tasks.data.own_schema import RULE
 from tasks.data.repeats import FINDING, NONE, SHOWN, duplicates, is_conversation, overlap, prompt_text, shown
-from tasks.data.sources import is_unstorable
+from tasks.data.sources import is_unstorable, unlike_columns
 
 # U+FFFD; control characters except tab and line ends; two bytes of UTF-8 shown as two characters of Latin-1 or
 # Windows-1252 (é as "Ã©", ’ as "â€™").
@@ -56,35 +57,46 @@ RULES = {
 UNSTORABLE = "has integers beyond 64 bits, or objects without fields, which cannot be stored: write them as text"
 
 
+@dataclass(frozen=True)
+class Part:
+    """Rows from one place, and what they have to suit."""
+
+    frame: pl.DataFrame
+    rewards: list[Reward] = field(default_factory=list)  # that score their completions
+    room: int | None = None  # most tokens of a prompt
+    columns: Mapping[str, str] = field(default_factory=dict)  # how columns were made
+    section: str = "data"  # of the configuration, which has these columns
+
+
 def check(
-    frames: Mapping[str, pl.DataFrame],
-    rewards: list[Reward],
+    parts: Mapping[str, Part],
     tokenizer: Any,
-    room: Mapping[str, int | None],
     dropped: Collection[str],
-    columns: Mapping[str, str],
     environment: EnvironmentConfig,
     options: OptionsByEnvironment,
     own: pl.DataFrame,
 ) -> tuple[list[str], pl.DataFrame]:
-    """Hold `frames` (train, eval, and eval-NAME of further evaluation sets) against the contract; `room`: the most
-    tokens that a prompt of each may have; `columns`: how they were made; `options`: of the chat template;
-    `own`: the rows that break rules of your own (FINDING).
+    """Hold the `parts` (train, eval, and eval-NAME of further evaluation sets; see `tasks.data.sources.sources_of`)
+    against the contract; `options`: of the chat template; `own`: the rows that break rules of your own (FINDING).
 
     Returns what is wrong with columns and types, in sentences; if nothing is, every row that breaks a rule (FINDING). A
     prompt is compared only with rows that stay, not with those that break one of the rules `dropped`. An environment
     begins by the whole row: where there is one, rows are compared, not prompts alone.
     """
-    shape = [problem for name, frame in frames.items() for problem in _shape(name, frame, rewards, columns)]
-    shape += _unmade(frames, columns, rewards)
+    frames = {name: part.frame for name, part in parts.items()}
+    shape = [problem for name, part in parts.items() for problem in _shape(name, part)]
+    shape += _unmade(parts)
     shape = shape or [
         *_unlike(frames, tokenizer),
-        *(problem for name, frame in frames.items() for problem in _unusable(name, frame, rewards)),
+        *unlike_columns(frames),
+        *(problem for name, part in parts.items() for problem in _unusable(name, part.frame, part.rewards)),
         *(problem for name, frame in frames.items() for problem in _unplayable(name, frame, environment)),
     ]
     if shape:
         return shape, NONE
-    schemas = {name: build_schema(frame, rewards, tokenizer, room[name], options) for name, frame in frames.items()}
+    schemas = {
+        name: build_schema(part.frame, part.rewards, tokenizer, part.room, options) for name, part in parts.items()
+    }
     found = pl.concat([own, *(_validate(name, frame, schemas[name]) for name, frame in frames.items())])
     out = found.filter(pl.col("check").is_in([*dropped, "blank_prompt", "malformed_conversation"]))
     staying = {
@@ -141,25 +153,25 @@ def needed_columns(rewards: list[Reward]) -> dict[str, dict[str, Any]]:
     return needed
 
 
-def _shape(name: str, frame: pl.DataFrame, rewards: list[Reward], columns: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with a dataset's columns, with the key that would mend it."""
-    read = needed_columns(rewards)
+def _shape(name: str, part: Part) -> Iterator[str]:
+    """What is wrong with a part's columns, with the key that would mend it."""
+    frame, read, made = part.frame, needed_columns(part.rewards), (part.columns, part.section)
     if frame.is_empty():
         yield f"{name} has no rows; it needs at least one"
         return
     if "prompt" not in frame.columns:
-        yield f"{name} {mending.missing_column('prompt', '', frame, columns, read)}"
+        yield f"{name} {mending.missing_column('prompt', '', frame, part.columns, read, part.section)}"
     elif not (frame.schema["prompt"] == pl.String or is_conversation(frame)):
         yield (
             f"{name}, column 'prompt': its type is {_type_name(frame.schema['prompt'])}; a prompt is text, or a list "
-            f"of messages {{role: text, content: text}}{mending.wrong_type('prompt', str, frame, columns)}"
+            f"of messages {{role: text, content: text}}{mending.wrong_type('prompt', str, frame, *made)}"
         )
     elif is_unstorable(frame.schema["prompt"]):
         yield f"{name}, column 'prompt': a field of the messages {UNSTORABLE}"
     for column, readers in read.items():
         if column not in frame.columns:
             reading = f", which {', '.join(readers)} reads"
-            yield f"{name} {mending.missing_column(column, reading, frame, columns, read)}"
+            yield f"{name} {mending.missing_column(column, reading, frame, part.columns, read, part.section)}"
             continue
         if is_unstorable(frame.schema[column]):
             yield f"{name}, column {column!r}, which {', '.join(readers)} reads, {UNSTORABLE}"
@@ -168,34 +180,37 @@ def _shape(name: str, frame: pl.DataFrame, rewards: list[Reward], columns: Mappi
             if not accepts(kind, frame.schema[column]):
                 yield (
                     f"{name}, column {column!r}: its type is {_type_name(frame.schema[column])}; the reward {reader} "
-                    f"takes {getattr(kind, '__name__', kind)}{mending.wrong_type(column, kind, frame, columns)}"
+                    f"takes {getattr(kind, '__name__', kind)}{mending.wrong_type(column, kind, frame, *made)}"
                 )
 
 
-def _unmade(frames: Mapping[str, pl.DataFrame], columns: Mapping[str, str], rewards: list[Reward]) -> Iterator[str]:
-    """Problems: columns that no data set has the parts of. Those that each of them needs: see `_shape`."""
-    needed = {"prompt", *needed_columns(rewards)}
-    for column in columns:
-        if column not in needed and not any(column in frame.columns for frame in frames.values()):
-            said = mending.missing_column(column, "", frames["train"], columns, {})
-            yield f"no data set has the parts of data.columns.{column}: train {said}"
+def _unmade(parts: Mapping[str, Part]) -> Iterator[str]:
+    """Problems: columns that no part has the makings of. Those that each part needs: see `_shape`."""
+    for section in dict.fromkeys(part.section for part in parts.values()):
+        own = {name: part for name, part in parts.items() if part.section == section}
+        name, first = next(iter(own.items()))
+        for column in first.columns.keys() - {"prompt", *needed_columns(first.rewards)}:
+            if not any(column in part.frame.columns for part in own.values()):
+                said = mending.missing_column(column, "", first.frame, first.columns, {}, section)
+                yield f"no data set has the parts of {section}.columns.{column}: {name} {said}"
 
 
 def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]:
     """Problems: prompts of different kinds, or of a kind that the model does not take."""
     kinds = {name: "conversations" if is_conversation(frame) else "text" for name, frame in frames.items()}
-    others = {name: kind for name, kind in kinds.items() if kind != kinds["train"]}
+    first = next(iter(frames))
+    others = {name: kind for name, kind in kinds.items() if kind != kinds[first]}
     for name, kind in others.items():
         yield (
-            f"the prompts of train are {kinds['train']}, those of {name} {kind}; they have to be the same: "
+            f"the prompts of {first} are {kinds[first]}, those of {name} {kind}; they have to be the same: "
             'data.system_prompt = "" makes messages of text'
         )
-    if not others and kinds["train"] == "conversations" and not tokenizer.chat_template:
+    if not others and kinds[first] == "conversations" and not tokenizer.chat_template:
         yield (
             f"the prompts are conversations, but the tokenizer {tokenizer.name_or_path!r} has no chat template; use an "
             "instruction-tuned model, or prompts that are text"
         )
-    prompts = frames["train"]["prompt"].drop_nulls()
+    prompts = frames[first]["prompt"].drop_nulls()
     if not others and len(prompts) and (problem := end_token_problem(tokenizer, prompts[0][:SHOWN])):
         yield problem
 

@@ -10,7 +10,7 @@ import pandera.polars as pa
 import polars as pl
 
 from grpo_core.config.columns import columns_read, is_function
-from grpo_core.config.inputs import DataConfig
+from grpo_core.config.inputs import DataConfig, PromptSource
 from grpo_core.rewards.contract import Reward
 from tasks.data.contract import may_be_null, needed_columns
 from tasks.data.own_schema import load_schema
@@ -20,13 +20,14 @@ TYPES = {str: pl.String(), bool: pl.Boolean()}  # numbers and lists may be of se
 PROMPT = "the prompt: text, or a list of messages {role, content} that ends with the user's; not blank, none twice"
 
 
-def contract_as_yaml(data: DataConfig, rewards: list[Reward]) -> str:
+def contract_as_yaml(data: DataConfig, origin: PromptSource, rewards: list[Reward]) -> str:
     """The columns that the data sets of a run need, in pandera's form, with the rules that this form can hold; what it
-    cannot hold is in comments. Raises ConfigError if data.schema cannot be used."""
-    columns = dict(_columns(data, rewards))
+    cannot hold is in comments. `origin`: the part of `data` that says how columns are made; `rewards`: those that
+    score its completions. Raises ConfigError if data.schema cannot be used."""
+    columns = dict(_columns(origin, rewards))
     said = [
         f"{column} is made by {how}, which reads what it needs: describe those columns yourself"
-        for column, how in data.columns.items()
+        for column, how in origin.columns.items()
         if is_function(how)
     ]
     if data.schema:
@@ -42,11 +43,11 @@ def contract_as_yaml(data: DataConfig, rewards: list[Reward]) -> str:
     return "".join(f"# {line}\n" for line in said) + str(written)
 
 
-def _columns(data: DataConfig, rewards: list[Reward]) -> Iterator[tuple[str, pa.Column]]:
+def _columns(origin: PromptSource, rewards: list[Reward]) -> Iterator[tuple[str, pa.Column]]:
     """The columns that a data set must have, before `data.columns` makes others of them."""
     needed: dict[str, dict[str, Any]] = {"prompt": {}, **needed_columns(rewards)}
     for column, readers in needed.items():
-        how = data.columns.get(column, column)
+        how = origin.columns.get(column, column)
         for name in columns_read(how):
             if column == "prompt":
                 yield name, pa.Column(None, description=PROMPT if name == how else "part of the prompt")

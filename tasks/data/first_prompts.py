@@ -20,11 +20,10 @@ def first_lengths(config: RunConfig) -> PromptLengths | None:
         return None
     try:
         file = config_file(config.model.name_or_path, config.model.revision).with_name("tokenizer.json")
-        prompts = load_head(config.data, FIRST)["prompt"].drop_nulls()
-        if prompts.dtype != pl.String:  # conversations
-            prompts = prompts.list.eval(pl.element().struct.field("content")).list.join("\n").drop_nulls()
+        heads = [_texts(head["prompt"].drop_nulls()) for head in load_head(config.data, FIRST)]
     except (ForecastError, SourceError, pl.exceptions.PolarsError):
         return None
+    prompts = pl.concat(heads)
     try:
         encoded = Tokenizer.from_file(str(file)).encode_batch_fast(prompts.to_list())
     except Exception:  # its only class of errors
@@ -35,3 +34,9 @@ def first_lengths(config: RunConfig) -> PromptLengths | None:
     less = "a chat template and tools" if config.environment.is_used else "a chat template"
     how = f"of the first {len(lengths)} prompts, without {less}; --prompt-tokens says better"
     return PromptLengths(sum(lengths) / len(lengths), max(lengths), how)
+
+
+def _texts(prompts: pl.Series) -> pl.Series:
+    if prompts.dtype == pl.String:
+        return prompts
+    return prompts.list.eval(pl.element().struct.field("content")).list.join("\n").drop_nulls()

@@ -24,9 +24,15 @@ USUAL = {
 
 
 def missing_column(
-    column: str, reading: str, frame: pl.DataFrame, columns: Mapping[str, str], read: Mapping[str, Mapping[str, Any]]
+    column: str,
+    reading: str,
+    frame: pl.DataFrame,
+    columns: Mapping[str, str],
+    read: Mapping[str, Mapping[str, Any]],
+    section: str = "data",
 ) -> str:
-    """Part of a sentence: that there is no such column (`reading`: what reads it), and the key that would give it."""
+    """Part of a sentence: that there is no such column (`reading`: what reads it), and the key in `section` that would
+    give it."""
     kinds = read.get(column, {}).values()
     others = [name for name in frame.columns if name not in read and name != "prompt"]
     if column == "prompt":
@@ -35,20 +41,20 @@ def missing_column(
         able = [name for name in others if all(accepts(kind, frame.schema[name]) for kind in kinds)]
     wanted = [part for part in columns_read(columns.get(column, column)) if part not in frame.columns] or [column]
     likely = _likely(column, wanted[0], able)
-    key = f"data.columns.{column}"
+    key = f"{section}.columns.{column}"
     hint = f"set {key} = {json.dumps(likely, ensure_ascii=False)}" if likely else f"{key} says what it is made of"
     made = f" (for {key} = {columns[column]!r})" if column in columns else ""
     return f"has no column {wanted[0]!r}{made}{reading}; its columns are {', '.join(frame.columns)}: {hint}"
 
 
-def wrong_type(column: str, kind: Any, frame: pl.DataFrame, columns: Mapping[str, str]) -> str:
+def wrong_type(column: str, kind: Any, frame: pl.DataFrame, columns: Mapping[str, str], section: str = "data") -> str:
     """End of a sentence: the key that would write the column as text, if that is what is wanted; else nothing."""
     found = frame.schema[column]
     able = not found.is_nested() or found == pl.List(pl.String)
     if column in columns or not able or found == pl.Null or not accepts(kind, pl.String()):
         return ""
     template = json.dumps(f"{{{column}}}", ensure_ascii=False)
-    return f": data.columns.{column} = {template} writes it as text"
+    return f": {section}.columns.{column} = {template} writes it as text"
 
 
 def _likely(column: str, wanted: str, able: list[str]) -> str | None:

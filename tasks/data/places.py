@@ -41,8 +41,11 @@ def check_places(config: RunConfig) -> None:
     the adapter to go on with is not the one that the configuration describes."""
     places = {
         "model.name_or_path": config.model.name_or_path,
-        "data.train": config.data.train,
-        "data.eval": config.data.eval,
+        **{
+            f"{key}.{name}": getattr(each, name)
+            for key, each in config.data.origins.items()
+            for name in ("train", "eval")
+        },
         **{f"evaluation.sets.{number}.data": each.data for number, each in enumerate(config.evaluation.sets)},
     }
     missing = [

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import polars as pl
 
 from tasks.data.lengths import tool_calls
-from tasks.data.sources import is_unstorable
+from tasks.data.sources import data_set, is_unstorable
 
 INVISIBLE = r"[\x{200B}-\x{200D}\x{2060}\x{FEFF}]"
 FINDING = {"dataset": pl.String, "row": pl.UInt32, "column": pl.String, "check": pl.String, "value": pl.String}
@@ -58,15 +58,19 @@ def overlap(frames: Mapping[str, pl.DataFrame], staying: Mapping[str, pl.Series]
     Overlaps with eval are reported as rows of train, those with another set as rows of that set, so that a further set
     does not change what is trained on.
     """
-    evaluated = {n: _texts(frame, 0, whole).filter(staying[n]) for n, frame in frames.items() if n != "train"}
-    held_out = evaluated.pop("eval")
-    known = {kind: _firsts("eval", held_out, kind) for kind in ("overlap", "near_overlap")}
+    texts = {n: _texts(frame, 0, whole).filter(staying[n]) for n, frame in frames.items() if data_set(n) != "train"}
+    held_out = {name: texts.pop(name) for name in [*texts] if data_set(name) == "eval"}
+    known = {
+        kind: pl.concat([_firsts(name, own, kind) for name, own in held_out.items()]).unique(kind, keep="first")
+        for kind in ("overlap", "near_overlap")
+    }
     found: dict[str, list[pl.DataFrame]] = {kind: [] for kind in known}
-    for start in range(0, frames["train"].height, SLICE):
-        part = _texts(frames["train"].slice(start, SLICE), start, whole).filter(staying["train"].slice(start, SLICE))
-        for kind, firsts in known.items():
-            found[kind].append(_among("train", part, firsts, kind))
-            found[kind] += [_among(name, own, _firsts("train", part, kind), kind) for name, own in evaluated.items()]
+    for name, frame in frames.items():
+        for start in range(0, frame.height if data_set(name) == "train" else 0, SLICE):
+            part = _texts(frame.slice(start, SLICE), start, whole).filter(staying[name].slice(start, SLICE))
+            for kind, firsts in known.items():
+                found[kind].append(_among(name, part, firsts, kind))
+                found[kind] += [_among(n, own, _firsts(name, part, kind), kind) for n, own in texts.items()]
     # Text that is the same exactly is also the same without regard to case and white space.
     both = pl.concat([*found["overlap"], *found["near_overlap"]])
     return both.unique(["dataset", "row"], keep="first", maintain_order=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
-from grpo_core.config.inputs import DataConfig
+from grpo_core.config.inputs import DataConfig, DataSource, PromptSource
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from tasks.data.columns import ColumnError, with_columns
@@ -38,13 +40,14 @@ class Source:
     split: str = "train"
     subset: str | None = None
     revision: str | None = None
+    origin: str = "data"  # section of the configuration with the columns and the system prompt of its rows
 
     def __str__(self) -> str:
         return f"{self.key} = {self.data!r}"
 
 
 def load_sources(config: RunConfig) -> dict[str, pl.DataFrame]:
-    """The rows of each data set (train, eval and those of `evaluation.sets`), with the columns that they have."""
+    """The rows of each part of the data, see `sources_of`, with the columns that they have."""
     return {name: load_source(source) for name, source in sources_of(config).items()}
 
 
@@ -55,24 +58,70 @@ def with_needed_columns(frames: Mapping[str, pl.DataFrame], config: RunConfig) -
 
 
 def sources_of(config: RunConfig) -> dict[str, Source]:
-    """The source of each data set."""
-    data, files = config.data, config.evaluation_files
-    sets = {
-        files[it.name]: Source(f"evaluation.sets.{place}.data", it.data, it.split, it.subset, it.revision)
-        for place, it in enumerate(config.evaluation.sets)
-    }
-    held_out = Source("data.eval", data.eval, data.eval_split, data.subset, data.revision)
-    return {"train": training_source(data), "eval": held_out, **sets}
+    """The source of each data set: train, eval and those of `evaluation.sets`. With `data.sources`, train and eval have
+    a part for each: train/NAME and eval/NAME."""
+    parts = {**dict(_training_sources(config.data)), **dict(_held_out_sources(config.data))}
+    origins = {source.name: key for key, source in config.data.origins.items() if isinstance(source, DataSource)}
+    for place, it in enumerate(config.evaluation.sets):
+        key, origin = f"evaluation.sets.{place}.data", origins.get(it.source or "", "data")
+        parts[config.evaluation_files[it.name]] = Source(key, it.data, it.split, it.subset, it.revision, origin)
+    return parts
 
 
-def training_source(data: DataConfig) -> Source:
-    return Source("data.train", data.train, data.train_split, data.subset, data.revision)
+def training_sources(data: DataConfig) -> list[Source]:
+    """Where the training prompts come from: `data.train`, or that of each of `data.sources`."""
+    return [source for _, source in _training_sources(data)]
 
 
-def load_training_prompts(data: DataConfig) -> pl.DataFrame:
-    """The prompts of data.train alone. Raises SourceError, which says what is wrong with them."""
-    source = training_source(data)
-    return _with_columns(source, load_source(source), data)
+def _training_sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
+    for key, it in data.origins.items():
+        yield _part("train", it), Source(f"{key}.train", it.train, it.train_split, it.subset, it.revision, key)
+
+
+def _held_out_sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
+    for key, it in data.origins.items():
+        yield _part("eval", it), Source(f"{key}.eval", it.eval, it.eval_split, it.subset, it.revision, key)
+
+
+def _part(name: str, origin: PromptSource) -> str:
+    return f"{name}/{origin.name}" if isinstance(origin, DataSource) else name
+
+
+def data_set(part: str) -> str:
+    """The data set that a part belongs to: train, eval or eval-NAME."""
+    return part.partition("/")[0]
+
+
+def pooled(frames: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
+    """The data sets that the parts make, their rows one part after the other."""
+    sets: dict[str, list[pl.DataFrame]] = {}
+    for part, frame in frames.items():
+        sets.setdefault(data_set(part), []).append(frame)
+    return {name: pl.concat(parts, how="diagonal_relaxed") for name, parts in sets.items()}
+
+
+def unlike_columns(frames: Mapping[str, pl.DataFrame]) -> Iterator[str]:
+    """Problems: columns for which no type holds the values of all parts of a data set as they are."""
+    for name in dict.fromkeys(map(data_set, frames)):
+        parts = {part: frame for part, frame in frames.items() if data_set(part) == name}
+        for column in dict.fromkeys(column for frame in parts.values() for column in frame.columns):
+            kinds = {part: frame.schema[column] for part, frame in parts.items() if column in frame.columns}
+            if all(_alike(one, other) for one, other in itertools.combinations(kinds.values(), 2)):
+                continue
+            said = ", ".join(f"{kind} in {part}" for part, kind in kinds.items())
+            yield f"column {column!r} is {said}: give it one type by the columns of data.sources, or another name"
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether a type holds the values of both of these types as they are."""
+    if pl.Null in (one, other) or (one.is_numeric() and other.is_numeric()):
+        return True
+    if isinstance(one, pl.List) and isinstance(other, pl.List):
+        return _alike(one.inner, other.inner)
+    if isinstance(one, pl.Struct) and isinstance(other, pl.Struct):
+        kinds = {field.name: field.dtype for field in one.fields}
+        return all(_alike(kinds[field.name], field.dtype) for field in other.fields if field.name in kinds)
+    return one == other
 
 
 def load_source(source: Source) -> pl.DataFrame:
@@ -91,20 +140,33 @@ def count_prompts(source: Source) -> int:
         raise _unreadable(source, error) from error
 
 
+def load_training_prompts(data: DataConfig) -> dict[Source, pl.DataFrame]:
+    """The training prompts alone, by source. Raises SourceError, which says what is wrong with them."""
+    return {source: _with_columns(source, load_source(source), data) for source in training_sources(data)}
+
+
 def list_pass_rates(data: DataConfig) -> list[float]:
-    """The column `pass_rate` of data.train: how often the base model is known to solve each prompt. Empty without one,
-    and if a function of yours makes it."""
-    how = data.columns.get(PASS_RATE, PASS_RATE)
-    frame = _open(training_source(data))
+    """The column `pass_rate` of the training prompts: how often the base model is known to solve each. Those of sources
+    without one, or where a function of yours makes it, are left out."""
+    return [rate for source in training_sources(data) for rate in _pass_rates(source, data.origins[source.origin])]
+
+
+def _pass_rates(source: Source, origin: PromptSource) -> list[float]:
+    how = origin.columns.get(PASS_RATE, PASS_RATE)
+    frame = _open(source)
     kind = frame.collect_schema().get(how)
     if kind is None or not (kind.is_numeric() or kind == pl.String):
         return []
     return frame.select(pl.col(how).cast(pl.Float64, strict=False).drop_nulls()).collect()[how].to_list()
 
 
-def load_head(data: DataConfig, rows: int) -> pl.DataFrame:
-    """The first training prompts, if data.train is a file. Raises SourceError if it is none, or cannot be read."""
-    source = training_source(data)
+def load_head(data: DataConfig, rows: int) -> list[pl.DataFrame]:
+    """The first training prompts of each source, if they are files. Raises SourceError if one is none, or cannot be
+    read."""
+    return [_head(source, data, rows) for source in training_sources(data)]
+
+
+def _head(source: Source, data: DataConfig, rows: int) -> pl.DataFrame:
     if not is_file(Path(source.data)):
         raise SourceError(f"{source}: not a file")
     try:
@@ -135,10 +197,15 @@ def is_unstorable(kind: object) -> bool:
 
 
 def _with_columns(source: Source, frame: pl.DataFrame, data: DataConfig) -> pl.DataFrame:
+    origin = data.origins[source.origin]
     try:
-        return with_columns(frame, data)
+        frame = with_columns(frame, origin, source.origin)
     except ColumnError as error:
         raise SourceError(f"{source}: {error}") from error
+    if not isinstance(origin, DataSource):
+        return frame
+    environment = {} if origin.environment is None else {"environment": pl.lit(origin.environment)}
+    return frame.with_columns(source=pl.lit(origin.name), **environment)
 
 
 def _open(source: Source, checked: bool = False) -> pl.LazyFrame:

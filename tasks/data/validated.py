@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.planning.pace import EnvironmentPace
+from tasks.data.sources import data_set
 from tasks.stages.files import read_json
 from tasks.stages.table import VALIDATE
 
@@ -17,7 +18,7 @@ from tasks.stages.table import VALIDATE
 class Validated:
     """Sizes of the validated data, and the pace of the rewards on a few of their rows."""
 
-    num_prompts: int  # to train on
+    num_prompts: list[int]  # to train on, of each source
     held_out_prompts: int
     mean_tokens: float  # per prompt
     longest: int
@@ -28,12 +29,15 @@ class Validated:
 
 def validated(folder: Path, receipt: Mapping[str, Any]) -> Validated:
     """What the stage validate wrote into `folder`."""
-    counts, lengths = receipt["num_prompts"], receipt["lengths"]["train"]
+    lengths, parts = receipt["lengths"]["train"], receipt["parts"]
+    counts = [part["num_prompts"] for name, part in parts.items() if data_set(name) == "train"]
     rewards = receipt.get("rehearsal", {}).get("rewards", {})
     seconds = sum(reward["seconds_per_completion"] for reward in rewards.values())
     environment = _environment_pace(receipt.get("rehearsal", {}).get("environments", {}))
     path = (folder / "train.parquet").resolve()
-    return Validated(counts["train"], counts["eval"], lengths["mean"], lengths["max"], seconds, environment, path)
+    return Validated(
+        counts, receipt["num_prompts"]["eval"], lengths["mean"], lengths["max"], seconds, environment, path
+    )
 
 
 def _environment_pace(rehearsed: Mapping[str, Any]) -> EnvironmentPace | None:

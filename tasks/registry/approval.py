@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_core.config.run import RunConfig
 from grpo_core.data.chat import turns
-from grpo_core.evaluation.outcomes import deciding_metric, outcomes
+from grpo_core.evaluation.outcomes import deciding_metric, outcomes, samples_of
 from tasks.registry.gate import Contestant
 from tasks.rendering.visible import shortened
 
@@ -58,17 +58,16 @@ def tags_of(approval: Approval | None) -> dict[str, str | None]:
 
 def largest_changes(config: RunConfig, candidate: Contestant, rival: Contestant) -> tuple[Change, ...]:
     """The prompts of `promotion.set` that the candidate lost most on, then those on which it won most."""
-    of_set = pl.col("set") == config.promotion.set
     metric = config.promotion.metric or deciding_metric(candidate.samples, config.accuracy_reward)
 
     def seen(contestant: Contestant) -> tuple[np.ndarray, list[str]]:
-        samples = contestant.samples.filter(of_set)
+        samples = samples_of(contestant.samples, config.promotion.set)
         keys = (config.promotion.set, contestant.policy, metric, config.rewards, config.accuracy_reward)
         first = samples.filter(pl.col("sample") == 0).sort("row")
         return outcomes(samples, *keys), first[f"{contestant.policy}/completion"].to_list()
 
     (before, said_before), (after, said_after) = seen(rival), seen(candidate)
-    first = candidate.samples.filter(of_set & (pl.col("sample") == 0)).sort("row")
+    first = samples_of(candidate.samples, config.promotion.set).filter(pl.col("sample") == 0).sort("row")
     gains = np.nan_to_num(after - before)
     lost = [row for row in np.argsort(gains, kind="stable") if gains[row] < 0][:SHOWN]
     won = [row for row in np.argsort(-gains, kind="stable") if gains[row] > 0][:SHOWN]

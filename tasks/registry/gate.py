@@ -20,6 +20,7 @@ from grpo_core.evaluation.outcomes import (
     per_prompt,
     prompt_numbers,
     rewards_in,
+    samples_of,
 )
 from grpo_core.evaluation.statistics import POWER, Bounds, Difference, paired_difference
 from tasks.rendering import figures
@@ -149,7 +150,7 @@ def _compare(
         paired_difference(before, after, config.promotion.confidence, bounds, level),
         bounds,
         num_prompts=len(before),
-        num_unscored=candidate.samples.filter(pl.col("set") == set)["row"].filter(unscored).n_unique(),
+        num_unscored=samples_of(candidate.samples, set)["row"].filter(unscored).n_unique(),
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tomli_w
 
 from grpo_core.config.metrics import TRAINED, Metric, reward_means
-from grpo_core.planning.plan import Plan
+from grpo_core.planning.plan import Plan, read_plan, source_table
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import ORANGE, Row, series
 from tasks.rendering.page import Cell, Chart, Section, Table
@@ -37,7 +38,9 @@ def curves(record: Record) -> Section:
     calls = {"conversations/tool_calls": "all", "conversations/failed_tool_calls": "failed"}
     panels: list[tuple[Metric, str, dict[str, str]]] = [  # title and unit, note, lines
         (TRAINED["reward"], "", {"reward": "sampled", "eval_reward": "held out"}),
+        *_of_sources(record, "reward", "eval_reward"),
         (TRAINED["eval_accuracy"], "", {"eval_accuracy": "held out"}),
+        *_of_sources(record, "eval_accuracy"),
         (Metric("", "rewards"), "each before its weight", rewards if len(rewards) > 1 else {}),
         (TRAINED["conversations/tool_calls"], "mean", calls),
         *(
@@ -56,6 +59,7 @@ def curves(record: Record) -> Section:
                 "learning_rate": "",
             }.items()
         ),
+        *_of_sources(record, "completions/mean_length", "completions/clipped_ratio", "frac_reward_zero_std"),
     ]
     charts = []
     for metric, note, labels in panels:
@@ -68,9 +72,16 @@ def curves(record: Record) -> Section:
     return Section("Training", f"{len(rows):,} updates{smoothed}." if charts else "", charts=charts)
 
 
+def _of_sources(record: Record, *names: str) -> Iterator[tuple[Metric, str, dict[str, str]]]:
+    """Panels of these metrics with a line for each source of prompts."""
+    for name in names:
+        lines = {f"{name}/{source}": source for source in record.config.evaluated_sources}
+        yield replace(TRAINED[name], label=f"{TRAINED[name].label} by source"), "", lines
+
+
 def _curve(lines: Mapping[str, drawing.Points], names: Sequence[str]) -> str:
     others = iter(drawing.LINE_COLOURS)
-    colours = [ORANGE if name.startswith("eval_") else next(others) for name in names]
+    colours = [ORANGE if name in ("eval_reward", "eval_accuracy") else next(others) for name in names]
     return drawing.svg(lambda axes: drawing.plot(axes, lines, colours, smooth=names != ["learning_rate"]))
 
 
@@ -106,13 +117,20 @@ def plan_and_outcome(record: Record) -> Section:
         rows.append(["groups with a signal", (figures.percent(useful["share"]), "forecast"), happened, ""])
     return Section(
         "The plan and what happened",
-        tables=[Table(["", "planned", "happened", ""], rows)],
+        tables=[Table(["", "planned", "happened", ""], rows), *_sources(record)],
         notes=[
             *how,
             *_events(result, record.config.rollout.max_staleness),
             *(_finding(found) for found in _first_findings(record.findings)),
         ],
     )
+
+
+def _sources(record: Record) -> Iterator[Table]:
+    """What the plan says about each of several sources."""
+    if rows := [*source_table(record.plan.get("sources", {}))]:
+        head = [name.replace("_", " ") for name in rows[0]]
+        yield Table(head, [[*row] for row in rows[1:]], "Prompts of each source, over the run")
 
 
 def _events(result: Mapping[str, Any], max_staleness: int) -> Iterator[str]:
@@ -167,7 +185,7 @@ def stage_times(record: Record, evaluation: float) -> list[tuple[str, float]]:
 
     `evaluation`: duration of the evaluation.
     """
-    parts = time_of_updates(record.metrics, Plan(**record.plan["plan"]))
+    parts = time_of_updates(record.metrics, read_plan(record.plan["plan"]))
     in_updates = sum(values.sum() for values in parts.values())
     whole = record.seconds.get(TRAIN.name)
     attempts = record.result.get("resumed_at_step") or record.result.get("roll_backs")
@@ -193,7 +211,7 @@ def time_spent(record: Record, seconds: float) -> Section:
     if not record.metrics or not record.plan:
         return Section("Where the time went")
     rows = stage_times(record, seconds)
-    parts = time_of_updates(record.metrics, Plan(**record.plan["plan"]))
+    parts = time_of_updates(record.metrics, read_plan(record.plan["plan"]))
     steps = [row["step"] for row in record.metrics]
     in_updates = sum(values.sum() for values in parts.values())
     total = sum(value for _, value in rows)
@@ -236,8 +254,8 @@ def data_section(record: Record) -> Section:
         tables.append(Table(["check", "severity", "rows", "dataset", "rule"], broken, "Rules broken", words=True))
     made = data.get("made", {})
     sources = [
-        f"{name}: {source}" + (f" (validated content {made[name][:DIGITS]})" if name in made else "")
-        for name, source in data["sources"].items()
+        f"{name}: {part['source']}" + (f" (validated content {made[name][:DIGITS]})" if name in made else "")
+        for name, part in data["parts"].items()
     ]
     return Section("Data", tables=tables, notes=[*sources, *data.get("rehearsal", {}).get("warnings", [])])
 

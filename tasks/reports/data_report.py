@@ -63,8 +63,8 @@ def markdown(report: Mapping[str, Any], findings: pl.DataFrame, folder: Path) ->
     """The report as Markdown, for Prefect."""
     parts = ["# Data report", *(f"**{escape(problem)}**" for problem in report["shape"])]
     datasets = [
-        (name, f"{report['rows_read'][name]:,}", f"{report['num_prompts'][name]:,}", report["sources"][name])
-        for name in report["rows_read"]
+        (name, f"{part['rows_read']:,}", f"{part['num_prompts']:,}", part["source"])
+        for name, part in report["parts"].items()
     ]
     parts.append(table([("dataset", "rows read", "prompts kept", "source"), *datasets]))
     if report["findings"]:

@@ -14,7 +14,7 @@ import polars as pl
 from grpo_core.config.evaluation import HELD_OUT
 from grpo_core.config.metrics import evaluated_metric
 from grpo_core.config.run import RunConfig
-from grpo_core.evaluation.outcomes import outcomes
+from grpo_core.evaluation.outcomes import outcomes, right
 from grpo_core.evaluation.statistics import POWER
 from tasks.rendering import drawing, figures
 from tasks.rendering.drawing import BLUE, GREY, ORANGE
@@ -130,11 +130,17 @@ def _evaluation(record: Record) -> Section:
         charts.append(Chart("pass@k, %", _pass_at(evaluation), "held-out prompts of which one of k samples is right"))
     return Section(
         "Evaluation",
-        f"Sampled {drawn}, {each}. A completion is right if {evaluation['accuracy_reward']} gives it 1. Policies are "
+        f"Sampled {drawn}, {each}. A completion is right if {_judge(evaluation)} gives it 1. Policies are "
         "compared on the same prompts, pair by pair; intervals are for other prompts of the same kind.",
         charts=[*charts, _lengths(record)],
         tables=[table for name in evaluation["sets"] for table in _set_tables(evaluation, name, metric)],
     )
+
+
+def _judge(evaluation: Mapping[str, Any]) -> str:
+    """The reward that says which completions are right, or that of each source."""
+    given = evaluation["accuracy_reward"]
+    return given if isinstance(given, str) else " or ".join(f"{name} ({source})" for source, name in given.items())
 
 
 def _set_tables(evaluation: Mapping[str, Any], name: str, headlined: str) -> Iterator[Table]:
@@ -218,7 +224,7 @@ def _lengths(record: Record) -> Chart:
 
 def _before_and_after(record: Record) -> Section:
     legend = TURNS if record.config.environment.is_used else {}
-    samples = {name: _kinds(record, name) for name in record.evaluation["sets"]}
+    samples = {name: _kinds(record, name) for name in record.config.evaluation_files}
     return Section("Before and after", legend=legend, samples=samples)
 
 
@@ -302,5 +308,5 @@ def _of_all(record: Record, of_prompt: pl.DataFrame, policy: str) -> str:
     if record.metric == "reward":
         [mean] = _outcomes(record, of_prompt, policy)
         return f"mean of {of_prompt.height}: {figures.number(mean)}, the first:"
-    right = (of_prompt[f"{policy}/rewards/{record.evaluation['accuracy_reward']}"] == 1).sum()
-    return f"{right} of {of_prompt.height} right, the first"
+    count = of_prompt.select((right(policy, record.evaluation["accuracy_reward"]) == 1).sum()).item()
+    return f"{count} of {of_prompt.height} right, the first"

@@ -46,8 +46,11 @@ class Parts:
             "version of grpo_core": grpo_core.__version__,
             **self.section("data"),
             **{f"source of {name}": source for name, source in own_code.sources(config.data).items()},
-            "data.train": content_hash(config.data.train),
-            "data.eval": content_hash(config.data.eval),
+            **{
+                f"{key}.{name}": content_hash(getattr(origin, name))
+                for key, origin in config.data.origins.items()
+                for name in ("train", "eval")
+            },
             **self._base_model,
             **self._rewards,
             **self._environment,
@@ -77,7 +80,10 @@ class Parts:
     def evaluation_sets(self) -> Named:
         sets = self.config.evaluation.sets
         return {
-            f"evaluation.sets {each.name}": [each.split, each.subset, each.revision, content_hash(each.data)]
+            f"evaluation.sets {each.name}": [
+                *(each.split, each.subset, each.revision, content_hash(each.data)),
+                *([each.source] if each.source else []),
+            ]
             for each in sets
         }
 

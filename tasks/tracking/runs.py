@@ -34,7 +34,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.fingerprint import content_hash
 from grpo_core.planning.hardware import find_gpu, name_hardware
 from grpo_core.planning.pace import Throughput
-from tasks.data.sources import sources_of
+from tasks.data.sources import Source, data_set, sources_of
 from tasks.stages.arms import sweep_folder
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json, write_text
@@ -158,7 +158,9 @@ def open_experiment(client: mlflow.MlflowClient, name: str) -> str:
 
 def _describe(client: mlflow.MlflowClient, run_id: str, config: RunConfig, run: Path) -> None:
     """Log what is known before a training: parameters, plan, data, the source of its own rewards."""
-    plan = {f"plan.{name}": str(value) for name, value in PLAN.read_receipt(run)["plan"].items()}
+    planned = PLAN.read_receipt(run)
+    plan = {f"plan.{name}": str(value) for name, value in planned["plan"].items() if name != "sources"}
+    plan |= {name: str(value) for name, value in flatten({"plan": {"sources": planned.get("sources", {})}}).items()}
     params = [Param(key, value) for key, value in (parameters(config) | plan).items()]
     for first in range(0, len(params), PARAMS_PER_REQUEST):
         client.log_batch(run_id, params=params[first : first + PARAMS_PER_REQUEST])
@@ -197,19 +199,27 @@ def dataset_digests(run: Path) -> dict[str, str]:
 
 
 def _dataset_inputs(config: RunConfig, run: Path) -> list[DatasetInput]:
-    sources, counted = sources_of(config), VALIDATE.read_receipt(run)["num_prompts"]
+    parts, counted = sources_of(config), VALIDATE.read_receipt(run)["num_prompts"]
     inputs = []
     for name, digest in dataset_digests(run).items():
-        source = sources[name]
-        if Path(source.data).exists():
-            origin = ("local", json.dumps({"uri": str(Path(source.data).resolve())}))
-        else:
-            of_hub = {"path": source.data, "subset": source.subset, "split": source.split, "revision": source.revision}
-            origin = ("hugging_face", json.dumps({key: value for key, value in of_hub.items() if value}))
+        sources = [source for part, source in parts.items() if data_set(part) == name]
+        local = all(Path(source.data).exists() for source in sources)
+        places = [_local(source) if local else _of_hub(source) for source in sources]
+        where = places[0] if len(places) == 1 else {"parts": places}
+        origin = ("local" if local else "hugging_face", json.dumps(where))
         context = InputTag(MLFLOW_DATASET_CONTEXT, "training" if name == "train" else "evaluation")
         dataset = Dataset(name, digest, *origin, profile=json.dumps({"num_rows": counted[name]}))
         inputs.append(DatasetInput(dataset, [context]))
     return inputs
+
+
+def _local(source: Source) -> dict[str, str]:
+    return {"uri": str(Path(source.data).resolve())}
+
+
+def _of_hub(source: Source) -> dict[str, str]:
+    keys = {"path": source.data, "subset": source.subset, "split": source.split, "revision": source.revision}
+    return {key: value for key, value in keys.items() if value}
 
 
 def _code_version() -> dict[str, str]:

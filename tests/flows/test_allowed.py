@@ -218,7 +218,7 @@ def test_columns_and_schemas_are_of_listed_modules_only(monkeypatch: pytest.Monk
 def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
     """Those of rewards and environments are dealt with above. Of the others, paths and hub names are read as data."""
     read = {"model.name_or_path", "model.adapter", "data.train", "data.eval", "evaluation.sets.data"}
-    read |= {"rollout.recording"}
+    read |= {"rollout.recording", "data.sources.train", "data.sources.eval"}
     names = {"model.revision", "data.train_split", "data.eval_split", "evaluation.sets.split"}
     names |= {"name", "evaluation.accuracy_reward", "evaluation.sets.name", "evaluation.category_column"}
     names |= {
@@ -229,13 +229,15 @@ def test_every_key_that_may_name_a_file_an_address_or_code_is_known() -> None:
         "data.system_prompt",
         "data.chat_template_kwargs",
     }
-    names |= {"rollout.stop", "data.curriculum.band"}
+    names |= {"rollout.stop", "data.curriculum.band", "evaluation.sets.source"}
+    names |= {f"data.sources.{key}" for key in ("name", "train_split", "eval_split", "subset", "revision")}
+    names |= {f"data.sources.{key}" for key in ("system_prompt", "rewards", "environment")}
     names |= {"registry.experiment", "registry.model_name", "registry.alias", "promotion.set", "promotion.guards.set"}
     names |= {"registry.sweep", "promotion.guards.metric", "evaluation.answer_pattern", "model.lora_target_modules"}
     names |= {"model.lora_modules_to_save"}
     refused = {".".join(address) for address in allowed.ADDRESSES}
     refused |= {f"environment.{key}" for key in ("environment_factory", "environment_args", "tools")}
-    refused |= {"data.columns", "data.schema"}
+    refused |= {"data.columns", "data.sources.columns", "data.schema"}
     free_text = {
         key
         for key, _, accepts, _ in describe_keys()

@@ -32,7 +32,8 @@ def test_a_recording_that_the_training_could_not_take_is_refused(
     recorded = trained_run(tmp_path / "recorded", values, max_steps=2)
     run = make_run(tmp_path / "run", with_keys(values, engine="recorded", recording=str(recorded), **keys))
     write_sums(run / "dataset" / "train.parquet", first, first + 24)
-    receipt = {"num_prompts": {"train": 24, "eval": 16}, "lengths": {"train": {"mean": 5.0, "max": 6}}}
+    parts = {"train": {"num_prompts": 24}, "eval": {"num_prompts": 16}}
+    receipt = {"num_prompts": {"train": 24, "eval": 16}, "parts": parts, "lengths": {"train": {"mean": 5.0, "max": 6}}}
     (run / "dataset" / "report.json").write_text(json.dumps(receipt))
     with pytest.raises(ConfigError, match=message):
         stage._work(Context(load_config(run / "config.toml"), run, run / "plan.json.partial"))

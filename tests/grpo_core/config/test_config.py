@@ -28,7 +28,8 @@ VALUES: dict[str, Any] = {
 NUMBERS = [
     key.replace("rewards.", "rewards.0.")
     for key, _, accepts, _ in describe_keys()
-    if accepts.startswith(("number", "integer")) and not key.startswith(("evaluation.sets", "promotion.guards"))
+    if accepts.startswith(("number", "integer"))
+    and not key.startswith(("evaluation.sets", "promotion.guards", "data.sources"))
 ]
 
 
@@ -47,7 +48,7 @@ def _with(key: str, value: Any) -> dict[str, Any]:
     ("change", "message"),
     [
         ({"data": {"trian": "a", "eval": "b"}}, "data.trian: unknown key; did you mean 'train'?"),
-        ({"data": {"eval": "b"}}, "data.train: missing"),
+        ({"data": {"eval": "b"}}, "data: train is missing; name prompts in train and eval, or several"),
         ({"train": {"learning_rte": 1}}, "train.learning_rte: unknown key; did you mean 'learning_rate'?"),
         ({"rewards": [{"function": "f", "wieght": 2}]}, "rewards.0.wieght: unknown key; did you mean 'weight'?"),
         ({"algorithm": {"epsilon": -1}}, "algorithm.epsilon = -1: Input should be greater than or equal to 0"),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from grpo_core.config.files import parse_config
 from grpo_core.config.inputs import RewardConfig
 from grpo_core.data.order import rollout_prompts
 from grpo_core.data.prompts import Prompts
@@ -326,15 +327,16 @@ def test_replacements_end_at_their_bound(values: dict[str, Any], tmp_path: Path)
 
 @pytest.mark.parametrize(("processes", "g", "groups"), [(8, 4, 1), (4, 2, 1), (3, 2, 1), (8, 6, 2), (2, 3, 3)])
 def test_processes_share_groups_out_whatever_their_number_and_ask_for_nothing_twice_or_in_vain(
-    processes: int, g: int, groups: int
+    values: dict[str, Any], processes: int, g: int, groups: int
 ) -> None:
+    config = parse_config(values)
     turns, prompts = [(0, row) for row in range(groups)], Prompts([{}] * groups, [[row] for row in range(groups)])
 
     def drawn(processes: int) -> list[tuple[list[int], int]]:
         found = []
         for place in range(processes):
             mine = share_of(groups * g, place, processes)
-            requests, request_rows = _requests(turns, prompts, g, 0, 0, mine)
+            requests, request_rows = _requests(turns, prompts, g, config, 0, mine)
             assert all(request.num_completions > 0 for request in requests)
             assert request_rows == [request.prompt_ids[0] for request in requests]
             found += [(r.prompt_ids, r.seed + i) for r in requests for i in range(r.num_completions)]

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from grpo_core.config.environment import EnvironmentConfig
-from tasks.data.contract import check
+from tasks.data.contract import Part, check
 from tasks.data.lengths import sample_lengths
 from tasks.data.repeats import NONE
 from tests.grpo_core.environments.scripted import TEMPLATE
@@ -42,8 +42,8 @@ def _check(
     """What is wrong with the shape, and the rules that rows break."""
     frames = {"train": pl.DataFrame(train), "eval": pl.DataFrame(evaluated or [{**train[0], "seed": -1}])}
     options = {name: {"tools": [TOOL]} for name in environment.factories or [""]}
-    rooms = dict.fromkeys(frames, room)
-    shape, found = check(frames, [], TOKENIZER, rooms, [], {}, environment, options, NONE)
+    parts = {name: Part(frame, room=room) for name, frame in frames.items()}
+    shape, found = check(parts, TOKENIZER, [], environment, options, NONE)
     return shape, [row for row in found.select("dataset", "row", "check").rows() if row[0] == "train"]
 
 
@@ -120,7 +120,7 @@ def test_lengths_are_those_of_each_row_s_own_tools_and_variables() -> None:
     ]
     frame, room = pl.DataFrame(data), sorted(plain)[30]
     assert sample_lengths(frame, TOKENIZER, options).to_list() == plain
-    frames = {"train": frame, "eval": frame.head(1)}
-    _, found = check(frames, [], TOKENIZER, dict.fromkeys(frames, room), [], {}, environment, options, NONE)
+    parts = {name: Part(each, room=room) for name, each in {"train": frame, "eval": frame.head(1)}.items()}
+    _, found = check(parts, TOKENIZER, [], environment, options, NONE)
     long = found.filter(check="long_prompt", dataset="train")["row"].to_list()
     assert sorted(long) == [row for row, length in enumerate(plain) if length > room] != []

@@ -378,4 +378,4 @@ def test_a_further_evaluation_set_is_held_against_the_same_rules_and_changes_not
     assert screened.kept["eval-hard"]["prompt"].to_list() == ["40+1=", "30+1="]
     for name in ("train", "eval"):
         assert screened.kept[name].equals(without.kept[name])
-    assert screened.report["sources"]["eval-hard"] == str(tmp_path / "hard.parquet")
+    assert screened.report["parts"]["eval-hard"]["source"] == str(tmp_path / "hard.parquet")

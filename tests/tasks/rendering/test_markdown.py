@@ -81,9 +81,7 @@ def test_the_data_report_shows_a_prompt_and_a_columns_name_as_text(hostile: str,
     broken = {"check": "blank", "severity": "drop", "rows": 1, "dataset": "train", "column": hostile, "rule": "is"}
     report = {
         "shape": [f"train has {hostile}"],
-        "rows_read": {"train": 1},
-        "num_prompts": {"train": 1},
-        "sources": {"train": hostile},
+        "parts": {"train": {"rows_read": 1, "num_prompts": 1, "source": hostile}},
         "findings": [broken],
         "lengths": {},
     }
