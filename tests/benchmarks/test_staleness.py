@@ -109,15 +109,16 @@ def test_the_benchmark_page_has_the_real_trainings_beside_their_simulations(name
         assert [int(cell) for cell in line.split("|")[2:-1]] == [*map(round, figures)]
 
 
-def test_the_benchmark_page_has_the_differences_that_were_measured() -> None:
-    found = json.loads((RESULTS / "staleness-learning.json").read_text())
+@pytest.mark.parametrize(("name", "before"), [("learning", ", "), ("learning-sequence-mask", "")])
+def test_the_benchmark_page_has_the_differences_that_were_measured(name: str, before: str) -> None:
+    found = json.loads((RESULTS / f"staleness-{name}.json").read_text())
     page = (RESULTS.parent / "README.md").read_text()
     for recipe in ("quickstart", "maths", "smallest"):
         in_turn = [
             each["final"] for each in found["trainings"] if (each["recipe"], each["max_staleness"]) == (recipe, 0)
         ]
-        cells = [f"{mean(in_turn):.3f}"]
+        cells = [f"{recipe}{before and f'{before}{len(in_turn)} seeds'}", f"{mean(in_turn):.3f}"]
         for pair in (each for each in found["paired"] if each["recipe"] == recipe):
             difference = f"{mean(pair['more_reward']):+.3f}".replace("+0.000", "0.000")
             cells.append(f"{difference} ± {pair['standard_error']:.3f}")
-        assert f"| {' | '.join([recipe, *cells])} |" in page
+        assert f"| {' | '.join(cells)} |" in page
