@@ -37,14 +37,16 @@ ROOT = Path(__file__).parents[1]
 PROMPTS, HELD_OUT, COMPLETIONS = 512, 200, 256
 EVALUATIONS = 8  # per training
 REACHED = 0.9  # of the gain without a curriculum, whose samples are counted
+HALVED = "the band, probe, batches of half the size"  # about as many groups with a signal per update as with none
 ARMS: dict[str, dict[str, Any]] = {
     "none": {},
     "easy to hard, probe": {"kind": "easy_to_hard", "probe": 4},
     "band 0.1 to 0.9, probe": {"kind": "band", "band": [0.1, 0.9], "probe": 4},
     "p(1 − p), probe": {"kind": "variance", "probe": 4},
     "p(1 − p)": {"kind": "variance"},
+    HALVED: {"kind": "band", "band": [0.1, 0.9], "probe": 4},
 }
-COLOURS = ("#444444", "#b8c4d6", "#d9822b", "#2f5d9b", "#7fb2e5")
+COLOURS = ("#444444", "#b8c4d6", "#d9822b", "#2f5d9b", "#7fb2e5", "#b5472f")
 
 
 def main() -> None:
@@ -66,13 +68,13 @@ def learn(seeds: int, updates: int) -> Iterator[dict[str, Any]]:
         for seed in range(seeds):
             probed = Path(scratch, f"probe-{seed}")  # one for all arms of the seed
             for arm, curriculum in ARMS.items():
-                run = _make_run(Path(scratch, f"run-{len(found)}"), curriculum, seed, updates)
+                run = _make_run(Path(scratch, f"run-{len(found)}"), curriculum, seed, updates, _batch(arm))
                 if curriculum.get("probe"):
                     if not probed.exists():
                         _python("grpo_core.probe", run, "--output", probed)
                     shutil.copytree(probed, run / "probe")
                 _python("grpo_core.train", run)
-                found.append({"arm": arm, "seed": seed, **_outcome(run)})
+                found.append({"arm": arm, "seed": seed, **_outcome(run, _batch(arm))})
                 print(json.dumps(found[-1]), flush=True)
                 probe = json.loads((probed / "report.json").read_text()) if probed.exists() else None
                 yield {
@@ -128,14 +130,18 @@ def _standard_error(values: Sequence[float]) -> float | None:
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def _make_run(run: Path, curriculum: dict[str, Any], seed: int, updates: int) -> Path:
+def _batch(arm: str) -> int:
+    return COMPLETIONS // 2 if arm == HALVED else COMPLETIONS
+
+
+def _make_run(run: Path, curriculum: dict[str, Any], seed: int, updates: int, batch: int) -> Path:
     """A run directory as the stages validate and plan leave it."""
     recipe = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())
     values = copy.deepcopy({key: value for key, value in recipe.items() if key not in ("promotion", "registry")})
     values["seed"] = seed
     values["data"]["curriculum"] = curriculum
     values["rollout"]["engine"] = "transformers"
-    values["train"] |= {"max_steps": updates, "per_device_train_batch_size": COMPLETIONS, "warmup_steps": 3}
+    values["train"] |= {"max_steps": updates, "per_device_train_batch_size": batch, "warmup_steps": 3}
     values["train"] |= {"eval_steps": max(updates // EVALUATIONS, 1), "save_steps": 10_000}
     config = parse_config(values)
     (run / "dataset").mkdir(parents=True)
@@ -165,12 +171,12 @@ def _python(module: str, *arguments: object) -> None:
         raise SystemExit(done.stdout + done.stderr)
 
 
-def _outcome(run: Path) -> dict[str, Any]:
+def _outcome(run: Path, batch: int) -> dict[str, Any]:
     rows = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
     probe = run / "probe" / "pass_rates.parquet"
     return {
         "probed": int(pl.read_parquet(probe)["completions"].sum()) if probe.exists() else 0,
-        "curve": [(row["step"] * COMPLETIONS, row["eval_reward"]) for row in rows if "eval_reward" in row],
+        "curve": [(row["step"] * batch, row["eval_reward"]) for row in rows if "eval_reward" in row],
         "silent_groups": mean(row["frac_reward_zero_std"] for row in rows),
         "seconds": round(sum(row["step_time"] for row in rows), 1),
     }

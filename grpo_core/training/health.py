@@ -86,7 +86,7 @@ def _rules(config: HealthConfig) -> list[_Rule]:
             "zero_advantages", "frac_reward_zero_std", 1, 1 - 1e-9, c.zero_advantages_steps, c.zero_advantages_action,
             "within each group all completions got the same reward, so there is nothing to learn from. Look at the "
             "completions: the prompts are too easy, too hard, or the reward cannot tell answers apart. Mix in prompts "
-            "of other difficulty, raise num_generations or temperature, or set rollout.dynamic_sample",
+            "of other difficulty, raise num_generations or temperature, set rollout.dynamic_sample or data.curriculum",
         ),
         _Rule(
             "entropy", "entropy", -1, c.min_entropy, c.patience, c.entropy_action,
