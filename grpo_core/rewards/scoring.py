@@ -123,22 +123,14 @@ def score_arriving(
                             loop.start(reward, own, found)
                 loop.turn()
         whole = _joined([batch for batch, _ in parts])
-        at_the_end = [
-            (whole, {it.name: _run(it, own) for it in rewards if not it.is_async and (own := whole.scored_by(it)).rows})
-        ]
+        own = {it.name: whole.scored_by(it) for it in rewards if not it.is_async}
+        at_the_end = {it.name: _run(it, own[it.name]) for it in rewards if it.name in own and own[it.name].rows}
         loop.finish()
-    return (
-        items,
-        whole,
-        [
-            [
-                value
-                for part, found in (parts if reward.is_async else at_the_end)
-                for value in _of_all(reward, found, part)
-            ]
-            for reward in rewards
-        ],
-    )
+    called = {reward.name: parts if reward.is_async else [(whole, at_the_end)] for reward in rewards}
+    columns = [
+        [value for part, found in called[reward.name] for value in _of_all(reward, found, part)] for reward in rewards
+    ]
+    return items, whole, columns
 
 
 def _of_all(reward: Reward, found: Mapping[str, Any], batch: Batch) -> list[float]:

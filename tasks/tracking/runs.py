@@ -180,6 +180,9 @@ def parameters(config: RunConfig) -> dict[str, str]:
     for section, key in FOREIGN_TABLES:
         if isinstance(table := values[section].get(key), dict) and table:
             values[section][key] = json.dumps(table)
+    for source in values["data"]["sources"]:
+        if source["columns"]:
+            source["columns"] = json.dumps(source["columns"])
     for reward in values["rewards"]:
         for key, value in reward["args"].items():
             if isinstance(value, (dict, list)):
