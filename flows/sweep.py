@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, get_run_logger, tags
 from prefect.runtime import deployment, flow_run
 
 from flows.parameters.allowed import resolve_allowed
@@ -16,13 +15,14 @@ from flows.pipeline import pipeline_of, run_elsewhere
 from grpo_core.config.files import read_overrides
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
+from prefect import flow, get_run_logger, tags
 from tasks.reports.sweep import NoChoiceError
 from tasks.stages.attempts import keep_retry
 from tasks.stages.condition import conditions
 from tasks.stages.endings import plain
-from tasks.stages.errors import ArmStopped, Interrupted, StageError
+from tasks.stages.errors import Interrupted, StageError
 from tasks.stages.run_directory import run_folder
-from tasks.sweep import begin, choose
+from tasks.sweep import begin, choose, ending
 from tasks.tracking.early_stop import why_stopped
 
 # Prefect shows it on the page of the deployment, as Markdown with every line a paragraph.
@@ -81,38 +81,48 @@ def sweep_of(sweep: Sweep) -> Callable[..., Path]:
 
 
 def _run_arms(sweep: Sweep, preset: str, changes: dict[str, Any]) -> Path:
-    """Run each arm that is not up to date, and choose among all; returns the sweep's folder. An arm that fails does not
-    keep the others from running. Raises StageError, which names those that failed."""
-    log, failed = get_run_logger(), {}
+    """Run the arms, and choose among all; returns the sweep's folder. Raises StageError, which names the arms that
+    failed, once there is a choice among the others."""
     level = 1 - sweep.base.evaluation.confidence if sweep.stop_early else None
     begin(sweep.name, sweep.base.registry.experiment, [arm.config.name for arm in sweep.arms], level).result()
+    with ending(sweep.name):
+        failed = _run_each(sweep, preset, changes)
+        try:
+            folder = choose(sweep.name, sweep.base.registry.alias).result()
+        except NoChoiceError as error:
+            failed["choice"] = str(error)
+        if failed:
+            reasons = "\n".join(f"{what}: {reason}" for what, reason in failed.items())
+            of_arms = f"{len(failed.keys() - {'choice'})} of {len(sweep.arms)} arms"
+            raise StageError(f"{of_arms} failed; the same again tries them again\n{reasons}")
+        return folder
+
+
+def _run_each(sweep: Sweep, preset: str, changes: dict[str, Any]) -> dict[str, str]:
+    """Run each arm that is neither up to date nor stopped; returns those that failed, with the reasons. An arm that
+    fails does not keep the others from running."""
+    log, failed = get_run_logger(), {}
     for number, arm in enumerate(sweep.arms, start=1):
-        config, place = arm.config, f"arm {number} of {len(sweep.arms)}"
+        config, place = arm.config, f"arm {number} of {len(sweep.arms)}, {arm.config.name}"
         run = run_folder(config.name)
         if run.is_dir() and all(found.is_up_to_date for found in conditions(run, config).values()):
-            log.info("%s, %s: up to date, skipped", place, config.name)
+            log.info("%s: up to date, skipped", place)
             continue
         if sweep.stop_early and (reason := why_stopped(run, config)):
-            log.info("%s, %s: %s, skipped", place, config.name, reason)
+            log.info("%s: %s, skipped", place, reason)
             continue
-        log.info("%s: %s", place, config.name)
+        log.info(place)
         try:
             _run_arm(config, preset, merge(changes, arm.changes))
         except Interrupted:
             raise
-        except ArmStopped as stopped:
-            log.info("%s, %s: %s", place, config.name, stopped)
         except GrpoError as error:
-            log.error("%s, %s, failed: %s", place, config.name, error)
+            if sweep.stop_early and (reason := why_stopped(run, config)):
+                log.info("%s: %s", place, reason)
+                continue
+            log.error("%s, failed: %s", place, error)
             failed[config.name] = str(error)
-    try:
-        folder = choose(sweep.name, sweep.base.registry.alias).result()
-    except NoChoiceError as error:
-        failed["choice"] = str(error)
-    if failed:
-        reasons = "\n".join(f"{what}: {reason}" for what, reason in failed.items())
-        raise StageError(f"{len(failed)} of {len(sweep.arms)} arms failed; the same again tries them again\n{reasons}")
-    return folder
+    return failed
 
 
 def _run_arm(config: RunConfig, preset: str, changes: dict[str, Any]) -> None:
@@ -122,14 +132,12 @@ def _run_arm(config: RunConfig, preset: str, changes: dict[str, Any]) -> None:
         with tags(*flow_run.tags):  # by which the server's watch recognises the arm's run too
             pipeline_of(config)(preset, changes)
         return
-    of_pipeline, run = f"pipeline/{deployment.name}", run_folder(config.name)
+    of_pipeline = f"pipeline/{deployment.name}"
     ended = run_elsewhere(
         of_pipeline,
         {"preset": preset, "changes": changes},
         config.name,
         lambda signal: Interrupted(f"arm {config.name} was interrupted", signal),
     )
-    if reason := why_stopped(run, config):
-        raise ArmStopped(reason)
     if not (ended.state and ended.state.is_completed()):
         raise StageError(f"flow run {ended.id} of {of_pipeline} is {ended.state}")

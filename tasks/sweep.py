@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from prefect import get_run_logger, task
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape, table
 from tasks.reports.report import PAGE
 from tasks.reports.sweep import Choice, choice_section, describe, make_choice, read_arms, sweep_page
 from tasks.stages.arms import sweep_folder
+from tasks.stages.errors import Interrupted
 from tasks.stages.files import write_text
 from tasks.stages.run_directory import run_folder
 from tasks.stages.table import REGISTER
 from tasks.tracking.early_stop import stopped_arms, write_rule
 from tasks.tracking.runs import answering, connect
-from tasks.tracking.sweeps import log_choice, open_sweep_run
+from tasks.tracking.sweeps import end_sweep_run, log_choice, open_sweep_run
 
 TABLE = "arms.csv"  # in the sweep's folder
 
@@ -34,6 +37,17 @@ def begin(sweep: str, experiment: str, arms: list[str], level: float | None) -> 
     write_rule(sweep, arms, level)
     open_sweep_run(sweep, experiment)
     return Completed()
+
+
+@contextmanager
+def ending(sweep: str) -> Iterator[None]:
+    """If the body is interrupted or fails, its MLflow run ends as KILLED or FAILED."""
+    try:
+        yield
+    except BaseException as error:
+        failed = isinstance(error, Exception) and not isinstance(error, Interrupted)
+        end_sweep_run(sweep, "FAILED" if failed else "KILLED")
+        raise
 
 
 @task(name="choose")

@@ -62,10 +62,9 @@ def sweep(
     with server_for_command() as url:
         say(f"Sweep {asked.name} starts. Prefect's UI, as long as this runs: {url.removesuffix('/api')}")
         with importing():
-            from prefect import tags
-
             from flows.parameters.form import changes_of
             from flows.sweep import sweep_of
+            from prefect import tags
             from tasks.reports.report import PAGE
             from tasks.reports.sweep import describe, make_choice, read_arms, sweep_sections
             from tasks.tracking.early_stop import stopped_arms
@@ -82,7 +81,10 @@ def sweep(
 
 def _show_plan(sweep: Sweep, file: Path, overrides: list[str]) -> None:
     """Print the arms with what each will take by `grpo plan`, the sum, and what is made once for several."""
-    plans = [own_plan(file, {}, [*overrides, *arm.overrides]) for arm in sweep.arms]
+    plans = []
+    for arm in sweep.arms:
+        with refusals(f"arm {arm.label}"):
+            plans.append(own_plan(file, {}, [*overrides, *arm.overrides]))
     times = [answer["forecasts"]["time"] for answer in plans]
     updates = [answer["max_steps"] for answer in plans]
     hours = [[it.get(key) for it in times] for key in ("wall_time_hours", "gpu_hours")]
@@ -102,6 +104,8 @@ def _show_plan(sweep: Sweep, file: Path, overrides: list[str]) -> None:
     say(f"For all {len(sweep.arms)} arms: {times_made}. Each arm is trained, evaluated and registered.")
     if error := next((it["error"] for it in times if "error" in it), ""):
         say(f"Time: {error}")
+    if sweep.base.promotion.automatic:
+        say("promotion.automatic is off in the arms: promote the chosen one, when you know it")
     if sweep.base.promotion.set == HELD_OUT:
         say(
             f"promotion.set is {HELD_OUT!r}, on which the arm is chosen: no arm can be promoted by it. Name another "

@@ -123,7 +123,7 @@ def make_choice(arms: Records, stopped: Mapping[str, str] = MappingProxyType({})
     after = {label: {seed: trained[name] for seed, name in seeds.items()} for label, seeds in of_setting.items()}
     before = {label: {seed: base[name] for seed, name in seeds.items()} for label, seeds in of_setting.items()}
     values = {label: float(np.mean([np.nanmean(it) for it in of.values()])) for label, of in after.items()}
-    ranked = sorted(values, key=lambda label: -values[label])
+    ranked = sorted(values, key=lambda label: math.inf if math.isnan(values[label]) else -values[label])
     tried = len(ranked) + len(stopped)
     of_each, of_rivals = ((1 - confidence) / max(1, count) for count in (tried, tried - 1))
     settings = []

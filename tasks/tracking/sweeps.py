@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import mlflow
@@ -12,7 +13,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE, MLFLOW_SOURCE_NAME, MLFLOW
 
 from tasks.stages.arms import sweep_folder
 from tasks.stages.files import read_json, write_text
-from tasks.tracking.runs import RUN_FILE, answering, connect, open_experiment
+from tasks.tracking.runs import RUN_FILE, answering, brief_requests, connect, open_experiment
 from tasks.tracking.view import RESULT
 
 
@@ -58,3 +59,9 @@ def log_choice(sweep: str, note: str, result: str, metrics: Mapping[str, float],
         for folder, file in files.items():
             client.log_artifact(run_id, str(file), folder)
         client.set_terminated(run_id)
+
+
+def end_sweep_run(sweep: str, status: str) -> None:
+    """End the sweep's MLflow run, if MLflow answers within seconds: what ended the sweep matters more."""
+    with suppress(MlflowException), brief_requests():
+        connect().set_terminated(read_json(sweep_folder(sweep) / RUN_FILE)["run_id"], status)

@@ -157,6 +157,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(flow, "pipeline_of", pipeline_of)
     monkeypatch.setattr(flow, "get_run_logger", lambda: logging.getLogger("sweep"))
     monkeypatch.setattr(flow, "tags", lambda *_: nullcontext())
+    monkeypatch.setattr(flow, "ending", lambda *_: nullcontext())
     for name in ("begin", "choose"):
         monkeypatch.setattr(flow, name, task(name))
     return done
@@ -185,9 +186,9 @@ def test_an_arm_that_was_stopped_for_being_behind_is_no_failure_and_is_not_run_a
     sweep = make(config, "train.learning_rate=0.1,0.2", overrides=evaluated, stop_early=True)
     fates.clear()
     fates[0.2] = ArmStopped("behind")
+    monkeypatch.setattr(flow, "why_stopped", lambda run, config: "behind" if "0.2" in run.name and len(ran) > 2 else "")
     assert flow._run_arms(sweep, str(config), {}) == Path("folder")
     assert len(ran) == 4
-    monkeypatch.setattr(flow, "why_stopped", lambda run, config: "behind" if "0.2" in run.name else "")
     assert flow._run_arms(sweep, str(config), {}) == Path("folder")
     assert len(ran) == 4 + 3
 
@@ -235,8 +236,11 @@ def test_a_deployment_s_sweep_runs_its_arms_as_runs_of_the_pipeline_s_deployment
 
     monkeypatch.setattr(flow, "deployment", SimpleNamespace(id="some", name="local"))
     monkeypatch.setattr(flow, "run_elsewhere", run_elsewhere)
-    monkeypatch.setattr(flow, "why_stopped", lambda run, config: "behind" if "0.3" in run.name else "")
-    sweep = make(config, "train.learning_rate=0.1,0.2,0.3")
+    monkeypatch.setattr(
+        flow, "why_stopped", lambda run, config: "behind" if "0.3" in run.name and len(handed) > 2 else ""
+    )
+    evaluated = ("train.eval_steps=2", *RANGES)
+    sweep = make(config, "train.learning_rate=0.1,0.2,0.3", overrides=evaluated, stop_early=True)
     with pytest.raises(StageError, match=r"1 of 3 arms failed.*\ntest.sweep.learning_rate-0.2: .* is Failed"):
         flow._run_arms(sweep, "quickstart", {"train": {"max_steps": 3}, "seed": 7})
     assert [(it, preset) for it, preset, _ in handed] == [("pipeline/local", "quickstart")] * 3

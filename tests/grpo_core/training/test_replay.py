@@ -53,7 +53,7 @@ def replayed(folder: Path, recording: Path, values: dict[str, Any], **keys: Any)
     run = make_run(folder, on_recording(recording, values, **keys))
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(sessions, "make_engine")
-        patch.delattr(sessions, "resolve")
+        patch.delattr(sessions, "rewards_of")
         train(run, run / "training")
     return run
 
