@@ -163,7 +163,7 @@ def test_the_question_is_free_of_tables_which_prefects_dialog_shrinks_to_nothing
     assert "\n| " not in shown and "<b>" not in shown
     assert (
         shown.index("lost \\<b")
-        < shown.index("**is** wrong ⏎")
+        < shown.index("**is** wrong⏎")
         < shown.index("What it won")
         < shown.index("**is** right")
     )
