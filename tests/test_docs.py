@@ -129,14 +129,10 @@ def test_every_built_in_reward_is_in_the_table_with_its_range() -> None:
 
 
 def test_the_counts_of_mixed_data_are_those_of_its_configuration() -> None:
-    config, page = (
-        load_config(ROOT / "configs" / "mixed.toml"),
-        (ROOT / "docs" / "how-to" / "mixed-data.md").read_text(),
-    )
+    config, page = load_config(ROOT / "configs" / "mixed.toml"), ROOT / "docs" / "how-to" / "mixed-data.md"
     counts = source_counts(make_plan(plan_inputs(config, 3000, 308)), config.seed)
-    rows = [
-        [cell.strip() for cell in line.strip("│┃").split(line[0])] for line in page.splitlines() if line[:1] in "│┃"
-    ]
+    lines = [line for line in page.read_text().splitlines() if line.startswith(("│", "┃"))]
+    rows = [[cell.strip() for cell in line.strip("│┃").split(line[0])] for line in lines]
     assert rows == [*source_table(counts)]
 
 
