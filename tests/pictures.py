@@ -6,6 +6,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from matplotlib.text import Text
 
 from flows.pipeline import pipeline
 from grpo_core.planning.plan import make_plan, plan_inputs
-from tasks.promotion import _markdown
+from tasks.promotion import _markdown, _question
 from tasks.register import describe, origin
 from tasks.registry.champion import Outcome
 from tasks.registry.gate import Contestant, decide
@@ -59,6 +60,7 @@ def words_of_pictures(folder: Path) -> dict[str, str]:
         "form": " ".join(fields[:FIELDS]),
         "refused": " ".join(fields[wrong : wrong + FIELDS]),
         "promotion": _markdown("", outcome),
+        "approval": _question(replace(outcome, model="arithmetic")),
         "champion": f"{describe(record.evaluation, record.metric)} {made_by}",
     }
     return {name: words_of(text) for name, text in texts.items()}
