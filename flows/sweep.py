@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from prefect import flow, get_run_logger, tags
 from prefect.runtime import deployment, flow_run
 
 from flows.parameters.allowed import resolve_allowed
@@ -15,7 +16,6 @@ from flows.pipeline import pipeline_of, run_elsewhere
 from grpo_core.config.files import read_overrides
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
-from prefect import flow, get_run_logger, tags
 from tasks.reports.sweep import NoChoiceError
 from tasks.stages.attempts import keep_retry
 from tasks.stages.condition import conditions

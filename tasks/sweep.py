@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from prefect import get_run_logger, task
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape, table
 from tasks.reports.report import PAGE

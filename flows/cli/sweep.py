@@ -62,9 +62,10 @@ def sweep(
     with server_for_command() as url:
         say(f"Sweep {asked.name} starts. Prefect's UI, as long as this runs: {url.removesuffix('/api')}")
         with importing():
+            from prefect import tags
+
             from flows.parameters.form import changes_of
             from flows.sweep import sweep_of
-            from prefect import tags
             from tasks.reports.report import PAGE
             from tasks.reports.sweep import describe, make_choice, read_arms, sweep_sections
             from tasks.tracking.early_stop import stopped_arms
