@@ -7,12 +7,14 @@ from typing import Any
 
 import polars as pl
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.config.files import parse_config
 from tasks.data.sources import pooled, unlike_columns
 from tasks.validate import Screened, screen
+from tests.command_line import run_here
 from tests.sources import two_sources
 
 
@@ -120,3 +122,24 @@ def test_an_environment_is_written_beside_the_prompts_of_its_source(source: str,
     frames = load_training_prompts(parse_config(values).data)
     named = [frame["environment"].unique().to_list() for frame in frames.values() if "environment" in frame.columns]
     assert named == [["maze"]]
+
+
+def _grpo(config: Path, values: dict[str, Any], *arguments: str) -> tuple[int, str]:
+    config.write_text(tomli_w.dumps(values))
+    done = run_here(*arguments)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.mark.slow
+def test_commands_ask_about_one_source_or_count_all(model_folder: Path, tmp_path: Path) -> None:
+    config, values = tmp_path / "two.toml", two_sources(model_folder, tmp_path)
+    status, said = _grpo(config, values, "data", "schema", str(config))
+    assert (status, "--source None: one of ['sums', 'lines']" in said) == (2, True)
+    status, said = _grpo(config, values, "data", "schema", str(config), "--source", "lines")
+    assert (status, "line:" in said, "answer:" in said) == (0, True, False)
+    status, said = _grpo(config, values, "plan", str(config), "--num-prompts", "100")
+    assert (status, "--num-prompts: each of data.sources has its own number of prompts" in said) == (2, True)
+    status, said = _grpo(config, values, "rewards", "try", str(config), "--row", "24", "--completion", "12")
+    assert (status, "prompt: '100='" in said) == (0, True)
+    status, said = _grpo(config, values, "rewards", "try", str(config), "--row", "40", "--completion", "12")
+    assert (status, "data.sources.0.train, data.sources.1.train has 40 rows, counted from 0" in said) == (2, True)
