@@ -27,11 +27,11 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
-from grpo_core.config.evaluation import CHAMPION, HELD_OUT, RegistryConfig
+from grpo_core.config.evaluation import CHAMPION, RegistryConfig
 from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError, GrpoError
 from tasks.registry.approval import WAITING, Approval, Change, decision_of, largest_changes, tags_of
-from tasks.registry.gate import Contestant, Verdict, decide
+from tasks.registry.gate import Contestant, NotComparableError, Verdict, decide, refuse_chosen_there
 from tasks.registry.history import ROLLED_BACK, Entry, bounded, reigns, written
 from tasks.registry.model_lock import model_lock
 from tasks.registry.spending import ATTEMPTS, take_number
@@ -76,10 +76,6 @@ class _Recorded:
     samples: pl.DataFrame
 
 
-class _NotComparableError(LookupError):
-    """There is nothing to judge a version by; a forced promotion needs nothing."""
-
-
 def promote(
     name: str,
     version: str = CANDIDATE,
@@ -112,7 +108,7 @@ def promote(
         attempt, attempts = take_number(model.tags.get(ATTEMPTS, ""), champion or "base", comparison, returning)
         try:
             verdict, shown = _judge(client, candidate, champion, rules, attempt)
-        except _NotComparableError as error:
+        except NotComparableError as error:
             verdict, shown = Verdict(False, str(error)), None
         else:
             client.set_registered_model_tag(name, ATTEMPTS, attempts)
@@ -319,30 +315,17 @@ def _judge(
     try:
         config = parse_config(recorded.config)
     except ConfigError as error:
-        raise _NotComparableError(f"the configuration recorded with it is not valid here: {error}") from None
+        raise NotComparableError(f"the configuration recorded with it is not valid here: {error}") from None
     if rules:
         config = parse_config({**recorded.config, "promotion": {**recorded.config.get("promotion", {}), **rules}})
-    if sweep := recorded.config.get("registry", {}).get("sweep"):
-        _refuse_chosen_by(sweep, config.promotion.set, recorded.samples)
+    refuse_chosen_there(config, recorded.samples)
     trained = Contestant(f"version {candidate.version}", recorded.samples, "trained")
     rival = _rival(client, candidate, recorded, champion)
     try:
         verdict = decide(config, trained, rival, attempt)
     except ValueError as error:
-        raise _NotComparableError(f"{error}; a guard can be on what the evaluation recorded") from None
+        raise NotComparableError(f"{error}; a guard can be on what the evaluation recorded") from None
     return verdict, largest_changes(config, trained, rival) if config.promotion.approval else None
-
-
-def _refuse_chosen_by(sweep: str, set: str, samples: pl.DataFrame) -> None:
-    """Raises _NotComparableError if the arm of a sweep would be judged on prompts by which the sweep has chosen it."""
-    unit = "task" if "task" in samples.columns else "prompt"
-    judging, choosing = ({*map(repr, samples.filter(pl.col("set") == name)[unit])} for name in (set, HELD_OUT))
-    if shared := len(judging & choosing):
-        raise _NotComparableError(
-            f"it is an arm of the sweep {sweep!r}, which chooses on {HELD_OUT!r}, and {shared:,} of {len(judging):,} "
-            f"prompts of {set!r} are among those: the best of several looks better there than it is. Judge it on other "
-            "prompts, a set in [[evaluation.sets]] that promotion.set names"
-        )
 
 
 def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, champion: str | None) -> Contestant:
@@ -357,7 +340,7 @@ def _rival(client: MlflowClient, candidate: ModelVersion, recorded: _Recorded, c
     theirs = _recorded(client, version)
     if theirs.report["key"] != recorded.report["key"]:
         run = recorded.config["name"]
-        raise _NotComparableError(
+        raise NotComparableError(
             f"it was not evaluated beside the {label}, and on other prompts or by other settings than that was: "
             f"`grpo stage evaluate --run {run} --force` and `grpo stage register --run {run}` make a version that was"
         )
@@ -373,7 +356,7 @@ def _recorded(client: MlflowClient, version: ModelVersion) -> _Recorded:
             there |= {it.path for it in listed or []}
     missing = [name for name in RECORDED if f"{folder}/{name}" not in there]
     if missing:
-        raise _NotComparableError(
+        raise NotComparableError(
             f"version {version.version} has no {', '.join(missing)} in its MLflow run ({run_id or 'none'}), so "
             "there is nothing to judge it by; `grpo stage register --run NAME` makes versions that have"
         )

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import polars as pl
 
-from grpo_core.config.evaluation import Guard, PromotionConfig
+from grpo_core.config.evaluation import HELD_OUT, Guard, PromotionConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.evaluation.outcomes import (
     bounds_of,
@@ -27,6 +27,10 @@ from tasks.rendering import figures
 
 LEAST_COMPARED = 0.9  # share of a set's prompts, below which the unscored ones could decide
 LEAST_PROMPTS = 200  # with which an outcome of unknown range decides anything, see docs/explanation/evaluation.md
+
+
+class NotComparableError(LookupError):
+    """There is nothing to judge a version by; a forced promotion needs nothing."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,19 @@ def decide(config: RunConfig, candidate: Contestant, rival: Contestant, attempt:
     kept = f"; guards kept: {len(guards)}" if guards and not broken else ""
     at = f"attempt {attempt} against {rival.label}, so at level {level:.2g}"
     return Verdict(not broken, f"{_found(gain, rival)}: {verdict}{kept} ({at})", comparisons)
+
+
+def refuse_chosen_there(config: RunConfig, samples: pl.DataFrame) -> None:
+    """Raises NotComparableError if the version is an arm of a sweep, and the sweep has chosen it on prompts by which it
+    would be judged."""
+    judged_on, unit = config.promotion.set, "task" if "task" in samples.columns else "prompt"
+    judging, choosing = ({*map(repr, samples.filter(set=name)[unit])} for name in (judged_on, HELD_OUT))
+    if config.registry.sweep and (shared := len(judging & choosing)):
+        raise NotComparableError(
+            f"it is an arm of the sweep {config.registry.sweep!r}, which chooses on {HELD_OUT!r}, and {shared:,} of "
+            f"{len(judging):,} prompts of {judged_on!r} are among those: the best of several looks better there than "
+            "it is. Judge it on other prompts, a set in [[evaluation.sets]] that promotion.set names"
+        )
 
 
 def level_of(attempt: int, confidence: float) -> float:

@@ -17,7 +17,7 @@ from tasks.stages.condition import MARKER
 from tasks.stages.errors import ArmStopped
 from tasks.stages.files import read_json, write_text
 from tasks.stages.lineage import lineage_keys
-from tasks.stages.run_directory import find_runs
+from tasks.stages.run_directory import find_runs, read_config
 from tasks.stages.table import TRAIN, VALIDATE
 
 RULE = "stop_early.json"  # in the sweep's folder: `arms` in the order in which they run, `level`
@@ -46,7 +46,7 @@ def stopped_arms(sweep: str) -> dict[str, str]:
     found = {
         name: read_json(TRAIN.partial(run) / STOPPED).get("reason", "")
         for name, run in sorted(find_runs().items())
-        if name.startswith(arm_prefix(sweep))
+        if name.startswith(arm_prefix(sweep)) and read_config(run).registry.sweep == sweep
     }
     return {name: reason for name, reason in found.items() if reason}
 
