@@ -365,16 +365,6 @@ def test_a_run_from_the_form_is_seen_to_complete_in_prefect_and_mlflow(
     picture("mlflow-run")
     page.goto(f"{served.mlflow_url}/#/models/arithmetic/versions/2")
     page.get_by_text("candidate").first.wait_for()
-    page.get_by_role("link", name="read them").click()
-    page.get_by_text("vs_base").first.wait_for()
-    picture("version-traces")
-
-
-def test_two_runs_are_compared_on_a_page(served: Served, page: Page, picture: Picture, tmp_path: Path) -> None:
-    _grpo(served, "compare", "quickstart", "slower", "--html", str(tmp_path / "comparison.html"))
-    page.goto((tmp_path / "comparison.html").as_uri())
-    assert page.evaluate("document.documentElement.scrollWidth") <= SHOWN["width"]
-    picture("comparison")
 
 
 def test_the_schedule_is_switched_on_and_off(served: Served, page: Page) -> None:
