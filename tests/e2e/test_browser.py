@@ -307,7 +307,8 @@ def test_a_stage_is_run_again_and_the_version_promoted(served: Served, page: Pag
     fill(page, {"Your name": "Ada", "Your reason": "right far more often, and no longer"})
     page.locator(".p-modal").get_by_role("button", name="Submit").click()
     assert served.wait(id_of(run))["state_name"] == "Promoted"
-    open_artifact(page, run, "promotion")
+    newest = served.filter("artifacts", flow_runs={"id": {"any_": [id_of(run)]}}, sort="CREATED_DESC")[0]
+    page.goto(f"{served.prefect_url}/artifacts/artifact/{newest['id']}")
     page.get_by_text("arithmetic version 1: promoted").first.wait_for()
     picture("promotion")
     page.goto(f"{served.mlflow_url}/#/models/arithmetic/versions/1")
