@@ -27,8 +27,9 @@ def open_form(page: Page, served: Served, flow: str = "pipeline", shows: str = "
 
 
 def field(page: Page, path: str) -> Locator:
-    """What the form has for a key, such as "changes.train.max_steps": label, description and input."""
-    found = page.locator("form")
+    """What the form, or the dialog of Resume, has for a key, such as "changes.train.max_steps": label, description and
+    input."""
+    found = page.locator("form, .p-modal")
     for key in path.split("."):
         named = f"normalize-space() = '{key}' or starts-with(normalize-space(), '{key} (')"
         label = f"div[contains(@class, 'p-label__header')]//span[{named}]"
