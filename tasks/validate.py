@@ -25,8 +25,9 @@ from grpo_core.rewards.contract import Reward, check_environments, rewards_of
 from tasks.data.contract import Part, check, needed_columns
 from tasks.data.lengths import ModelError, OptionsByEnvironment, load_tokenizer_and_context, sample_lengths
 from tasks.data.own_schema import hold_against, load_schema
+from tasks.data.places import data_set
 from tasks.data.repeats import NONE, prompt_text
-from tasks.data.sources import data_set, load_sources, pooled, sources_of, with_needed_columns, without_unstorable
+from tasks.data.sources import load_sources, pooled, sources_of, with_needed_columns, without_unstorable
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.registry.gate import LEAST_PROMPTS
 from tasks.reports.data_report import FINDINGS, count_findings, length_figures, markdown, write_report

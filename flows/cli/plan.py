@@ -22,7 +22,6 @@ from grpo_core.config.files import load_config, parse_config
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
-from grpo_core.data.order import source_counts
 from grpo_core.data.own_code import check as check_data
 from grpo_core.environments.registry import sources as environment_sources
 from grpo_core.errors import ConfigError, GrpoError
@@ -193,9 +192,15 @@ def own_plan(
     else:
         forecasts = _useful(pass_rates, figures.num_generations)
     answer: dict[str, Any] = {**_valid(inputs, figures), **dataclasses.asdict(figures), "forecasts": forecasts}
-    answer["sources"] = source_counts(figures, config.seed)
+    answer["sources"] = _source_counts(figures, config.seed) if figures.sources else {}
     answer["notes"] += config.with_precision(capability(hardware)).gpu_notes if hardware else []
     return answer
+
+
+def _source_counts(figures: Plan, seed: int) -> dict[str, dict[str, float]]:
+    from grpo_core.data.order import source_counts  # imports numpy
+
+    return source_counts(figures, seed)
 
 
 def _earlier_sampling(config: RunConfig) -> EarlierSampling | str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,7 +13,6 @@ from rich.table import Column, Table
 from flows.cli.compare import show
 from flows.cli.plan import own_plan
 from flows.cli.terminal import refusals, say
-from flows.parameters.arms import Sweep, make_sweep, read_grid
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import server_for_command
 from grpo_core.config.evaluation import HELD_OUT
@@ -25,6 +24,9 @@ from tasks.stages.locks import locked
 from tasks.stages.parts import Parts, key_of
 from tasks.stages.run_directory import run_folder
 from tasks.stages.table import PLAN, VALIDATE
+
+if TYPE_CHECKING:
+    from flows.parameters.arms import Sweep
 
 
 def sweep(
@@ -48,6 +50,8 @@ def sweep(
 
     Exit status 1: an arm failed, 2: refused before anything was started, 130: Ctrl-C, 143: SIGTERM.
     """
+    from flows.parameters.arms import make_sweep, read_grid  # imports polars
+
     given = overrides or []
     asked = make_sweep(
         lambda more: load_config(config, [*given, *more]), read_grid(grid or []), seeds, name, stop_early

@@ -14,6 +14,11 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 FILE_NAME = re.compile(r"\.(parquet|jsonl?|ndjson|csv|tsv|txt|arrow|xlsx?|gz|bz2|xz|zst|zip)$", re.IGNORECASE)
 
 
+def data_set(part: str) -> str:
+    """The data set that a part belongs to: train, eval or eval-NAME."""
+    return part.partition("/")[0]
+
+
 def may_be_on_the_hub(source: str) -> bool:
     """Whether a name that is no path here could be a name on the hub: NAME or OWNER/NAME, unlike that of a file."""
     owner, separator, _ = source.partition("/")

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import polars as pl
 
 from tasks.data.lengths import tool_calls
-from tasks.data.sources import data_set, is_unstorable
+from tasks.data.places import data_set
+from tasks.data.sources import is_unstorable
 
 INVISIBLE = r"[\x{200B}-\x{200D}\x{2060}\x{FEFF}]"
 FINDING = {"dataset": pl.String, "row": pl.UInt32, "column": pl.String, "check": pl.String, "value": pl.String}

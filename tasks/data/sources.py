@@ -14,7 +14,7 @@ from grpo_core.config.inputs import DataConfig, DataSource, PromptSource
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
 from tasks.data.columns import ColumnError, with_columns
-from tasks.data.places import is_file, is_folder, may_be_on_the_hub
+from tasks.data.places import data_set, is_file, is_folder, may_be_on_the_hub
 from tasks.data.text_sources import Fault, find_fault, scan_text
 
 PASS_RATE = "pass_rate"
@@ -85,11 +85,6 @@ def _held_out_sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
 
 def _part(name: str, origin: PromptSource) -> str:
     return f"{name}/{origin.name}" if isinstance(origin, DataSource) else name
-
-
-def data_set(part: str) -> str:
-    """The data set that a part belongs to: train, eval or eval-NAME."""
-    return part.partition("/")[0]
 
 
 def pooled(frames: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:

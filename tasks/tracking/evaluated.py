@@ -110,7 +110,9 @@ def send_evaluated(
     """
     samples, evaluated = pl.read_parquet(samples_file), samples_file.stat().st_mtime_ns // 1_000_000
     told, counts = [], dict[str, dict[str, int]]()
-    for name in config.evaluation_files:  # the prompts of a source are among the held-out ones
+    for name in report["sets"]:
+        if name in config.evaluated_sources:  # its prompts are among the held-out ones
+            continue
         of_set = samples.filter(pl.col("set") == name)
         rows = of_set.filter(pl.col("sample") == 0).sort("row").to_dicts()
         standings = standings_of(of_set, name, report, config)

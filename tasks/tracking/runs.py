@@ -34,7 +34,8 @@ from grpo_core.config.run import RunConfig
 from grpo_core.fingerprint import content_hash
 from grpo_core.planning.hardware import find_gpu, name_hardware
 from grpo_core.planning.pace import Throughput
-from tasks.data.sources import Source, data_set, sources_of
+from tasks.data.places import data_set
+from tasks.data.sources import Source, sources_of
 from tasks.stages.arms import sweep_folder
 from tasks.stages.errors import StageError
 from tasks.stages.files import read_json, write_text
