@@ -239,5 +239,5 @@ def load_plan(path: Path) -> Plan:
 def read_plan(values: Mapping[str, Any]) -> Plan:
     """The plan of which `values` are `dataclasses.asdict`."""
     known = dict(values)
-    known["sources"] = tuple(PlannedSource(**each) for each in values["sources"])
+    known["sources"] = tuple(PlannedSource(**each) for each in values.get("sources", ()))
     return Plan(**known)

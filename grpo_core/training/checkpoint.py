@@ -216,7 +216,8 @@ class Checkpoints:
         """Load the newest undamaged checkpoint (the newest `healthy` one) and drop those after it; None without one.
 
         A damaged one is set aside as `step-NNNNNN.damaged` with a warning. Raises CheckpointError if a damaged one is
-        all that is left, or if one was written under another configuration, or with other data or reward functions.
+        all that is left, or if one was written under another configuration, with other data or reward functions, or by
+        a version that keeps other fields.
         """
         self.wait()
         folder = from_main(self._newest(healthy) if self.accelerator.is_main_process else None)
@@ -234,7 +235,13 @@ class Checkpoints:
         random = folder / f"random-{self.accelerator.process_index}.pt"
         if random.exists():  # else there are more processes now
             set_random_state(torch.load(random, weights_only=True))
-        state = restored_state(content["state"])
+        try:
+            state = restored_state(content["state"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{folder} was written by a version of this project that keeps other fields ({error}): continue with "
+                f"that one, or move {self.directory.parent} away to start from the beginning"
+            ) from error
         wait_for_all()
         return state
 

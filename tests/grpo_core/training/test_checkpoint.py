@@ -17,10 +17,11 @@ from accelerate import Accelerator
 
 from grpo_core.config.files import parse_config
 from grpo_core.rollout.types import Rollout
+from grpo_core.training import checkpoint as writing
 from grpo_core.training.checkpoint import CheckpointError, Checkpoints, require_same_folder
 from grpo_core.training.held_out import keep_best, load_best
 from grpo_core.training.random_state import random_state, set_random_state
-from grpo_core.training.state import TrainingState
+from grpo_core.training.state import TrainingState, saved_fields
 from tests.conftest import config_values
 from tests.grpo_core.allocations import Allocations
 from tests.grpo_core.training.several import in_two_processes
@@ -100,6 +101,21 @@ def test_the_batch_of_a_checkpoint_does_not_need_its_file_any_longer(tmp_path: P
     os.truncate(tmp_path / "step-000001" / "state.pt", 0)  # a page of it that is read from here on ends the process
     assert found is not None and found.rollout is not None
     assert torch.equal(found.rollout.sampling_logprobs, values)
+
+
+@pytest.mark.parametrize("change", [lambda fields: fields.pop("rates"), lambda fields: fields.update(of_old=1)])
+def test_a_checkpoint_with_other_fields_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], object]
+) -> None:
+    def of_another_version(state: TrainingState) -> dict[str, Any]:
+        change(fields := saved_fields(state))
+        return fields
+
+    checkpoints = _checkpoints(tmp_path)
+    monkeypatch.setattr(writing, "saved_fields", of_another_version)
+    checkpoints.save(TrainingState(tokens_per_pass=100, updates=1), keep=1)
+    with pytest.raises(CheckpointError, match="step-000001 was written by a version of this project that keeps other"):
+        checkpoints.restore()
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
