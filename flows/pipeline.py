@@ -25,7 +25,7 @@ from grpo_core.config.run import RunConfig
 from tasks.promotion import ask, promote
 from tasks.registry.approval import WAITING
 from tasks.registry.champion import is_decided
-from tasks.reports.events import announce_run
+from tasks.reports.events import announce_completed, announce_end
 from tasks.stages.attempts import keep_retry
 from tasks.stages.condition import conditions
 from tasks.stages.endings import plain
@@ -56,10 +56,9 @@ OPTIONS: dict[str, Any] = {
     "name": "pipeline",
     "description": DESCRIPTION,
     "validate_parameters": False,  # done by `resolve`, which names the nearest key
-    "on_completion": [announce_run],
-    "on_failure": [announce_run],
-    "on_cancellation": [announce_run],
-    "on_crashed": [keep_retry, announce_run],
+    "on_failure": [announce_end],
+    "on_cancellation": [announce_end],
+    "on_crashed": [keep_retry, announce_end],
 }
 
 
@@ -110,6 +109,7 @@ def _run_stages(config: RunConfig) -> Path:
                 TASKS[stage](run, config).result()
                 if stage is REGISTER:
                     _promote(config, run)
+    announce_completed(run, config, str(flow_run.id))
     return run
 
 

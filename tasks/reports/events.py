@@ -7,10 +7,11 @@ keys, and JSON has none.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.events import emit_event
@@ -22,7 +23,7 @@ from tasks.rendering import figures
 from tasks.reports.cost import Cost, cost_of
 from tasks.reports.report import PAGE, headline, rival_of
 from tasks.stages.files import read_json
-from tasks.stages.run_directory import CONFIG, read_config, run_folder
+from tasks.stages.run_directory import CONFIG, run_folder
 from tasks.stages.table import EVALUATE, REGISTER, TRAIN
 from tasks.tracking.runs import HARDWARE, RUN_FILE, run_address, version_address
 
@@ -35,22 +36,29 @@ def announce(event: str, kind: str, name: str, payload: Mapping[str, Any], relat
     emit_event(event, resource, related=[*related], payload={key: _plain(value) for key, value in payload.items()})
 
 
-def announce_run(flow: Any, flow_run: FlowRun, state: State) -> None:
-    """Hook of the pipeline: emit grpo.run.completed, failed, cancelled or crashed. A run that is scheduled again after
-    a crash has not ended."""
+def announce_completed(run: Path, config: RunConfig, flow_run_id: str) -> None:
+    """Emit grpo.run.completed: the run's stages are all done."""
+    figures = _if_known(lambda: run_figures(run, config))
+    _announce_end(run, "completed", "all stages are done", flow_run_id, figures)
+
+
+def announce_end(flow: Any, flow_run: FlowRun, state: State) -> None:
+    """Hook of the pipeline: emit grpo.run.failed, cancelled or crashed. A run that is scheduled again after a crash has
+    not ended."""
     with get_client(sync_client=True) as client:
         known = client.read_flow_run(flow_run.id)
     if state.is_crashed() and known.state and known.state.is_scheduled():
         return
     ended = "cancelled" if state.is_cancelling() else state.type.value.lower()
-    run, reason = run_folder(known.name), (state.message or "").removeprefix(FAILURE)
-    payload: dict[str, Any] = {"run": run.name, "ended": ended, "reason": reason, "flow_run_url": url_for(known)}
-    payload["text"] = f"run {run.name} {ended}: {reason}"
-    if state.is_completed():
-        payload |= run_figures(run)
+    _announce_end(run_folder(known.name), ended, (state.message or "").removeprefix(FAILURE), str(known.id), {})
+
+
+def _announce_end(run: Path, ended: str, reason: str, flow_run_id: str, figures: Mapping[str, Any]) -> None:
+    payload = {"run": run.name, "ended": ended, "reason": reason, "flow_run_url": url_for("flow-run", flow_run_id)}
+    payload |= {"text": f"run {run.name} {ended}: {reason}", **figures}
     if (run / CONFIG).exists():
         payload |= _addresses(run)
-    of_run = {"prefect.resource.id": f"prefect.flow-run.{known.id}", "prefect.resource.role": "flow-run"}
+    of_run = {"prefect.resource.id": f"prefect.flow-run.{flow_run_id}", "prefect.resource.role": "flow-run"}
     announce(f"grpo.run.{ended}", "run", run.name, payload, [{**of_run, "prefect.resource.name": run.name}])
 
 
@@ -60,16 +68,32 @@ def announce_training(run: Path, config: RunConfig, ended: str, reason: str) -> 
     payload["text"] = f"training of {run.name} {ended}: {reason}"
     payload |= _addresses(run)
     if ended == "completed":
-        result = TRAIN.read_receipt(run)
-        payload |= {name: result[name] for name in ("stopped_early_at_step", "best_step", "train_seconds")}
-        payload |= {"updates": result["counted"]["updates"], "planned_updates": result["planned"]["updates"]}
-        payload |= _cost(cost_of(config, _hardware(run), result, 0.0))
+        payload |= _if_known(lambda: _training_figures(run, config))
     announce(f"grpo.training.{ended}", "run", run.name, payload)
 
 
-def run_figures(run: Path) -> dict[str, Any]:
+def _training_figures(run: Path, config: RunConfig) -> dict[str, Any]:
+    result = TRAIN.read_receipt(run)
+    return {
+        **{name: result[name] for name in ("stopped_early_at_step", "best_step", "train_seconds")},
+        "updates": result["counted"]["updates"],
+        "planned_updates": result["planned"]["updates"],
+        **_cost(cost_of(config, _hardware(run), result, 0.0)),
+    }
+
+
+def _if_known(figures: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The figures; none if they cannot be read: what is done is worth more than what an event says of it."""
+    try:
+        return figures()
+    except Exception as error:
+        get_run_logger().warning("the event of this end has no figures: %r", error)
+        return {}
+
+
+def run_figures(run: Path, config: RunConfig) -> dict[str, Any]:
     """What came of a run whose stages are all done: verdict, figures on the held-out prompts, cost, model version."""
-    config, report = read_config(run), EVALUATE.read_receipt(run)
+    report = EVALUATE.read_receipt(run)
     metric, rival = figures.metric_of(config, report), rival_of(report)
     found, said = report["sets"][HELD_OUT], headline(report, metric)
     own, gain = found["policies"]["trained"][metric], found["differences"][rival][metric]

@@ -45,9 +45,9 @@ promote('the "sums"')
 """
 INTERRUPTED = """
 from prefect import flow
-from tasks.reports.events import announce_run
+from tasks.reports.events import announce_end
 from tasks.stages.endings import plain
-@flow(name="pipeline", flow_run_name="ctrl-c", on_cancellation=[announce_run])
+@flow(name="pipeline", flow_run_name="ctrl-c", on_cancellation=[announce_end])
 @plain
 def interrupted():
     raise KeyboardInterrupt

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from prefect.client.schemas.objects import State
-from prefect.states import AwaitingRetry, Cancelled, Cancelling, Completed, Crashed, Failed
+from prefect.states import AwaitingRetry, Cancelled, Cancelling, Crashed, Failed
 
+from grpo_core.config.files import load_config
 from tasks.reports import events
 from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
 
 Emitted = list[tuple[str, dict[str, Any]]]
+FLOW_RUN = uuid.uuid4()
 
 
 @pytest.fixture
@@ -28,12 +30,13 @@ def emitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Emitted:
 
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
     monkeypatch.setattr(events, "emit_event", emit)
+    monkeypatch.setattr(events, "url_for", lambda kind, run_id: f"http://prefect/{kind}/{run_id}")
     return found
 
 
 def _end(monkeypatch: pytest.MonkeyPatch, state: State, later: State | None = None, name: str = "sums") -> None:
     """A run of the pipeline ends in a state; `later`: the state that Prefect's server has when it is asked."""
-    known = SimpleNamespace(id=uuid.uuid4(), name=name, state=later or state)
+    known = SimpleNamespace(id=FLOW_RUN, name=name, state=later or state)
 
     class Client:
         def __enter__(self) -> Client:
@@ -46,8 +49,7 @@ def _end(monkeypatch: pytest.MonkeyPatch, state: State, later: State | None = No
             return known
 
     monkeypatch.setattr(events, "get_client", lambda sync_client: Client())
-    monkeypatch.setattr(events, "url_for", lambda run: f"http://prefect/{run.name}")
-    events.announce_run(None, known, state)  # type: ignore[arg-type]
+    events.announce_end(None, known, state)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_a_run_without_a_result_says_how_it_ended_and_why(
         "ended": ended,
         "reason": reason,
         "text": f"run sums {ended}: {reason}",
-        "flow_run_url": "http://prefect/sums",
+        "flow_run_url": f"http://prefect/flow-run/{FLOW_RUN}",
     }
 
 
@@ -81,15 +83,13 @@ def test_a_run_that_goes_on_after_a_crash_has_not_ended(emitted: Emitted, monkey
     assert emitted == []
 
 
-def test_a_completed_run_tells_the_figures_of_its_report(
-    emitted: Emitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_completed_run_tells_the_figures_of_its_report(emitted: Emitted, tmp_path: Path) -> None:
     samples = samples_of({"base": outcomes_of(0, 0.4), "trained": outcomes_of(1, 0.9)})
     values = values_of("sums", launch={"gpu_hour_price": 2.0})
     run = made_up_run(tmp_path / "runs" / "sums", values, samples, metrics_of())
     (run / "registration.json").write_text(json.dumps({"model_name": "a b", "version": "4"}))
     (run / "training" / "mlflow.json").write_text(json.dumps({"run_id": "r", "experiment_id": "7", "hardware": "H100"}))
-    _end(monkeypatch, Completed())
+    events.announce_completed(run, load_config(run / "config.toml"), str(FLOW_RUN))
     [(event, payload)] = emitted
     report = json.loads((run / "evaluation" / "report.json").read_text())
     held_out = report["sets"]["held-out"]
@@ -118,7 +118,7 @@ def test_a_training_tells_its_updates_and_cost_and_a_figure_that_is_not_finite_i
 ) -> None:
     samples = samples_of({"base": outcomes_of(0, 0.4), "trained": outcomes_of(1, 0.9)})
     run = made_up_run(tmp_path / "runs" / "sums", values_of("sums"), samples, metrics_of())
-    config = events.read_config(run)
+    config = load_config(run / "config.toml")
     events.announce_training(run, config, "completed", "wrote training")
     events.announce_training(run, config, "stopped", "train was interrupted, 3 of 50 updates saved")
     events.announce("grpo.refused", "model", "sums", {"gain": float("nan")})
