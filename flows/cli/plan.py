@@ -19,6 +19,7 @@ from rich.table import Column, Table
 
 from flows.cli.terminal import print_refusal
 from grpo_core.config.files import load_config, parse_config
+from grpo_core.config.inputs import CurriculumConfig
 from grpo_core.config.rollout import RolloutConfig
 from grpo_core.config.run import RunConfig
 from grpo_core.config.training import TrainConfig
@@ -143,6 +144,10 @@ def own_plan(
     for reward in config.rewards:
         check(reward)
     check_data(config.data)
+    if config.data.curriculum != CurriculumConfig():
+        from grpo_core.rewards.composition import check_curriculum  # imports numpy
+
+        check_curriculum(config)
     environment_sources(config.environment)
     _check_positions(config)
     num_prompts = [given["num_prompts"]] if "num_prompts" in given else []

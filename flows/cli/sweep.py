@@ -33,7 +33,9 @@ def sweep(
     config: Annotated[Path, typer.Argument(help="run configuration (TOML), such as configs/quickstart.toml")],
     grid: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE,VALUE", help="values of one key, such as train.beta=0,0.04; can be repeated"),
+        typer.Option(
+            metavar="KEY=VALUE,VALUE", help="values of one key, such as algorithm.beta=0.0,0.04; can be repeated"
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="trainings of each combination, with seeds of their own")] = 1,
     name: Annotated[str, typer.Option(help="of the sweep, after that of the configuration")] = "sweep",
@@ -111,10 +113,10 @@ def _show_plan(sweep: Sweep, file: Path, overrides: list[str]) -> None:
         say(f"Time: {error}")
     if sweep.base.promotion.automatic:
         say("promotion.automatic is off in the arms: promote the chosen one, when you know it")
-    if sweep.base.promotion.set == HELD_OUT:
+    if sweep.base.promotion.set in (HELD_OUT, *sweep.base.evaluated_sources):
         say(
-            f"promotion.set is {HELD_OUT!r}, on which the arm is chosen: no arm can be promoted by it. Name another "
-            "set of [[evaluation.sets]] there to promote the chosen one"
+            f"promotion.set is {sweep.base.promotion.set!r}, on which the arm is chosen: no arm can be promoted by it. "
+            "Name another set of [[evaluation.sets]] there to promote the chosen one"
         )
 
 

@@ -24,6 +24,10 @@ from tasks.stages.arms import arm_prefix
 MOST_ARMS = 256
 ALIAS = "arm"  # of the arm registered last; the configured alias is for the one that is chosen
 LONGEST_LABEL = 120  # characters of a run's name after the sweep's
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+SHARE_OF_A_SOURCE = re.compile(
+    r"data\.sources\.\d+\.(weight|epochs)"
+)  # of the training prompts, not of those evaluated
 SET_BY_SWEEP = ("name", "registry.", "promotion.")
 Grid = Mapping[str, Sequence[Any]]
 Load = Callable[[list[str]], RunConfig]
@@ -100,6 +104,11 @@ def make_sweep(load: Load, grid: Grid, seeds: int, name: str, stop_early: bool =
     Raises ConfigError if the configuration or a key is wrong, if arms are the same or too many, or could not be
     compared; GrpoError, which names each arm that is refused, for what `refuse_early` refuses. Nothing is begun.
     """
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"--name {name!r}: it begins the names of the arms; use letters, digits, '.', '_' and '-'")
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"--grid {key}={values!r}: give a list of values")
     base = load([])
     sweep = f"{base.name}.{name}"
     _refuse_keys(grid, base)
@@ -140,7 +149,7 @@ def _refuse_keys(grid: Grid, base: RunConfig) -> None:
             raise ConfigError(f"--grid {key}: the same for all arms of a sweep; give it by --set, or in the file")
         if key == "rollout.max_completion_length" and base.evaluation.max_completion_length:
             continue
-        if key.startswith(EVALUATED_BY):
+        if key.startswith(EVALUATED_BY) and not SHARE_OF_A_SOURCE.fullmatch(key):
             raise ConfigError(
                 f"--grid {key}: its arms would be evaluated differently, and the best of them could not be chosen; a "
                 "run of its own for each value, and `grpo compare`, shows what differs"

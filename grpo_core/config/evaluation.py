@@ -14,6 +14,7 @@ CHAMPION = "champion"  # alias of the version in use
 # What keys begin with that outcomes depend on, besides the policy.
 EVALUATED_BY = (
     *("evaluation.", "rewards.", "environment.", "data.eval", "data.columns", "data.system_prompt", "data.sources."),
+    *("data.subset", "data.revision", "data.schema", "data.checks."),
     *("data.chat_template_kwargs", "rollout.max_completion_length", "rollout.stop"),
 )
 

@@ -177,7 +177,7 @@ class DataSource(PromptSource):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)
     """Name of the source in metrics, reports and guards, and in the column `source` of the validated data."""
-    weight: float | None = Field(None, gt=0)
+    weight: float | None = Field(None, ge=1e-6, le=1e6)
     """Share of this source in the training, relative to the other sources' weights. An epoch is then one pass over the
     source that is used up first. Give all sources a weight, or none."""
     epochs: float | None = Field(None, gt=0, le=1)

@@ -203,7 +203,7 @@ def _unlike(frames: Mapping[str, pl.DataFrame], tokenizer: Any) -> Iterator[str]
     for name, kind in others.items():
         yield (
             f"the prompts of {first} are {kinds[first]}, those of {name} {kind}; they have to be the same: "
-            'data.system_prompt = "" makes messages of text'
+            'system_prompt = "", in [data] or in that source, makes messages of text'
         )
     if not others and kinds[first] == "conversations" and not tokenizer.chat_template:
         yield (

@@ -98,7 +98,7 @@ def refuse_chosen_there(config: RunConfig, samples: pl.DataFrame) -> None:
     """Raises NotComparableError if the version is an arm of a sweep, and the sweep has chosen it on prompts by which it
     would be judged."""
     judged_on, unit = config.promotion.set, "task" if "task" in samples.columns else "prompt"
-    judging, choosing = ({*map(repr, samples.filter(set=name)[unit])} for name in (judged_on, HELD_OUT))
+    judging, choosing = ({*map(repr, samples_of(samples, name)[unit])} for name in (judged_on, HELD_OUT))
     if config.registry.sweep and (shared := len(judging & choosing)):
         raise NotComparableError(
             f"it is an arm of the sweep {config.registry.sweep!r}, which chooses on {HELD_OUT!r}, and {shared:,} of "

@@ -106,6 +106,11 @@ class Parts:
         return self.prompts | self.section("rollout") | self.section("train")
 
     @cached_property
+    def order(self) -> Named:
+        """What the counts of several sources follow from: by the seed an epoch's last prompts are dropped."""
+        return {"seed": self.config.seed} if self.config.data.sources else {}
+
+    @cached_property
     def model(self) -> Named:
         settings = self.section("model") | self._base_model
         for key in ("model.name_or_path", "model.adapter"):  # their content counts

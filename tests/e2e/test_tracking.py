@@ -120,6 +120,7 @@ def _assert_complete(run: Path, tracked: Any) -> None:
     """What the run is to be known by, beside the figures of its training."""
     config = load_config(run / "config.toml")
     plan = json.loads((run / "plan.json").read_text())["plan"]
+    assert plan.pop("sources") == []
     assert {name: tracked.data.params[f"plan.{name}"] for name in plan} == {k: str(v) for k, v in plan.items()}
     assert tracked.data.params["train.learning_rate"] == str(config.train.learning_rate)
     assert tracked.data.params["rewards.0.function"] == FUNCTION

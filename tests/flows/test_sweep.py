@@ -44,6 +44,18 @@ def make(config: Path, *grid: str, seeds: int = 1, overrides: tuple[str, ...] = 
     )
 
 
+@pytest.mark.parametrize("name", ["", ".", "a/b", "../x", "a b"])
+def test_a_name_that_cannot_begin_the_names_of_runs_is_refused(config: Path, name: str) -> None:
+    with pytest.raises(GrpoError, match=re.escape(f"--name {name!r}: it begins the names of the arms")):
+        make_sweep(lambda more: load_config(config, more), {"seed": [1, 2]}, 1, name)
+
+
+@pytest.mark.parametrize("values", [1e-4, "12", None, {}, []])
+def test_a_grid_without_a_list_is_refused(config: Path, values: Any) -> None:
+    with pytest.raises(GrpoError, match=re.escape(f"--grid train.learning_rate={values!r}: give a list of values")):
+        make_sweep(lambda more: load_config(config, more), {"train.learning_rate": values}, 1, "sweep")
+
+
 def test_every_combination_is_a_run_that_differs_in_these_keys_alone(config: Path) -> None:
     grid = ("train.learning_rate=1e-2,3e-3", "algorithm.beta=0.0,0.04")
     sweep = make(config, *grid, seeds=2, overrides=("seed=5", "registry.alias=mine", "promotion.automatic=true"))

@@ -13,7 +13,7 @@ from grpo_core.config.files import parse_config
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 from grpo_core.evaluation.statistics import POWER
-from tasks.registry.gate import Contestant, Verdict, decide, level_of
+from tasks.registry.gate import Contestant, NotComparableError, Verdict, decide, level_of, refuse_chosen_there
 from tests.evaluations import fixed_samples, promotion_config, simulated_samples
 from tests.made_up import outcomes_of, samples_of, values_of, with_conversations
 
@@ -22,6 +22,16 @@ GUARDS = [
     {"set": "general", "metric": "accuracy", "max_drop": 0.3},
     {"metric": "completions/mean_length", "max_rise": 15},
 ]
+
+
+def test_an_arm_is_not_judged_on_a_source_of_the_prompts_by_which_it_was_chosen() -> None:
+    samples = pl.DataFrame({"set": ["held-out"] * 2, "source": ["maths", "code"], "prompt": ["1+1", "def"]})
+    plain = values_of("mixed", registry={"sweep": "mixed.sweep"})
+    sources = [{"name": name, "train": name, "eval": f"{name}-eval"} for name in ("maths", "code")]
+    for name in ("maths", "code", "held-out"):
+        config = parse_config({**plain, "data": {"sources": sources}, "promotion": {"set": name}})
+        with pytest.raises(NotComparableError, match=f"prompts of '{name}' are among those"):
+            refuse_chosen_there(config, samples)
 
 
 def _decide(config: RunConfig, samples: pl.DataFrame, rival: str = "champion") -> Verdict:
