@@ -15,6 +15,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from grpo_core.planning.sampling_ahead import Group, Speed, simulate
@@ -57,7 +58,7 @@ def main() -> None:
     what.add_argument(
         "--real", action="store_true", help="writes results/staleness-real.json, or staleness-real-2-servers.json"
     )
-    what.add_argument("--learn", nargs="+", metavar="RECIPE", help="writes results/staleness-learning.json")
+    what.add_argument("--learn", nargs="+", metavar="RECIPE", help="writes results/staleness-learning.json and .png")
     parser.add_argument("--ahead", type=int, nargs="+", default=[0, 1, 2, 4], help="max_staleness; default 0 1 2 4")
     parser.add_argument("--updates", type=int, help="per training; default 12 with --real, else the recipe's")
     parser.add_argument("--seeds", type=int, default=3, help="--learn; default 3")
@@ -78,6 +79,7 @@ def main() -> None:
 
         for document in learn(options.learn, options.ahead, options.seeds, options.updates):
             write("learning", document)
+            draw_learning(document, RESULTS / "staleness-learning.png")
 
 
 def write(name: str, document: dict[str, Any]) -> None:
@@ -127,6 +129,37 @@ def draw(document: dict[str, Any], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("updates per hour, simulated")
     panels[0].legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def draw_learning(document: dict[str, Any], path: Path) -> None:
+    """A panel per recipe: held-out reward over the samples trained on, a colour per max_staleness; each seed is a thin
+    line, their mean a thick one."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    trainings = document["trainings"]
+    recipes = [*dict.fromkeys(each["recipe"] for each in trainings)]
+    figure, panels = pyplot.subplots(1, len(recipes), figsize=(9, 3), layout="constrained", squeeze=False)
+    for axes, recipe in zip(panels[0], recipes, strict=True):
+        most = sorted({each["max_staleness"] for each in trainings if each["recipe"] == recipe})
+        for number, colour in zip(most, ("#222222", "#7596c4", "#5b9f6e", "#c4642f"), strict=False):
+            curves = [
+                each["curve"] for each in trainings if (each["recipe"], each["max_staleness"]) == (recipe, number)
+            ]
+            for curve in curves:
+                axes.plot(*zip(*curve, strict=True), color=colour, linewidth=0.5, alpha=0.35)
+            samples = [samples for samples, _ in curves[0]]
+            means = [mean(rewards) for rewards in zip(*([it[1] for it in curve] for curve in curves), strict=True)]
+            axes.plot(samples, means, color=colour, linewidth=2, label=str(number))
+        axes.set(title=recipe, xlabel="samples trained on")
+        axes.xaxis.set_major_locator(pyplot.MaxNLocator(4))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("held-out reward")
+    panels[0][-1].legend(title="max_staleness", frameon=False, loc="lower right")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
