@@ -65,7 +65,7 @@ def test_the_turns_of_a_conversation_are_asked_of_one_server(tmp_path: Path, mon
         turns = [len(each) for each in hold(engine, 12)]
         starts = [{tuple(prompt[:100]) for prompt in server.asked} for server in servers]
         assert not starts[0] & starts[1]
-        assert [len(each) for each in starts] == [6, 6]
+        assert all(starts) and len(starts[0]) + len(starts[1]) == 12  # how many each gets: as quickly as it answers
         assert sum(len(server.asked) for server in servers) == sum(turns) > 12
 
 
