@@ -6,15 +6,11 @@ Entry point: `python -m grpo_core.evaluate RUN_DIR`.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
-from grpo_core.errors import GrpoError
 from grpo_core.evaluation.run import evaluate
-from grpo_core.system import progress
-from grpo_core.system.libraries import quiet_libraries
 from grpo_core.system.processes import run_and_leave
+from grpo_core.system.reporting import write_report
 
 
 def main() -> None:
@@ -28,15 +24,9 @@ def main() -> None:
     parser.add_argument("--known", nargs="+", default=[], help="policies whose answers are taken from there")
     arguments = parser.parse_args()
     output = arguments.output or arguments.run / "evaluation"
-    output.mkdir(parents=True, exist_ok=True)
-    quiet_libraries()
-    progress.start(output / progress.RANKS)  # before anything that may hang: imports from a shared disk may
-    try:
-        report = evaluate(arguments.run, output, arguments.champion, arguments.earlier, arguments.known)
-    except GrpoError as error:
-        sys.exit(str(error))
-    if report:
-        (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_report(
+        output, lambda: evaluate(arguments.run, output, arguments.champion, arguments.earlier, arguments.known)
+    )
 
 
 if __name__ == "__main__":

@@ -159,6 +159,18 @@ def with_keys(values: dict[str, Any], **keys: Any) -> dict[str, Any]:
     return values
 
 
+def write_config(folder: Path) -> Path:
+    """A configuration file about sums and a model folder without a model, all in this folder."""
+    import tomli_w
+
+    write_sums(folder / "train.parquet", 10, 34)
+    write_sums(folder / "eval.parquet", 60, 76)
+    (folder / "model").mkdir()
+    file = folder / "config.toml"
+    file.write_text(tomli_w.dumps(config_values(folder / "model", folder)))
+    return file
+
+
 def config_values(model: Path, data: Path, **keys: Any) -> dict[str, Any]:
     """A configuration that trains for a few updates in seconds."""
     values = {

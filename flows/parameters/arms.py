@@ -128,7 +128,9 @@ def make_sweep(load: Load, grid: Grid, seeds: int, name: str, stop_early: bool =
     }
     arms, refused = [], []
     for values in combinations:
-        arm = Arm(values, {"name": arm_prefix(sweep) + _slug(values), **common, **values}, base)
+        # Without the configuration's own seed, so that further seeds find the arm that was run without any.
+        named = {key: value for key, value in values.items() if (key, value) != ("seed", base.seed)} or values
+        arm = Arm(values, {"name": arm_prefix(sweep) + _slug(named), **common, **values}, base)
         try:
             arms.append(replace(arm, config=load(arm.overrides)))
             refuse_early(arms[-1].config)

@@ -202,13 +202,11 @@ def generation_batch(
 def _metrics_of(places: Sequence[int], samples: Sequence[Sample], advantages: Advantages, g: int) -> dict[str, float]:
     """Rewards and lengths of the samples at these places, which are those of whole groups."""
     rewards = advantages.rewards[[*places]]
+    is_silent = advantages.group_std[[place // g for place in places[::g]]] == 0
     return {
         "reward": rewards.nanmean().item(),
         "reward_std": sample_std(rewards).item(),
-        "frac_reward_zero_std": (advantages.group_std[[place // g for place in places[::g]]] == 0)
-        .float()
-        .mean()
-        .item(),
+        "frac_reward_zero_std": is_silent.float().mean().item(),
         **_length_metrics([samples[place].completion for place in places]),
     }
 

@@ -157,6 +157,8 @@ def test_a_completed_run_is_announced_with_its_figures_and_its_version_by_mlflow
         assert not is_genuine(call.headers, call.body, "guessed")
         assert not is_genuine(call.headers, call.body.replace(b"arithmetic", b"arithmetik"), KEY)
         assert not is_genuine({**call.headers, "X-MLflow-Timestamp": "1700000000"}, call.body, KEY)
+        assert not is_genuine({**call.headers, "X-MLflow-Signature": "v1,é"}, call.body, KEY)
+        assert not is_genuine({}, call.body, KEY)
 
 
 def _of_mlflow(servers: Set, last: dict[str, str]) -> list[Call]:

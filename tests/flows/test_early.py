@@ -8,24 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomli_w
 
 from flows.parameters.early import refuse_early
 from grpo_core.config.files import parse_config
 from grpo_core.planning.plan import PlanError
 from tasks.stages.locks import locked
 from tests.command_line import run_here
-from tests.conftest import config_values, write_sums
+from tests.conftest import config_values, write_config
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    write_sums(tmp_path / "train.parquet", 10, 34)
-    write_sums(tmp_path / "eval.parquet", 60, 76)
-    (tmp_path / "model").mkdir()
-    file = tmp_path / "config.toml"
-    file.write_text(tomli_w.dumps(config_values(tmp_path / "model", tmp_path)))
-    return file
+    return write_config(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefect.states import Cancelled, Completed, Failed
@@ -24,18 +23,13 @@ from grpo_core.config.files import load_config, parse_config
 from grpo_core.errors import GrpoError
 from tasks.stages.errors import ArmStopped, Interrupted, StageError
 from tests.command_line import run_here
-from tests.conftest import config_values, write_sums
+from tests.conftest import write_config
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("GRPO_STORAGE", str(tmp_path / "storage"))
-    write_sums(tmp_path / "train.parquet", 10, 34)
-    write_sums(tmp_path / "eval.parquet", 60, 76)
-    (tmp_path / "model").mkdir()
-    file = tmp_path / "config.toml"
-    file.write_text(tomli_w.dumps(config_values(tmp_path / "model", tmp_path)))
-    return file
+    return write_config(tmp_path)
 
 
 def make(config: Path, *grid: str, seeds: int = 1, overrides: tuple[str, ...] = (), stop_early: bool = False) -> Sweep:
@@ -50,6 +44,13 @@ def test_a_name_that_cannot_begin_the_names_of_runs_is_refused(config: Path, nam
         make_sweep(lambda more: load_config(config, more), {"seed": [1, 2]}, 1, name)
 
 
+def test_further_seeds_go_on_from_the_arms_that_were_run_without(config: Path) -> None:
+    grid = ("train.learning_rate=1e-2,3e-3",)
+    one, several = make(config, *grid), make(config, *grid, seeds=3)
+    configs = [arm.config for arm in several.arms]
+    assert len(configs) == 6 and [config for config in configs if config.seed == 0] == [it.config for it in one.arms]
+
+
 @pytest.mark.parametrize("values", [1e-4, "12", None, {}, []])
 def test_a_grid_without_a_list_is_refused(config: Path, values: Any) -> None:
     with pytest.raises(GrpoError, match=re.escape(f"--grid train.learning_rate={values!r}: give a list of values")):
@@ -61,7 +62,8 @@ def test_every_combination_is_a_run_that_differs_in_these_keys_alone(config: Pat
     sweep = make(config, *grid, seeds=2, overrides=("seed=5", "registry.alias=mine", "promotion.automatic=true"))
     found = {arm.config.name: arm for arm in sweep.arms}
     combinations = itertools.product((1e-2, 3e-3), (0.0, 0.04), (5, 6))
-    assert [*found] == [f"test.sweep.learning_rate-{r}_beta-{b}_seed-{s}" for r, b, s in combinations]
+    names = [f"test.sweep.learning_rate-{r}_beta-{b}" + f"_seed-{s}" * (s != 5) for r, b, s in combinations]
+    assert [*found] == names
     plain = load_config(config)
     for arm, (rate, beta, seed) in zip(sweep.arms, itertools.product((1e-2, 3e-3), (0.0, 0.04), (5, 6)), strict=True):
         expected = parse_config(

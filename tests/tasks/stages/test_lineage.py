@@ -26,6 +26,15 @@ def values(tmp_path: Path, model_folder: Path) -> dict[str, Any]:
     return config_values(model_folder, tmp_path)
 
 
+def test_another_seed_makes_the_plan_of_several_sources_again_since_their_counts_are_others(
+    values: dict[str, Any],
+) -> None:
+    sources = [{"name": name, "train": name, "eval": f"{name}-eval"} for name in ("maths", "code")]
+    several = {**values, "data": {"sources": sources}}
+    assert _stale(several, {**several, "seed": 1})[0] == "plan"
+    assert _stale(values, {**values, "seed": 1})[0] == "train"
+
+
 def _stale(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     old, new = lineage_keys(parse_config(before)), lineage_keys(parse_config(after))
     return [stage for stage in STAGES if old[stage] != new[stage]]
