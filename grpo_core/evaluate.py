@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from grpo_core.evaluation.reporting import write_report
 from grpo_core.evaluation.run import evaluate
 from grpo_core.system.processes import run_and_leave
-from grpo_core.system.reporting import write_report
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 
 from grpo_core.evaluation.probe import probe
+from grpo_core.evaluation.reporting import write_report
 from grpo_core.system.processes import run_and_leave
-from grpo_core.system.reporting import write_report
 
 
 def main() -> None:
