@@ -63,10 +63,10 @@ def pytest_unconfigure() -> None:
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-# Files whose tests share what takes long to start: an import of vLLM that they fork from, a Prefect server.
+# Files whose tests share what takes long to start: an import of vLLM that they fork from, the servers of `grpo up`.
 SHARING = {
     "vllm": ("rollout/test_vllm.py", "rollout/test_vllm_weights.py", "training/test_weight_sync.py"),
-    "prefect": ("e2e/test_pipeline.py", "e2e/test_promotion.py", "e2e/test_validate.py"),
+    "servers": ("tests/served/",),
 }
 
 
@@ -75,7 +75,7 @@ class OneWorkerPerFile(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return next((name for name, files in SHARING.items() if file.endswith(files)), file)
+        return next((name for name, files in SHARING.items() if any(each in file for each in files)), file)
 
 
 @pytest.hookimpl(optionalhook=True)

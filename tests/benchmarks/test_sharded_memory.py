@@ -19,7 +19,11 @@ FLOAT = 4  # bytes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recomputed", "offload"),
-    [(False, "none"), (True, "none"), (True, "optimizer")],
+    [
+        pytest.param(False, "none", marks=pytest.mark.e2e),
+        pytest.param(True, "none", marks=pytest.mark.e2e),
+        (True, "optimizer"),
+    ],
     ids=["kept", "recomputed", "moments elsewhere"],
 )
 def test_an_update_of_7b_takes_what_is_forecast(recomputed: bool, offload: str) -> None:

@@ -23,7 +23,7 @@ from tests.e2e.test_cancel import (
     _write_config,
 )
 from tests.e2e.test_kill import REWARD
-from tests.flows.test_deployments import _new_pool, _prefect
+from tests.served.test_deployments import _new_pool, _prefect
 from tests.serving import Served, prefect_server
 
 pytestmark = pytest.mark.e2e

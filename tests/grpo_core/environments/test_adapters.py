@@ -64,9 +64,14 @@ def test_reasoning_gym_asks_and_its_own_verifier_rewards() -> None:
     assert _answers(won) == ["Handed in.", "Error: ValueError: an answer has been handed in already"]
     assert won.said.reward == 1.0 == other.score_answer(other[0]["answer"], other[0])
     assert lost.said.reward is not None and lost.said.reward < 0.1 and silent.said.reward == 0.0
-    config = {"environment_factory": "reasoning-gym"}
-    (named,) = _hold(config, [["."]], [{"seed": 3, "dataset": "spell_backward"}])
-    assert other[0]["question"] in FORMAT.tokenizer.decode(named.prompt_ids)
+
+
+@pytest.mark.e2e
+def test_a_row_can_name_the_data_set_of_reasoning_gym() -> None:
+    gym = pytest.importorskip("reasoning_gym")
+    (named,) = _hold({"environment_factory": "reasoning-gym"}, [["."]], [{"seed": 3, "dataset": "spell_backward"}])
+    asked = gym.create_dataset("spell_backward", seed=3, size=1)[0]["question"]
+    assert asked in FORMAT.tokenizer.decode(named.prompt_ids)
 
 
 def test_textarena_plays_against_draws_that_follow_from_the_seed() -> None:
@@ -84,6 +89,11 @@ def test_textarena_plays_against_draws_that_follow_from_the_seed() -> None:
         assert talk.said.reward in (-1.0, 0.0, 1.0)
     assert talks[4].said.reward == -1.0
     assert {"Available Moves" in FORMAT.tokenizer.decode(talk.prompt_ids) for talk in talks} == {True}
+
+
+@pytest.mark.e2e
+def test_textarena_s_games_for_one_player_answer() -> None:
+    pytest.importorskip("textarena")
     alone = {"environment_factory": "textarena", "environment_args": {"game": "GuessTheNumber-v0"}}
     guesses = [call("move", f'{{"action": "[{number}]"}}') for number in (10, 5, 15, 3)]
     (talk,) = _hold(alone, [[*guesses, "."]], [{"seed": 1}])

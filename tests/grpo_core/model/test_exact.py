@@ -38,7 +38,7 @@ from tests.grpo_core.model.exactness import (
 )
 from tests.plain_kernels import plain_varlen
 
-BOUND = 1e-6  # relative
+BOUND = 3e-6  # relative; float32 rounds to 6e-8, and processors add in different orders
 
 
 @pytest.fixture

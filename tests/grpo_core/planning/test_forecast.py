@@ -50,7 +50,7 @@ def _plan(config: RunConfig, num_prompts: int = 1000) -> Plan:
     [
         pytest.param(50, 100, {}, {}, id="ordinary"),
         pytest.param(100, 8, {"num_hidden_layers": 12}, {}, id="long prompts", marks=pytest.mark.e2e),
-        pytest.param(10, 100, {"vocab_size": 20_000}, {}, id="large vocabulary"),
+        pytest.param(10, 100, {"vocab_size": 20_000}, {}, id="large vocabulary", marks=pytest.mark.e2e),
         pytest.param(50, 100, {}, {"mixed_precision": "bf16"}, id="bf16"),
         pytest.param(
             *(100, 8, {"num_hidden_layers": 12}, {"gradient_checkpointing": True}),

@@ -65,21 +65,25 @@ def _gone(pids: list[int]) -> bool:
     return not psutil.wait_procs(processes, timeout=15)[1]
 
 
+HARMS = [
+    ("ends", r"lost its process, which ended with exit status 0, for prompt '2\+2=', completion 'b'; let the func"),
+    ("kills_itself", r"lost its process, which was ended by SIGKILL, for prompt '2\+2=', completion 'b'; .* = 1,"),
+    ("leaves", r"raised SystemExit: enough for prompt '2\+2=', completion 'b'$"),
+    ("takes_memory", r"raised MemoryError:  for prompt .* 'b'; its process may take memory_gib = 1$"),
+    ("gives_what_cannot_be_pickled", r"returned <function .*lambda.* for prompt '2\+2=', completion 'b'; return"),
+]
+RARER_HARMS = [
+    ("faults", r"lost its process, which was ended by SIGSEGV, for prompt '2\+2=', completion 'b'; look for a fau"),
+    ("closes_everything", r"lost its process, which ended with exit status 1, for prompt '2\+2=', completion 'b'"),
+    ("gives_up", r"raised GeneratorExit: enough for prompt '2\+2=', completion 'b'$"),
+    ("keeps_files", r"raised OSError: .*Too many open files: '/dev/null' for prompt '2\+2=', completion 'b'$"),
+    ("raises_what_cannot_be_pickled", r"raised Odd: odd for prompt '2\+2=', completion 'b'$"),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("ends", "lost its process, which ended with exit status 0, for prompt '2\\+2=', completion 'b'; let the func"),
-        ("faults", "lost its process, which was ended by SIGSEGV, for prompt '2\\+2=', completion 'b'; look for a fau"),
-        ("kills_itself", "lost its process, which was ended by SIGKILL, for prompt '2\\+2=', completion 'b'; .* = 1,"),
-        ("closes_everything", "lost its process, which ended with exit status 1, for prompt '2\\+2=', completion 'b'"),
-        ("leaves", "raised SystemExit: enough for prompt '2\\+2=', completion 'b'$"),
-        ("gives_up", "raised GeneratorExit: enough for prompt '2\\+2=', completion 'b'$"),
-        ("takes_memory", "raised MemoryError:  for prompt .* 'b'; its process may take memory_gib = 1$"),
-        ("keeps_files", "raised OSError: .*Too many open files: '/dev/null' for prompt '2\\+2=', completion 'b'$"),
-        ("raises_what_cannot_be_pickled", "raised Odd: odd for prompt '2\\+2=', completion 'b'$"),
-        ("gives_what_cannot_be_pickled", "returned <function .*lambda.* for prompt '2\\+2=', completion 'b'; return"),
-    ],
+    ("name", "message"), [*HARMS, *(pytest.param(*harm, marks=pytest.mark.e2e) for harm in RARER_HARMS)]
 )
 def test_what_harms_its_process_is_named_and_runs_again(
     declared: Callable[..., RewardConfig], name: str, message: str

@@ -1,4 +1,4 @@
-"""The names under which a server may be asked; tests/flows/test_deployments.py has the pages, and a real server."""
+"""The names under which a server may be asked; tests/served/test_deployments.py has the pages, and a real server."""
 
 from __future__ import annotations
 

@@ -183,6 +183,8 @@ PLACES = {  # where the signal comes, and at which call
     "log": ("grpo_core.training.log.TrainingLog.step", 7),
 }
 
+RARER = ("backward pass", "optimizer step")  # in `make e2e`
+
 
 def _drawing(values: dict[str, Any]) -> dict[str, Any]:
     rewards = [{"function": "tests.grpo_core.training.test_resume:drawing"}]
@@ -198,7 +200,7 @@ def undisturbed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [pytest.param(it, marks=[pytest.mark.e2e] * (it in RARER)) for it in PLACES])
 def test_a_training_told_to_stop_saves_its_last_complete_update_and_goes_on_from_there(
     values: dict[str, Any], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

@@ -214,7 +214,7 @@ def test_machines_of_the_same_name_are_told_apart(here: Here, tmp_path: Path) ->
     ("ended_by", "error", "said"),
     [
         ("scheduler", TakenError, r"Here ended job job-0 \(the reason\): machine . ended with status 143"),
-        ("itself", TakenError, "machine . ended with status 143"),
+        pytest.param("itself", TakenError, "machine . ended with status 143", marks=pytest.mark.e2e),
         ("person", StageError, "somebody cancelled job job-0 in Here"),
     ],
 )

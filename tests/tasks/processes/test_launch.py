@@ -152,7 +152,7 @@ def test_each_line_of_several_processes_is_whole_and_names_all_but_the_first(tmp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said", "restartable"),
-    [(-9, "was killed by SIGKILL", True), (3, "ended with status 3", False)],
+    [(-9, "was killed by SIGKILL", True), pytest.param(3, "ended with status 3", False, marks=pytest.mark.e2e)],
 )
 def test_a_rank_that_fails_is_named_with_the_way_it_ended(
     tmp_path: Path, how: int, said: str, restartable: bool

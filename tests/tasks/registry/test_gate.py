@@ -46,7 +46,11 @@ def _trials(config: RunConfig, gain: dict[str, float], trials: int = TRIALS, **s
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("metric", "confidence", "num_samples", "guards"),
-    [("accuracy", 0.95, 1, GUARDS), ("accuracy", 0.9, 4, []), ("reward", 0.8, 1, [])],
+    [
+        ("accuracy", 0.95, 1, GUARDS),
+        ("accuracy", 0.9, 4, []),
+        pytest.param("reward", 0.8, 1, [], marks=pytest.mark.e2e),
+    ],
 )
 def test_the_same_policy_twice_is_promoted_no_more_often_than_stated(
     metric: str, confidence: float, num_samples: int, guards: list[dict[str, Any]]

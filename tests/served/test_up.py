@@ -1,12 +1,12 @@
-"""`grpo up` in a process of its own: runs triggered by the API, as from Prefect's UI, and commands beside it."""
+"""`grpo up` in a process of its own: what it serves and refuses, as from Prefect's UI, and commands beside it."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tasks.stages import table
-from tests.conftest import make_model, write_sums
+from tests.evaluations import fixed_samples, register_version
 from tests.serving import START_SECONDS, STOP_SECONDS, Served, free_ports, run_grpo, run_up, starting
 
 STAGES = [stage.name for stage in table.STAGES]
@@ -22,25 +22,10 @@ STAGES = [stage.name for stage in table.STAGES]
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The quickstart in small, as the form sends it."""
-    folder = tmp_path_factory.mktemp("inputs")
-    make_model(folder / "base")
-    return {
-        "name": "small",
-        "model": {"name_or_path": str(folder / "base")},
-        "data": {
-            "train": str(write_sums(folder / "train.parquet", 10, 50)),
-            "eval": str(write_sums(folder / "eval.parquet", 60, 92)),
-        },
-        "rollout": {"engine": "transformers"},
-        "train": {"per_device_train_batch_size": 32, "max_steps": 4, "save_steps": 2},
-    }
-
-
-def test_the_terminal_shows_the_addresses_and_what_is_served_and_nothing_else(served: Served) -> None:  # first
-    lines = served.log.read_text().splitlines()
+def test_the_terminal_shows_the_addresses_and_what_is_served_and_nothing_else_before_there_is_a_run(
+    served: Served,
+) -> None:
+    lines = [*takewhile(lambda line: " | INFO " not in line, served.log.read_text().splitlines())]
     assert [line.split(" /")[0].split(" pipeline")[0] for line in lines] == [
         "Starting Prefect and MLflow over",
         f"Prefect  {served.prefect_url}  ready; writes to",
@@ -50,15 +35,6 @@ def test_the_terminal_shows_the_addresses_and_what_is_served_and_nothing_else(se
     ]
     for line in lines[1:3]:
         assert Path(line.split("writes to ")[1]).is_file()
-
-
-def test_a_run_triggered_by_the_api_ends_with_a_registered_model(served: Served, changes: dict[str, Any]) -> None:
-    run = served.wait(served.trigger("pipeline/local", preset="quickstart", changes=changes))
-    assert (run["state_type"], run["name"]) == ("COMPLETED", "small"), served.messages(run["id"])
-    assert "grpo" in run["tags"]
-    assert served.tasks(run["id"], 5) == [(stage, "Completed") for stage in STAGES]
-    folder = served.storage / "runs" / "small"
-    assert json.loads((folder / "registration.json").read_text())["version"] == "1"
 
 
 @pytest.mark.e2e
@@ -147,12 +123,13 @@ def test_serving_another_storage_s_server_is_refused(served: Served, tmp_path: P
         assert f"is of the storage {served.storage}, and this is {tmp_path}" in refused.stderr
 
 
-def test_commands_join_the_server_of_their_storage(served: Served) -> None:
-    refused = run_grpo(served.storage, "promote", "arithmetic", "--set", "promotion.min_gain=0.95")
+def test_commands_join_the_server_of_their_storage(served: Served, storage: Path) -> None:
+    register_version("joined", fixed_samples({"base": [0] * 10, "trained": [1] * 5 + [0] * 5}))
+    refused = run_grpo(storage, "promote", "joined", "--set", "promotion.min_gain=0.95")
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr.startswith("arithmetic version 1: refused: ")
+    assert refused.stderr.startswith("joined version 1: refused: ")
     assert len(refused.stderr.splitlines()) == 1
-    [run] = served.filter("flow_runs", flow_runs={"name": {"any_": ["arithmetic-candidate-promote"]}})
+    [run] = served.filter("flow_runs", flow_runs={"name": {"any_": ["joined-candidate-promote"]}})
     assert (run["state_name"], run["tags"]) == ("Refused", ["grpo"])
 
 
@@ -204,12 +181,3 @@ def _command(process: psutil.Process) -> str:
     with suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""
-
-
-def test_ctrl_c_ends_the_servers_and_what_they_have_started(served: Served) -> None:  # the last one: they are gone
-    started = psutil.Process(served.process.pid).children(recursive=True)
-    said = [len(log.read_text()) for log in served.logs]
-    os.killpg(served.process.pid, signal.SIGINT)  # a terminal sends it to all of the foreground's process group
-    assert served.process.wait(STOP_SECONDS) == 0
-    assert not psutil.wait_procs(started, STOP_SECONDS)[1]
-    assert not [log for log, before in zip(served.logs, said, strict=True) if "Traceback" in log.read_text()[before:]]

@@ -17,7 +17,7 @@ from prefect.flows import load_flow_from_entrypoint
 from flows.serving.find_server import STORAGE_HEADER, ask
 from tasks.stages import table
 from tests.conftest import config_values, write_sums
-from tests.serving import Served, prefect_server
+from tests.serving import Served
 
 PROJECT = Path(__file__).parents[2]
 WORK_POOLS = PROJECT / "docs" / "how-to" / "work-pools"
@@ -59,13 +59,6 @@ deployments.serve()
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A Prefect server, nothing served."""
-    with prefect_server(tmp_path_factory.mktemp("served")) as server:
-        yield server
-
-
 def _prefect(server: Served, *commands: list[str], **variables: str) -> None:
     """Each `prefect COMMAND` in the project's folder; in one process, since its imports take longest."""
     done = subprocess.run(
@@ -97,11 +90,11 @@ def _worker(server: Served, pool: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def deployed(server: Served) -> Served:
+def deployed(served: Served) -> Served:
     """What prefect.yaml says, on pools of this machine."""
     pools = [_new_pool(pool, "process", "process-job.json") for pool in ("cpu", "gpu")]
-    _prefect(server, *pools, ["deploy", "--all"])
-    return server
+    _prefect(served, *pools, ["deploy", "--all"])
+    return served
 
 
 def test_all_is_deployed_to_its_pool_with_the_form_and_the_schedule_off(deployed: Served) -> None:
@@ -175,41 +168,41 @@ def test_a_foreign_page_changes_nothing_in_prefect_and_reads_nothing(deployed: S
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 @pytest.mark.parametrize("origin", [None, "127.0.0.1", "localhost", "[::1]"])
-def test_prefects_own_page_and_programs_are_answered(server: Served, host: str, origin: str | None) -> None:
-    port = server.prefect_url.rsplit(":", 1)[1]
+def test_prefects_own_page_and_programs_are_answered(served: Served, host: str, origin: str | None) -> None:
+    port = served.prefect_url.rsplit(":", 1)[1]
     headers = {"Host": f"{host}:{port}"}
     if origin:
         headers["Origin"] = f"http://{origin}:{port}"
         preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
-        allowed = server.api.options("/flows/filter", headers={**headers, **preflight}).raise_for_status()
+        allowed = served.api.options("/flows/filter", headers={**headers, **preflight}).raise_for_status()
         assert allowed.headers["access-control-allow-origin"] in ("*", headers["Origin"])
-    assert server.api.post("/flows/filter", json={}, headers=headers).status_code == 200
+    assert served.api.post("/flows/filter", json={}, headers=headers).status_code == 200
     for name in ("events/in", "events/out", "logs/out"):
-        assert _websocket_status(server, name, headers) == 101
+        assert _websocket_status(served, name, headers) == 101
 
 
-def test_a_server_says_over_which_storage_it_is(server: Served) -> None:
-    answer = ask(f"{server.prefect_url}/api")
+def test_a_server_says_over_which_storage_it_is(served: Served) -> None:
+    answer = ask(f"{served.prefect_url}/api")
     assert answer is not None
-    assert answer.storage == str(server.storage)
+    assert answer.storage == str(served.storage)
 
 
-def test_a_link_from_elsewhere_opens_prefects_page(server: Served) -> None:
+def test_a_link_from_elsewhere_opens_prefects_page(served: Served) -> None:
     followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "document", "Sec-Fetch-Mode": "navigate"}
-    assert httpx2.get(f"{server.prefect_url}/runs", headers=followed).status_code == 200
+    assert httpx2.get(f"{served.prefect_url}/runs", headers=followed).status_code == 200
 
 
-def _websocket_status(server: Served, name: str, headers: dict[str, str]) -> int:
+def _websocket_status(served: Served, name: str, headers: dict[str, str]) -> int:
     """Status that the server answers to a websocket's handshake; 101: open."""
     handshake = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
     handshake["Sec-WebSocket-Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
-    with httpx2.stream("GET", f"{server.prefect_url}/api/{name}", headers={**handshake, **headers}) as answer:
+    with httpx2.stream("GET", f"{served.prefect_url}/api/{name}", headers={**handshake, **headers}) as answer:
         return answer.status_code
 
 
-def test_serving_that_is_told_to_end_while_it_is_busy_leaves_no_traceback(server: Served) -> None:
+def test_serving_that_is_told_to_end_while_it_is_busy_leaves_no_traceback(served: Served) -> None:
     command = [sys.executable, "-c", SERVE_UNTIL_TOLD_WHILE_BUSY]
-    ended = subprocess.run(command, cwd=PROJECT, env=server.environment, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, cwd=PROJECT, env=served.environment, capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -275,21 +268,21 @@ def test_the_definitions_for_containers_are_accepted(deployed: Served, kind: str
 
 
 @pytest.mark.e2e
-def test_serving_again_keeps_schedules_and_slots_as_their_user_left_them(server: Served) -> None:
+def test_serving_again_keeps_schedules_and_slots_as_their_user_left_them(served: Served) -> None:
     serve = "from flows.serving import deployments as d, server_setup as s\n"
     serve += "s.set_up(); [it.apply() for it in d.deployments()]"
 
     def serve_once() -> list[tuple[bool, str]]:
-        subprocess.run([sys.executable, "-c", serve], cwd=PROJECT, env=server.environment, check=True, timeout=300)
-        known = server.get("/deployments/name/pipeline/local")
+        subprocess.run([sys.executable, "-c", serve], cwd=PROJECT, env=served.environment, check=True, timeout=300)
+        known = served.get("/deployments/name/pipeline/local")
         return sorted((schedule["active"], schedule["schedule"]["timezone"]) for schedule in known["schedules"])
 
     assert serve_once() == [(False, "UTC")]
-    known = server.get("/deployments/name/pipeline/local")
+    known = served.get("/deployments/name/pipeline/local")
     path = f"/deployments/{known['id']}/schedules"
-    server.api.patch(f"{path}/{known['schedules'][0]['id']}", json={"active": True}).raise_for_status()
+    served.api.patch(f"{path}/{known['schedules'][0]['id']}", json={"active": True}).raise_for_status()
     further = {"active": False, "schedule": {"cron": "30 1 * * 1-5", "timezone": "Europe/Berlin"}}
-    server.api.post(path, json=[further]).raise_for_status()
-    server.api.patch("/v2/concurrency_limits/grpo-training", json={"limit": 4}).raise_for_status()
+    served.api.post(path, json=[further]).raise_for_status()
+    served.api.patch("/v2/concurrency_limits/grpo-training", json={"limit": 4}).raise_for_status()
     assert serve_once() == [(False, "Europe/Berlin"), (True, "UTC")]
-    assert server.get("/v2/concurrency_limits/grpo-training")["limit"] == 4
+    assert served.get("/v2/concurrency_limits/grpo-training")["limit"] == 4

@@ -1,4 +1,4 @@
-"""The quickstart in small, every stage for real: Prefect's API, a training process, MLflow on SQLite."""
+"""The quickstart in small, every stage for real: triggered by Prefect's API, a training process, MLflow on SQLite."""
 
 from __future__ import annotations
 
@@ -16,21 +16,12 @@ import pytest
 from grpo_core.config.files import load_config
 from grpo_core.config.run import RunConfig
 from tasks.stages import table
-from tests.conftest import make_model, write_sums
+from tests.serving import Served
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 STAGES = [stage.name for stage in table.STAGES]
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    make_model(folder / "base")
-    write_sums(folder / "train.parquet", 10, 50)
-    write_sums(folder / "eval.parquet", 60, 92)
-    return folder
 
 
 def _config(inputs: Path, *overrides: str) -> Any:
@@ -59,8 +50,15 @@ def _run(inputs: Path, *overrides: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(storage: Path, inputs: Path) -> Path:
-    return _run(inputs)
+def triggered(served: Served, changes: dict[str, Any]) -> dict[str, Any]:
+    """Prefect's flow run of the whole pipeline, as the form starts it."""
+    return served.wait(served.trigger("pipeline/local", preset="quickstart", changes=changes))
+
+
+@pytest.fixture(scope="module")
+def finished(triggered: dict[str, Any], storage: Path) -> Path:
+    """Its run directory. What tests run again in their own process has the same configuration, given as by `--set`."""
+    return storage / "runs" / triggered["name"]
 
 
 def _mlflow_run(finished: Path) -> Any:
@@ -96,6 +94,13 @@ def _task_states(flow_run_name: str, count: int = len(STAGES)) -> list[tuple[str
             time.sleep(0.1)
     runs.sort(key=lambda run: run.expected_start_time)
     return [(run.name.split("-")[0], run.state_name) for run in runs]
+
+
+def test_a_run_triggered_by_the_api_completes_every_stage_in_order(triggered: dict[str, Any], served: Served) -> None:
+    run = triggered
+    assert (run["state_type"], run["name"]) == ("COMPLETED", "small"), served.messages(run["id"])
+    assert "grpo" in run["tags"]
+    assert served.tasks(run["id"], 5) == [(stage, "Completed") for stage in STAGES]
 
 
 def test_the_run_directory_holds_what_each_stage_promises(finished: Path) -> None:

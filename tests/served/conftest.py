@@ -1,0 +1,68 @@
+"""One `grpo up` for all tests of this folder: what they trigger by its API and what they run in their own process
+report to the same servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import make_model, write_sums
+from tests.serving import STOP_SECONDS, Served, serving
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`grpo up` over a storage root of its own. Ctrl-C ends it, and nothing of it stays."""
+    with serving(tmp_path_factory.mktemp("served")) as servers:
+        yield servers
+        started = psutil.Process(servers.process.pid).children(recursive=True)
+        said = [len(log.read_text()) for log in servers.logs]
+        os.killpg(servers.process.pid, signal.SIGINT)  # a terminal sends it to all of the foreground's process group
+        assert servers.process.wait(STOP_SECONDS) == 0
+        assert not psutil.wait_procs(started, STOP_SECONDS)[1]
+        added = [log.read_text()[before:] for log, before in zip(servers.logs, said, strict=True)]
+        assert not [text for text in added if "Traceback" in text]
+
+
+@pytest.fixture(scope="session")
+def storage(served: Served) -> Iterator[Path]:
+    """The servers' storage root, and this process's flows report to them."""
+    ours = {"GRPO_STORAGE": str(served.storage), "PREFECT_HOME": served.environment["PREFECT_HOME"]}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ours.items():
+            patch.setenv(name, value)
+        from flows.serving.environment import configure
+
+        configure()
+        from prefect.settings import PREFECT_API_URL, temporary_settings
+
+        with temporary_settings({PREFECT_API_URL: served.environment["PREFECT_API_URL"]}):
+            yield served.storage
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder `base`, and sums to train and to evaluate on."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_model(folder / "base")
+    write_sums(folder / "train.parquet", 10, 50)
+    write_sums(folder / "eval.parquet", 60, 92)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def changes(inputs: Path) -> dict[str, Any]:
+    """The quickstart in small, as the form sends it."""
+    return {
+        "name": "small",
+        "model": {"name_or_path": str(inputs / "base")},
+        "data": {"train": str(inputs / "train.parquet"), "eval": str(inputs / "eval.parquet")},
+        "rollout": {"engine": "transformers"},
+        "train": {"per_device_train_batch_size": 32, "max_steps": 4, "save_steps": 2},
+    }
