@@ -3,6 +3,7 @@ noise, and no file of the working folder hides a module."""
 
 from __future__ import annotations
 
+import logging
 import os
 
 DEFAULTS = {
@@ -17,6 +18,10 @@ DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
+# Loggers of warnings about what nothing here uses: bitsandbytes misses a faster kernel for 4 bits on a CPU wherever it is
+# installed, also in a run that has none.
+NOISY = ("bitsandbytes.backends.cpu.ops",)
+
 # CPU threads that wait for each other spin for microseconds and then sleep. Spinning for milliseconds, their default,
 # makes a step twenty times slower if one other process is busy; sleeping immediately makes a step 1.6 times slower on a
 # quiet machine (docs/explanation/performance.md).
@@ -29,3 +34,5 @@ def quiet_libraries() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", BRIEF_SPIN)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
