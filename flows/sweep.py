@@ -34,7 +34,8 @@ DESCRIPTION = """
 Several values of some keys, or several seeds: one pipeline run per combination, one after the other, and the best of \
 them chosen on the held-out prompts.
 
-Run → Custom run, `grid`: the values of each key, as JSON: `{"train.learning_rate": [1e-5, 3e-5]}`. The same \
+Run → Custom run, `grid`: the values of each key, as JSON: `{"train.learning_rate": [1e-5, 3e-5]}`. Or `optuna`: how \
+many arms, and `ranges`: what their values are drawn from, `{"train.learning_rate": "1e-6:1e-4:log"}`. The same \
 parameters again go on where it was. More in `docs/how-to/sweep.md`.
 """
 

@@ -64,6 +64,11 @@ def make_search(load: Load, ranges: Mapping[str, str], grid: Grid, trials: int, 
     """
     space: Space = {**{key: read_range(key, text) for key, text in ranges.items()}, **grid}
     ends = {key: [it.low, it.high] for key, it in space.items() if isinstance(it, Range)}
+    if (count := 2 ** len(ends) * len(combine(grid))) > MOST_ARMS:
+        raise ConfigError(
+            f"--range: the ends of the ranges with all choices are {count:,} combinations, and at most {MOST_ARMS} are "
+            "checked; search fewer keys"
+        )
     corners = combine({**ends, **grid})
     base = load_base(load, corners)
     sweep = sweep_name(base, name)
@@ -118,7 +123,7 @@ def read_range(key: str, text: str) -> Range:
         numbers = [tomllib.loads(f"v = {end}")["v"] for end in parts[:2]]
     except tomllib.TOMLDecodeError:
         numbers = []
-    numbers = [end for end in numbers if type(end) in (int, float) and math.isfinite(end)]
+    numbers = [end for end in numbers if type(end) in (int, float) and abs(end) < math.inf]
     if len(numbers) != 2 or numbers[0] >= numbers[1] or parts[2:] not in ([], ["log"]):
         raise ConfigError(f"--range {key}={text}: it {FORM}")
     log = len(parts) == 3

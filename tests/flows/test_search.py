@@ -68,6 +68,8 @@ def test_a_range_is_of_integers_if_both_ends_are(text: str, expected: Range) -> 
         (["--optuna", "3", "--range", "train.max_steps=2.5:9"], "arm train.max_steps=2.5: train.max_steps = 2.5: "),
         (["--optuna", "3", "--range", "rollout.num_generations=4:8"],
          "--range rollout.num_generations: 5 is refused; to try some of the values only: --grid rollout.num_gen"),
+        (["--optuna", "3", "--range", RATE, "--grid", f"train.save_steps={','.join(map(str, range(1, 200)))}"],
+         "the ends of the ranges with all choices are 398 combinations"),
         (["--optuna", "3", "--range", "train.learing_rate=1e-3:1e-1"], "unknown key; did you mean 'learning_rate'?"),
     ],
     ids=lambda value: "",
@@ -171,3 +173,14 @@ def test_a_search_learns_from_outcomes_and_from_them_alone(tmp_path: Path, monke
             proposed.append(add_trial("sums.search", space, seed, outcomes)["x"])
         near[known] = sum(abs(x - 0.2) <= 0.1 for x in proposed)
     assert near[True] >= 10 > near[False]
+
+
+@pytest.mark.slow
+def test_no_values_are_proposed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    (tmp_path / "sweeps" / "sums.search").mkdir(parents=True)
+    space = {"n": Range(1, 3, whole=True), "beta": [0.0, 0.1]}
+    proposed = [
+        add_trial("sums.search", space, 0, [values["n"] for values in read_trials("sums.search")]) for _ in "123456"
+    ]
+    assert len({(values["n"], values["beta"]) for values in proposed}) == 6
