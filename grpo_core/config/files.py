@@ -128,7 +128,7 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     try:
         for part in sections:
             node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-        node[int(last) if isinstance(node, list) else last] = value
+        node[last] = value
     except (AttributeError, IndexError, TypeError, ValueError):
         raise ConfigError(f"{key} = {value!r}: the configuration has no place called {key!r}") from None
 
