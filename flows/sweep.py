@@ -10,29 +10,44 @@ from prefect import flow, get_run_logger, tags
 from prefect.runtime import deployment, flow_run
 
 from flows.parameters.allowed import resolve_allowed
-from flows.parameters.arms import Grid, Sweep, make_sweep
-from flows.parameters.form import Changes, Preset, merge, read_name
+from flows.parameters.arms import Arm, Search, Sweep, Values, arm_name
+from flows.parameters.form import Changes, Preset, more_changes, read_name
+from flows.parameters.search import make_asked
 from flows.pipeline import pipeline_of, run_elsewhere
-from grpo_core.config.files import read_overrides
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import GrpoError
+from tasks.reports.events import announce_sweep, announce_sweep_end
 from tasks.reports.sweep import NoChoiceError
+from tasks.stages.arms import sweep_folder
 from tasks.stages.attempts import keep_retry
 from tasks.stages.condition import conditions
 from tasks.stages.endings import plain
 from tasks.stages.errors import Interrupted, StageError
+from tasks.stages.locks import locked
 from tasks.stages.run_directory import run_folder
-from tasks.sweep import begin, choose, ending
-from tasks.tracking.early_stop import why_stopped
+from tasks.stages.trials import read_trials
+from tasks.sweep import begin, choose, ending, propose
+from tasks.tracking.early_stop import trainings_of, why_stopped
 
 # Prefect shows it on the page of the deployment, as Markdown with every line a paragraph.
 DESCRIPTION = """
 Several values of some keys, or several seeds: one pipeline run per combination, one after the other, and the best of \
 them chosen on the held-out prompts.
 
-Run → Custom run, `grid`: the values of each key, as JSON: `{"train.learning_rate": [1e-5, 3e-5]}`. The same \
+Run → Custom run, `grid`: the values of each key, as JSON: `{"train.learning_rate": [1e-5, 3e-5]}`. Or `optuna`: how \
+many arms, and `ranges`: what their values are drawn from, `{"train.learning_rate": "1e-6:1e-4:log"}`. The same \
 parameters again go on where it was. More in `docs/how-to/sweep.md`.
 """
+
+
+OPTIONS: dict[str, Any] = {
+    "name": "sweep",
+    "description": DESCRIPTION,
+    "validate_parameters": False,  # done by `make_asked`
+    "on_failure": [announce_sweep_end],
+    "on_cancellation": [announce_sweep_end],
+    "on_crashed": [keep_retry, announce_sweep_end],
+}
 
 
 def _run_name() -> str:
@@ -40,9 +55,7 @@ def _run_name() -> str:
     return f"{read_name(parameters['preset'], parameters['changes'])}.{parameters['name']}"
 
 
-@flow(
-    name="sweep", flow_run_name=_run_name, description=DESCRIPTION, validate_parameters=False, on_crashed=[keep_retry]
-)
+@flow(flow_run_name=_run_name, **OPTIONS)
 @plain
 def sweep(
     preset: Preset = "quickstart",
@@ -51,6 +64,8 @@ def sweep(
     seeds: int = 1,
     name: str = "sweep",
     stop_early: bool = False,
+    optuna: int = 0,
+    ranges: dict[str, str] = {},  # noqa: B006 (read only)
 ) -> Path:
     """Run the pipeline with each combination of values, and choose the best arm; returns the sweep's folder.
 
@@ -61,20 +76,23 @@ def sweep(
         seeds: Trainings of each combination, with seeds of their own.
         name: Name of the sweep, after that of the configuration. The same name goes on with the same sweep.
         stop_early: Stop arms that are shown to be behind. Needs train.eval_steps.
+        optuna: How many arms Optuna proposes, one after the other, by what came of those before. Needs ranges.
+        ranges: What Optuna draws from, such as {"train.learning_rate": "1e-6:1e-4:log", "train.warmup_steps": "0:20"};
+            the values in grid are choices then.
     """
 
-    def load(overrides: list[str]) -> RunConfig:
-        return resolve_allowed(preset, merge(changes, read_overrides(overrides)))
+    def load(keys: Values) -> RunConfig:
+        return resolve_allowed(preset, more_changes(preset, changes, keys))
 
-    return _run_arms(make_sweep(load, grid, seeds, name, stop_early), preset, changes)
+    return _run_arms(make_asked(load, grid, seeds, name, stop_early, optuna, ranges), preset, changes)
 
 
 def sweep_of(sweep: Sweep) -> Callable[..., Path]:
-    """The flow of a sweep that the caller has made. Preset, changes and grid, its parameters, are only recorded."""
+    """The flow of a sweep that the caller has made. Its parameters are only recorded."""
 
-    @flow(name="sweep", flow_run_name=sweep.name, validate_parameters=False)
+    @flow(flow_run_name=sweep.name, **OPTIONS)
     @plain
-    def run_sweep(preset: str, changes: dict[str, Any], grid: Grid) -> Path:
+    def run_sweep(preset: str, changes: dict[str, Any], options: dict[str, Any]) -> Path:
         return _run_arms(sweep, preset, changes)
 
     return run_sweep
@@ -84,26 +102,38 @@ def _run_arms(sweep: Sweep, preset: str, changes: dict[str, Any]) -> Path:
     """Run the arms, and choose among all; returns the sweep's folder. Raises StageError, which names the arms that
     failed, once there is a choice among the others."""
     level = 1 - sweep.base.evaluation.confidence if sweep.stop_early else None
-    begin(sweep.name, sweep.base.registry.experiment, [arm.config.name for arm in sweep.arms], level).result()
-    with ending(sweep.name):
-        failed = _run_each(sweep, preset, changes)
-        try:
-            folder = choose(sweep.name, sweep.base.registry.alias).result()
-        except NoChoiceError as error:
-            failed["choice"] = str(error)
-        if failed:
-            reasons = "\n".join(f"{what}: {reason}" for what, reason in failed.items())
-            of_arms = f"{len(failed.keys() - {'choice'})} of {len(sweep.arms)} arms"
-            raise StageError(f"{of_arms} failed; the same again tries them again\n{reasons}")
-        return folder
+    trainings = trainings_of([arm.config for arm in sweep.arms]) if sweep.stop_early else {}
+    folder = sweep_folder(sweep.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Two at once would propose the same, and take each other's arms for failed.
+    with locked(folder, get_run_logger().warning, wait=bool(deployment.id)):
+        begin(sweep.name, sweep.base.registry.experiment, trainings, level).result()
+        with ending(sweep.name):
+            failed = _run_each(sweep, preset, changes)
+            try:
+                choose(sweep.name, sweep.base.registry.alias).result()
+            except NoChoiceError as error:
+                failed["choice"] = str(error)
+            if failed:
+                reasons = "\n".join(f"{what}: {reason}" for what, reason in failed.items())
+                of_arms = f"{len(failed.keys() - {'choice'})} of {sweep.num_arms} arms"
+                raise StageError(f"{of_arms} failed; the same again tries them again\n{reasons}")
+    announce_sweep(sweep.name, str(flow_run.id))
+    return folder
 
 
 def _run_each(sweep: Sweep, preset: str, changes: dict[str, Any]) -> dict[str, str]:
     """Run each arm that is neither up to date nor stopped; returns those that failed, with the reasons. An arm that
     fails does not keep the others from running."""
     log, failed = get_run_logger(), {}
-    for number, arm in enumerate(sweep.arms, start=1):
-        config, place = arm.config, f"arm {number} of {len(sweep.arms)}, {arm.config.name}"
+    for number in range(1, sweep.num_arms + 1):
+        try:
+            arm = _proposed_arm(sweep, sweep.search, number) if sweep.search else sweep.arms[number - 1]
+        except GrpoError as error:
+            log.error("arm %s of %s, refused: %s", number, sweep.num_arms, error)
+            failed[f"arm {number}"] = str(error)
+            continue
+        config, place = arm.config, f"arm {number} of {sweep.num_arms}, {arm.config.name}"
         run = run_folder(config.name)
         if run.is_dir() and all(found.is_up_to_date for found in conditions(run, config).values()):
             log.info("%s: up to date, skipped", place)
@@ -113,7 +143,7 @@ def _run_each(sweep: Sweep, preset: str, changes: dict[str, Any]) -> dict[str, s
             continue
         log.info(place)
         try:
-            _run_arm(config, preset, merge(changes, arm.changes))
+            _run_arm(config, preset, more_changes(preset, changes, arm.keys))
         except Interrupted:
             raise
         except GrpoError as error:
@@ -123,6 +153,16 @@ def _run_each(sweep: Sweep, preset: str, changes: dict[str, Any]) -> dict[str, s
             log.error("%s, failed: %s", place, error)
             failed[config.name] = str(error)
     return failed
+
+
+def _proposed_arm(sweep: Sweep, search: Search, number: int) -> Arm:
+    """The arm of a search's trial, counted from 1; one that an earlier attempt has not proposed is proposed now. Raises
+    GrpoError if its values are refused."""
+    trials = read_trials(sweep.name)
+    if number <= len(trials):
+        return search.make(trials[number - 1])
+    names = [arm_name(sweep.base, sweep.name, values) for values in trials]
+    return search.make(propose(sweep.name, search.space, sweep.base.seed, names).result())
 
 
 def _run_arm(config: RunConfig, preset: str, changes: dict[str, Any]) -> None:

@@ -102,7 +102,7 @@ def _answers_of_another_arm(
     """samples.parquet of another arm of the sweep that holds the same answers of the base model, and the policies whose
     answers can be taken from there: the champion's too, if it was the same. `answers`: key of `Parts.base_answers`."""
     found: tuple[Path | None, list[str]] = (None, [])
-    for other in other_arms(context.run, context.config):
+    for other in () if context.force else other_arms(context.run, context.config):
         report, samples = EVALUATE.read_receipt(other), EVALUATE.path(other) / SAMPLES
         if report.get("base_answers") != answers or not samples.is_file():
             continue

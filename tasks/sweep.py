@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
@@ -17,13 +18,14 @@ from prefect.states import Completed
 from tasks.rendering import figures
 from tasks.rendering.markdown import escape, table
 from tasks.reports.report import PAGE
-from tasks.reports.sweep import Choice, choice_section, describe, make_choice, read_arms, sweep_page
+from tasks.reports.sweep import Choice, choice_section, describe, read_choice, read_outcomes, sweep_page
 from tasks.stages.arms import sweep_folder
 from tasks.stages.errors import Interrupted
 from tasks.stages.files import write_text
 from tasks.stages.run_directory import run_folder
 from tasks.stages.table import REGISTER
-from tasks.tracking.early_stop import stopped_arms, write_rule
+from tasks.stages.trials import Space, add_trial
+from tasks.tracking.early_stop import write_rule
 from tasks.tracking.runs import answering, connect
 from tasks.tracking.sweeps import end_sweep_run, log_choice, open_sweep_run
 
@@ -31,12 +33,19 @@ TABLE = "arms.csv"  # in the sweep's folder
 
 
 @task(name="begin")
-def begin(sweep: str, experiment: str, arms: list[str], level: float | None) -> State[None]:
-    """Make the sweep's folder, the rule by which arms are stopped, and its MLflow run. `level`: see `write_rule`."""
-    sweep_folder(sweep).mkdir(parents=True, exist_ok=True)
-    write_rule(sweep, arms, level)
+def begin(sweep: str, experiment: str, trainings: dict[str, str], level: float | None) -> State[None]:
+    """Make the rule by which arms are stopped, see `write_rule`, and the sweep's MLflow run."""
+    write_rule(sweep, trainings, level)
     open_sweep_run(sweep, experiment)
     return Completed()
+
+
+@task(name="propose")
+def propose(sweep: str, space: Space, seed: int, arms: list[str]) -> State[dict[str, Any]]:
+    """The values of one more arm of a search, from what came of the arms before."""
+    outcomes = read_outcomes(sweep, arms)
+    values = add_trial(sweep, space, seed, [outcomes.get(arm) for arm in arms])
+    return Completed(message=f"arm {len(arms) + 1}: {values}", data=values)
 
 
 @contextmanager
@@ -54,8 +63,8 @@ def ending(sweep: str) -> Iterator[None]:
 def choose(sweep: str, alias: str) -> State[Path]:
     """Choose the best arm, give its model version the alias, and show all arms: a page and a table in the sweep's
     folder, an artifact, the sweep's MLflow run. Returns the folder."""
-    folder, arms = sweep_folder(sweep), read_arms(sweep)
-    choice = make_choice(arms, stopped_arms(sweep))
+    folder = sweep_folder(sweep)
+    choice, arms = read_choice(sweep)
     verdict, section = describe(choice), choice_section(choice, arms)
     write_text(folder / PAGE, sweep_page(sweep, choice, arms))
     write_text(folder / TABLE, _csv(choice))

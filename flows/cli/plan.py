@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -131,13 +131,29 @@ def own_plan(
     gpu: str | None = None,
     history: bool = False,
 ) -> dict[str, Any]:
-    """The answer for a configuration of this project. Raises GrpoError if it is refused."""
+    """The answer for a file of this project, or for values alone. Raises GrpoError if it is refused."""
     if ignored := given.keys() & {"per_device_eval_batch_size", "num_generations_eval", "num_eval_prompts"}:
         raise ConfigError(
             f"{', '.join(sorted(ignored))}: this project evaluates prompt by prompt, without such a setting"
         )
-    config = _configuration(file, given, overrides)
-    reads_data = file is not None and "num_prompts" not in given  # else it asks about other data
+    config, known = _configuration(file, given, overrides), given.get("num_prompts")
+    if file is None and known is None:
+        raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
+    return plan_of(config, known, prompt_tokens, pass_rates, gpu, history)
+
+
+def plan_of(
+    config: RunConfig,
+    known_prompts: int | None = None,
+    prompt_tokens: int | None = None,
+    pass_rates: Sequence[float] = (),
+    gpu: str | None = None,
+    history: bool = False,
+    measure: Callable[..., Pace | str] = measured_pace,
+) -> dict[str, Any]:
+    """The answer for a configuration; `measure`: how the pace is found if no earlier run tells it. Raises GrpoError if
+    it is refused."""
+    reads_data = known_prompts is None  # else it asks about other data
     if reads_data:
         check_places(config)
         check_template(config)
@@ -150,12 +166,10 @@ def own_plan(
         check_curriculum(config)
     environment_sources(config.environment)
     _check_positions(config)
-    num_prompts = [given["num_prompts"]] if "num_prompts" in given else []
+    num_prompts = [] if known_prompts is None else [known_prompts]
     if num_prompts and config.data.sources:
         raise ConfigError("--num-prompts: each of data.sources has its own number of prompts; leave the option out")
     if not num_prompts:
-        if file is None:
-            raise ConfigError("the number of prompts is not known; give it by --num-prompts, or give a configuration")
         with _sources() as sources:
             num_prompts = [sources.count_prompts(source) for source in sources.training_sources(config.data)]
             pass_rates = pass_rates or sources.list_pass_rates(config.data)
@@ -178,7 +192,7 @@ def own_plan(
         resolved = config.with_precision(capability(hardware))
         lengths = _prompt_lengths(config, data, prompt_tokens, reads_data)
         if pace is None and gpu is None:
-            pace = measured_pace(resolved, figures, lengths, hardware, data.prompts if data else None, _say)
+            pace = measure(resolved, figures, lengths, hardware, data.prompts if data else None, _say)
         forecasts = forecast(
             resolved,
             figures,

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
 from flows.cli.compare import show
-from flows.cli.plan import own_plan
+from flows.cli.plan import plan_of
 from flows.cli.terminal import refusals, say
 from flows.serving.environment import TAG, configure
 from flows.serving.find_server import server_for_command
 from grpo_core.config.evaluation import HELD_OUT
-from grpo_core.config.files import load_config
+from grpo_core.config.files import parse_config, read_values, search_beside, with_keys
+from grpo_core.config.run import RunConfig
+from grpo_core.planning.pace import Pace, pace_request
+from grpo_core.planning.plan import Plan
+from grpo_core.planning.shapes import PromptLengths
 from grpo_core.system.processes import importing
+from tasks.processes.pace import measured_pace
 from tasks.rendering.figures import NONE, duration, number
+from tasks.stages.arms import sweep_folder
 from tasks.stages.lineage import lineage_keys
 from tasks.stages.locks import locked
 from tasks.stages.parts import Parts, key_of
@@ -26,7 +34,7 @@ from tasks.stages.run_directory import run_folder
 from tasks.stages.table import PLAN, VALIDATE
 
 if TYPE_CHECKING:
-    from flows.parameters.arms import Sweep
+    from flows.parameters.arms import Sweep, Values
 
 
 def sweep(
@@ -42,29 +50,46 @@ def sweep(
     stop_early: Annotated[
         bool, typer.Option("--stop-early", help="stop arms that are shown to be behind; needs train.eval_steps")
     ] = False,
+    optuna: Annotated[
+        int, typer.Option(metavar="N", help="number of arms whose values Optuna proposes from --range", min=0)
+    ] = 0,
+    ranges: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--range",
+            metavar="KEY=LOW:HIGH[:log]",
+            help="what --optuna draws from, such as train.learning_rate=1e-6:1e-4:log; integers if both ends are; the "
+            "values of --grid are choices then; can be repeated",
+        ),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="override one key for all arms, such as train.max_steps=50"),
     ] = None,
 ) -> None:
     """Run the pipeline with each combination of values, one after the other, and choose the best on the held-out set.
-    The same command again goes on where it was.
+    The same command again goes on where it was. With --optuna, each arm's values are proposed from the outcomes of the
+    arms before; then neither --seeds nor --stop-early.
 
     Exit status 1: an arm failed, 2: refused before anything was started, 130: Ctrl-C, 143: SIGTERM.
     """
-    from flows.parameters.arms import make_sweep, read_grid  # imports polars
+    from flows.parameters.arms import read_grid  # imports polars
+    from flows.parameters.search import make_asked, read_ranges
 
-    given = overrides or []
-    asked = make_sweep(
-        lambda more: load_config(config, [*given, *more]), read_grid(grid or []), seeds, name, stop_early
-    )
+    search_beside(config)
+    values = read_values(config, overrides)
+
+    def load(keys: Values) -> RunConfig:
+        return parse_config(with_keys(values, keys))
+
+    asked = make_asked(load, read_grid(grid or []), seeds, name, stop_early, optuna, read_ranges(ranges or []))
     configure()
     with refusals(asked.name):
-        for arm in asked.arms:
-            if (folder := run_folder(arm.config.name)).is_dir():
+        for folder in (sweep_folder(asked.name), *(run_folder(arm.config.name) for arm in asked.arms)):
+            if folder.is_dir():
                 with locked(folder):
-                    pass  # an arm in use is refused before a server is started
-    _show_plan(asked, config, given)
+                    pass  # what is in use is refused before a server is started
+    _show_plan(asked)
     with server_for_command() as url:
         say(f"Sweep {asked.name} starts. Prefect's UI, as long as this runs: {url.removesuffix('/api')}")
         with importing():
@@ -73,42 +98,51 @@ def sweep(
             from flows.parameters.form import changes_of
             from flows.sweep import sweep_of
             from tasks.reports.report import PAGE
-            from tasks.reports.sweep import describe, make_choice, read_arms, sweep_sections
-            from tasks.tracking.early_stop import stopped_arms
+            from tasks.reports.sweep import describe, read_choice, sweep_sections
 
     with refusals(asked.name, started=True), tags(TAG):
-        folder = sweep_of(asked)(str(config), changes_of(config, given), dict(asked.grid))
-    arms = read_arms(asked.name)
-    choice = make_choice(arms, stopped_arms(asked.name))
+        options = {"grid": grid or [], "seeds": seeds, "optuna": optuna, "ranges": ranges or []}
+        folder = sweep_of(asked)(str(config), changes_of(config, overrides), options)
+    choice, arms = read_choice(asked.name)
     for section in sweep_sections(choice, arms):
         show(section, Console())
     verdict = describe(choice)
     say(f"\n{verdict.headline}. {verdict.sentence}\npage        {folder / PAGE}")
 
 
-def _show_plan(sweep: Sweep, file: Path, overrides: list[str]) -> None:
-    """Print the arms with what each will take by `grpo plan`, the sum, and what is made once for several."""
+def _show_plan(sweep: Sweep) -> None:
+    """Print the arms with what each will take by `grpo plan`, the sum, and what is made once for several; of a search
+    the ends of its ranges."""
+    paces: dict[str, Pace | str] = {}
+
+    def measure(config: RunConfig, plan: Plan, lengths: PromptLengths, *rest: Any) -> Pace | str:
+        """The pace of an arm of the same shape, if there was one."""
+        shape = json.dumps(asdict(pace_request(config, plan, lengths, None, Path(), 1, "")))
+        if shape not in paces:
+            paces[shape] = measured_pace(config, plan, lengths, *rest)
+        return paces[shape]
+
     plans = []
     for arm in sweep.arms:
         with refusals(f"arm {arm.label}"):
-            plans.append(own_plan(file, {}, [*overrides, *arm.overrides]))
+            plans.append(plan_of(arm.config, measure=measure))
     times = [answer["forecasts"]["time"] for answer in plans]
     updates = [answer["max_steps"] for answer in plans]
     hours = [[it.get(key) for it in times] for key in ("wall_time_hours", "gpu_hours")]
     table = Table(Column("arm", overflow="fold"), "updates", "time", "GPU hours", title=f"sweep {sweep.name}")
     for arm, count, wall, gpu in zip(sweep.arms, updates, *hours, strict=True):
         table.add_row(arm.label, f"{count:,}", *_forecast([wall], [gpu]))
-    table.add_section()
-    table.add_row(f"{len(sweep.arms)} arms", f"{sum(updates):,}", *_forecast(*hours))
+    if not sweep.search:
+        table.add_section()
+        table.add_row(f"{len(sweep.arms)} arms", f"{sum(updates):,}", *_forecast(*hours))
     Console().print(table)
-    keys = [lineage_keys(arm.config) for arm in sweep.arms]
-    made = {
-        "data validated": {of_arm[VALIDATE.name] for of_arm in keys},
-        "planned": {of_arm[PLAN.name] for of_arm in keys},
-        "base model evaluated": {key_of(Parts(arm.config).base_answers) for arm in sweep.arms},
-    }
-    times_made = ", ".join(f"{what} {_times(len(different))}" for what, different in made.items())
-    say(f"For all {len(sweep.arms)} arms: {times_made}. Each arm is trained, evaluated and registered.")
+    if sweep.search:
+        say(
+            f"These are the ends of the ranges. Each of {sweep.num_arms} arms has values between them, proposed by "
+            "Optuna from the outcomes of the arms before, and is trained, evaluated and registered."
+        )
+    else:
+        _say_made(sweep)
     if error := next((it["error"] for it in times if "error" in it), ""):
         say(f"Time: {error}")
     if sweep.base.promotion.automatic:
@@ -118,6 +152,18 @@ def _show_plan(sweep: Sweep, file: Path, overrides: list[str]) -> None:
             f"promotion.set is {sweep.base.promotion.set!r}, on which the arm is chosen: no arm can be promoted by it. "
             "Name another set of [[evaluation.sets]] there to promote the chosen one"
         )
+
+
+def _say_made(sweep: Sweep) -> None:
+    """Print what is made once for several arms."""
+    keys = [lineage_keys(arm.config) for arm in sweep.arms]
+    made = {
+        "data validated": {of_arm[VALIDATE.name] for of_arm in keys},
+        "planned": {of_arm[PLAN.name] for of_arm in keys},
+        "base model evaluated": {key_of(Parts(arm.config).base_answers) for arm in sweep.arms},
+    }
+    times_made = ", ".join(f"{what} {_times(len(different))}" for what, different in made.items())
+    say(f"For all {len(sweep.arms)} arms: {times_made}. Each arm is trained, evaluated and registered.")
 
 
 def _forecast(wall: Sequence[float | None], gpu: Sequence[float | None]) -> tuple[str, str]:

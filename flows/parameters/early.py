@@ -9,7 +9,7 @@ from grpo_core.config.run import RunConfig
 from grpo_core.data import own_code
 from grpo_core.data.recording import check_recording
 from grpo_core.environments.registry import sources
-from grpo_core.planning.plan import make_plan, plan_inputs
+from grpo_core.planning.plan import Plan, make_plan, plan_inputs
 from grpo_core.rewards.composition import check_curriculum
 from grpo_core.rewards.contract import check_environments, rewards_of
 from tasks.data.places import check_places
@@ -22,12 +22,15 @@ from tasks.stages.table import GPU_DEPLOYMENT
 ENOUGH = 10**9  # prompts, assumed if counting them would mean loading a dataset: no rule asks for more
 
 
-def refuse_early(config: RunConfig) -> None:
-    """Raises ConfigError if model, prompts or recording do not exist, launch.kubernetes is wrong, a function that
+def refuse_early(config: RunConfig) -> Plan:
+    """The plan, if validate keeps all prompts.
+
+    Raises ConfigError if model, prompts or recording do not exist, launch.kubernetes is wrong, a function that
     `[data]` names cannot be loaded or a curriculum has no pass rates to go by, RewardError or EnvironmentsError if a
     reward, environment or tool cannot be loaded, SourceError if the training file cannot be read, PlanError if sizes do
     not go together, whichever prompts validate keeps, and MachineError if this machine is to train on a GPU and
-    cannot."""
+    cannot.
+    """
     if not os.environ.get(GPU_DEPLOYMENT):
         check_gpu_machine()
     check_places(config)
@@ -41,3 +44,4 @@ def refuse_early(config: RunConfig) -> None:
     plan = make_plan(plan_inputs(config, *num_prompts))
     if config.rollout.engine == "recorded":
         check_recording(config, replace(plan, rollouts=1), run_folder(config.name))
+    return plan

@@ -9,12 +9,13 @@ from __future__ import annotations
 import difflib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from grpo_core.config.files import describe_bounds, parse_config, read_values
+from grpo_core.config.files import describe_bounds, parse_config, read_values, with_keys
 from grpo_core.config.run import RunConfig
 from grpo_core.errors import ConfigError
 
@@ -39,12 +40,22 @@ def read_name(preset: str, changes: dict[str, Any]) -> str:
 
 
 def _read(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
+    return merge(_read_preset(preset), changes)
+
+
+def _read_preset(preset: str) -> dict[str, Any]:
     path = CONFIGS / f"{preset}.toml" if preset in PRESETS else Path(preset)
     if not path.is_file():
         near = difflib.get_close_matches(preset, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"presets: {', '.join(PRESETS)}"
         raise ConfigError(f"preset = {preset!r}: neither a preset in {CONFIGS} nor a file; {hint}")
-    return merge(read_values(path), changes)
+    return read_values(path)
+
+
+def more_changes(preset: str, changes: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes to a preset that also set keys such as train.learning_rate or data.sources.0.weight."""
+    before = _read_preset(preset)
+    return _difference(before, with_keys(merge(before, changes), keys))
 
 
 def changes_of(path: Path, overrides: list[str] | None) -> dict[str, Any]:

@@ -5,11 +5,12 @@ Imports no torch, so that a plan answers immediately.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -63,6 +64,14 @@ def read_overrides(overrides: list[str] | None) -> dict[str, Any]:
     return values
 
 
+def with_keys(values: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested values in which keys such as train.learning_rate or data.sources.0.weight have these values."""
+    changed = copy.deepcopy(dict(values))
+    for key, value in keys.items():
+        _set(changed, key, value)
+    return changed
+
+
 def dump_config(config: RunConfig) -> str:
     """The resolved configuration as TOML; `parse_config` of it gives the same configuration back."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))
@@ -110,14 +119,18 @@ def _override(values: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         value = text
-    *sections, last = key.strip().split(".")
+    _set(values, key.strip(), value)
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
     node: Any = values
     try:
         for part in sections:
             node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
         node[last] = value
     except (AttributeError, IndexError, TypeError, ValueError):
-        raise ConfigError(f"override {override!r}: the configuration has no place called {key.strip()!r}") from None
+        raise ConfigError(f"{key} = {value!r}: the configuration has no place called {key!r}") from None
 
 
 def _sentence(error: Any) -> str:

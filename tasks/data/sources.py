@@ -73,6 +73,11 @@ def training_sources(data: DataConfig) -> list[Source]:
     return [source for _, source in _training_sources(data)]
 
 
+def held_out_sources(data: DataConfig) -> list[Source]:
+    """Where the held-out prompts come from: `data.eval`, or that of each of `data.sources`."""
+    return [source for _, source in _held_out_sources(data)]
+
+
 def _training_sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
     for key, it in data.origins.items():
         yield _part("train", it), Source(f"{key}.train", it.train, it.train_split, it.subset, it.revision, key)

@@ -1,4 +1,5 @@
-"""Events in Prefect that automations and other systems act on: how runs, trainings and promotions ended.
+"""Events in Prefect that automations and other systems act on: how runs, sweeps, trainings and promotions
+ended.
 
 docs/reference/events.md has them in one table. Payloads are flat and have no NaN: templates of automations name their
 keys, and JSON has none.
@@ -22,6 +23,8 @@ from grpo_core.config.run import RunConfig
 from tasks.rendering import figures
 from tasks.reports.cost import Cost, cost_of
 from tasks.reports.report import PAGE, headline, rival_of
+from tasks.reports.sweep import describe, read_choice
+from tasks.stages.arms import sweep_folder
 from tasks.stages.files import read_json
 from tasks.stages.run_directory import CONFIG, run_folder
 from tasks.stages.table import EVALUATE, REGISTER, TRAIN
@@ -43,14 +46,64 @@ def announce_completed(run: Path, config: RunConfig, flow_run_id: str) -> None:
 
 
 def announce_end(flow: Any, flow_run: FlowRun, state: State) -> None:
-    """Hook of the pipeline: emit grpo.run.failed, cancelled or crashed. A run that is scheduled again after a crash has
-    not ended."""
+    """Hook of the pipeline: emit grpo.run.failed, cancelled or crashed."""
+    if end := _end_of(flow_run, state):
+        known, ended, reason = end
+        _announce_end(run_folder(known.name), ended, reason, str(known.id), {})
+
+
+def _end_of(flow_run: FlowRun, state: State) -> tuple[FlowRun, str, str] | None:
+    """A flow run, how it ended, and why; None if it is scheduled again after a crash: then it has not ended."""
     with get_client(sync_client=True) as client:
         known = client.read_flow_run(flow_run.id)
     if state.is_crashed() and known.state and known.state.is_scheduled():
-        return
+        return None
     ended = "cancelled" if state.is_cancelling() else state.type.value.lower()
-    _announce_end(run_folder(known.name), ended, (state.message or "").removeprefix(FAILURE), str(known.id), {})
+    return known, ended, (state.message or "").removeprefix(FAILURE)
+
+
+def announce_sweep(sweep: str, flow_run_id: str) -> None:
+    """Emit grpo.sweep.completed: all arms are done, and one is chosen."""
+    _announce_sweep(sweep, "completed", "one arm is chosen", flow_run_id, _if_known(lambda: _sweep_figures(sweep)))
+
+
+def announce_sweep_end(flow: Any, flow_run: FlowRun, state: State) -> None:
+    """Hook of a sweep: emit grpo.sweep.failed, cancelled or crashed."""
+    if end := _end_of(flow_run, state):
+        known, ended, reason = end
+        _announce_sweep(known.name, ended, reason, str(known.id), {})
+
+
+def _announce_sweep(sweep: str, ended: str, reason: str, flow_run_id: str, figures: Mapping[str, Any]) -> None:
+    folder = sweep_folder(sweep)
+    payload = {"sweep": sweep, "ended": ended, "reason": reason, "flow_run_url": url_for("flow-run", flow_run_id)}
+    payload |= {"text": f"sweep {sweep} {ended}: {reason}", **figures}
+    payload |= {"mlflow_url": run_address(folder)} if read_json(folder / RUN_FILE) else {}
+    announce(f"grpo.sweep.{ended}", "sweep", sweep, payload, [_related(sweep, flow_run_id)])
+
+
+def _sweep_figures(sweep: str) -> dict[str, Any]:
+    """What came of a sweep: the chosen arm with its figures on the held-out prompts, and its model version."""
+    choice, arms = read_choice(sweep)
+    said, gain = describe(choice), choice.best.gain
+    registered = REGISTER.read_receipt(run_folder(choice.arm))
+    model, version = registered["model_name"], registered["version"]
+    return {
+        "text": f"sweep {sweep} completed: {said.headline}; {said.sentence}",
+        "chosen": choice.arm,
+        "setting": choice.best.label,
+        "arms": len(arms),
+        "stopped": len(choice.stopped),
+        "metric": choice.metric,
+        "value": choice.best.value,
+        "gain": gain.mean,
+        "gain_low": gain.low,
+        "gain_high": gain.high,
+        "model": model,
+        "version": version,
+        "version_url": version_address(model, version),
+        "report": str(sweep_folder(sweep) / PAGE),
+    }
 
 
 def _announce_end(run: Path, ended: str, reason: str, flow_run_id: str, figures: Mapping[str, Any]) -> None:
@@ -58,8 +111,12 @@ def _announce_end(run: Path, ended: str, reason: str, flow_run_id: str, figures:
     payload |= {"text": f"run {run.name} {ended}: {reason}", **figures}
     if (run / CONFIG).exists():
         payload |= _addresses(run)
-    of_run = {"prefect.resource.id": f"prefect.flow-run.{flow_run_id}", "prefect.resource.role": "flow-run"}
-    announce(f"grpo.run.{ended}", "run", run.name, payload, [{**of_run, "prefect.resource.name": run.name}])
+    announce(f"grpo.run.{ended}", "run", run.name, payload, [_related(run.name, flow_run_id)])
+
+
+def _related(name: str, flow_run_id: str) -> dict[str, str]:
+    flow_run = {"prefect.resource.id": f"prefect.flow-run.{flow_run_id}", "prefect.resource.role": "flow-run"}
+    return {**flow_run, "prefect.resource.name": name}
 
 
 def announce_training(run: Path, config: RunConfig, ended: str, reason: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,8 @@ from tasks.reports.cost import cost_of
 from tasks.reports.record import NotEvaluatedError, Record, read_record
 from tasks.stages.arms import arm_prefix
 from tasks.stages.run_directory import find_runs, read_config
+from tasks.stages.trials import read_trials
+from tasks.tracking.early_stop import stopped_arms
 
 OWN_KEYS = ("name", "seed")  # in which the arms of one setting differ
 
@@ -48,7 +50,7 @@ class Setting:
 class Choice:
     """`settings`: the best first. `arm`: the chosen one, of the first setting the best seed. `by_seeds`: whether seeds
     are the unit of the intervals; otherwise prompts are. `confidence`: with which all intervals hold together;
-    `stopped`: arms that were stopped early, with the reasons."""
+    `stopped`: arms that were stopped early, with the reasons; `searched`: how many arms a search has proposed."""
 
     metric: str
     settings: Sequence[Setting]
@@ -56,6 +58,7 @@ class Choice:
     by_seeds: bool
     confidence: float
     stopped: Mapping[str, str]
+    searched: int = 0
 
     @property
     def num_settings(self) -> int:
@@ -85,14 +88,35 @@ def read_arms(sweep: str) -> dict[str, Record]:
     return records
 
 
-def make_choice(arms: Records, stopped: Mapping[str, str] = MappingProxyType({})) -> Choice:
+def read_choice(sweep: str) -> tuple[Choice, dict[str, Record]]:
+    """The choice among the arms of a sweep, and their records. Raises NoChoiceError, see `make_choice`."""
+    arms = read_arms(sweep)
+    return make_choice(arms, stopped_arms(sweep), len(read_trials(sweep))), arms
+
+
+def read_outcomes(sweep: str, names: Collection[str]) -> dict[str, float]:
+    """By the names of those of these arms that have been evaluated the figure by which a choice compares them."""
+    arms = {name: record for name, record in read_arms(sweep).items() if name in names}
+    metric = _metric(arms)
+    means = {
+        name: float(np.nanmean(outcomes_per_prompt(record, HELD_OUT, metric, "trained")))
+        for name, record in arms.items()
+    }
+    return {name: mean for name, mean in means.items() if math.isfinite(mean)}
+
+
+def _metric(arms: Records) -> str:
+    return "reward" if any(it.metric == "reward" for it in arms.values()) else "accuracy"
+
+
+def make_choice(arms: Records, stopped: Mapping[str, str] = MappingProxyType({}), searched: int = 0) -> Choice:
     """The best setting on the held-out prompts, and which others may be the best.
 
     With several seeds per setting, seeds are the unit: trainings of two settings are paired by seed, and the prompts
     are taken as given. Otherwise distinct prompts are. A setting may be the best unless another one is better than it
     at the level (1 − confidence) / (number of settings − 1): the best one is among these with at least `confidence`.
-    `stopped`: arms that were stopped early, with the reasons; they count among the settings. Raises NoChoiceError if no
-    arm was evaluated, or if their outcomes cannot be paired.
+    `stopped`: arms that were stopped early, with the reasons; they count among the settings. `searched`: how many arms
+    a search has proposed. Raises NoChoiceError if no arm was evaluated, or if their outcomes cannot be paired.
     """
     if not arms:
         raise NoChoiceError("no arm of the sweep has been evaluated: there is nothing to choose from")
@@ -102,7 +126,7 @@ def make_choice(arms: Records, stopped: Mapping[str, str] = MappingProxyType({})
             "sweep again, which evaluates again what has changed, or give it another --name"
         )
     confidence = next(iter(arms.values())).config.evaluation.confidence
-    metric = "reward" if any(it.metric == "reward" for it in arms.values()) else "accuracy"
+    metric = _metric(arms)
     of_setting = _settings(arms)
     trained, base = (
         {name: outcomes_per_prompt(record, HELD_OUT, metric, policy) for name, record in arms.items()}
@@ -134,7 +158,7 @@ def make_choice(arms: Records, stopped: Mapping[str, str] = MappingProxyType({})
         gain = difference(before[label], after[label], of_each)
         settings.append(Setting(label, of_setting[label], values[label], gain, not shown))
     best = max(settings[0].arms.values(), key=lambda name: float(np.nanmean(trained[name])))
-    return Choice(metric, settings, best, by_seeds, confidence, dict(stopped))
+    return Choice(metric, settings, best, by_seeds, confidence, dict(stopped), searched)
 
 
 def _settings(arms: Records) -> dict[str, dict[int, str]]:
@@ -169,6 +193,7 @@ def describe(choice: Choice) -> Verdict:
         f"Chosen on {HELD_OUT}: {choice.arm}",
         f"{best.label}: {metric} {figures.amount(metric, best.value)}, {gained} over the base model."
         + (also if len(choice.settings) > 1 else "")
+        + (f" The best of {choice.num_settings} searched settings." if choice.searched else "")
         + " What it is worth shows on prompts by which it was not chosen.",
     )
 
@@ -193,6 +218,11 @@ def choice_section(choice: Choice, arms: Records) -> Section:
         f"By {metric} on {HELD_OUT}; the unit is {unit}. With {choice.confidence:.0%}, all intervals hold together "
         f"(Bonferroni over {choice.num_settings} settings), and the best setting is among those that may be it."
     )
+    if choice.searched:
+        text += (
+            f" {choice.searched} arms were proposed by Optuna, from the figures of earlier arms on the same prompts. "
+            "The intervals allow for the number of settings, not for that, and may be too narrow."
+        )
     if choice.by_seeds:
         text += " Intervals are Student's over seeds; the prompts are taken as given."
     head = ["setting", metric, "over the base", "may be the best", "seeds", "GPU hours"]

@@ -35,11 +35,13 @@ ERRORS = "errors.log"  # in the run directory: the errors that ended its stages,
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage works with. `partial`: where it writes; renamed to its final name when the stage succeeds."""
+    """What a stage works with. `partial`: where it writes; renamed to its final name when the stage succeeds; `force`:
+    nothing that is there already may be taken over."""
 
     config: RunConfig
     run: Path
     partial: Path
+    force: bool = False
 
 
 def run_stage(
@@ -105,7 +107,7 @@ def _run_stage(
         log.info("%s: the same as that of %s, taken over", stage.name, other.name)
         receipt = take_over(stage, other, partial)
     else:
-        receipt = work(Context(config, run, partial))
+        receipt = work(Context(config, run, partial, force))
     seconds = round(time.monotonic() - start, 3)
     made = stage.content(partial, receipt) if stage.content else uuid.uuid4().hex
     facts = {"made": made, "made_at": time.time(), "seconds": seconds, **receipt}

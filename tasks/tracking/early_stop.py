@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -20,18 +21,29 @@ from tasks.stages.lineage import lineage_keys
 from tasks.stages.run_directory import find_runs, read_config
 from tasks.stages.table import TRAIN, VALIDATE
 
-RULE = "stop_early.json"  # in the sweep's folder: `arms` in the order in which they run, `level`
+RULE = "stop_early.json"  # in the sweep's folder: `trainings`, as in `write_rule`; `level`; whether it `stops` arms
 HELD_OUT_SCORES = "held_out"  # folder in a training, with a file per evaluated update
 STOPPED = "stopped.json"  # in an unfinished training: why it was stopped
 
 
-def write_rule(sweep: str, arms: Sequence[str], level: float | None) -> None:
-    """Have arms stopped, or with the level None have none stopped. `arms`: names, in the order in which they run."""
-    file = sweep_folder(sweep) / RULE
-    if level is None:
-        file.unlink(missing_ok=True)
-    else:
-        write_text(file, json.dumps({"arms": [*arms], "level": level}) + "\n")
+def trainings_of(arms: Sequence[RunConfig]) -> dict[str, str]:
+    """The lineage key of each arm's training by the arm's name, in the order in which they run."""
+    return {config.name: lineage_keys(config)[TRAIN.name] for config in arms}
+
+
+def write_rule(sweep: str, trainings: Mapping[str, str], level: float | None) -> None:
+    """Have arms stopped, or with the level None have none stopped. `trainings`: see `trainings_of`. A rule that has
+    stopped arms is kept, since its level is spent."""
+    file, rule = sweep_folder(sweep) / RULE, read_rule(sweep)
+    if level is not None:
+        rule = {"trainings": {**trainings}, "level": level}
+    if rule:
+        write_text(file, json.dumps({**rule, "stops": level is not None}) + "\n")
+
+
+def read_rule(sweep: str) -> dict[str, Any]:
+    """The rule by which the sweep stops arms, or has stopped some; empty if there never was one."""
+    return read_json(sweep_folder(sweep) / RULE)
 
 
 def why_stopped(run: Path, config: RunConfig) -> str:
@@ -57,8 +69,8 @@ class Race:
 
     def __init__(self, run: Path, config: RunConfig, folder: Path, updates: int):
         self.folder, self.updates, self.seen = folder, updates, 0
-        rule = read_json(sweep_folder(config.registry.sweep) / RULE) if config.registry.sweep else {}
-        arms = rule.get("arms", [])
+        rule = read_rule(config.registry.sweep) if config.registry.sweep else {}
+        arms = [*rule["trainings"]] if rule.get("stops") else []
         self.earlier = [run.parent / name for name in arms[: arms.index(run.name)]] if run.name in arms else []
         if not self.earlier:
             return

@@ -24,11 +24,12 @@ pytestmark = pytest.mark.e2e
 
 # The training of the second arm stops for good in the call that STUCK_AT says.
 REWARD = """
-import os, sys, threading
+import os, threading
 calls = []
 def patient(completions, completion_ids):
     calls.append(1)
-    if str(len(calls)) == os.environ.get("STUCK_AT") and "seed-1" in " ".join(sys.argv):
+    arms = len(os.listdir(os.path.join(os.environ["GRPO_STORAGE"], "runs")))
+    if str(len(calls)) == os.environ.get("STUCK_AT") and arms == 2:
         print("stuck in the second arm", flush=True)
         threading.Event().wait()
     return [-float(len(ids)) for ids in completion_ids]
@@ -151,6 +152,32 @@ def test_an_arm_that_falls_behind_is_stopped_and_stays_so(command: list[str], tm
     assert again.stderr.count(", skipped") == 2, again.stderr
 
 
+def test_a_search_that_was_killed_goes_on_with_the_same_trials(command: list[str], tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    options = ["--range", "train.learning_rate=0.001:0.02:log", "--grid", "algorithm.beta=0.0,0.1", "--optuna", "3"]
+    started = [*command[:-2], *options]
+    _until_stuck(started, 4, signal.SIGKILL)
+    trials = storage / "sweeps" / "sums.sweep" / "trials.json"
+    before = json.loads(trials.read_text())["trials"]
+    names = [f"sums.sweep.learning_rate-{it['train.learning_rate']}_beta-{it['algorithm.beta']}" for it in before]
+    assert {path.name for path in (storage / "runs").iterdir()} == {*names} and len(names) == 2
+    made = _receipt(storage, names[0], "registration.json")["made_at"]
+
+    done = subprocess.run(started, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = json.loads(trials.read_text())["trials"]
+    assert after[:2] == before and len(after) == 3
+    assert _receipt(storage, names[0], "registration.json")["made_at"] == made
+    assert _receipt(storage, names[1], "training/result.json")["resumed_at_step"] == 3
+    said = " ".join(done.stdout.split())
+    assert "3 arms were proposed by Optuna, from the figures of earlier arms on the same prompts" in said
+    assert "Bonferroni over 3 settings" in said
+    client = mlflow.MlflowClient(f"sqlite:///{storage / 'mlflow' / 'mlflow.db'}")
+    runs = client.search_runs([client.get_experiment_by_name("grpo").experiment_id])
+    [parent] = [run.info.run_id for run in runs if run.info.run_name == "sums.sweep"]
+    assert [run.data.tags.get("mlflow.parentRunId") for run in runs if run.info.run_id != parent] == [parent] * 3
+
+
 def test_a_sweep_from_the_form_is_cancelled_with_its_arms_and_goes_on(command: list[str], tmp_path: Path) -> None:
     """Each arm is a run of the pipeline's deployment, below that of the sweep."""
     storage, presets = tmp_path / "storage", tmp_path / "presets"
@@ -181,6 +208,14 @@ def test_a_sweep_from_the_form_is_cancelled_with_its_arms_and_goes_on(command: l
             again = server.trigger("sweep/local", preset="small", seeds=2)
             assert server.wait(again)["state_type"] == "COMPLETED", server.messages(again)
             assert arms(again) == {"sums.sweep.seed-1": "COMPLETED"}
+            ranges = {"train.learning_rate": "0.001:0.02:log"}
+            found = server.trigger("sweep/local", preset="small", optuna=2, ranges=ranges, name="search")
+            assert server.wait(found)["state_type"] == "COMPLETED", server.messages(found)
+            assert [*arms(found).values()] == ["COMPLETED"] * 2
+            events = server.events("grpo.sweep.cancelled", "grpo.sweep.completed")
+            assert events["grpo.sweep.cancelled"]["sweep"] == "sums.sweep"
+            completed = events["grpo.sweep.completed"]
+            assert completed["chosen"].startswith(f"{completed['sweep']}.") and completed["arms"] == 2
     assert _receipt(storage, "sums.sweep.seed-1", "training/result.json")["resumed_at_step"] == 3
     assert _receipt(storage, "sums.sweep.seed-1", "dataset/report.json")["taken_from"] == "sums.sweep.seed-0"
     assert (storage / "sweeps" / "sums.sweep" / "report.html").exists()

@@ -18,12 +18,17 @@ from hypothesis import strategies as st
 from prefect.states import Cancelled, Completed, Failed
 
 from flows import sweep as flow
-from flows.parameters.arms import Sweep, make_sweep, read_grid
-from grpo_core.config.files import load_config, parse_config
+from flows.cli import sweep as command
+from flows.parameters.arms import Load, Sweep, make_sweep, read_grid
+from flows.parameters.form import more_changes, resolve
+from grpo_core.config.files import load_config, parse_config, read_values, with_keys
 from grpo_core.errors import GrpoError
+from tasks.stages.arms import sweep_folder
 from tasks.stages.errors import ArmStopped, Interrupted, StageError
+from tasks.stages.locks import RunInUseError, locked
+from tasks.tracking.early_stop import trainings_of, write_rule
 from tests.command_line import run_here
-from tests.conftest import write_config
+from tests.conftest import write_config, write_sums
 
 
 @pytest.fixture
@@ -32,16 +37,18 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_config(tmp_path)
 
 
+def loader(config: Path, *overrides: str) -> Load:
+    return lambda keys: parse_config(with_keys(read_values(config, [*overrides]), keys))
+
+
 def make(config: Path, *grid: str, seeds: int = 1, overrides: tuple[str, ...] = (), stop_early: bool = False) -> Sweep:
-    return make_sweep(
-        lambda more: load_config(config, [*overrides, *more]), read_grid(grid), seeds, "sweep", stop_early
-    )
+    return make_sweep(loader(config, *overrides), read_grid(grid), seeds, "sweep", stop_early)
 
 
 @pytest.mark.parametrize("name", ["", ".", "a/b", "../x", "a b"])
 def test_a_name_that_cannot_begin_the_names_of_runs_is_refused(config: Path, name: str) -> None:
     with pytest.raises(GrpoError, match=re.escape(f"--name {name!r}: it begins the names of the arms")):
-        make_sweep(lambda more: load_config(config, more), {"seed": [1, 2]}, 1, name)
+        make_sweep(loader(config), {"seed": [1, 2]}, 1, name)
 
 
 def test_further_seeds_go_on_from_the_arms_that_were_run_without(config: Path) -> None:
@@ -54,7 +61,7 @@ def test_further_seeds_go_on_from_the_arms_that_were_run_without(config: Path) -
 @pytest.mark.parametrize("values", [1e-4, "12", None, {}, []])
 def test_a_grid_without_a_list_is_refused(config: Path, values: Any) -> None:
     with pytest.raises(GrpoError, match=re.escape(f"--grid train.learning_rate={values!r}: give a list of values")):
-        make_sweep(lambda more: load_config(config, more), {"train.learning_rate": values}, 1, "sweep")
+        make_sweep(loader(config), {"train.learning_rate": values}, 1, "sweep")
 
 
 def test_every_combination_is_a_run_that_differs_in_these_keys_alone(config: Path) -> None:
@@ -118,16 +125,17 @@ def test_values_are_toml_or_plain_words(text: str, values: list[Any]) -> None:
         (("seed=1,2",), 2, (), ["--grid seed and --seeds: both set the seeds"]),
         (("train.learning_rate=1e-3",), 1, (), ["1 arms: a sweep has from 2 to 256"]),
         (("train.max_steps=3,3",), 1, (), ["arms train.max_steps=3 and train.max_steps=3 are the same"]),
-        (("train.learing_rate=1,2",), 1, (), ["arm train.learing_rate=1: ", "did you mean 'learning_rate'?"]),
+        (("train.learing_rate=1,2",), 1, (), ["train.learing_rate: unknown key; did you mean 'learning_rate'?"]),
         (("train.learning_rate=1e-3,fast",), 1, (), ["arm train.learning_rate=fast: train.learning_rate = 'fast': "]),
         (("rollout.num_generations=4,5", "algorithm.beta=0.0,0.1"), 1, (),
-         ["arm rollout.num_generations=5, algorithm.beta=0.0: ", "arm rollout.num_generations=5, algorithm.beta=0.1: ",
+         ["arm rollout.num_generations=5, algorithm.beta=0.0; rollout.num_generations=5, algorithm.beta=0.1: ",
           "is not divisible by num_generations=5"]),
         (("rewards.0.weight=1,2",), 1, (), ["--grid rewards.0.weight: its arms would be evaluated differently"]),
         (("rollout.max_completion_length=4,6",), 1, (), ["set evaluation.max_completion_length for all arms"]),
         (("promotion.confidence=0.9,0.95",), 1, (), ["the same for all arms of a sweep"]),
         (("name=a,b",), 1, (), ["the same for all arms of a sweep"]),
-        (("seed=0,1",), 1, ("data.eval=gone.csv",), ["arm seed=0: ", "arm seed=1: ", "data.eval = 'gone.csv'"]),
+        (('data={train="a", eval="b"},1',), 1, (), ["--grid data: its arms would be evaluated differently"]),
+        (("seed=0,1",), 1, ("data.eval=gone.csv",), ["data.eval = 'gone.csv'"]),
         (("train.save_steps=" + ",".join(map(str, range(1, 300))),), 1, (), ["299 arms: a sweep has from 2 to 256"]),
     ],
     ids=lambda value: "",
@@ -139,7 +147,7 @@ def test_what_is_wrong_is_refused_and_names_the_arm(
     done = run_here("sweep", str(config), "--seeds", str(seeds), *given)
     assert (done.returncode, done.stdout) == (2, ""), done.stdout
     for sentence in sentences:
-        assert sentence in done.stderr
+        assert done.stderr.count(sentence) == 1, done.stderr
     assert not (config.parent / "storage").exists()
 
 
@@ -164,7 +172,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def task(name: str) -> Any:
         def run(sweep: str, argument: str, *_: Any) -> Any:
             done.append(f"{name} {sweep} {argument}")
-            return SimpleNamespace(result=lambda: Path("folder"))
+            return SimpleNamespace(result=lambda: None)
 
         return run
 
@@ -172,6 +180,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(flow, "get_run_logger", lambda: logging.getLogger("sweep"))
     monkeypatch.setattr(flow, "tags", lambda *_: nullcontext())
     monkeypatch.setattr(flow, "ending", lambda *_: nullcontext())
+    monkeypatch.setattr(flow, "announce_sweep", lambda sweep, _: done.append(f"announced {sweep}"))
     for name in ("begin", "choose"):
         monkeypatch.setattr(flow, name, task(name))
     return done
@@ -184,8 +193,8 @@ def test_an_arm_that_fails_keeps_none_of_the_others_from_running(config: Path, r
     sweep = make(config, "train.learning_rate=0.1,0.2,0.3")
     arms = [f'test.sweep.learning_rate-{rate} {{"learning_rate": {rate}}}' for rate in (0.1, 0.2, 0.3)]
     fates.clear()
-    assert flow._run_arms(sweep, str(config), {}) == Path("folder")
-    assert ran == ["begin test.sweep grpo", *arms, "choose test.sweep candidate"]
+    assert flow._run_arms(sweep, str(config), {}) == config.parent / "storage" / "sweeps" / "test.sweep"
+    assert ran == ["begin test.sweep grpo", *arms, "choose test.sweep candidate", "announced test.sweep"]
     ran.clear()
     fates[0.2] = StageError("it diverged")
     with pytest.raises(StageError, match=r"1 of 3 arms failed.*\ntest.sweep.learning_rate-0.2: it diverged"):
@@ -201,10 +210,10 @@ def test_an_arm_that_was_stopped_for_being_behind_is_no_failure_and_is_not_run_a
     fates.clear()
     fates[0.2] = ArmStopped("behind")
     monkeypatch.setattr(flow, "why_stopped", lambda run, config: "behind" if "0.2" in run.name and len(ran) > 2 else "")
-    assert flow._run_arms(sweep, str(config), {}) == Path("folder")
-    assert len(ran) == 4
-    assert flow._run_arms(sweep, str(config), {}) == Path("folder")
-    assert len(ran) == 4 + 3
+    flow._run_arms(sweep, str(config), {})
+    assert len(ran) == 5
+    flow._run_arms(sweep, str(config), {})
+    assert len(ran) == 5 + 4
 
 
 RANGES = ("rewards.1.range=[0.0, 1.0]",)
@@ -218,16 +227,64 @@ RANGES = ("rewards.1.range=[0.0, 1.0]",)
         (("--grid", "train.max_steps=2,3"), RANGES, "arm train.max_steps=2 is not evaluated while it trains"),
         (("--grid", "train.max_steps=2,3"), ("train.eval_steps=2", "rewards.1.function=char_length"),
          "no range is known of the rewards"),
+        (("--grid", "train.learning_rate=0.1,0.2"), ("train.eval_steps=4", *RANGES), "none could be stopped. Give all"),
+        (("--grid", "train.eval_steps=2,3"), RANGES, "none could be stopped. Give all"),
+        (("--grid", "train.learning_rate=0.1,0.2"), ("train.eval_steps=2", "data.eval=two.parquet", *RANGES),
+         "with 2 held-out prompts and 2 arms, none could be stopped, even if its reward were the lowest on every "
+         "prompt; hold out 8 prompts or more"),
     ],
-    ids=["seeds", "seed", "eval_steps", "range"],
+    ids=["seeds", "seed", "eval_steps", "range", "last update", "other updates", "few prompts"],
 )  # fmt: skip
 def test_arms_that_could_not_be_stopped_honestly_are_refused(
-    config: Path, options: tuple[str, ...], overrides: tuple[str, ...], sentence: str
+    config: Path, options: tuple[str, ...], overrides: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(config.parent)
+    write_sums(config.parent / "two.parquet", 60, 62)
     given = [word for key in overrides for word in ("--set", key)]
     done = run_here("sweep", str(config), "--stop-early", *options, *given)
     assert (done.returncode, done.stdout) == (2, "")
     assert sentence in done.stderr
+
+
+def test_the_level_of_stopping_is_spent_once_in_a_sweep(config: Path) -> None:
+    def stopping(*grid: str, more: tuple[str, ...] = ()) -> Sweep:
+        return make(config, *grid, overrides=("train.eval_steps=2", *RANGES, *more), stop_early=True)
+
+    sweep = stopping("train.learning_rate=0.1,0.2")
+    sweep_folder(sweep.name).mkdir(parents=True)
+    write_rule(sweep.name, trainings_of([arm.config for arm in sweep.arms]), 1 - 0.95)
+    stopping("train.learning_rate=0.1,0.2")  # goes on
+    write_rule(sweep.name, {}, None)  # a command without --stop-early in between
+    for grid, more in (("0.1,0.2,0.3", ()), ("0.2,0.1", ()), ("0.1,0.2", ("train.max_steps=8",))):
+        with pytest.raises(GrpoError, match=r"has stopped arms by the level 0\.05 already"):
+            stopping(f"train.learning_rate={grid}", more=more)
+
+
+def test_a_table_of_keys_that_go_together_is_one_value_of_an_arm(config: Path) -> None:
+    grid = 'data.curriculum={probe=4},{kind="band", band=[0.1, 0.9], probe=4}'
+    sweep = make(config, grid, "train.learning_rate=0.1,0.2")
+    kinds = [arm.config.data.curriculum.kind for arm in sweep.arms]
+    assert kinds == ["none", "none", "band", "band"]
+    changes = more_changes(str(config), {"seed": 7}, sweep.arms[2].keys)
+    assert resolve(str(config), changes) == sweep.arms[2].config.model_copy(update={"seed": 7})
+
+
+def test_a_key_that_all_arms_set_may_be_missing_without_them(config: Path) -> None:
+    overrides = ("data.curriculum.kind=band", "data.curriculum.probe=4")
+    sweep = make(config, "data.curriculum.band=[0.1, 0.9],[0.2, 0.8]", overrides=overrides)
+    assert [arm.config.data.curriculum.band for arm in sweep.arms] == [(0.1, 0.9), (0.2, 0.8)]
+
+
+def test_the_pace_is_measured_once_for_arms_of_one_shape(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[float] = []
+
+    def measure(config: Any, *_: Any) -> str:
+        measured.append(config.rollout.num_generations)
+        return "not known"
+
+    monkeypatch.setattr(command, "measured_pace", measure)
+    command._show_plan(make(config, "train.learning_rate=0.1,0.2", "rollout.num_generations=4,8"))
+    assert measured == [4, 8]
 
 
 def test_an_interruption_ends_the_sweep(config: Path, ran: list[str]) -> None:
@@ -236,6 +293,15 @@ def test_an_interruption_ends_the_sweep(config: Path, ran: list[str]) -> None:
     with pytest.raises(Interrupted):
         flow._run_arms(make(config, "train.learning_rate=0.1,0.2"), str(config), {})
     assert len(ran) == 2
+
+
+def test_two_commands_do_not_work_on_one_sweep_at_a_time(config: Path, ran: list[str]) -> None:
+    sweep = make(config, "train.learning_rate=0.1,0.2")
+    folder = sweep_folder(sweep.name)
+    folder.mkdir(parents=True)
+    with locked(folder), pytest.raises(RunInUseError, match=r"'test\.sweep' is in use by process"):
+        flow._run_arms(sweep, str(config), {})
+    assert ran == []
 
 
 def test_a_deployment_s_sweep_runs_its_arms_as_runs_of_the_pipeline_s_deployment(

@@ -14,12 +14,13 @@ from markdown_it import MarkdownIt
 
 from grpo_core.config.files import parse_config
 from grpo_core.evaluation.statistics import Difference, Estimate
-from tasks.evaluate import _markdown, _run, _shown
+from tasks.evaluate import _answers_of_another_arm, _markdown, _run, _shown
 from tasks.processes.launch import RETURN_SECONDS
 from tasks.processes.run import ProcessError
 from tasks.processes.watchdog import HangError
 from tasks.registry.champion import present_champion
 from tasks.reports.evaluation_tables import rows_of, verdicts
+from tasks.stages.run import Context
 from tasks.tracking.runs import connect
 from tests.conftest import config_values
 from tests.pages import Page
@@ -32,6 +33,19 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setenv("GRPO_STORAGE", str(tmp_path_factory.mktemp("storage")))
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         yield connect()
+
+
+def test_a_forced_evaluation_takes_no_answers_from_another_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_STORAGE", str(tmp_path))
+    evaluation = tmp_path / "runs" / "sums.lr.a" / "evaluation"
+    evaluation.mkdir(parents=True)
+    (evaluation.parent / "config.toml").touch()
+    (evaluation / "report.json").write_text('{"base_answers": "their key"}')
+    (evaluation / "samples.parquet").touch()
+    values = {**config_values(tmp_path, tmp_path), "name": "sums.lr.b", "registry": {"sweep": "sums.lr"}}
+    config, run = parse_config(values), tmp_path / "runs" / "sums.lr.b"
+    for force, found in ((False, (evaluation / "samples.parquet", ["base"])), (True, (None, []))):
+        assert _answers_of_another_arm(Context(config, run, run, force), "their key", None) == found
 
 
 @pytest.mark.slow

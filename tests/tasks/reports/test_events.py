@@ -14,6 +14,7 @@ from prefect.states import AwaitingRetry, Cancelled, Cancelling, Crashed, Failed
 
 from grpo_core.config.files import load_config
 from tasks.reports import events
+from tasks.reports.sweep import read_choice
 from tests.made_up import made_up_run, metrics_of, outcomes_of, samples_of, values_of
 
 Emitted = list[tuple[str, dict[str, Any]]]
@@ -34,7 +35,13 @@ def emitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Emitted:
     return found
 
 
-def _end(monkeypatch: pytest.MonkeyPatch, state: State, later: State | None = None, name: str = "sums") -> None:
+def _end(
+    monkeypatch: pytest.MonkeyPatch,
+    state: State,
+    later: State | None = None,
+    name: str = "sums",
+    hook: Any = events.announce_end,
+) -> None:
     """A run of the pipeline ends in a state; `later`: the state that Prefect's server has when it is asked."""
     known = SimpleNamespace(id=FLOW_RUN, name=name, state=later or state)
 
@@ -49,7 +56,7 @@ def _end(monkeypatch: pytest.MonkeyPatch, state: State, later: State | None = No
             return known
 
     monkeypatch.setattr(events, "get_client", lambda sync_client: Client())
-    events.announce_end(None, known, state)  # type: ignore[arg-type]
+    hook(None, known, state)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +118,27 @@ def test_a_completed_run_tells_the_figures_of_its_report(emitted: Emitted, tmp_p
     assert payload["version_url"].endswith("/#/models/a%20b/versions/4")
     assert "/#/experiments/7/runs/r?" in payload["mlflow_url"]
     assert payload["report"] == str(run / "evaluation" / "report.html")
+
+
+def test_a_sweep_tells_which_arm_is_chosen_or_how_it_ended(
+    emitted: Emitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, rate in (("sums.lr.a", 0.1), ("sums.lr.b", 0.2)):
+        samples = samples_of({"base": outcomes_of(0, 0.4), "trained": outcomes_of(1, 0.4 + 2 * rate)})
+        values = values_of(name, train={"learning_rate": rate}, registry={"sweep": "sums.lr"})
+        run = made_up_run(tmp_path / "runs" / name, values, samples, metrics_of())
+        (run / "registration.json").write_text(json.dumps({"model_name": "sums", "version": name[-1]}))
+    (tmp_path / "sweeps" / "sums.lr").mkdir(parents=True)
+    (tmp_path / "sweeps" / "sums.lr" / "mlflow.json").write_text(json.dumps({"run_id": "r", "experiment_id": "7"}))
+    events.announce_sweep("sums.lr", str(FLOW_RUN))
+    _end(monkeypatch, Failed(message="1 of 2 arms failed"), name="sums.lr", hook=events.announce_sweep_end)
+    (completed, payload), (failed, reason) = emitted
+    choice, _ = read_choice("sums.lr")
+    assert (completed, payload["chosen"], payload["version"]) == ("grpo.sweep.completed", "sums.lr.b", "b")
+    assert (payload["gain"], payload["gain_low"]) == (choice.best.gain.mean, choice.best.gain.low)
+    assert payload["text"].startswith("sweep sums.lr completed: Chosen on held-out: sums.lr.b; train.learning_rate=0.2")
+    assert "/#/experiments/7/runs/r?" in payload["mlflow_url"] and (payload["arms"], payload["stopped"]) == (2, 0)
+    assert (failed, reason["text"]) == ("grpo.sweep.failed", "sweep sums.lr failed: 1 of 2 arms failed")
 
 
 def test_a_training_tells_its_updates_and_cost_and_a_figure_that_is_not_finite_is_null(

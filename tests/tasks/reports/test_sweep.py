@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,16 @@ from scipy import stats
 from grpo_core.config.files import parse_config
 from grpo_core.evaluation.statistics import paired_difference, seed_difference
 from tasks.reports.record import Record
-from tasks.reports.sweep import NoChoiceError, describe, make_choice, read_arms, shown_arms, sweep_page, sweep_sections
+from tasks.reports.sweep import (
+    NoChoiceError,
+    describe,
+    make_choice,
+    read_arms,
+    read_outcomes,
+    shown_arms,
+    sweep_page,
+    sweep_sections,
+)
 from tests.made_up import NUM_PROMPTS, made_up_run, metrics_of, outcomes_of, samples_of, values_of
 from tests.pages import Page
 
@@ -124,6 +133,12 @@ def test_page_and_terminal_show_the_choice_and_compare_the_arms_by_intervals_tha
     choice = make_choice(arms)
     assert [*shown_arms(choice, arms)[0]] == ["rate-0.2", "rate-0.3", "rate-0.1"]
     page = Page(sweep_page("sums.sweep-2", choice, arms))
+    assert "Optuna" not in page.text
+    searched = Page(sweep_page("sums.sweep-2", replace(choice, searched=3), arms)).text
+    assert "The best of 3 searched settings. What it is worth shows on prompts by which it was not chosen." in searched
+    assert "3 arms were proposed by Optuna, from the figures of earlier arms on the same prompts." in searched
+    means = {f"sums.sweep-2.rate-{rate}": count / NUM_PROMPTS for rate, count in ((0.1, 30), (0.2, 45))}
+    assert read_outcomes("sums.sweep-2", means) == pytest.approx(means), "those asked for, by what the page compares by"
     found = asdict(paired_difference(first(45), first(41), 1 - 0.05 / 3, (0.0, 1.0)))
     assert f"[{100 * found['low']:.1f}, {100 * found['high']:.1f}]" in page.text
     assert "Bonferroni over 3 pairs of arms" in page.text

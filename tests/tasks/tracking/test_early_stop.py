@@ -18,6 +18,7 @@ from tasks.tracking.early_stop import HELD_OUT_SCORES, Race, stopped_arms, why_s
 from tests.conftest import config_values, make_run, write_sums
 
 NAMES = [f"sums.sweep.{arm}" for arm in "abc"]
+RULE = dict.fromkeys(NAMES, "the lineage key of a training")
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def race(run: Path, updates: int = 8) -> Race:
 
 def test_an_arm_is_stopped_by_what_the_arms_before_it_did_after_the_same_update(arms: dict[str, Path]) -> None:
     first, second, third = arms.values()
-    write_rule("sums.sweep", NAMES, 0.05)
+    write_rule("sums.sweep", RULE, 0.05)
     for update in (2, 4, 6, 8):
         score(TRAIN.path(first), update, 2.0)
     race(first).look()
@@ -89,7 +90,7 @@ def test_an_arm_is_stopped_by_what_the_arms_before_it_did_after_the_same_update(
 def test_nothing_is_stopped_without(arms: dict[str, Path], without: str) -> None:
     first, second, _ = arms.values()
     write_rule(
-        "sums.sweep", [*NAMES[:1], *([] if without == "arm" else NAMES[1:])], None if without == "rule" else 0.05
+        "sums.sweep", dict.fromkeys(NAMES[: 1 if without == "arm" else 3], ""), None if without == "rule" else 0.05
     )
     if without == "prompts":
         (first / "dataset" / "report.json").write_text('{"made": {"eval": "others"}}')
@@ -100,15 +101,15 @@ def test_nothing_is_stopped_without(arms: dict[str, Path], without: str) -> None
 
 def test_a_training_that_goes_on_is_no_longer_stopped(arms: dict[str, Path]) -> None:
     first, second, _ = arms.values()
-    write_rule("sums.sweep", NAMES, 0.05)
+    write_rule("sums.sweep", RULE, 0.05)
     score(TRAIN.path(first), 2, 2.0)
     running = race(second)
     score(TRAIN.partial(second), 2, 0.0)
     with pytest.raises(ArmStopped):
         running.look()
-    write_rule("sums.sweep", NAMES, None)
+    write_rule("sums.sweep", RULE, None)
     race(second).look()
-    write_rule("sums.sweep", NAMES, 0.05)
+    write_rule("sums.sweep", RULE, 0.05)
     (TRAIN.partial(second) / HELD_OUT_SCORES / "step-000002.parquet").unlink()
     race(second).look()
     assert stopped_arms("sums.sweep") == {}
