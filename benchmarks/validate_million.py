@@ -43,6 +43,7 @@ def main() -> None:
 
 def measure(folder: Path) -> None:
     from grpo_core.config.files import parse_config
+    from tasks.data.rows import write_rows
     from tasks.validate import screen
 
     config = parse_config(
@@ -55,8 +56,8 @@ def measure(folder: Path) -> None:
     )
     start = time.perf_counter()
     screened = screen(config)
-    for name, frame in screened.kept.items():
-        frame.write_parquet(folder / f"{name}.kept.parquet")
+    for name, rows in screened.kept.items():
+        write_rows(rows, folder / f"{name}.kept.parquet")
     seconds = time.perf_counter() - start
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     size = (folder / "train.parquet").stat().st_size / 2**20

@@ -86,11 +86,11 @@ def _check_file(file: Path, contract: Path) -> None:
     from tasks.data.sources import Source, load_source
 
     schema = read_schema(contract)
-    frame = load_source(Source("FILE", str(file)))
-    problems, findings = hold_against({file.name: frame}, schema)
-    lines = [f"row {row}, column {column!r}: {value}" for _, row, column, _, value in findings.head(10).rows()]
+    rows = load_source(Source("FILE", str(file)))
+    problems, findings = hold_against({file.name: rows}, schema)
+    lines = [f"row {row}, column {column!r}: {value}" for _, row, column, _, value, _ in findings.head(10).rows()]
     if broken := findings["row"].n_unique():
-        lines.append(f"{broken:,} of {frame.height:,} rows break {contract}")
+        lines.append(f"{broken:,} of {rows.height:,} rows break {contract}")
     if problems or lines:
         refuse("\n".join([*problems, *lines]))
-    say(f"{frame.height:,} rows keep {contract}")
+    say(f"{rows.height:,} rows keep {contract}")

@@ -13,6 +13,7 @@ from grpo_core.data.chat import NO_OPTIONS, encode_prompts, is_conversation, tur
 from grpo_core.data.prompts import load_tokenizer
 from grpo_core.errors import GrpoError
 from grpo_core.system.processes import importing
+from tasks.data.rows import Rows
 
 Options = Mapping[str, Any]  # what the chat template is given beside the messages: its variables, and the tools
 OptionsByEnvironment = Mapping[str, Options]  # of the rows whose column `environment` says so; "": of all rows
@@ -187,13 +188,20 @@ def token_lengths(prompts: pl.Series, tokenizer: Any, options: Options = NO_OPTI
     return pl.Series([len(ids) for ids in encoded], dtype=pl.Int64)
 
 
-def sample_lengths(frame: pl.DataFrame, tokenizer: Any, options: OptionsByEnvironment) -> pl.Series:
+def sample_lengths(rows: Rows, tokenizer: Any, options: OptionsByEnvironment) -> pl.Series:
     """Tokens of the longest prompts and of a random sample of the others, or of all if they are few."""
-    if frame.height > SAMPLED:
-        most = by_environment(frame, options, lambda prompts, given: _most_tokens(prompts, tokenizer, given))
+
+    def bound(frame: pl.DataFrame) -> pl.Series:
+        return by_environment(frame, options, lambda prompts, given: _most_tokens(prompts, tokenizer, given))
+
+    chosen = pl.int_range(rows.height, eager=True)
+    if rows.height > SAMPLED:
+        most = pl.concat(bound(frame) for frame in rows.slices() if frame.height)
         longest = most.arg_sort(descending=True).head(LONGEST)
-        others = pl.int_range(frame.height, eager=True).sample(SAMPLED - LONGEST, seed=0)
-        frame = frame[pl.concat([longest.cast(pl.Int64), others]).unique()]
+        others = chosen.sample(SAMPLED - LONGEST, seed=0)
+        chosen = pl.concat([longest.cast(pl.Int64), others]).unique()
+    names = ["prompt", *(["environment"] if "environment" in rows.columns else [])]
+    frame = rows.map(lambda frame: frame.select(names)).gather(chosen)
     return by_environment(frame, options, lambda prompts, given: token_lengths(prompts, tokenizer, given))
 
 

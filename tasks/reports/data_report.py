@@ -12,6 +12,7 @@ import polars as pl
 
 from tasks.data.contract import RULES
 from tasks.data.repeats import SHOWN
+from tasks.data.rows import Rows
 from tasks.rendering.drawing import draw_lengths
 from tasks.rendering.markdown import escape, table
 from tasks.stages.files import remove
@@ -28,12 +29,12 @@ def count_findings(findings: pl.DataFrame, checks: Mapping[str, str]) -> list[di
     return [{**row, "severity": checks[row["check"]], "rule": RULES[row["check"]]} for row in counts.to_dicts()]
 
 
-def length_figures(lengths: Mapping[str, pl.Series], frames: Mapping[str, pl.DataFrame]) -> dict[str, dict[str, Any]]:
+def length_figures(lengths: Mapping[str, pl.Series], kept: Mapping[str, Rows]) -> dict[str, dict[str, Any]]:
     """Tokens per prompt: mean, median, 95th percentile and maximum of the prompts that were tokenized."""
     return {
         name: {
             "tokenized": len(values),
-            "of": frames[name].height,
+            "of": kept[name].height,
             "mean": values.mean(),
             "median": values.median(),
             "p95": values.quantile(0.95),

@@ -17,9 +17,10 @@ from flows.cli.main import app
 from grpo_core.config.files import parse_config
 from grpo_core.errors import ConfigError
 from tasks.data.own_schema import hold_against, load_schema
+from tasks.data.rows import of_frame
 from tasks.stages.lineage import lineage_keys
-from tasks.validate import screen
 from tests.conftest import config_values
+from tests.rows import screen
 
 MODULE = """
 import pandera.polars as pa
@@ -88,7 +89,7 @@ def test_a_row_that_breaks_a_rule_of_ones_own_is_refused_dropped_or_kept(
     for severity, refused, kept in (("error", True, 9), ("drop", False, 9), ("warn", False, 10)):
         values["data"]["checks"] = {"own_schema": severity}
         screened = screen(parse_config(values))
-        assert screened.findings.rows() == [("train", 3, column, "own_schema", said)]
+        assert screened.findings.rows() == [("train", 3, column, "own_schema", said, None)]
         assert (screened.refused, screened.kept["train"].height) == (refused, kept)
 
 
@@ -237,7 +238,9 @@ def test_what_cannot_be_checked_is_refused(
 
 def test_all_broken_rules_of_all_data_sets_are_found(values: dict[str, Any]) -> None:
     frame = pl.DataFrame({"question": ["12345", "1+1="], "level": [0, 1]})
-    problems, findings = hold_against({"train": frame, "eval": frame}, load_schema(values["data"]["schema"]))
+    problems, findings = hold_against(
+        {"train": of_frame(frame), "eval": of_frame(frame)}, load_schema(values["data"]["schema"])
+    )
     assert problems == []
     assert sorted(findings.select("dataset", "row", "column").rows()) == [
         (name, 0, column) for name in ("eval", "train") for column in ("level", "question")

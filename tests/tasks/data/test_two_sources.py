@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.config.files import parse_config
+from tasks.data.rows import of_frame
 from tasks.data.sources import pooled, unlike_columns
-from tasks.validate import Screened, screen
+from tasks.validate import Screened
 from tests.command_line import run_here
+from tests.rows import screen, whole
 from tests.sources import two_sources
 
 
@@ -107,9 +109,9 @@ VALUES = st.sampled_from([[1, 2], [1.5], ["a"], [None], [["a"]], [[{"role": "use
 
 @given(st.lists(VALUES, min_size=1, max_size=3))
 def test_rows_are_pooled_without_a_change_of_their_values_or_refused(columns: list[list[Any]]) -> None:
-    parts = {f"train/{n}": pl.DataFrame({"x": values}) for n, values in enumerate(columns)}
+    parts = {f"train/{n}": of_frame(pl.DataFrame({"x": values})) for n, values in enumerate(columns)}
     if not [*unlike_columns(parts)]:
-        assert pooled(parts)["train"]["x"].to_list() == [value for values in columns for value in values]
+        assert whole(pooled(parts)["train"])["x"].to_list() == [value for values in columns for value in values]
 
 
 @pytest.mark.parametrize("source", ["sums", "lines"])
@@ -119,8 +121,8 @@ def test_an_environment_is_written_beside_the_prompts_of_its_source(source: str,
     values = two_sources(tmp_path, tmp_path)
     values["data"]["sources"][["sums", "lines"].index(source)]["environment"] = "maze"
     values["environment"] = {"environment_factory": {"maze": "m:Maze"}}
-    frames = load_training_prompts(parse_config(values).data)
-    named = [frame["environment"].unique().to_list() for frame in frames.values() if "environment" in frame.columns]
+    frames = [whole(rows) for rows in load_training_prompts(parse_config(values).data).values()]
+    named = [frame["environment"].unique().to_list() for frame in frames if "environment" in frame.columns]
     assert named == [["maze"]]
 
 
