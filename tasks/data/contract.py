@@ -92,13 +92,14 @@ def check(
     shape = shape or [problem for name, part in parts.items() for problem in _unusable(name, part, environment)]
     if shape:
         return shape, NONE
+    known: dict[str, bool] = {}
     whole, out = bool(environment.factories), {*dropped, "blank_prompt", "malformed_conversation"}
 
     def hold(name: str) -> Iterator[tuple[pl.DataFrame, pl.DataFrame]]:
         """For each slice of a part, the rows that break a rule, and the keys of those that stay."""
         part, ours = parts[name], own.filter(dataset=name)
         for first, frame in part.rows.numbered():
-            schema = build_schema(frame, part.rewards, tokenizer, part.room, options)
+            schema = build_schema(frame, part.rewards, tokenizer, part.room, options, known)
             found = _validate(name, frame, schema, first)
             bad = pl.concat([ours, found]).filter(pl.col("check").is_in(out))["row"]
             yield found, keys_of(frame, first, whole).filter(~pl.col("row").is_in(bad.implode()))
@@ -135,9 +136,15 @@ def check(
 
 
 def build_schema(
-    frame: pl.DataFrame, rewards: list[Reward], tokenizer: Any, room: int | None, options: OptionsByEnvironment
+    frame: pl.DataFrame,
+    rewards: list[Reward],
+    tokenizer: Any,
+    room: int | None,
+    options: OptionsByEnvironment,
+    known: dict[str, bool],
 ) -> pa.DataFrameSchema:
-    """The rules about single rows: those about the prompt, and that no value that a reward reads is missing."""
+    """The rules about single rows: those about the prompt, and that no value that a reward reads is missing. `known`:
+    see `has_tokens`."""
     answerable = _answerable(frame)  # what else is wrong with a blank or malformed prompt says nothing new
 
     def holds(rows: pl.Series, of: Callable[[pl.Series, Options], pl.Series]) -> pl.Series:
@@ -154,7 +161,7 @@ def build_schema(
         "blank_prompt": lambda frame: frame.select(~_is_blank(frame)).to_series(),
         "malformed_conversation": lambda frame: frame.select(_is_blank(frame) | _is_well_formed(frame)).to_series(),
         "chat_template": lambda _: accepted,
-        "no_tokens": lambda _: holds(answerable & short, lambda p, _: has_tokens(_asked(p), tokenizer)),
+        "no_tokens": lambda _: holds(answerable & short, lambda p, _: has_tokens(_asked(p), tokenizer, known)),
         "long_prompt": lambda _: (
             short & holds(answerable & accepted & short, lambda p, given: fit(p, tokenizer, room, given))
         ),

@@ -98,13 +98,14 @@ def _rendered(messages: list[dict[str, Any]], tokenizer: Any, options: Options) 
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
 
 
-def has_tokens(texts: pl.Series, tokenizer: Any) -> pl.Series:
-    """Whether the tokenizer makes a token of each text, special tokens aside. Few beginnings are
-    shared by many texts and tokenized first; only a text whose beginning makes no token is tokenized whole."""
+def has_tokens(texts: pl.Series, tokenizer: Any, known: dict[str, bool]) -> pl.Series:
+    """Whether the tokenizer makes a token of each text, special tokens aside. Few beginnings are shared by many texts
+    and tokenized first, as far as they are not `known` from other texts; only a text whose beginning makes no token is
+    tokenized whole."""
     beginnings = texts.str.head(BEGINNING)
-    known = beginnings.unique()
-    found = dict(zip(known, _are_tokenized(known, tokenizer), strict=True))
-    has = beginnings.replace_strict(found, return_dtype=pl.Boolean)
+    new = beginnings.unique().filter(~beginnings.unique().is_in([*known]))
+    known.update(zip(new, _are_tokenized(new, tokenizer), strict=True))
+    has = beginnings.replace_strict(known, return_dtype=pl.Boolean)
     unsure = (~has).arg_true()
     return has if unsure.is_empty() else has.scatter(unsure, _are_tokenized(texts.gather(unsure), tokenizer))
 
