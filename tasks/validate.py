@@ -31,7 +31,7 @@ from tasks.data.rows import Rows, write_rows
 from tasks.data.sources import load_sources, pooled, sources_of, with_needed_columns, without_unstorable
 from tasks.processes.run import TimeLimitError, run_process
 from tasks.registry.gate import LEAST_PROMPTS
-from tasks.reports.data_report import FINDINGS, count_findings, length_figures, markdown, write_report
+from tasks.reports.data_report import FINDINGS, count_findings, count_shared, length_figures, markdown, write_report
 from tasks.stages.errors import StageError
 from tasks.stages.files import remove
 from tasks.stages.run import Context, run_stage
@@ -170,6 +170,7 @@ def screen(config: RunConfig) -> Screened:
         },
         "shape": shape,
         "findings": count_findings(findings, checks),
+        "shared": count_shared(findings),
         "lengths": length_figures(lengths, kept),
         "room": room,
     }

@@ -59,8 +59,15 @@ def write_schema(
 
         origins = dict(zip(run.evaluated_sources or [None], run.data.origins.values(), strict=True))
         if source not in origins:
-            there = f"one of {run.evaluated_sources}" if run.data.sources else "there are no data.sources; leave it out"
-            raise ConfigError(f"--source {source}: {there}")
+            names = ", ".join(run.evaluated_sources)
+            if source is None:
+                raise ConfigError(
+                    f"each of data.sources has a contract of its own: say which, by --source and one of {names}"
+                )
+            raise ConfigError(
+                f"--source {source}: "
+                + (f"no such source; it is one of {names}" if names else "there are no data.sources; leave it out")
+            )
         rewards = [reward for reward in rewards_of(run) if reward.name in run.rewards_of(source)]
         typer.echo(contract_as_yaml(run.data, origins[source], rewards), nl=False)
 

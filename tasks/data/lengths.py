@@ -111,6 +111,8 @@ def has_tokens(texts: pl.Series, tokenizer: Any, known: dict[str, bool]) -> pl.S
 
 
 def _are_tokenized(texts: pl.Series, tokenizer: Any) -> list[bool]:
+    if texts.is_empty():  # which a tokenizer refuses
+        return []
     return [bool(ids) for ids in tokenizer(texts.to_list(), add_special_tokens=False)["input_ids"]]
 
 

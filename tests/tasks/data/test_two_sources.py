@@ -79,6 +79,29 @@ def test_a_prompt_that_is_held_out_by_another_source_is_found(model_folder: Path
     assert "eval/lines row 1" in found["value"][0]
 
 
+def test_a_prompt_of_two_sources_comes_twice(model_folder: Path, tmp_path: Path) -> None:
+    """The first source keeps it, in training and in the evaluation; the report counts them by pair."""
+    both = {"lines": ["12+5=", "200=", "200=", "13+6="], "lines-eval": ["60+4=", "300="]}
+    frames = {name: pl.DataFrame({"line": lines}) for name, lines in both.items()}
+    values = two_sources(model_folder, tmp_path)
+    values["data"]["checks"] = {"duplicate_prompt": "drop"}
+    for name, frame in frames.items():
+        frame.write_parquet(tmp_path / f"{name}.parquet")
+    screened = screen(parse_config(values))
+    twice = screened.findings.filter(check="duplicate_prompt")
+    assert twice.select("dataset", "row", "value").rows() == [
+        ("train/lines", 0, "12+5= (train/sums row 2)"),
+        ("train/lines", 2, "200="),
+        ("train/lines", 3, "13+6= (train/sums row 3)"),
+        ("eval/lines", 0, "60+4= (eval/sums row 0)"),
+    ]
+    assert screened.report["shared"] == [
+        {"dataset": "eval/lines", "other": "eval/sums", "check": "duplicate_prompt", "rows": 1},
+        {"dataset": "train/lines", "other": "train/sums", "check": "duplicate_prompt", "rows": 2},
+    ]
+    assert screened.kept["train"].filter(source="lines")["prompt"].to_list() == ["200="]
+
+
 def test_columns_of_the_same_name_need_types_that_go_together(model_folder: Path, tmp_path: Path) -> None:
     frame = pl.DataFrame({"line": ["1=", "2="], "answer": [1, 2]})
     [problem] = _screened(model_folder, tmp_path, {"lines": frame}).shape
@@ -136,7 +159,7 @@ def _grpo(config: Path, values: dict[str, Any], *arguments: str) -> tuple[int, s
 def test_commands_ask_about_one_source_or_count_all(model_folder: Path, tmp_path: Path) -> None:
     config, values = tmp_path / "two.toml", two_sources(model_folder, tmp_path)
     status, said = _grpo(config, values, "data", "schema", str(config))
-    assert (status, "--source None: one of ['sums', 'lines']" in said) == (2, True)
+    assert (status, "say which, by --source and one of sums, lines" in said) == (2, True)
     status, said = _grpo(config, values, "data", "schema", str(config), "--source", "lines")
     assert (status, "line:" in said, "answer:" in said) == (0, True, False)
     status, said = _grpo(config, values, "plan", str(config), "--num-prompts", "100")
