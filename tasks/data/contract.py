@@ -131,7 +131,7 @@ def check(
     ]
     # Text that is the same exactly is also the same without regard to case and white space.
     shared = pl.concat([NONE, *(found[kind] for kind in ("overlap", "near_overlap") for found in overlaps)])
-    shared = shared.unique(["dataset", "row"], keep="first", maintain_order=True)
+    shared = shared.unique(["dataset", "row"], keep="first", maintain_order=True).sort("dataset", "row")
     return [], pl.concat([own, *(found for name in parts for found in findings[name]), *twice, shared])
 
 

@@ -103,7 +103,7 @@ def has_tokens(texts: pl.Series, tokenizer: Any, known: dict[str, bool]) -> pl.S
     and tokenized first, as far as they are not `known` from other texts; only a text whose beginning makes no token is
     tokenized whole."""
     beginnings = texts.str.head(BEGINNING)
-    new = beginnings.unique().filter(~beginnings.unique().is_in([*known]))
+    new = pl.Series([text for text in beginnings.unique() if text not in known], dtype=pl.String)
     known.update(zip(new, _are_tokenized(new, tokenizer), strict=True))
     has = beginnings.replace_strict(known, return_dtype=pl.Boolean)
     unsure = (~has).arg_true()
