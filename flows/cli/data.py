@@ -94,6 +94,8 @@ def _check_file(file: Path, contract: Path) -> None:
 
     schema = read_schema(contract)
     rows = load_source(Source("FILE", str(file)))
+    if not rows.height:
+        refuse("it has no rows")
     problems, findings = hold_against({file.name: rows}, schema)
     lines = [f"row {row}, column {column!r}: {value}" for _, row, column, _, value, _ in findings.head(10).rows()]
     if broken := findings["row"].n_unique():

@@ -11,6 +11,7 @@ import polars as pl
 
 from grpo_core.data import own_code
 from grpo_core.errors import ConfigError
+from tasks.data.places import is_file
 from tasks.data.repeats import NONE, key_of, shown
 from tasks.data.rows import Rows
 
@@ -31,6 +32,8 @@ def load_schema(name: str) -> pa.DataFrameSchema:
 
 def read_schema(path: Path) -> pa.DataFrameSchema:
     """The schema in a YAML file. Raises ConfigError if there is none."""
+    if not is_file(path):
+        raise ConfigError(f"{path}: cannot be read: no such file")
     try:
         return pa.DataFrameSchema.from_yaml(path.read_text())
     except OSError as error:

@@ -4,6 +4,7 @@ slice by slice."""
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,6 +224,8 @@ def _open(source: Source) -> Rows:
             return _parquet(source)
         raise SourceError(f"{source}: a file of no known kind; {FORMS}")
     if not is_folder(path) and not may_be_on_the_hub(source.data):
+        if os.path.lexists(path):
+            raise SourceError(f"{source}: a pipe, a device or a link to nothing, not a file or folder; {FORMS}")
         raise SourceError(f"{source}: no such file or folder (looked in {Path.cwd()}); {FORMS}")
     import datasets
 
@@ -259,6 +262,8 @@ def _parquet(source: Source) -> Rows:
             facts, columns = file.metadata, file.schema_arrow
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(source, error) from error
+    if wide := [field.name for field in columns if "decimal256" in str(field.type)]:
+        raise _unreadable(source, Fault(f"column {wide[0]!r} holds numbers beyond 38 digits; write them as text"))
     at_once = slice_rows(facts.num_rows, sum(facts.row_group(it).total_byte_size for it in range(facts.num_row_groups)))
     return Rows(_plain(pl.DataFrame(pl.from_arrow(columns.empty_table()))), facts.num_rows, read)
 

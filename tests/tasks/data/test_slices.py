@@ -63,7 +63,9 @@ def _verdict(values: dict[str, Any]) -> Any:
         return str(error)
     sets = {name: frame.to_dicts() for found in (screened.kept, screened.dropped) for name, frame in found.items()}
     lengths = {name: found.to_list() for name, found in screened.lengths.items()}
-    return screened.shape, screened.findings.rows(), sets, lengths, screened.report
+    # The order of columns in JSON is polars' own.
+    shape = [problem.partition("; its columns are")[0] for problem in screened.shape]
+    return shape, screened.findings.rows(), sets, lengths, screened.report
 
 
 @pytest.mark.slow
@@ -102,11 +104,8 @@ def test_slices_get_the_same_verdict_as_the_whole(
         for key, size in (("rows.SLICE_ROWS", 2), ("text_sources.SLICE_ROWS", 2), ("text_sources.CHUNK", 50)):
             patch.setattr(f"tasks.data.{key}", size)
         sliced = _verdict(values)
-        if isinstance(at_once, str):
-            assert (
-                isinstance(sliced, str)
-                and sliced.partition("several kinds")[0] == at_once.partition("several kinds")[0]
-            )
+        if isinstance(at_once, str) and " gives " in at_once:  # of a function, with the rows that were called together
+            assert isinstance(sliced, str) and " gives " in sliced
         else:
             assert sliced == at_once
 
