@@ -22,7 +22,7 @@ from grpo_core.planning.hardware import Gpu, capability, find_gpu, name_hardware
 from grpo_core.planning.pace import Pace, Throughput
 from grpo_core.planning.plan import Plan, make_plan, plan_inputs, plan_rows
 from grpo_core.planning.shapes import PromptLengths
-from tasks.data.sources import list_pass_rates
+from tasks.data.sources import validated_pass_rates
 from tasks.data.validated import validated
 from tasks.processes.pace import measured_pace
 from tasks.stages.run import Context, run_stage
@@ -71,7 +71,7 @@ def _work(context: Context) -> dict[str, Any]:
         plan,
         lengths,
         source,
-        rates or list_pass_rates(config.data),
+        rates or validated_pass_rates(data.prompts),
         gpu,
         held_out_prompts=data.held_out_prompts,
         reward_seconds=data.reward_seconds,

@@ -145,10 +145,21 @@ def list_pass_rates(data: DataConfig) -> list[float]:
 
 def _pass_rates(source: Source, origin: PromptSource) -> Iterator[float]:
     how = origin.columns.get(PASS_RATE, PASS_RATE)
+    if _text_kind(source) is None and how not in _open(source).columns:
+        return
     for frame in _frames(source):
         kind = frame.schema.get(how)
         if kind is not None and (kind.is_numeric() or kind == pl.String):
             yield from frame[how].cast(pl.Float64, strict=False).drop_nulls()
+
+
+def validated_pass_rates(prompts: Path) -> list[float]:
+    """The column `pass_rate` of validated prompts, if it holds numbers."""
+    rows = pl.scan_parquet(prompts, glob=False)
+    kind = rows.collect_schema().get(PASS_RATE)
+    if kind is None or not (kind.is_numeric() or kind == pl.String):
+        return []
+    return rows.select(pl.col(PASS_RATE).cast(pl.Float64, strict=False).drop_nulls()).collect()[PASS_RATE].to_list()
 
 
 def load_head(data: DataConfig, rows: int) -> list[pl.DataFrame]:
