@@ -65,7 +65,7 @@ def _verdict(values: dict[str, Any]) -> Any:
     lengths = {name: found.to_list() for name, found in screened.lengths.items()}
     # The order of columns in JSON is polars' own.
     shape = [problem.partition("; its columns are")[0] for problem in screened.shape]
-    return shape, screened.findings.rows(), sets, lengths, screened.report
+    return screened.findings.rows(), sets, lengths, {**screened.report, "shape": shape}
 
 
 @pytest.mark.slow
